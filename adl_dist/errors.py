@@ -1,0 +1,56 @@
+"""Everything adl_dist raises on purpose.
+
+AdlError
+├── ConfigError       the request cannot be run; fix the command line or the YAML
+├── PartitionError    the model cannot be cut as asked
+├── DataError         a dataset is missing, empty, too small, or holds what the loss cannot take
+├── CheckpointError   a checkpoint or run folder is damaged, foreign or would be overwritten
+├── DivergedError     the loss is not finite any more
+├── ScheduleError     a list of actions cannot be carried out (a bug, never the user's fault)
+└── ChannelError      a peer sent something else, too late, or nothing at all
+
+The first five are the user's to mend and end a command with exit code 2. A ChannelError is a victim:
+its cause is in the peer's own log.
+"""
+
+
+class AdlError(Exception):
+    """Base of every error raised on purpose.
+
+    Attributes:
+        exit_code: what the process exits with when nobody catches the error.
+    """
+
+    exit_code = 2
+
+
+class ConfigError(AdlError, ValueError):
+    """The request cannot be run; fix the command line or the YAML."""
+
+
+class PartitionError(AdlError, ValueError):
+    """The model cannot be cut as asked."""
+
+
+class DataError(AdlError, ValueError):
+    """A dataset is missing, empty, too small, or holds what the loss cannot take."""
+
+
+class CheckpointError(AdlError, RuntimeError):
+    """A checkpoint or run folder is damaged, foreign, or would be overwritten."""
+
+
+class DivergedError(AdlError, ArithmeticError):
+    """The loss is not finite any more."""
+
+
+class ScheduleError(AdlError, RuntimeError):
+    """A list of actions cannot be carried out."""
+
+    exit_code = 1
+
+
+class ChannelError(AdlError, RuntimeError):
+    """A peer sent something else, too late, or nothing at all."""
+
+    exit_code = 1

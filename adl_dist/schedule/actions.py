@@ -1,0 +1,77 @@
+"""The words of a schedule. A stage's life is a list of actions that can be printed and read back."""
+
+import enum
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from adl_dist.errors import ScheduleError
+
+
+class Op(enum.Enum):
+    """What a stage does; the value is its printed form."""
+
+    LOAD = "L"  # stage 0: fetch input and target
+    RECV_ACT = "RA"
+    RECV_TARGET = "RT"
+    FORWARD = "F"  # in training: builds the graph that the backward uses later
+    PREDICT = "P"  # in evaluation: no graph, nothing kept
+    SEND_ACT = "SA"
+    SEND_TARGET = "ST"
+    RECV_GRAD = "RG"
+    BACKWARD = "B"
+    SEND_GRAD = "SG"
+    UPDATE = "U"
+
+
+class Action(NamedTuple):
+    """One step of one stage."""
+
+    op: Op
+    number: int  # the micro-batch within the segment; for UPDATE the group within the segment
+
+    def __str__(self) -> str:
+        return f"{self.op.value}{self.number}"
+
+
+class Link(NamedTuple):
+    """One kind of message: who sends it, who receives it."""
+
+    what: str  # "act", "grad" or "target"
+    recv: Op
+    hop: int | None  # receiver minus sender; None: from stage 0 straight to the last stage
+
+
+LINKS = {
+    Op.SEND_ACT: Link("act", Op.RECV_ACT, +1),
+    Op.SEND_GRAD: Link("grad", Op.RECV_GRAD, -1),
+    Op.SEND_TARGET: Link("target", Op.RECV_TARGET, None),
+}
+RECEIVES = {link.recv: link for link in LINKS.values()}
+
+
+def receiver(op: Op, sender: int, *, num_stages: int) -> int:
+    """The stage that receives what ``sender`` sends with ``op``."""
+    hop = LINKS[op].hop
+    return num_stages - 1 if hop is None else sender + hop
+
+
+def format_stream(stream: Iterable[Action]) -> str:
+    """Print a stream, for example ``L0 F0 SA0 ST0``."""
+    return " ".join(map(str, stream))
+
+
+def parse_stream(text: str) -> list[Action]:
+    """Read back what :func:`format_stream` printed.
+
+    Raises:
+        ScheduleError: a word is not an action.
+    """
+    actions = []
+    for word in text.split():
+        match = re.fullmatch(r"([A-Z]+)(\d+)", word)
+        if match is None or match[1] not in {op.value for op in Op}:
+            known = ", ".join(op.value for op in Op)
+            raise ScheduleError(f"'{word}' is not an action; expected one of {known} and a number, like F3")
+        actions.append(Action(Op(match[1]), int(match[2])))
+    return actions

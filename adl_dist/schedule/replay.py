@@ -1,0 +1,139 @@
+"""Replays all stages on one thread: any interleaving, any deadlock, without a process or a tensor."""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+from adl_dist.errors import ScheduleError
+from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
+
+Streams = Sequence[Sequence[Action]]
+Edge = tuple[str, int]  # what is carried, and the stage that receives it
+
+
+def in_turn(runnable: Sequence[int]) -> int:
+    """Prefer the stage furthest downstream, so that messages are consumed as soon as they are there."""
+    return runnable[-1]
+
+
+def at_random(seed: int) -> Callable[[Sequence[int]], int]:
+    """Any stage that can go on, drawn by ``seed``."""
+    return random.Random(seed).choice
+
+
+def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn) -> Iterator[tuple[int, Action]]:
+    """Yield (stage, action) of all stages in one valid order: a receive comes after its send.
+
+    The engine executes the order as it comes, so whatever ``choose`` picks is a run of the real thing.
+
+    Args:
+        streams: the actions of stages 0..K-1.
+        choose: picks the next stage among those that can go on (ascending order).
+
+    Raises:
+        ScheduleError: every unfinished stage waits for another, or a message is not the one awaited.
+    """
+    num_stages = len(streams)
+    cursor = [0] * num_stages
+    mail: dict[Edge, deque[int]] = defaultdict(deque)
+
+    def ready(stage: int) -> bool:
+        action = streams[stage][cursor[stage]]
+        if action.op not in RECEIVES:
+            return True
+        arrived = mail[RECEIVES[action.op].what, stage]
+        if arrived and arrived[0] != action.number:
+            raise ScheduleError(f"stage {stage} expects {action}, but micro-batch {arrived[0]} comes first")
+        return bool(arrived)
+
+    while unfinished := [k for k in range(num_stages) if cursor[k] < len(streams[k])]:
+        runnable = [k for k in unfinished if ready(k)]
+        if not runnable:
+            raise ScheduleError(_stuck({k: streams[k][cursor[k]] for k in unfinished}))
+        stage = choose(runnable)
+        action = streams[stage][cursor[stage]]
+        cursor[stage] += 1
+        if action.op in LINKS:
+            mail[LINKS[action.op].what, receiver(action.op, stage, num_stages=num_stages)].append(action.number)
+        elif action.op in RECEIVES:
+            mail[RECEIVES[action.op].what, stage].popleft()
+        yield stage, action
+
+    if lost := {edge: list(left) for edge, left in mail.items() if left}:
+        raise ScheduleError(f"messages that nobody receives: {lost}")
+
+
+def one_group_per_direction(what: str, low: int, high: int) -> Hashable:
+    """What transport/ builds: acts, grads and targets never share a communicator."""
+    return what, low, high
+
+
+def one_group_per_pair(what: str, low: int, high: int) -> Hashable:
+    """One communicator for both directions of a neighbour pair. It deadlocks; a test shows it."""
+    return low, high
+
+
+def check_rendezvous(streams: Streams, *, group: Callable[[str, int, int], Hashable] = one_group_per_direction) -> None:
+    """Prove that the streams finish even if no message is ever buffered.
+
+    The model is that of NCCL: on one communicator a rank's operations run in the order in which they
+    were issued, and each finishes only together with its partner at the head of the peer's queue. A send
+    does not block the host, a receive does. gloo buffers, and so hides such deadlocks.
+
+    Args:
+        streams: the actions of stages 0..K-1.
+        group: names the communicator that carries ``what`` between two stages.
+
+    Raises:
+        ScheduleError: the stages wait for each other; the text says for what.
+    """
+    num_stages = len(streams)
+    cursor = [0] * num_stages
+    queues: dict[tuple[Hashable, int], deque[tuple[str, bool, int]]] = defaultdict(deque)
+    peers: dict[Hashable, tuple[int, int]] = {}
+    issued: set[tuple[int, Action]] = set()
+    received: set[tuple[int, Action]] = set()
+
+    def issue(stage: int, action: Action) -> None:
+        link = LINKS.get(action.op) or RECEIVES[action.op]
+        hop = num_stages - 1 if link.hop is None else link.hop
+        peer = stage + hop if action.op in LINKS else stage - hop
+        low, high = min(stage, peer), max(stage, peer)
+        key = group(link.what, low, high)
+        peers[key] = low, high
+        queues[key, stage].append((link.what, action.op in LINKS, action.number))
+        issued.add((stage, action))
+
+    moved = True
+    while moved:
+        moved = False
+        for k, stream in enumerate(streams):
+            while cursor[k] < len(stream):
+                action = stream[cursor[k]]
+                is_message = action.op in LINKS or action.op in RECEIVES
+                if is_message and (k, action) not in issued:
+                    issue(k, action)
+                if action.op in RECEIVES and (k, action) not in received:
+                    break
+                cursor[k] += 1
+                moved = True
+        for key, (low, high) in peers.items():
+            mine, theirs = queues[key, low], queues[key, high]
+            while mine and theirs and _partners(mine[0], theirs[0]):
+                what, low_sends, index = mine.popleft()
+                theirs.popleft()
+                op = next(link.recv for link in LINKS.values() if link.what == what)
+                received.add((high if low_sends else low, Action(op, index)))
+                moved = True
+
+    if unfinished := {k: s[cursor[k]] for k, s in enumerate(streams) if cursor[k] < len(s)}:
+        raise ScheduleError(_stuck(unfinished))
+
+
+def _partners(mine: tuple[str, bool, int], theirs: tuple[str, bool, int]) -> bool:
+    return mine[0] == theirs[0] and mine[1] != theirs[1] and mine[2] == theirs[2]
+
+
+def _stuck(waiting: dict[int, Action]) -> str:
+    told = ", ".join(f"stage {k} at {action} ({Op(action.op).name})" for k, action in waiting.items())
+    return f"deadlock: every unfinished stage waits for another: {told}"

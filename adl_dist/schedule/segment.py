@@ -1,0 +1,51 @@
+"""A segment: the stretch between two points where the pipeline is empty."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Which micro-batches one stretch of training holds. Every stage derives the same from it.
+
+    Attributes:
+        epoch: whose data order and augmentation are used.
+        first_update: s of the first group, counted from 0 over the whole run.
+        num_samples: samples visited, the first so many of the epoch's order.
+        micro_batch_size: samples in one forward; the last micro-batch may hold fewer.
+        accumulation_steps: M, micro-batches in one update; the last group may hold fewer.
+    """
+
+    epoch: int
+    first_update: int
+    num_samples: int
+    micro_batch_size: int
+    accumulation_steps: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each micro-batch."""
+        full, rest = divmod(self.num_samples, self.micro_batch_size)
+        return [self.micro_batch_size] * full + [rest] * (rest > 0)
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Micro-batches of each group."""
+        full, rest = divmod(len(self.sizes), self.accumulation_steps)
+        return [self.accumulation_steps] * full + [rest] * (rest > 0)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that every stage makes."""
+        return len(self.group_sizes)
+
+    @property
+    def sample_weights(self) -> list[float]:
+        """Share of each micro-batch in its group's samples: n_b / n_group, the paper's 1/M if even.
+
+        The mean over a group's samples, not over its micro-batches, is what one update follows.
+        """
+        sizes, weights = self.sizes, []
+        for start in range(0, len(sizes), self.accumulation_steps):
+            group = sizes[start : start + self.accumulation_steps]
+            weights += [size / sum(group) for size in group]
+        return weights

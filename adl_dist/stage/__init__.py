@@ -1,0 +1,6 @@
+"""One stage's mathematics: forward, delayed backward, weight versions, update. Knows no rank."""
+
+from adl_dist.stage.stage import Stage
+from adl_dist.stage.tally import Tally
+
+__all__ = ["Stage", "Tally"]

@@ -1,0 +1,55 @@
+"""What a stage counts about itself, where it happens."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Tally:
+    """Counts since the last :meth:`take`. Loss and hits exist on the last stage only.
+
+    Attributes:
+        staleness: updates between forward and update, one entry per backward.
+        num_samples: samples that went through.
+        loss_sum: sum of the loss over samples; None where there is no loss.
+        num_correct: samples whose largest output is the target; None if the task has no classes.
+        busy_seconds: time in forward, backward and update.
+    """
+
+    staleness: list[int] = field(default_factory=list)
+    num_samples: int = 0
+    loss_sum: Tensor | None = None
+    num_correct: Tensor | None = None
+    busy_seconds: float = 0.0
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Count the time inside as busy (on a GPU: the time to launch, not to run)."""
+        start = time.perf_counter()
+        yield
+        self.busy_seconds += time.perf_counter() - start
+
+    def score(self, out: Tensor, target: Tensor, loss: Tensor) -> None:
+        """Add one micro-batch: ``out`` [B, ...], ``target`` [B, ...], scalar mean ``loss``. No host sync."""
+        size = target.shape[0]
+        self.num_samples += size
+        # Sums are kept in float64 so that an average over an epoch does not depend on its length.
+        loss_sum = loss.detach().double() * size
+        self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
+        if out.ndim == 2 and target.ndim == 1 and not target.is_floating_point():
+            correct = (out.detach().argmax(dim=1) == target).sum()
+            self.num_correct = correct if self.num_correct is None else self.num_correct + correct
+
+    def numbers(self) -> dict[str, float | int]:
+        """Samples, loss sum and hits as plain numbers; a number that is not there is absent."""
+        told: dict[str, float | int] = {"num_samples": self.num_samples}
+        if self.loss_sum is not None:
+            told["loss_sum"] = float(self.loss_sum)
+        if self.num_correct is not None:
+            told["num_correct"] = int(torch.as_tensor(self.num_correct))
+        return told

@@ -1,0 +1,71 @@
+"""The contract of one directed edge, and its in-process form."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from adl_dist.errors import ChannelError
+from adl_dist.transport.spec import TensorSpec
+
+Tensors = tuple[Tensor, ...]
+
+
+class Sender(Protocol):
+    """The upstream end for acts and targets, the downstream end for grads."""
+
+    def open(self, sizes: Sequence[int]) -> None:
+        """Begin a segment whose micro-batches hold ``sizes`` samples."""
+        ...
+
+    def send(self, micro_batch: int, tensors: Tensors) -> None:
+        """Hand over the tensors of one micro-batch; they must not be written to afterwards."""
+        ...
+
+    def drain(self) -> None:
+        """Return when everything sent has left."""
+        ...
+
+
+class Receiver(Protocol):
+    """The other end. Micro-batches arrive in order."""
+
+    def open(self, sizes: Sequence[int]) -> None:
+        """Begin a segment whose micro-batches hold ``sizes`` samples."""
+        ...
+
+    def recv(self, micro_batch: int) -> Tensors:
+        """Wait for the tensors of one micro-batch; the caller owns them."""
+        ...
+
+
+class LocalChannel:
+    """Both ends within one process: a queue. Same contract, same values, same memory format."""
+
+    def __init__(self, specs: Sequence[TensorSpec], *, what: str, edge: str) -> None:
+        self._specs, self._what, self._edge = tuple(specs), what, edge
+        self._sizes: Sequence[int] = ()
+        self._queue: deque[tuple[int, Tensors]] = deque()
+
+    def open(self, sizes: Sequence[int]) -> None:
+        """Begin a segment; see :class:`Sender`."""
+        self._sizes = sizes
+
+    def send(self, micro_batch: int, tensors: Tensors) -> None:
+        """Queue the tensors themselves: between processes, too, nobody writes to what was sent."""
+        where = f"{self._edge}: {self._what} of micro-batch {micro_batch}"
+        size = self._sizes[micro_batch]
+        self._queue.append(
+            (micro_batch, tuple(s.fit(t, size, where) for s, t in zip(self._specs, tensors, strict=True)))
+        )
+
+    def recv(self, micro_batch: int) -> Tensors:
+        """Take the oldest; see :class:`Receiver`."""
+        got, tensors = self._queue.popleft()
+        if got != micro_batch:
+            raise ChannelError(f"{self._edge}: expected the {self._what} of micro-batch {micro_batch}, got {got}")
+        return tensors
+
+    def drain(self) -> None:
+        """Nothing to wait for."""

@@ -1,0 +1,177 @@
+"""Directed edges between processes. The only file that calls isend and irecv.
+
+One process group per directed edge, never one per neighbour pair: on one communicator operations finish in
+the order of issue, and with both directions on it this schedule deadlocks for every K >= 2
+(tests/pure/test_schedule.py shows both). All groups are made in the same order on every rank and connected
+before the first step, so that a first message never waits for a handshake in the middle of training.
+"""
+
+import datetime
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from adl_dist.errors import ChannelError
+from adl_dist.transport.spec import TensorSpec
+
+Tensors = tuple[Tensor, ...]
+
+# Receives posted before they are needed: one that is being filled while another is being consumed.
+POSTED_AHEAD = 2
+
+
+class Edge(NamedTuple):
+    """A communicator of its own from one rank to another."""
+
+    source: int
+    target: int
+    group: dist.ProcessGroup
+    backend: str  # "gloo" or "nccl"
+
+
+def connect_edges(
+    num_stages: int, *, backend: str, device: torch.device, timeout: datetime.timedelta
+) -> dict[tuple[str, int], Edge]:
+    """Make and connect all edges of a pipeline. Every rank calls it; rank k is stage k.
+
+    Returns:
+        Edges by (what, source stage): ``("act", k)`` to k + 1, ``("grad", k + 1)`` to k, and
+        ``("target", 0)`` to the last stage. Only those this rank is an end of.
+    """
+    pairs = [("act", k, k + 1) for k in range(num_stages - 1)]
+    pairs += [("grad", k + 1, k) for k in range(num_stages - 1)]
+    pairs += [("target", 0, num_stages - 1)] if num_stages > 1 else []
+    rank, edges = dist.get_rank(), {}
+    for what, source, target in pairs:
+        # Targets are small and live on the CPU until the last stage needs them.
+        edge_backend = "gloo" if what == "target" else backend
+        group = dist.new_group([source, target], backend=edge_backend, timeout=timeout)
+        if rank in (source, target):
+            assert isinstance(group, dist.ProcessGroup)
+            edge = edges[what, source] = Edge(source, target, group, edge_backend)
+            probe = torch.zeros(1, device=device if edge_backend == "nccl" else "cpu")
+            if rank == source:
+                dist.send(probe, target, group=edge.group)
+            else:
+                dist.recv(probe, source, group=edge.group)
+    return edges
+
+
+class ProcessSender:
+    """Sends the tensors of each micro-batch to one peer."""
+
+    def __init__(self, edge: Edge, specs: Sequence[TensorSpec], *, what: str, max_pending: int) -> None:
+        """Take the sending end of ``edge``.
+
+        Args:
+            edge: where to.
+            specs: what was agreed for this edge.
+            what: ``act``, ``grad`` or ``target``, for messages.
+            max_pending: micro-batches sent and not yet taken by the peer before a send waits; at least
+                2K - 1, or the wait could close a cycle of stages that wait for each other.
+        """
+        self._edge, self._specs, self._what, self._max_pending = edge, tuple(specs), what, max_pending
+        self._sizes: Sequence[int] = ()
+        # A send reads its buffer until its Work is done, so both are kept together until then.
+        self._pending: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = deque()
+
+    def open(self, sizes: Sequence[int]) -> None:
+        """Begin a segment; see :class:`Sender`."""
+        self._sizes = sizes
+
+    def send(self, micro_batch: int, tensors: Tensors) -> None:
+        """Start to send; return at once unless ``max_pending`` are under way."""
+        size, works = self._sizes[micro_batch], []
+        for place, (spec, tensor) in enumerate(zip(self._specs, tensors, strict=True)):
+            wire = spec.as_wire(spec.fit(tensor, size, self._told(micro_batch)))
+            if self._edge.backend == "gloo" and wire.is_cuda:
+                wire = wire.to("cpu")  # gloo reads host memory only
+            tag = micro_batch * len(self._specs) + place
+            try:
+                work = dist.isend(wire, self._edge.target, group=self._edge.group, tag=tag)
+            except RuntimeError as error:
+                raise self._lost(micro_batch) from error
+            assert work is not None
+            works.append((work, wire))
+        self._pending.append((micro_batch, works))
+        while len(self._pending) > self._max_pending:
+            self._finish_oldest()
+
+    def drain(self) -> None:
+        """Return when everything sent has left; see :class:`Sender`."""
+        while self._pending:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        micro_batch, works = self._pending.popleft()
+        for work, _ in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(micro_batch) from error
+
+    def _told(self, micro_batch: int) -> str:
+        return f"stage {self._edge.source} -> stage {self._edge.target}: {self._what} of micro-batch {micro_batch}"
+
+    def _lost(self, micro_batch: int) -> ChannelError:
+        return ChannelError(
+            f"{self._told(micro_batch)} could not be sent: stage {self._edge.target} is gone or silent; its own log, "
+            f"logs/rank{self._edge.target}.log, says why"
+        )
+
+
+class ProcessReceiver:
+    """Receives the tensors of each micro-batch from one peer, posting receives ahead."""
+
+    def __init__(self, edge: Edge, specs: Sequence[TensorSpec], *, what: str, device: torch.device) -> None:
+        self._edge, self._specs, self._what, self._device = edge, tuple(specs), what, device
+        self._sizes: Sequence[int] = ()
+        self._posted: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = deque()
+        self._next = 0
+
+    def open(self, sizes: Sequence[int]) -> None:
+        """Begin a segment and post its first receives; see :class:`Receiver`."""
+        assert not self._posted, "the segment before was not received to its end"
+        self._sizes, self._next = sizes, 0
+        while len(self._posted) < POSTED_AHEAD and self._next < len(sizes):
+            self._post()
+
+    def recv(self, micro_batch: int) -> Tensors:
+        """Wait for one micro-batch and post the receive after the next; see :class:`Receiver`."""
+        got, works = self._posted.popleft()
+        assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"
+        for work, _ in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(micro_batch) from error
+        if self._next < len(self._sizes):
+            self._post()
+        return tuple(buffer.to(self._device, non_blocking=True) for _, buffer in works)
+
+    def _post(self) -> None:
+        size, works = self._sizes[self._next], []
+        device = torch.device("cpu") if self._edge.backend == "gloo" else self._device
+        for place, spec in enumerate(self._specs):
+            buffer = spec.empty(size, device)
+            if device != self._device:
+                buffer = buffer.pin_memory()
+            tag = self._next * len(self._specs) + place
+            try:
+                work = dist.irecv(spec.as_wire(buffer), self._edge.source, group=self._edge.group, tag=tag)
+            except RuntimeError as error:
+                raise self._lost(self._next) from error
+            assert work is not None
+            works.append((work, buffer))
+        self._posted.append((self._next, works))
+        self._next += 1
+
+    def _lost(self, micro_batch: int) -> ChannelError:
+        return ChannelError(
+            f"stage {self._edge.target} <- stage {self._edge.source}: waited for the {self._what} of micro-batch "
+            f"{micro_batch}, but the peer is gone or silent; its own log, logs/rank{self._edge.source}.log, says why"
+        )

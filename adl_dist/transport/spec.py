@@ -1,0 +1,90 @@
+"""What travels on an edge, agreed once at start-up."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adl_dist.errors import ChannelError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and memory format of one tensor, all but the number of samples.
+
+    Attributes:
+        shape: of one sample, without the batch dimension, which comes first.
+        dtype: torch's name, for example ``float32``.
+        channels_last: [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    channels_last: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """The spec of ``tensor`` [B, ...]; where both formats describe it, the plain one counts."""
+        channels_last = (
+            tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+        )
+        return cls(tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."), channels_last)
+
+    def empty(self, size: int, device: torch.device) -> Tensor:
+        """An uninitialised tensor of ``size`` samples."""
+        return torch.empty(
+            (size, *self.shape),
+            dtype=getattr(torch, self.dtype),
+            device=device,
+            memory_format=self._format,
+        )
+
+    def fit(self, tensor: Tensor, size: int, where: str) -> Tensor:
+        """Return ``tensor`` in this format, converted only if it has to be.
+
+        Raises:
+            ChannelError: another shape or dtype than agreed; the text begins with ``where``.
+        """
+        if tuple(tensor.shape) != (size, *self.shape) or tensor.dtype != getattr(torch, self.dtype):
+            raise ChannelError(
+                f"{where} is {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, but this edge was agreed "
+                f"for {self.dtype}{[size, *self.shape]}; a model must return the same shapes for every micro-batch"
+            )
+        # Strides of dimensions of size 1 are free, and kernels are chosen by strides: what a peer in this
+        # process gets must have those of what a peer in another process receives, or bits could differ.
+        if tensor.stride() == self._strides(size):
+            return tensor.detach()
+        return self.empty(size, tensor.device).copy_(tensor.detach())
+
+    def as_wire(self, tensor: Tensor) -> Tensor:
+        """A plainly contiguous view of a tensor in this format: what gloo accepts."""
+        return tensor.permute(0, 2, 3, 1) if self.channels_last else tensor
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> "TensorSpec":
+        """Read back :meth:`to_json`."""
+        return cls(tuple(told["shape"]), told["dtype"], told["channels_last"])
+
+    def _strides(self, size: int) -> tuple[int, ...]:
+        if self.channels_last:
+            c, h, w = self.shape
+            return (h * w * c, 1, w * c, c)
+        return tuple(math.prod(self.shape[place:]) for place in range(len(self.shape) + 1))
+
+    @property
+    def _format(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether a gradient comes back for it."""
+        return bool(getattr(torch, self.dtype).is_floating_point)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[B, {', '.join(map(str, self.shape))}]"
