@@ -1,0 +1,26 @@
+"""Accumulated Decoupled Learning: train a network as K stages that never wait for each other.
+
+    trainer = adl_dist.Trainer(model, loss_fn=..., optimizer=..., method=adl_dist.method("adl"), num_stages=4)
+    trainer.fit(train_dataset, epochs=10, batch_size=128, val_dataset=val_dataset, run_dir="runs/mine")
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from adl_dist.errors import AdlError
+from adl_dist.schedule import Method, method
+
+if TYPE_CHECKING:
+    from adl_dist.runtime.trainer import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = ["AdlError", "Method", "Trainer", "__version__", "method"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that schedules can be made, checked and printed without torch.
+    if name == "Trainer":
+        from adl_dist.runtime.trainer import Trainer
+
+        return Trainer
+    raise AttributeError(f"module 'adl_dist' has no attribute '{name}'")

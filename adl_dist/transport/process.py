@@ -20,7 +20,7 @@ from adl_dist.transport.spec import TensorSpec
 
 Tensors = tuple[Tensor, ...]
 
-# Receives posted before they are needed: one that is being filled while another is being consumed.
+# Receives posted beyond the one awaited, so that a message is taken in while the one before is worked on.
 POSTED_AHEAD = 2
 
 
@@ -134,14 +134,15 @@ class ProcessReceiver:
         self._next = 0
 
     def open(self, sizes: Sequence[int]) -> None:
-        """Begin a segment and post its first receives; see :class:`Receiver`."""
+        """Begin a segment; see :class:`Receiver`."""
         assert not self._posted, "the segment before was not received to its end"
         self._sizes, self._next = sizes, 0
-        while len(self._posted) < POSTED_AHEAD and self._next < len(sizes):
-            self._post()
 
     def recv(self, micro_batch: int) -> Tensors:
-        """Wait for one micro-batch and post the receive after the next; see :class:`Receiver`."""
+        """Wait for one micro-batch, with the receives of the next ones posted; see :class:`Receiver`."""
+        # Not in open(): evaluation opens the same ends, and no gradient ever comes.
+        while len(self._posted) < 1 + POSTED_AHEAD and self._next < len(self._sizes):
+            self._post()
         got, works = self._posted.popleft()
         assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"
         for work, _ in works:
@@ -149,8 +150,6 @@ class ProcessReceiver:
                 work.wait()
             except RuntimeError as error:
                 raise self._lost(micro_batch) from error
-        if self._next < len(self._sizes):
-            self._post()
         return tuple(buffer.to(self._device, non_blocking=True) for _, buffer in works)
 
     def _post(self) -> None:

@@ -1,0 +1,34 @@
+# Two commands are enough: `make train` and `make test`. Both make the environment first, if it is not there.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+INSTALLED := $(VENV)/.installed
+
+.PHONY: train test lint install clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train [ARGS='key=value ...']   train; by default digits, 2 processes, about a minute"
+	@echo "make test  [ARGS='-k name']         run the tests"
+	@echo "make lint                           ruff and mypy"
+
+train: install
+	@$(VENV)/bin/adl-dist train $(ARGS)
+
+test: install
+	@$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: install
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

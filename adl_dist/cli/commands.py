@@ -1,0 +1,146 @@
+"""What each command does."""
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adl_dist.cli import build
+from adl_dist.cli.compose import compose_run, known_run, simple_options
+from adl_dist.errors import AdlError, CheckpointError
+from adl_dist.report import final_table
+from adl_dist.runtime.control import StageFailed
+from adl_dist.runtime.launch import die_with_parent, launch_local
+from adl_dist.runtime.run_folder import newest_checkpoint
+from adl_dist.runtime.world import RENDEZVOUS_FOLDER, launched_rank, launched_world_size
+from adl_dist.schedule import Method, describe
+
+_setting_up = True  # until this rank meets the others, all ranks find the same errors
+
+
+def train(words: list[str]) -> None:
+    """``adl-dist train``: as one rank, as the parent of K ranks, or all in one process."""
+    global _setting_up
+    if "--help" in words or "-h" in words:
+        from adl_dist.cli.main import print_keys
+
+        print_keys()
+        return
+    if RENDEZVOUS_FOLDER in os.environ:
+        die_with_parent()
+        # The launcher ends its ranks by itself; Python's handler would wait for a message that never comes.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    config, plain = compose_run(words)
+    build.check_targets(config)
+    starts_processes = config.runtime.processes and config.partition.num_stages > 1 and launched_world_size() is None
+    trainer = build.trainer(config, processes=False if starts_processes else None)
+    if starts_processes:
+        del trainer  # it has shown that the model can be built and cut
+        code = launch_local(
+            ["train", *words], num_processes=config.partition.num_stages, max_restarts=config.runtime.max_restarts
+        )
+        raise SystemExit(code)
+    if launched_rank() == 0 and launched_world_size() is not None and not trainer.needs_data:
+        raise AssertionError("rank 0 holds stage 0")
+    _setting_up = False
+    train_data, val_data = build.build_data(config) if trainer.needs_data else (None, None)
+    run_dir = config.run_dir
+    assert run_dir is not None
+    summary = trainer.fit(
+        train_data,
+        epochs=config.train.epochs,
+        batch_size=config.train.batch_size,
+        val_dataset=val_data,
+        run_dir=run_dir,
+        resume=config.resume,
+        max_updates=config.train.max_updates,
+        shuffle=bool(config.data.get("shuffle", True)),
+        num_workers=int(config.data.get("num_workers", 0)),
+        checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
+        keep_checkpoints=config.runtime.keep_checkpoints,
+        tensorboard=config.runtime.tensorboard,
+        config=plain,
+    )
+    if launched_rank() == 0:
+        _say(_ending(summary, run_dir))
+
+
+def evaluate(words: list[str]) -> None:
+    """``adl-dist evaluate``: a checkpoint, uncut, in this process."""
+    options = simple_options(words, command="evaluate", required={"run_dir": "runs/NAME"}, optional=["checkpoint"])
+    config = known_run(Path(options["run_dir"]))
+    path = newest_checkpoint(Path(options.get("checkpoint") or options["run_dir"]))
+    trainer = build.trainer(config, num_stages=1, processes=False)
+    trainer.load_checkpoint(path)
+    _, val_data = build.build_data(config)
+    micro_batch_size = config.train.batch_size // config.method.accumulation_steps
+    metrics = trainer.evaluate(val_data, batch_size=micro_batch_size)
+    shown = [f"{name.replace('_', ' ')} {_figure(name, value)}" for name, value in metrics.items()]
+    _say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
+
+
+def export(words: list[str]) -> None:
+    """``adl-dist export``: one plain state_dict with the uncut model's own names."""
+    options = simple_options(
+        words, command="export", required={"run_dir": "runs/NAME", "out": "model.pt"}, optional=["checkpoint"]
+    )
+    out = Path(options["out"])
+    if out.exists():
+        raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
+    if not out.parent.is_dir():
+        raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
+    config = known_run(Path(options["run_dir"]))
+    path = newest_checkpoint(Path(options.get("checkpoint") or options["run_dir"]))
+    trainer = build.trainer(config, num_stages=1, processes=False)
+    trainer.load_checkpoint(path)
+    state = trainer.full_state_dict()
+    unfinished = out.with_name(f".{out.name}.saving")
+    torch.save(state, unfinished)
+    unfinished.rename(out)
+    _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict(torch.load('{out}')) takes them")
+
+
+def schedule(words: list[str]) -> None:
+    """``adl-dist schedule``: the tick table and the staleness of each stage."""
+    config, _ = compose_run(words)
+    method = Method(
+        name=config.method.name,
+        accumulation_steps=config.method.accumulation_steps,
+        weights=config.method.weights.value,
+    )
+    num_stages = config.partition.num_stages
+    # Enough to show warm-up, one steady group and the drain.
+    num_micro_batches = 2 * num_stages + 2 * method.accumulation_steps
+    _say(describe(method, num_stages=num_stages, num_micro_batches=num_micro_batches))
+
+
+def is_told_elsewhere(error: AdlError) -> bool:
+    """Whether another rank tells the user what ``error`` says."""
+    if launched_world_size() is None:
+        return False
+    return isinstance(error, StageFailed) or (_setting_up and launched_rank() != 0)
+
+
+def _ending(summary: Mapping[str, Any], run_dir: str) -> str:
+    lines: Sequence[str] = [
+        final_table(summary),
+        "",
+        f"run folder       {run_dir}",
+        "learning curves  tensorboard --logdir runs",
+        f"plain weights    adl-dist export run_dir={run_dir} out=model.pt",
+    ]
+    if not summary["stages"]:
+        lines = [f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir=", *lines]
+    return "\n".join(lines)
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")

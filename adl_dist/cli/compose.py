@@ -1,0 +1,176 @@
+"""From the words of a command line to a checked :class:`RunConfig`. Every mistake ends in one readable line."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from adl_dist.cli.schema import RunConfig
+from adl_dist.errors import ConfigError
+
+# Nodes that name a callable and hold its arguments, whatever these are.
+OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
+
+Plain = dict[str, Any]
+
+
+def config_folder() -> Path:
+    """``conf/``: inside the package in a wheel, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def compose_run(words: Sequence[str]) -> tuple[RunConfig, Plain]:
+    """Compose the configuration of a run.
+
+    Args:
+        words: Hydra overrides, like ``model=resnet56 train.epochs=2``.
+
+    Returns:
+        The checked configuration, and the same as plain values for ``config.yaml``.
+
+    Raises:
+        ConfigError: an unknown or misspelt key, a wrong type, an impossible value, a missing one.
+    """
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    words = _open_up(words)
+    try:
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            composed = compose("config", overrides=words, return_hydra_config=True)
+            choices = composed.hydra.runtime.choices
+            OmegaConf.set_struct(composed, False)
+            del composed["hydra"]
+            if composed.run_dir is None:
+                composed.run_dir = _default_run_dir(composed, choices)
+            config = OmegaConf.to_object(composed)
+            plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_readable(error, words)) from error
+    assert isinstance(config, RunConfig)
+    assert isinstance(plain, dict)
+    return config, {str(k): v for k, v in plain.items()}
+
+
+def known_run(run_dir: Path) -> RunConfig:
+    """The configuration that a run folder was made with.
+
+    Raises:
+        ConfigError: no run folder.
+    """
+    file = run_dir / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            f"run_dir={run_dir} is not a run folder: it has no config.yaml; train first, or mend the path"
+        )
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), yaml.safe_load(file.read_text()))
+        config = OmegaConf.to_object(merged)
+    except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file} is not the configuration of a run made by the command line: {error}") from error
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def simple_options(
+    words: Sequence[str], *, command: str, required: Mapping[str, str], optional: Sequence[str]
+) -> Plain:
+    """Read ``key=value`` words of a command that takes only a few.
+
+    Raises:
+        ConfigError: a word that is not one of them, or one that is missing.
+    """
+    options: Plain = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in (*required, *optional):
+            taken = ", ".join(f"{name}=" for name in (*required, *optional))
+            raise ConfigError(f"adl-dist {command} does not know '{word}'; it takes {taken}")
+        options[key] = value
+    for name, example in required.items():
+        if name not in options:
+            raise ConfigError(f"adl-dist {command} needs {name}=, for example {name}={example}")
+    return options
+
+
+def _open_up(words: Sequence[str]) -> list[str]:
+    """Let open nodes take any key, and start from an empty node where a new ``_target_`` is given."""
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(words))
+    except HydraException as error:
+        raise ConfigError(f"{str(error).splitlines()[0]}; write KEY=VALUE, like train.epochs=2") from error
+    chosen = {p.key_or_group for p in parsed}
+    opened: list[str] = []
+    for word, override in zip(words, parsed, strict=True):
+        node, _, rest = override.key_or_group.partition(".")
+        if node in OPEN_NODES and rest:
+            if rest == "_target_" and node != "loss" and node not in chosen:
+                opened.insert(0, f"{node}=custom")
+            if not override.is_delete() and not word.startswith("+"):
+                word = f"++{word}"
+        opened.append(word)
+    return opened
+
+
+def _default_run_dir(composed: DictConfig, choices: Mapping[str, str]) -> str:
+    def named(node: str) -> str:
+        choice = choices[node]
+        return str(composed[node]["_target_"]).rpartition(".")[2] if choice == "custom" else choice
+
+    method, partition = composed.method, composed.partition
+    return (
+        f"runs/{named('data')}-{named('model')}-{method.name}"
+        f"-k{partition.num_stages}-m{method.accumulation_steps}-seed{composed.seed}"
+    )
+
+
+def _readable(error: Exception, words: Sequence[str]) -> str:
+    text = str(error)
+    if match := re.search(r"Could not override '([^']*)'", text):
+        return f"there is no key '{match[1]}'{_did_you_mean(match[1])}; adl-dist train --help lists all keys"
+    if match := re.search(r"Could not find '([^']*)'", text):
+        group, _, name = match[1].partition("/")
+        folder = config_folder() / group
+        known = sorted(path.stem for path in folder.glob("*.yaml")) if name and folder.is_dir() else []
+        listed = f"; choose one of {', '.join(known)}" if known else ""
+        return f"there is no {group}={name}{listed}" if name else f"there is no configuration '{match[1]}'"
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        error = error.__cause__
+    full_key = getattr(error, "full_key", None)
+    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "Missing mandatory value" in text and full_key:
+        return f"{full_key} must be given: add {full_key}=VALUE"
+    first = first.removeprefix(f"Error merging override {full_key}").strip()
+    given = next((w for w in words if full_key and w.lstrip("+").startswith(f"{full_key}=")), None)
+    return f"{given or full_key}: {first}" if full_key else first
+
+
+def _did_you_mean(key: str) -> str:
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
+        base = OmegaConf.to_container(compose("config"), resolve=False)
+    assert isinstance(base, dict)
+    known = list(_dotted(base))
+    # The whole name, or failing that the last part under the same or another node.
+    close = difflib.get_close_matches(key, known, n=1)
+    if not close:
+        tails = {name.rpartition(".")[2]: name for name in known}
+        close = [tails[t] for t in difflib.get_close_matches(key.rpartition(".")[2], tails, n=1)]
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def _dotted(tree: Mapping[Any, Any], prefix: str = "") -> list[str]:
+    names = []
+    for name, value in tree.items():
+        names.append(f"{prefix}{name}")
+        if isinstance(value, Mapping):
+            names += _dotted(value, f"{prefix}{name}.")
+    return names

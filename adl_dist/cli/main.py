@@ -1,0 +1,110 @@
+"""``adl-dist COMMAND``: dispatch, and the one place where errors become exit codes."""
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import yaml
+
+from adl_dist.errors import AdlError, ConfigError
+
+USAGE = """\
+adl-dist COMMAND [KEY=VALUE ...]
+
+  train       train; every key has a default, so `adl-dist train` runs as it is
+  evaluate    evaluate a checkpoint:       adl-dist evaluate run_dir=runs/NAME
+  export      write one plain state_dict:  adl-dist export run_dir=runs/NAME out=model.pt
+  schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
+
+adl-dist train --help lists the keys. Under torchrun, `python -m adl_dist train ...` is one rank of K.
+"""
+
+logger = logging.getLogger("adl_dist")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command and exit: 0 done, 2 the user can mend it, 1 a peer or we failed, 130 interrupted."""
+    # Read when torch is loaded: its networking layers narrate every closed connection on standard error.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    code = _run(words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and "RANK" in os.environ:
+        # A rank that failed must not wait in some destructor for peers that wait for it.
+        os._exit(code)
+    sys.exit(code)
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(USAGE)
+        return 0 if words else 2
+    command = _commands().get(words[0])
+    try:
+        if command is None:
+            raise ConfigError(f"there is no command '{words[0]}'; choose one of {', '.join(_commands())}")
+        command(words[1:])
+        return 0
+    except AdlError as error:
+        logger.error("%s\n%s", error, traceback.format_exc())
+        _tell(error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("\nadl-dist: interrupted; the same command goes on from the last checkpoint\n")
+        return 128 + signal.SIGINT
+    except SystemExit as done:
+        return int(done.code or 0)
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        logger.error("unexpected: %s", traceback.format_exc())
+        where = _log_file()
+        detail = f"the traceback is in {where}" if where else traceback.format_exc()
+        sys.stderr.write(f"adl-dist: {_rank()}unexpected {type(error).__name__}: {error}; {detail}\n")
+        return 1
+
+
+def _tell(error: AdlError) -> None:
+    from adl_dist.cli.commands import is_told_elsewhere
+
+    if not is_told_elsewhere(error):
+        text = " ".join(str(error).split())
+        sys.stderr.write(f"adl-dist: error: {text}\n")
+
+
+def _rank() -> str:
+    return f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+
+
+def _log_file() -> str | None:
+    return next((h.baseFilename for h in logger.handlers if isinstance(h, logging.FileHandler)), None)
+
+
+def _commands() -> dict[str, Callable[[list[str]], None]]:
+    # Imported late: torch takes seconds, and the usage text needs none of it.
+    from adl_dist.cli import commands
+
+    return {
+        "train": commands.train,
+        "evaluate": commands.evaluate,
+        "export": commands.export,
+        "schedule": commands.schedule,
+    }
+
+
+def print_keys() -> None:
+    """Print every key with its default, as the default files have them."""
+    from adl_dist.cli.compose import compose_run, config_folder
+
+    _, plain = compose_run([])
+    sys.stdout.write("Keys and their defaults (KEY=VALUE changes one; nested keys are joined by dots):\n\n")
+    sys.stdout.write(yaml.safe_dump(plain, sort_keys=False))
+    sys.stdout.write("\nGroups (GROUP=CHOICE):\n")
+    for group in sorted(path for path in Path(config_folder()).iterdir() if path.is_dir()):
+        choices = ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
+        sys.stdout.write(f"  {group.name:<12}{choices}\n")

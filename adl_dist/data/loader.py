@@ -1,0 +1,232 @@
+"""Micro-batches whose samples, order and augmentation are functions of (seed, epoch, index) and of nothing else."""
+
+import multiprocessing
+import random
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from adl_dist.errors import DataError
+from adl_dist.seeds import stream_seed
+
+
+def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
+    """The order in which ``epoch`` visits the samples: a permutation of its own, or as they lie."""
+    if not shuffle:
+        return list(range(num_samples))
+    generator = torch.Generator().manual_seed(stream_seed(seed, "order", epoch))
+    order: list[int] = torch.randperm(num_samples, generator=generator).tolist()
+    return order
+
+
+def check_dataset(dataset: object, *, name: str, smallest: int) -> None:
+    """Refuse what cannot be trained on.
+
+    Args:
+        dataset: what the user handed over.
+        name: ``train`` or ``validation``, for the message.
+        smallest: fewest samples that make sense, for example those of one update.
+
+    Raises:
+        DataError: not a map-style dataset, empty, or smaller than ``smallest``.
+    """
+    found = type(dataset).__name__
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise DataError(
+            f"{name} dataset: expected a map-style torch Dataset of (input, target), with __len__ and __getitem__, got "
+            f"{found}; samples are visited by index, so that any number of stages sees the same ones: wrap it in such "
+            "a class"
+        )
+    size = len(dataset)
+    if size == 0:
+        raise DataError(f"{name} dataset: expected samples, but {found} is empty; check data.root and the split")
+    if size < smallest:
+        raise DataError(
+            f"{name} dataset: expected at least {smallest} samples, but {found} has {size}; use a larger dataset or "
+            f"train.batch_size={size} or less"
+        )
+
+
+class Loader:
+    """Loads micro-batches of given sizes in the order of an epoch.
+
+    Right before ``dataset[index]`` the global random streams that transforms draw from (torch on the CPU, Python's,
+    numpy's legacy one) are seeded by (seed, epoch, index): whatever a user's transform does is repeated for any
+    number of workers, any micro-batch sizes and after any resume. The process's own streams stay where they are.
+
+    Workers import the user's script anew, as all of Python's spawned processes do, so a script that uses them needs
+    ``if __name__ == "__main__":``.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], *, seed: int, shuffle: bool, num_workers: int = 0, pin_memory: bool = False
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._shuffle = shuffle
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+
+    def batches(self, epoch: int, sizes: Sequence[int]) -> Generator[tuple[Tensor, Tensor], None, None]:
+        """Yield one epoch's micro-batches; workers live from the first one until the generator ends or is closed.
+
+        Args:
+            epoch: e, counted from 0 over the run.
+            sizes: samples in each micro-batch; samples beyond their sum are not visited.
+
+        Yields:
+            (input [size, ...], target [size, ...]) on the CPU, stacked from the samples' own dtypes and shapes; a
+            Python float becomes torch's default dtype.
+
+        Raises:
+            DataError: ``sizes`` ask for more samples than there are, a sample is no pair of tensors or numbers, or
+                two samples of a micro-batch differ in shape or dtype. What the dataset itself raises passes through.
+        """
+        micro_batches = _MicroBatches(self._dataset, seed=self._seed, epoch=epoch, indices=self._indices(epoch, sizes))
+        iterator = iter(
+            DataLoader(
+                micro_batches,
+                batch_size=None,  # an element of the dataset is a whole micro-batch already
+                num_workers=self._num_workers,
+                pin_memory=self._pin_memory,
+                multiprocessing_context=_worker_context() if self._num_workers else None,
+                # Its draws seed the workers, which seed anew for each sample. Without it they would come from the
+                # process's global stream and move it.
+                generator=torch.Generator().manual_seed(0),
+            )
+        )
+        try:
+            for loaded in iterator:
+                if isinstance(loaded, DataError):
+                    raise loaded
+                input_, target = loaded
+                yield input_, target
+        finally:
+            # The iterator would do this when it is collected, but the traceback of an error keeps it alive.
+            shutdown = getattr(iterator, "_shutdown_workers", None)
+            if shutdown is not None:
+                shutdown()
+
+    def _indices(self, epoch: int, sizes: Sequence[int]) -> list[list[int]]:
+        order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)  # type: ignore[arg-type]
+        if sum(sizes) > len(order) or min(sizes, default=1) < 1:
+            raise DataError(
+                f"epoch {epoch}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "
+                f"{list(sizes)}, {sum(sizes)} in all"
+            )
+        ends = list(accumulate(sizes))
+        return [order[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+class _MicroBatches(Dataset["tuple[Tensor, Tensor] | DataError"]):
+    """The micro-batches of one epoch, loaded where torch's DataLoader wants them: here or in a worker."""
+
+    def __init__(self, dataset: Dataset[Any], *, seed: int, epoch: int, indices: list[list[int]]) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch = epoch
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, micro_batch: int) -> "tuple[Tensor, Tensor] | DataError":
+        """Load one micro-batch.
+
+        A DataError is returned, not raised: raised in a worker it would reach the user as torch's copy of a
+        traceback, with the one line that matters at its end.
+        """
+        samples: list[tuple[Tensor, Tensor]] = []
+        try:
+            with _random_streams_restored():
+                for index in self._indices[micro_batch]:
+                    _seed_random_streams(stream_seed(self._seed, "sample", self._epoch, index))
+                    samples.append(_as_pair(self._dataset[index], index))
+            _check_alike(samples, self._indices[micro_batch])
+        except DataError as error:
+            return error
+        input_, target = default_collate(samples)
+        return input_, target
+
+
+def _worker_context() -> BaseContext:
+    # Not fork: this process runs threads of RPC and gloo, and a fork copies the locks that they hold but not the
+    # threads that would release them. The server is clean, and imports once what each worker would import anew.
+    context = multiprocessing.get_context("forkserver")
+    used = [name for name in ("torchvision.transforms.v2",) if name in sys.modules]
+    context.set_forkserver_preload(["__main__", __name__, *used])
+    return context
+
+
+@contextmanager
+def _random_streams_restored() -> Iterator[None]:
+    """Leave the process's streams as they were found; CUDA's are not touched at all."""
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _seed_random_streams(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU, too
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits
+
+
+def _as_pair(sample: Any, index: int) -> tuple[Tensor, Tensor]:
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        found = f"{type(sample).__name__} of {len(sample)}" if isinstance(sample, tuple | list) else _type_name(sample)
+        raise DataError(
+            f"sample {index}: expected a pair (input, target), got {found}; let the dataset's __getitem__ return two "
+            "values"
+        )
+    input_, target = (_as_tensor(value) for value in sample)
+    for value, tensor, what in zip(sample, (input_, target), ("an input", "a target"), strict=True):
+        if tensor is None:
+            raise DataError(
+                f"sample {index}: expected {what} that is a tensor, a numeric numpy array or a number, got "
+                f"{_type_name(value)}; add a transform that converts it, for example torchvision's ToTensor for images"
+            )
+    assert input_ is not None and target is not None
+    return input_, target
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    if isinstance(value, Tensor):
+        return value.as_subclass(Tensor)  # type: ignore[no-untyped-call]  # torchvision's images are a subclass
+    if isinstance(value, np.ndarray | np.generic):
+        try:
+            return torch.from_numpy(np.array(value))  # a copy: torch takes neither flipped nor read-only arrays
+        except TypeError:
+            return None
+    return torch.tensor(value) if isinstance(value, int | float) else None
+
+
+def _check_alike(samples: list[tuple[Tensor, Tensor]], indices: list[int]) -> None:
+    first = _describe(samples[0])
+    for index, sample in zip(indices, samples, strict=True):
+        if _describe(sample) != first:
+            raise DataError(
+                f"sample {index}: expected {first} like sample {indices[0]} of the same micro-batch, got "
+                f"{_describe(sample)}; add a transform that gives all samples one shape and dtype"
+            )
+
+
+def _describe(sample: tuple[Tensor, Tensor]) -> str:
+    input_, target = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in sample)
+    return f"(input {input_}, target {target})"
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

@@ -1,0 +1,99 @@
+"""The live line of a run and the table at its end."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import IO, Any
+
+REDRAW_SECONDS = 0.1
+
+
+class Progress:
+    """Shows loss, accuracy, images/s and staleness while training. One line per epoch stays."""
+
+    def __init__(self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None) -> None:
+        """Show to ``out`` (standard output), or nothing if ``quiet``."""
+        self._out = out or sys.stdout
+        self._quiet = quiet
+        # Only a terminal can overwrite a line; a log file gets the line of each epoch.
+        self._live = not quiet and self._out.isatty()
+        self._staleness: list[float | None] = [None] * num_stages
+        self._shown_at = 0.0
+        self._head = ""
+        self._update = self._total_updates = 0
+        self._loss_sum = self._num_correct = self._samples = 0.0
+        self._rate = 0.0
+        self._has_accuracy = False
+
+    def begin(self, epoch: int, epochs: int, total_updates: int) -> None:
+        """Begin an epoch, counted from 0."""
+        self._head = f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}"
+        self._total_updates = total_updates
+        self._loss_sum = self._num_correct = self._samples = 0.0
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Take in one record of a stage."""
+        match record["name"]:
+            case "stage/staleness":
+                self._staleness[record["stage"]] = record["value"]
+            case "train/loss":
+                self._update = record["update"] + 1
+                self._samples += record["num_samples"]
+                self._loss_sum += record["value"] * record["num_samples"]
+                self._last_size = record["num_samples"]
+                self._rate = self._samples / max(record["elapsed_seconds"], 1e-9)
+            case "train/accuracy":
+                self._has_accuracy = True
+                self._num_correct += record["value"] * self._last_size
+        now = time.monotonic()
+        if self._live and self._samples and now - self._shown_at > REDRAW_SECONDS:
+            self._shown_at = now
+            self._out.write(f"\r\033[K{self._line()}")
+            self._out.flush()
+
+    def end(self, loss: float | None, accuracy: float | None) -> None:
+        """End the epoch with the validation figures, where there are any."""
+        if self._quiet or not self._head:
+            return
+        validation = "" if loss is None else f"  |  validation loss {loss:.4f}"
+        validation += "" if accuracy is None else f"  acc {accuracy:7.2%}"
+        self._write(self._line() + validation)
+
+    def note(self, text: str) -> None:
+        """Show a line of its own."""
+        if not self._quiet:
+            self._write(text)
+
+    def _write(self, line: str) -> None:
+        self._out.write(("\r\033[K" if self._live else "") + line + "\n")
+        self._out.flush()
+
+    def _line(self) -> str:
+        stale = "/".join("-" if s is None else f"{s:.3g}" for s in self._staleness)
+        accuracy = f"  acc {self._num_correct / self._samples:7.2%}" if self._has_accuracy and self._samples else ""
+        loss = self._loss_sum / self._samples if self._samples else float("nan")
+        width = len(str(self._total_updates))
+        return (
+            f"{self._head}  update {self._update:>{width}}/{self._total_updates}  loss {loss:.4f}{accuracy}"
+            f"  {self._rate:7,.0f} images/s  staleness {stale}"
+        )
+
+
+def final_table(summary: Mapping[str, Any]) -> str:
+    """The summary of a run as a short table."""
+    head = [f"{summary['epochs']} epochs, {summary['updates']} updates"]
+    if "validation_accuracy" in summary:
+        head.append(f"validation accuracy {summary['validation_accuracy']:.2%}")
+    if "validation_loss" in summary:
+        head.append(f"loss {summary['validation_loss']:.4f}")
+    if "samples_per_second" in summary:
+        head.append(f"{summary['samples_per_second']:,.0f} images/s, {summary['train_seconds']:.1f} s of training")
+    lines = ["", ", ".join(head)]
+    if summary["stages"]:
+        lines += ["", "stage  staleness mean  max  busy  peak memory"]
+        lines += [
+            f"{s['stage']:<7}{s['staleness_mean']:<16.3f}{s['staleness_max']:<5}{s['busy_share']:<6.0%}"
+            f"{s['peak_memory_bytes'] / 2**20:,.0f} MiB"
+            for s in summary["stages"]
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Where ranks exist: world, control plane, coordinator, workers, checkpoints, trainer."""

@@ -1,0 +1,212 @@
+"""Checkpoints of a drained pipeline: torch.distributed.checkpoint files under the uncut model's own names.
+
+    checkpoints/update-00000042/    complete, or not there: it appears by one rename
+        manifest.json               position, metrics, and the size of every file
+        .metadata  __0_0.distcp ... what torch.distributed.checkpoint writes
+    checkpoints/.saving-...         unfinished; removed at the next start
+
+Keys are ``model.<name>`` for parameters and buffers and ``optimizer.<name>.<state>`` for optimizer state, so
+how the model was cut leaves no trace in them. Learning rates are not stored: a schedule is a function of the
+update index alone.
+"""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from adl_dist.errors import CheckpointError
+from adl_dist.stage import Stage
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+Signature = dict[str, list[int]]
+
+
+def signature(model: nn.Module) -> Signature:
+    """Names and shapes of all parameters and buffers of the uncut model."""
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def save(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
+    """Write the state of this process's stages; every process calls it with the same unfinished ``path``."""
+    state: dict[str, Any] = {}
+    for stage in stages:
+        state |= {f"model.{name}": tensor for name, tensor in _tensors(stage).items()}
+        state |= _optimizer_state(stage)
+    with _without_warning():
+        dcp.save(state, checkpoint_id=path, no_dist=not distributed)
+
+
+def load(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
+    """Read the state of this process's stages from a complete checkpoint, whatever cut wrote it."""
+    stages = list(stages)
+    stored = _stored(path)
+    state: dict[str, Any] = {}
+    for stage in stages:
+        state |= {f"model.{name}": tensor for name, tensor in _tensors(stage).items()}
+        for name, _ in stage.module.named_parameters():
+            prefix = f"optimizer.{name}."
+            for key in (k for k in stored if k.startswith(prefix) and "." not in k[len(prefix) :]):
+                state[key] = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
+    with _without_warning():
+        dcp.load(state, checkpoint_id=path, no_dist=not distributed)
+    for stage in stages:
+        _restore_optimizer(stage, state)
+
+
+def load_weights(path: Path, module: nn.Module) -> None:
+    """Read parameters and buffers of a model, or of a part of it, from a complete checkpoint."""
+    state = {f"model.{name}": tensor for name, tensor in module.state_dict().items()}
+    with _without_warning():
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+
+
+def begin(folder: Path, update: int) -> Path:
+    """A fresh place for an unfinished checkpoint of ``update``."""
+    path = folder / f".saving-{update:08d}"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def commit(path: Path, manifest: Mapping[str, Any], *, keep: int) -> Path:
+    """Turn an unfinished checkpoint into a complete one by one rename, and drop all but the newest ``keep``."""
+    files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
+    told = {"format": FORMAT, **manifest, "files": files}
+    with (path / MANIFEST).open("w") as out:
+        json.dump(told, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    final = path.with_name(f"update-{manifest['update']:08d}")
+    if final.exists():  # the same update, saved by an attempt whose successor started before it
+        shutil.rmtree(final)
+    path.rename(final)
+    _sync_folder(final.parent)
+    for old in complete(final.parent)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def complete(folder: Path) -> list[Path]:
+    """All complete checkpoints in a ``checkpoints`` folder, oldest first."""
+    return sorted(path for path in folder.glob("update-*") if path.is_dir())
+
+
+def clean(folder: Path) -> None:
+    """Remove what an interrupted save left behind."""
+    for path in folder.glob(".saving-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Read and check a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: not a checkpoint, a damaged one, or one of a newer format.
+    """
+    file = path / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(
+            f"{path} is not a checkpoint: it has no {MANIFEST}; expected a folder like "
+            "runs/NAME/checkpoints/update-00000042"
+        )
+    try:
+        manifest = dict(json.loads(file.read_text()))
+        files = dict(manifest["files"])
+        found_format = manifest["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, f"its {MANIFEST} cannot be read ({error})") from None
+    if found_format != FORMAT:
+        raise CheckpointError(f"{path} has format {found_format}; this version of adl_dist reads format {FORMAT}")
+    for name, size in files.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            raise _damaged(path, f"{name} should hold {size} bytes, found {'no such file' if found is None else found}")
+    return manifest
+
+
+def check_signature(path: Path, expected: Signature) -> None:
+    """Refuse a checkpoint of another model.
+
+    Raises:
+        CheckpointError: names the first parameter or buffer that differs.
+    """
+    stored = _stored(path)
+    found = {k.removeprefix("model."): list(v.size) for k, v in stored.items() if k.startswith("model.")}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            here, there = expected.get(name, "missing"), found.get(name, "missing")
+            raise CheckpointError(
+                f"{path} is of another model: {name} is {here} in this model and {there} in the checkpoint; "
+                "use the run's own model= and data=, or another run_dir"
+            )
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Torch warns that one process saves alone, which is what no_dist=True asks for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _stored(path: Path) -> dict[str, Any]:
+    try:
+        return dict(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    except Exception as error:  # the reader unpickles, and a damaged pickle can raise anything
+        raise _damaged(path, f"its .metadata cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    others = [other.name for other in complete(path.parent) if other != path]
+    way_out = f"remove {path.name} to go on from {others[-1]}" if others else "start again with another run_dir"
+    return CheckpointError(f"{path} is damaged: {what}; {way_out}")
+
+
+def _tensors(stage: Stage) -> dict[str, Tensor]:
+    state = stage.module.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"stage {stage.index}: {name} of the model's state is no tensor and cannot be saved")
+    return state
+
+
+def _optimizer_state(stage: Stage) -> dict[str, Tensor]:
+    if stage.optimizer is None:
+        return {}
+    return {
+        f"optimizer.{name}.{key}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, parameter in stage.module.named_parameters()
+        for key, value in stage.optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+def _restore_optimizer(stage: Stage, state: Mapping[str, Tensor]) -> None:
+    if stage.optimizer is None:
+        return
+    for name, parameter in stage.module.named_parameters():
+        prefix = f"optimizer.{name}."
+        for key, value in state.items():
+            if key.startswith(prefix) and "." not in key[len(prefix) :]:
+                # torch keeps step counters on the CPU and everything shaped like the weights beside them.
+                where = parameter.device if value.shape == parameter.shape else torch.device("cpu")
+                stage.optimizer.state[parameter][key[len(prefix) :]] = value.to(where)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,199 @@
+"""The control plane: what the coordinator tells the stages, and what they report, over torch.distributed.rpc.
+
+Messages are JSON: plain numbers and strings. RPC handlers only enqueue; the main thread of each process takes
+its commands from the queue and is the only one that issues data-plane communication.
+"""
+
+import json
+import logging
+import queue
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch.distributed.rpc as rpc
+import torch.futures
+
+from adl_dist.errors import AdlError, ChannelError
+from adl_dist.runtime.world import World, name_of
+
+logger = logging.getLogger("adl_dist")
+
+Record = dict[str, Any]
+Result = dict[str, Any]
+
+COORDINATOR_RANK = 0
+REPORT_SECONDS = 0.2  # records travel in batches this far apart
+CAUSE_SECONDS = 1.0  # how long a victim's report waits for that of its cause
+
+_commands: "queue.SimpleQueue[str]" = queue.SimpleQueue()
+_reports: "queue.SimpleQueue[str]" = queue.SimpleQueue()
+
+
+def _take_command(message: str) -> None:
+    _commands.put(message)
+
+
+def _take_report(message: str) -> None:
+    _reports.put(message)
+
+
+class Worker(Protocol):
+    """Carries out commands on the stages of one process."""
+
+    def execute(self, do: str, arguments: dict[str, Any], emit: Callable[[Record], None]) -> list[Result]:
+        """Do it; return one result per stage; hand records to ``emit`` as they arise."""
+        ...
+
+
+class Crew(Protocol):
+    """All stages, wherever they are, as the coordinator sees them."""
+
+    def call(self, do: str, **arguments: Any) -> list[Result]:
+        """Have every stage do it; return their results in the order of stages."""
+        ...
+
+
+class StageFailed(AdlError, RuntimeError):
+    """Another process failed; it has told its user why."""
+
+    def __init__(self, text: str, *, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class LocalCrew:
+    """All stages in this process."""
+
+    def __init__(self, worker: Worker, on_record: Callable[[Record], None]) -> None:
+        self._worker, self._on_record = worker, on_record
+
+    def call(self, do: str, **arguments: Any) -> list[Result]:
+        """See :class:`Crew`."""
+        return self._worker.execute(do, arguments, self._on_record)
+
+
+class RpcCrew:
+    """One stage in each process; used by the coordinator's thread on rank 0."""
+
+    def __init__(self, world: World, on_record: Callable[[Record], None]) -> None:
+        self._world, self._on_record = world, on_record
+
+    def call(self, do: str, **arguments: Any) -> list[Result]:
+        """See :class:`Crew`.
+
+        Raises:
+            StageFailed: a stage reported an error instead of a result.
+        """
+        self.tell(do, **arguments)
+        results: dict[int, list[Result]] = {}
+        while len(results) < self._world.size:
+            report = json.loads(_reports.get())
+            for record in report.get("records", ()):
+                self._on_record(record)
+            if "failed" in report:
+                raise _cause(report)
+            if "results" in report:
+                results[report["rank"]] = report["results"]
+        return [result for rank in sorted(results) for result in results[rank]]
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Send a command without waiting for results."""
+        message = json.dumps({"do": do, "arguments": arguments})
+        for rank in range(self._world.size):
+            rpc.rpc_async(name_of(rank), _take_command, args=(message,))  # not awaited: the peer may be gone
+
+
+def serve(worker: Worker, world: World) -> Result:
+    """Carry out commands in this (main) thread until told to stop.
+
+    Returns:
+        What the coordinator gave with the stop.
+
+    Raises:
+        AdlError: this stage failed, or the coordinator stopped everything because of another.
+    """
+    outbox = _Outbox(world)
+    while True:
+        command = json.loads(_commands.get())
+        arguments = command["arguments"]
+        if command["do"] == "stop":
+            if "failed" in arguments:
+                raise StageFailed(arguments["failed"], exit_code=arguments["exit_code"])
+            return dict(arguments["result"])
+        try:
+            results = worker.execute(command["do"], arguments, outbox.add)
+        except BaseException as error:
+            outbox.report_failure(error)
+            raise
+        outbox.report(results=results)
+
+
+class _Outbox:
+    """Sends this process's records and results to the coordinator; training never waits for it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._records: list[Record] = []
+        self._sent_at = 0.0
+        self._under_way: list[torch.futures.Future[Any]] = []
+
+    def add(self, record: Record) -> None:
+        self._records.append(record)
+        if time.monotonic() - self._sent_at > REPORT_SECONDS:
+            self._under_way = [f for f in self._under_way if not f.done()]
+            self._under_way.append(self._send({}))
+
+    def report(self, **message: Any) -> None:
+        # RPC keeps no order between messages: the records sent before must be there before the result is.
+        _wait_all(self._under_way)
+        self._under_way = []
+        self._send(message).wait()
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell the coordinator first-hand, before the peers fail for want of this stage."""
+        text = str(error) if isinstance(error, AdlError) else f"{type(error).__name__}: {error}"
+        failure = {
+            "failed": text,
+            "traceback": "".join(traceback.format_exception(error)),
+            "exit_code": getattr(error, "exit_code", 1),
+            "is_victim": isinstance(error, ChannelError),
+        }
+        if self._world.rank == COORDINATOR_RANK:
+            _reports.put(json.dumps({"rank": self._world.rank, **failure}))
+            return
+        try:
+            self._send(failure).wait()
+        except RuntimeError:
+            logger.warning("could not report the failure to the coordinator: it is gone")
+
+    def _send(self, message: dict[str, Any]) -> "torch.futures.Future[Any]":
+        text = json.dumps({"rank": self._world.rank, "records": self._records, **message})
+        self._records, self._sent_at = [], time.monotonic()
+        future: torch.futures.Future[Any] = rpc.rpc_async(name_of(COORDINATOR_RANK), _take_report, args=(text,))
+        return future
+
+
+def _wait_all(futures: list[torch.futures.Future[Any]]) -> None:
+    try:
+        torch.futures.wait_all(futures)
+    except RuntimeError as error:
+        raise ChannelError(f"control plane: a process is gone: {str(error).splitlines()[0]}") from error
+
+
+def _cause(report: dict[str, Any]) -> StageFailed:
+    """Prefer, among the failures that arrive together, the one that the others follow from."""
+    deadline = time.monotonic() + CAUSE_SECONDS
+    told = [report]
+    while told[-1]["is_victim"] and (left := deadline - time.monotonic()) > 0:
+        try:
+            later = json.loads(_reports.get(timeout=left))
+        except queue.Empty:
+            break
+        if "failed" in later:
+            told.append(later)
+    for one in told:
+        logger.error("rank %s failed:\n%s", one["rank"], one["traceback"])
+    cause = min(told, key=lambda one: bool(one["is_victim"]))
+    return StageFailed(cause["failed"], exit_code=cause["exit_code"])

@@ -1,0 +1,202 @@
+"""Decides what all stages do next. It sees them as a crew and knows nothing of where they are."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adl_dist.report import Progress, Recorder
+from adl_dist.runtime import checkpoint
+from adl_dist.runtime.control import Crew, Record, Result
+from adl_dist.runtime.run_folder import RunFolder
+from adl_dist.schedule import Segment
+
+logger = logging.getLogger("adl_dist")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How long a run is and how it is divided. Sizes in samples, lengths in epochs and updates."""
+
+    epochs: int
+    max_updates: int | None
+    num_samples: int
+    num_validation: int
+    micro_batch_size: int
+    accumulation_steps: int
+
+    def segment(self, epoch: int, update: int) -> Segment:
+        """The segment of ``epoch`` that starts at ``update``, cut short where the run ends."""
+        whole = self._whole(epoch, update)
+        if self.max_updates is None or update + whole.num_updates <= self.max_updates:
+            return whole
+        groups = whole.group_sizes[: self.max_updates - update]
+        return self._whole(epoch, update, num_samples=sum(whole.sizes[: sum(groups)]))
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Updates of one whole epoch."""
+        return self._whole(0, 0).num_updates
+
+    @property
+    def total_updates(self) -> int:
+        """Updates of the whole run."""
+        total = self.epochs * self.updates_per_epoch
+        return total if self.max_updates is None else min(total, self.max_updates)
+
+    def _whole(self, epoch: int, update: int, num_samples: int | None = None) -> Segment:
+        return Segment(
+            epoch=epoch,
+            first_update=update,
+            num_samples=self.num_samples if num_samples is None else num_samples,
+            micro_batch_size=self.micro_batch_size,
+            accumulation_steps=self.accumulation_steps,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Where and how often to save. ``every_epochs`` = 0: only at the end."""
+
+    folder: RunFolder
+    resume_from: Path | None
+    every_epochs: int
+    keep: int
+    signature: checkpoint.Signature
+    num_stages: int
+
+
+class Coordinator:
+    """Trains epoch by epoch: segment, evaluation, checkpoint."""
+
+    def __init__(
+        self, crew: Crew, plan: Plan, *, saving: Saving | None, recorder: Recorder, progress: Progress
+    ) -> None:
+        self._crew, self._plan, self._saving = crew, plan, saving
+        self._recorder, self._progress = recorder, progress
+        self._epoch = self._update = 0
+        self._metrics: dict[str, Any] = {}
+        self._totals: dict[int, dict[str, float]] = {}
+        self._train_seconds, self._trained_samples = 0.0, 0
+
+    def train(self) -> Result:
+        """Run to the end and return the summary."""
+        started = time.monotonic()
+        self._resume()
+        while self._epoch < self._plan.epochs and self._update < self._plan.total_updates:
+            self._train_one()
+            self._evaluate()
+            done = self._epoch == self._plan.epochs or self._update == self._plan.total_updates
+            if done or (self._saving and self._saving.every_epochs and self._epoch % self._saving.every_epochs == 0):
+                self._save()
+        summary = self._summary(time.monotonic() - started)
+        if self._saving and (self._trained_samples or not (self._saving.folder.path / "summary.json").is_file()):
+            self._saving.folder.write_summary(summary)
+        return summary
+
+    def evaluate(self) -> Result:
+        """Evaluate the present weights and return accuracy and loss."""
+        self._evaluate()
+        return self._metrics
+
+    def _resume(self) -> None:
+        if self._saving is None or self._saving.resume_from is None:
+            self._recorder.start(from_update=0)
+            return
+        path = self._saving.resume_from
+        manifest = checkpoint.read_manifest(path)
+        checkpoint.check_signature(path, self._saving.signature)
+        self._crew.call("load", path=str(path), update=manifest["update"])
+        self._epoch, self._update = manifest["epochs"], manifest["update"]
+        self._metrics = dict(manifest["metrics"])
+        self._recorder.start(from_update=self._update)
+        self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
+
+    def _train_one(self) -> None:
+        segment = self._plan.segment(self._epoch, self._update)
+        self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates)
+        start = time.perf_counter()
+        results = self._crew.call("train", **vars(segment))
+        seconds = time.perf_counter() - start
+        self._train_seconds += seconds
+        self._trained_samples += segment.num_samples
+        self._epoch += 1
+        self._update += segment.num_updates
+        for result in results:
+            self._add(result)
+        self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
+
+    def _add(self, result: Mapping[str, Any]) -> None:
+        stage = result["stage"]
+        totals = self._totals.setdefault(stage, {})
+        for name in ("seconds", "busy_seconds", "staleness_sum", "num_backwards"):
+            totals[name] = totals.get(name, 0) + result[name]
+        for name in ("staleness_max", "peak_memory_bytes"):
+            totals[name] = max(totals.get(name, 0), result[name])
+        self._record("stage/busy_share", result["busy_seconds"] / result["seconds"], stage=stage)
+        self._record("stage/peak_memory", result["peak_memory_bytes"], unit="bytes", stage=stage)
+
+    def _evaluate(self) -> None:
+        if not self._plan.num_validation:
+            self._progress.end(None, None)
+            return
+        results = self._crew.call(
+            "evaluate", num_samples=self._plan.num_validation, micro_batch_size=self._plan.micro_batch_size
+        )
+        last = results[-1]
+        assert last["num_samples"] == self._plan.num_validation, "every sample is evaluated exactly once"
+        self._metrics = {"validation_loss": last["loss_sum"] / last["num_samples"]}
+        if "num_correct" in last:
+            self._metrics["validation_accuracy"] = last["num_correct"] / last["num_samples"]
+        for name, value in self._metrics.items():
+            self._record(name.replace("_", "/"), value)
+        self._progress.end(self._metrics["validation_loss"], self._metrics.get("validation_accuracy"))
+
+    def _save(self) -> None:
+        if self._saving is None:
+            return
+        path = checkpoint.begin(self._saving.folder.checkpoints, self._update)
+        self._crew.call("save", path=str(path))
+        manifest = {
+            "update": self._update,
+            "epochs": self._epoch,
+            "num_stages": self._saving.num_stages,
+            "metrics": self._metrics,
+        }
+        final = checkpoint.commit(path, manifest, keep=self._saving.keep)
+        logger.info("saved %s", final)
+
+    def _record(self, name: str, value: float, **more: Any) -> None:
+        where = {"update": self._update - 1, "epoch": self._epoch - 1}
+        self._recorder.write({"name": name, "value": value, **where, **more})
+
+    def _summary(self, seconds: float) -> Result:
+        summary: Result = {
+            **self._metrics,
+            "epochs": self._epoch,
+            "updates": self._update,
+            "seconds": seconds,
+            "train_seconds": self._train_seconds,
+            "num_samples": self._trained_samples,
+        }
+        if self._train_seconds:
+            summary["samples_per_second"] = self._trained_samples / self._train_seconds
+        summary["stages"] = [
+            {
+                "stage": k,
+                "staleness_mean": t["staleness_sum"] / t["num_backwards"],
+                "staleness_max": int(t["staleness_max"]),
+                "busy_share": t["busy_seconds"] / t["seconds"],
+                "peak_memory_bytes": int(t["peak_memory_bytes"]),
+            }
+            for k, t in sorted(self._totals.items())
+        ]
+        return summary
+
+
+def record_to(recorder: Recorder, progress: Progress, record: Record) -> None:
+    """Take one record from a stage: write it down and show it."""
+    recorder.write(record)
+    progress.update(record)

@@ -1,0 +1,110 @@
+"""The one folder that a run leaves behind, and whose run it is."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.runtime import checkpoint
+
+CONFIG = "config.yaml"
+SUMMARY = "summary.json"
+
+# What may differ when a run goes on: how long, where and how it is watched, not what it computes.
+FREE_TO_CHANGE = ("run_dir", "resume", "init_from", "train.epochs", "train.max_updates", "runtime.")
+
+
+class RunFolder:
+    """``run_dir``: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/.
+
+    Only rank 0 writes here, except ``logs/rank{r}.log`` and the checkpoint's own files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+
+    def open(self, config: Mapping[str, Any], *, resume: str) -> Path | None:
+        """Make the folder, or recognise it, and say where to start from.
+
+        Args:
+            config: what defines the run, as plain nested values.
+            resume: ``auto`` (the newest checkpoint, if any), ``never``, or the path of a checkpoint.
+
+        Returns:
+            The checkpoint to continue from, or None for a fresh start.
+
+        Raises:
+            ConfigError: the folder belongs to a run of another configuration.
+            CheckpointError: it holds a run and ``resume=never``; or there is no such checkpoint.
+        """
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir={self.path} cannot be made: {error.strerror}; choose another run_dir") from None
+        known = self.path / CONFIG
+        saved = checkpoint.complete(self.checkpoints)
+        if known.is_file():
+            if resume == "never" and saved:
+                raise CheckpointError(
+                    f"run_dir={self.path} already holds a run ({saved[-1].name}) and resume=never would write over it; "
+                    "use resume=auto to go on with it, or another run_dir"
+                )
+            self._recognise(known, config)
+        checkpoint.clean(self.checkpoints)
+        _write(known, yaml.safe_dump(dict(config), sort_keys=False))
+        if resume in ("auto", "never"):
+            return saved[-1] if saved else None
+        return Path(resume)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write ``summary.json``, whole or not at all."""
+        _write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+
+    def _recognise(self, known: Path, config: Mapping[str, Any]) -> None:
+        theirs = flatten(yaml.safe_load(known.read_text()) or {})
+        mine = flatten(config)
+        names = [n for n in sorted(mine.keys() | theirs.keys()) if not n.startswith(FREE_TO_CHANGE)]
+        differing = [n for n in names if mine.get(n) != theirs.get(n)]
+        if differing:
+            shown = ", ".join(f"{n} is {theirs.get(n)!r} there and {mine.get(n)!r} here" for n in differing[:3])
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise ConfigError(
+                f"run_dir={self.path} belongs to another run: {shown}{more}; choose another run_dir, "
+                "or give the run's own settings to go on with it"
+            )
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """The checkpoint that ``path`` means: itself, or the newest of a run folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / checkpoint.MANIFEST).is_file():
+        return path
+    saved = checkpoint.complete(path / "checkpoints")
+    if not saved:
+        raise CheckpointError(f"{path} holds no complete checkpoint; train first: adl-dist train run_dir={path}")
+    return saved[-1]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_name(f".{path.name}.saving")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)

@@ -1,0 +1,485 @@
+"""The Python API: one object that trains a model as K stages, in this process or across torchrun's."""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+
+from adl_dist.data import Loader, check_dataset
+from adl_dist.errors import AdlError, ConfigError, DataError
+from adl_dist.optim import build_lr_schedule
+from adl_dist.partition import cut
+from adl_dist.report import Progress, Recorder
+from adl_dist.runtime import agreement, checkpoint, wiring
+from adl_dist.runtime.control import Crew, LocalCrew, Result, RpcCrew, StageFailed, serve
+from adl_dist.runtime.coordinator import Coordinator, Plan, Saving, record_to
+from adl_dist.runtime.feed import Feed
+from adl_dist.runtime.run_folder import RunFolder
+from adl_dist.runtime.worker import LocalWorker, first_sample
+from adl_dist.runtime.world import (
+    World,
+    check_world_size,
+    choose_device,
+    connect,
+    disconnect,
+    launched_rank,
+    launched_world_size,
+    single_process,
+)
+from adl_dist.schedule import Method, in_turn
+from adl_dist.stage import Stage
+
+logger = logging.getLogger("adl_dist")
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class Trainer:
+    """Trains ``model`` cut into K stages: one process each under torchrun, all in this process otherwise.
+
+    Example:
+        >>> trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(),
+        ...                   optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        ...                   method=adl_dist.method("adl", accumulation_steps=4), num_stages=4)
+        >>> trainer.fit(train_dataset, epochs=10, batch_size=128, val_dataset=val_dataset, run_dir="runs/mine")
+        >>> state = trainer.full_state_dict()
+
+    Under torchrun every rank runs the same script and makes the same calls.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss_fn: LossFn,
+        optimizer: OptimizerFactory,
+        method: Method | None = None,
+        num_stages: int = 1,
+        balance: Sequence[int] | None = None,
+        lr_schedule: Callable[..., LRScheduler] | None = None,
+        seed: int = 0,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+        threads: int | None = None,
+        processes: bool | None = None,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        """Cut the model. Of K processes each keeps only its own stage.
+
+        Args:
+            model: an ``nn.Sequential`` of blocks; any module if ``num_stages`` is 1.
+            loss_fn: (output, target) to the mean loss over the samples.
+            optimizer: makes a torch optimizer from the parameters of one stage.
+            method: from :func:`adl_dist.method`; None: ADL with M = 4.
+            num_stages: K.
+            balance: units (children of ``model``) of each stage; None: even.
+            lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
+                ``updates_per_epoch`` and ``total_updates`` if it takes them.
+            seed: of data order, augmentation and dropout. Initial weights are the model's own.
+            device: ``cpu`` or ``cuda`` (the GPU of the local rank).
+            dtype: of parameters and floating-point inputs.
+            channels_last: compute and send images [B, C, H, W] in memory as [B, H, W, C].
+            threads: per process; None: cores / K, whether the stages share a process or not, because sums over
+                several threads round differently.
+            processes: one process per stage; None: if torchrun started this script.
+            timeout_seconds: how long to wait for one message of a peer.
+
+        Raises:
+            ConfigError: the number of processes is not K, or a value is out of range.
+            PartitionError: the model cannot be cut like that.
+        """
+        if num_stages < 1:
+            raise ConfigError(f"partition.num_stages (K) must be at least 1, got {num_stages}")
+        if seed < 0:
+            raise ConfigError(f"seed must be >= 0, got {seed}")
+        self._distributed = launched_world_size() is not None if processes is None else processes
+        self._distributed = self._distributed and num_stages > 1
+        check_world_size(num_stages, processes=self._distributed)
+        self._method = method or Method()
+        self._num_stages, self._seed = num_stages, seed
+        self._loss_fn, self._optimizer, self._lr_schedule = loss_fn, optimizer, lr_schedule
+        self._device_type, self._dtype, self._channels_last = device, dtype, channels_last
+        self._threads, self._timeout_seconds = threads, timeout_seconds
+        self._num_agreements = 0
+
+        model = model.to(dtype)
+        modules = cut(model, num_stages=num_stages, balance=balance)
+        self._signature = checkpoint.signature(model)
+        self._home = {name: (k, t.dtype) for k, m in enumerate(modules) for name, t in m.state_dict().items()}
+        self._balance = [len(list(m.children())) for m in modules] if num_stages > 1 else [1]
+        own = [launched_rank()] if self._distributed else range(num_stages)
+        self._modules = {k: modules[k] for k in own}
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether this process feeds the pipeline; the others need no dataset."""
+        return 0 in self._modules
+
+    def fit(
+        self,
+        train_dataset: Dataset[Any] | None,
+        *,
+        epochs: int,
+        batch_size: int,
+        val_dataset: Dataset[Any] | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        resume: str = "auto",
+        max_updates: int | None = None,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        checkpoint_every_epochs: int = 1,
+        keep_checkpoints: int = 2,
+        tensorboard: bool = True,
+        quiet: bool = False,
+        config: Mapping[str, Any] | None = None,
+        choose: Callable[[Sequence[int]], int] = in_turn,
+    ) -> Result:
+        """Train, evaluating and saving between epochs.
+
+        Args:
+            train_dataset: map-style, of (input, target); may be None where ``needs_data`` is False.
+            epochs: passes over it.
+            batch_size: samples of one update; micro-batches hold floor(batch_size / M).
+            val_dataset: evaluated after each epoch, every sample exactly once.
+            run_dir: the run's folder; None: nothing is written.
+            resume: ``auto`` (go on from the newest checkpoint in ``run_dir``), ``never``, or a checkpoint's path.
+            max_updates: stop after so many updates, if that comes first.
+            shuffle: a new order of samples each epoch, a function of (seed, epoch) alone.
+            num_workers: processes that load data; 0: the first stage loads between its actions.
+            checkpoint_every_epochs: 0: only at the end.
+            keep_checkpoints: how many of the newest to keep.
+            tensorboard: write ``run_dir/tensorboard``.
+            quiet: no live line.
+            config: what ``run_dir`` is recognised by when it is used again; None: this trainer's settings.
+            choose: with all stages in one process, which goes on next. Any choice gives the same values.
+
+        Returns:
+            The summary, as in ``summary.json``; the same on every rank.
+
+        Raises:
+            ConfigError, DataError, CheckpointError: before training starts.
+            DivergedError: the loss is not finite any more.
+            StageFailed, ChannelError: another process failed.
+        """
+        micro_batch_size = self._check_lengths(epochs, batch_size, max_updates)
+        world = self._join()
+        if run_dir is not None:
+            _log_to(Path(run_dir) / "logs" / f"rank{world.rank}.log")
+        store = self._fresh_store(world)
+        with self._threads_set(), self._refusals_told(store):
+            num_samples, train_feed = self._feed(
+                train_dataset, "training dataset", world, shuffle=shuffle, num_workers=num_workers, smallest=batch_size
+            )
+            num_validation, val_feed = (
+                self._feed(val_dataset, "validation dataset", world, shuffle=False, num_workers=num_workers, smallest=1)
+                if val_dataset is not None
+                else (0, None)
+            )
+            plan = Plan(
+                epochs=epochs,
+                max_updates=max_updates,
+                num_samples=num_samples,
+                num_validation=num_validation,
+                micro_batch_size=micro_batch_size,
+                accumulation_steps=self._method.accumulation_steps,
+            )
+            saving = None
+            if run_dir is not None and world.rank == 0:
+                folder = RunFolder(Path(run_dir))
+                told = config if config is not None else self._settings(batch_size, shuffle)
+                saving = Saving(
+                    folder=folder,
+                    resume_from=folder.open(told, resume=resume),
+                    every_epochs=checkpoint_every_epochs,
+                    keep=keep_checkpoints,
+                    signature=self._signature,
+                    num_stages=self._num_stages,
+                )
+            worker = self._worker(world, store, train_feed, val_feed, choose)
+        self._schedule_learning_rates(worker, plan, store)
+        recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
+        progress = Progress(num_stages=self._num_stages, quiet=quiet)
+        with self._threads_set():
+            try:
+                return self._conduct(
+                    world,
+                    worker,
+                    lambda crew: Coordinator(crew, plan, saving=saving, recorder=recorder, progress=progress).train(),
+                    lambda record: record_to(recorder, progress, record),
+                )
+            finally:
+                recorder.close()
+
+    def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Result:
+        """Evaluate the present weights on ``dataset``, every sample exactly once.
+
+        Returns:
+            ``validation_loss`` and, for classes, ``validation_accuracy``; the same on every rank.
+        """
+        world = self._join()
+        store = self._fresh_store(world)
+        with self._threads_set(), self._refusals_told(store):
+            num_samples, feed = self._feed(
+                dataset, "validation dataset", world, shuffle=False, num_workers=num_workers, smallest=1
+            )
+            plan = Plan(
+                epochs=0,
+                max_updates=None,
+                num_samples=0,
+                num_validation=num_samples,
+                micro_batch_size=batch_size,
+                accumulation_steps=1,
+            )
+            worker = self._worker(world, store, None, feed, in_turn)
+        recorder, progress = Recorder(None), Progress(num_stages=self._num_stages, quiet=True)
+        with self._threads_set():
+            return self._conduct(
+                world,
+                worker,
+                lambda crew: Coordinator(crew, plan, saving=None, recorder=recorder, progress=progress).evaluate(),
+                lambda record: None,
+            )
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the whole model by the uncut model's own names, on the CPU.
+
+        Under torchrun every rank must call it, and every rank gets all of it.
+        """
+        full: dict[str, Tensor] = {}
+        for name in self._signature:
+            stage, dtype = self._home[name]
+            if stage in self._modules:
+                tensor = self._modules[stage].state_dict()[name].detach().cpu().contiguous().clone()
+            else:
+                tensor = torch.empty(self._signature[name], dtype=dtype)
+            if self._distributed:
+                dist.broadcast(tensor, src=stage)
+            full[name] = tensor
+        return full
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Read weights and running statistics from a checkpoint, whatever cut wrote it.
+
+        Raises:
+            CheckpointError: damaged, no checkpoint, or of another model.
+        """
+        checkpoint.read_manifest(Path(path))
+        checkpoint.check_signature(Path(path), self._signature)
+        for module in self._modules.values():
+            checkpoint.load_weights(Path(path), module)
+
+    def _check_lengths(self, epochs: int, batch_size: int, max_updates: int | None) -> int:
+        steps = self._method.accumulation_steps
+        if epochs < 1:
+            raise ConfigError(f"train.epochs must be at least 1, got {epochs}")
+        if max_updates is not None and max_updates < 1:
+            raise ConfigError(f"train.max_updates must be at least 1, got {max_updates}")
+        if batch_size < steps:
+            raise ConfigError(
+                f"train.batch_size={batch_size} leaves no sample for each of method.accumulation_steps={steps} "
+                f"micro-batches; use train.batch_size>={steps}"
+            )
+        return batch_size // steps
+
+    def _join(self) -> World:
+        if self._distributed:
+            return connect(self._num_stages, device_type=self._device_type, timeout_seconds=self._timeout_seconds)
+        return single_process(choose_device(self._device_type))
+
+    def _fresh_store(self, world: World) -> dist.Store:
+        # Each fit settles its shapes anew; keys of one before must not answer.
+        self._num_agreements += 1
+        return dist.PrefixStore(f"agreement{self._num_agreements}", world.store)
+
+    @contextlib.contextmanager
+    def _threads_set(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads or max(1, len(os.sched_getaffinity(0)) // self._num_stages))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    @contextlib.contextmanager
+    def _refusals_told(self, store: dist.Store) -> Iterator[None]:
+        """What stops this rank before the agreement must not leave the others waiting for it."""
+        try:
+            yield
+        except StageFailed:
+            raise
+        except AdlError as error:
+            if self._distributed:
+                agreement.refuse(store, error, stages=range(self._num_stages + 1))
+                disconnect(in_order=False)
+            raise
+
+    def _feed(
+        self,
+        dataset: Dataset[Any] | None,
+        name: str,
+        world: World,
+        *,
+        shuffle: bool,
+        num_workers: int,
+        smallest: int,
+    ) -> tuple[int, Feed | None]:
+        if not self.needs_data:
+            return 0, None
+        if dataset is None:
+            raise DataError(f"the {name} is None on rank {world.rank}, which feeds the pipeline; pass it there")
+        check_dataset(dataset, name=name, smallest=smallest)
+        loader = Loader(
+            dataset,
+            seed=self._seed,
+            shuffle=shuffle,
+            num_workers=num_workers,
+            pin_memory=world.device.type == "cuda",
+        )
+        feed = Feed(loader, device=world.device, dtype=self._dtype, channels_last=self._channels_last, name=name)
+        return len(dataset), feed  # type: ignore[arg-type]  # check_dataset has seen that it has a length
+
+    def _worker(
+        self,
+        world: World,
+        store: dist.Store,
+        train_feed: Feed | None,
+        val_feed: Feed | None,
+        choose: Callable[[Sequence[int]], int],
+    ) -> LocalWorker:
+        for module in self._modules.values():
+            module.to(world.device)
+            if self._channels_last:
+                module.to(memory_format=torch.channels_last)
+        agreement.check_same(store, world.rank, world.size, self._settings())
+        acts, target = agreement.agree(
+            store,
+            self._modules,
+            num_stages=self._num_stages,
+            loss_fn=self._loss_fn,
+            sample=first_sample(train_feed or val_feed),
+            device=world.device,
+        )
+        stages = {
+            k: Stage(
+                module,
+                index=k,
+                is_last=k == self._num_stages - 1,
+                loss_fn=self._loss_fn,
+                optimizer=self._optimizer,
+                weights=self._method.weights,
+                seed=self._seed,
+            )
+            for k, module in self._modules.items()
+        }
+        num_outputs = agreement.num_outputs(store, self._num_stages)
+        for feed in (train_feed, val_feed):
+            if feed is not None and num_outputs is not None:
+                feed.expect_classes(self._loss_fn, num_outputs)
+        seats = (
+            wiring.process_seat(world, stages[world.rank], acts, target, num_stages=self._num_stages)
+            if world.is_distributed
+            else wiring.local_seats(stages, acts, target)
+        )
+        return LocalWorker(world, self._method, self._num_stages, self._dtype, seats, train_feed, val_feed, choose)
+
+    def _schedule_learning_rates(self, worker: LocalWorker, plan: Plan, store: dist.Store) -> None:
+        if self._lr_schedule is None:
+            return
+        # Only the process with the data knows how long an epoch is.
+        if self.needs_data:
+            store.set("updates_per_epoch", str(plan.updates_per_epoch))
+            store.set("total_updates", str(plan.total_updates))
+        for stage in worker.stages:
+            if stage.optimizer is not None:
+                stage.lr_schedule = build_lr_schedule(
+                    self._lr_schedule,
+                    stage.optimizer,
+                    updates_per_epoch=int(store.get("updates_per_epoch")),
+                    total_updates=int(store.get("total_updates")),
+                )
+
+    def _conduct(
+        self,
+        world: World,
+        worker: LocalWorker,
+        policy: Callable[[Crew], Result],
+        on_record: Callable[[dict[str, Any]], None],
+    ) -> Result:
+        """Run ``policy`` against the crew: here if all stages are here, else in a thread of rank 0."""
+        if not world.is_distributed:
+            return policy(LocalCrew(worker, on_record))
+        if world.rank != 0:
+            with _disconnected_on_error():
+                return serve(worker, world)
+        crew = RpcCrew(world, on_record)
+        errors: list[BaseException] = []
+
+        def coordinate() -> None:
+            try:
+                crew.tell("stop", result=policy(crew))
+            except BaseException as error:
+                errors.append(error)
+                with contextlib.suppress(RuntimeError):  # RPC has ended: so have the others
+                    crew.tell("stop", failed=str(error), exit_code=getattr(error, "exit_code", 1))
+
+        thread = threading.Thread(target=coordinate, name="coordinator", daemon=True)
+        thread.start()
+        with _disconnected_on_error():
+            try:
+                result = serve(worker, world)
+            except AdlError:
+                # This stage may be a victim; the coordinator has heard, or hears within a second, of the cause.
+                thread.join(timeout=5)
+                if errors and not isinstance(errors[0], StageFailed):
+                    raise errors[0] from None
+                raise
+            thread.join()
+            return result
+
+    def _settings(self, batch_size: int | None = None, shuffle: bool | None = None) -> dict[str, Any]:
+        """What two ranks, or a run and its continuation, must have in common."""
+        settings: dict[str, Any] = {
+            "method": dict(vars(self._method)),
+            "num_stages": self._num_stages,
+            "balance": self._balance,
+            "seed": self._seed,
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "channels_last": self._channels_last,
+            "model": {name: list(shape) for name, shape in self._signature.items()},
+        }
+        if batch_size is not None:
+            settings |= {"batch_size": batch_size, "shuffle": shuffle}
+        return settings
+
+
+@contextlib.contextmanager
+def _disconnected_on_error() -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        disconnect(in_order=False)
+        raise
+
+
+def _log_to(path: Path) -> None:
+    """Send this process's log to a file of its own; once per path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if any(getattr(h, "baseFilename", None) == str(path.resolve()) for h in logger.handlers):
+        return
+    handler = logging.FileHandler(path.resolve())
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

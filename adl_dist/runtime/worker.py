@@ -1,0 +1,229 @@
+"""Carries out the coordinator's commands on the stages that live in this process."""
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adl_dist import engine
+from adl_dist.engine import Seat
+from adl_dist.errors import CheckpointError
+from adl_dist.optim import fast_forward
+from adl_dist.runtime import checkpoint
+from adl_dist.runtime.control import Record, Result
+from adl_dist.runtime.feed import Feed
+from adl_dist.runtime.world import World
+from adl_dist.schedule import Action, Method, Op, Segment, evaluation_stream, in_turn, replay, training_stream
+from adl_dist.stage import Stage, Tally
+
+Choose = Callable[[Any], int]
+
+
+@dataclass
+class LocalWorker:
+    """The stages of one process: one of K, or all K.
+
+    Attributes:
+        world: this process among the others.
+        method: whose schedule is followed.
+        num_stages: K.
+        dtype: of the loss.
+        seats: this process's stages with their channels, by stage.
+        train_feed: micro-batches for training; on stage 0's process only.
+        validation_feed: likewise for evaluation.
+        choose: which of several local stages goes on; any choice gives the same values.
+    """
+
+    world: World
+    method: Method
+    num_stages: int
+    dtype: torch.dtype
+    seats: Mapping[int, Seat]
+    train_feed: Feed | None = None
+    validation_feed: Feed | None = None
+    choose: Choose = in_turn
+
+    @property
+    def stages(self) -> list[Stage]:
+        """This process's stages, in order."""
+        return [self.seats[k].stage for k in sorted(self.seats)]
+
+    def execute(self, do: str, arguments: dict[str, Any], emit: Callable[[Record], None]) -> list[Result]:
+        """See :class:`adl_dist.runtime.control.Worker`."""
+        match do:
+            case "train":
+                return self._train(Segment(**arguments), emit)
+            case "evaluate":
+                return self._evaluate(**arguments)
+            case "save":
+                checkpoint.save(Path(arguments["path"]), self.stages, distributed=self.world.is_distributed)
+            case "load":
+                self._load(**arguments)
+            case _:
+                raise AssertionError(f"no such command: {do}")
+        return [{"stage": stage.index} for stage in self.stages]
+
+    def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
+        sizes = segment.sizes
+        loss_grads = [torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in segment.sample_weights]
+        for seat in self.seats.values():
+            seat.stage.begin(segment.epoch, training=True)
+            seat.stage.tally = Tally()
+            seat.loss_grads = loss_grads if seat.stage.is_last else ()
+        streams = {
+            k: list(
+                training_stream(
+                    k,
+                    num_stages=self.num_stages,
+                    delay=self.method.delay(k, num_stages=self.num_stages),
+                    group_sizes=segment.group_sizes,
+                )
+            )
+            for k in self.seats
+        }
+        totals = {k: _Totals() for k in self.seats}
+        start = time.perf_counter()
+        order = self._watched(self._order(streams), segment, totals, start, emit)
+        self._run(order, sizes, self.train_feed, segment.epoch)
+        seconds = time.perf_counter() - start
+        return [
+            {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **totals[k].result()}
+            for k in sorted(self.seats)
+        ]
+
+    def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[Result]:
+        # Evaluation has no groups; a segment of groups of one gives the sizes of its micro-batches.
+        segment = Segment(
+            epoch=0, first_update=0, num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation_steps=1
+        )
+        sizes = segment.sizes
+        for seat in self.seats.values():
+            seat.stage.begin(0, training=False)
+            seat.stage.tally = Tally()
+        streams = {
+            k: list(evaluation_stream(k, num_stages=self.num_stages, num_micro_batches=len(sizes))) for k in self.seats
+        }
+        self._run(self._order(streams), sizes, self.validation_feed, 0)
+        return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
+
+    def _load(self, path: str, update: int) -> None:
+        try:
+            checkpoint.load(Path(path), self.stages, distributed=self.world.is_distributed)
+        except (RuntimeError, ValueError, KeyError, EOFError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        for stage in self.stages:
+            stage.version = update
+            if stage.lr_schedule is not None:
+                fast_forward(stage.lr_schedule, update)
+
+    def _order(self, streams: Mapping[int, list[Action]]) -> Iterator[tuple[int, Action]]:
+        """What happens next here: one stage's own stream, or an interleaving of all of them."""
+        if len(streams) == self.num_stages:
+            yield from replay([streams[k] for k in sorted(streams)], choose=self.choose)
+        else:
+            ((stage, stream),) = streams.items()
+            yield from ((stage, action) for action in stream)
+
+    def _run(self, order: Iterable[tuple[int, Action]], sizes: list[int], feed: Feed | None, epoch: int) -> None:
+        rng_state = torch.get_rng_state()  # dropout streams are seeded in place; the caller's stream goes on untouched
+        batches = feed.batches(epoch, sizes) if feed is not None else None
+        if batches is not None:
+            self.seats[0].batches = batches
+        try:
+            for seat in self.seats.values():
+                seat.open(sizes)
+            engine.run(order, self.seats)
+            for seat in self.seats.values():
+                seat.drain()
+        finally:
+            torch.set_rng_state(rng_state)
+            if batches is not None:
+                batches.close()
+
+    def _watched(
+        self,
+        order: Iterable[tuple[int, Action]],
+        segment: Segment,
+        totals: "dict[int, _Totals]",
+        start: float,
+        emit: Callable[[Record], None],
+    ) -> Iterator[tuple[int, Action]]:
+        """Hand ``order`` through; after each update, report the group that it closed."""
+        for k, action in order:
+            stage = self.seats[k].stage
+            learning_rate = stage.optimizer.param_groups[0]["lr"] if stage.optimizer else None
+            yield k, action
+            if action.op is Op.UPDATE:
+                tally, stage.tally = stage.tally, Tally()
+                totals[k].add(tally)
+                where = {"stage": k, "update": segment.first_update + action.number, "epoch": segment.epoch}
+                for record in _records(tally, learning_rate, time.perf_counter() - start):
+                    emit({**record, **where})
+
+
+def _records(tally: Tally, learning_rate: float | None, seconds: float) -> Iterator[Record]:
+    by_offset = tally.staleness
+    yield {
+        "name": "stage/staleness",
+        "value": sum(by_offset) / len(by_offset),
+        "unit": "updates",
+        "max": max(by_offset),
+        "by_offset": by_offset,
+    }
+    numbers = tally.numbers()
+    if "loss_sum" in numbers:
+        n = numbers["num_samples"]
+        yield {"name": "train/loss", "value": numbers["loss_sum"] / n, "num_samples": n, "elapsed_seconds": seconds}
+        if learning_rate is not None:
+            yield {"name": "train/learning_rate", "value": float(learning_rate)}
+        if "num_correct" in numbers:
+            yield {"name": "train/accuracy", "value": numbers["num_correct"] / n}
+
+
+class _Totals:
+    """Sums over a segment of what the stage counted per group."""
+
+    def __init__(self) -> None:
+        self._busy_seconds = 0.0
+        self._staleness_sum = 0
+        self._staleness_max = 0
+        self._num_backwards = 0
+
+    def add(self, tally: Tally) -> None:
+        self._busy_seconds += tally.busy_seconds
+        self._staleness_sum += sum(tally.staleness)
+        self._staleness_max = max(self._staleness_max, *tally.staleness)
+        self._num_backwards += len(tally.staleness)
+
+    def result(self) -> Result:
+        return {
+            "busy_seconds": self._busy_seconds,
+            "staleness_sum": self._staleness_sum,
+            "staleness_max": self._staleness_max,
+            "num_backwards": self._num_backwards,
+        }
+
+
+def peak_memory_bytes() -> int:
+    """The most this process has held: allocated on the GPU if it computes there, else resident in memory."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB, but bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def first_sample(feed: Feed | None) -> tuple[Tensor, Tensor] | None:
+    """Input and target of one sample as stage 0 will get them, for the agreement on shapes."""
+    if feed is None:
+        return None
+    batches = feed.batches(0, [1])
+    try:
+        return next(batches)
+    finally:
+        batches.close()

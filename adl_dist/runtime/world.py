@@ -1,0 +1,205 @@
+"""The processes of one run: who they are and how they reach each other.
+
+Rank k is stage k. The data plane is gloo or NCCL point-to-point (transport/), the control plane is RPC
+(control.py); both meet through one store, whose keys are prefixed by the restart attempt. Without the prefix
+a restarted job would read the addresses of its dead predecessor: torchrun keeps one store for all attempts.
+"""
+
+import atexit
+import contextlib
+import datetime
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+
+from adl_dist.errors import ChannelError, ConfigError
+from adl_dist.transport.process import Edge, connect_edges
+
+# Set by adl_dist's own launcher: a folder for a store that listens on no port at all.
+RENDEZVOUS_FOLDER = "ADL_DIST_RENDEZVOUS"
+
+
+@dataclass
+class World:
+    """This process among the others.
+
+    Attributes:
+        rank: of this process; also its stage if there is more than one process.
+        size: number of processes.
+        device: where this process computes.
+        store: shared by all processes of this attempt.
+        edges: the ends that this process holds; empty with a single process.
+        timeout: how long one message may take.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    store: dist.Store
+    timeout: datetime.timedelta
+    edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.size > 1
+
+
+def launched_world_size() -> int | None:
+    """How many processes torchrun (or our launcher) started; None if this process was started plainly."""
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+
+
+def launched_rank() -> int:
+    """This process's rank; 0 if it was started plainly."""
+    return int(os.environ.get("RANK", 0))
+
+
+def check_world_size(num_stages: int, *, processes: bool) -> None:
+    """Refuse a number of processes that does not fit the number of stages.
+
+    Raises:
+        ConfigError: with both ways to mend it.
+    """
+    started = launched_world_size()
+    expected = num_stages if processes else 1
+    if started is not None and started != expected:
+        raise ConfigError(
+            f"partition.num_stages={num_stages}{'' if processes else ' with runtime.processes=false'} needs {expected} "
+            f"process{'es' * (expected > 1)}, but torchrun started {started}: pass --nproc-per-node={expected}, "
+            f"or partition.num_stages={started}"
+        )
+
+
+def single_process(device: torch.device) -> World:
+    """A world of one process, which holds all stages and needs no network."""
+    return World(0, 1, device, dist.HashStore(), datetime.timedelta(minutes=5))
+
+
+_connected: World | None = None
+
+
+def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> World:
+    """Join the other processes; called once per process, later calls return the same world.
+
+    Raises:
+        ConfigError: no CUDA device for this rank.
+        ChannelError: the others could not be reached in time.
+    """
+    global _connected
+    if _connected is not None:
+        return _connected
+    rank, size = launched_rank(), num_stages
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    device = choose_device(device_type)
+    _stay_on_loopback(size)
+    try:
+        store = _open_store(rank, size, timeout)
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size, timeout=timeout
+            )
+        backend = _edge_backend(device)
+        edges = connect_edges(num_stages, backend=backend, device=device, timeout=timeout)
+        _start_rpc(rank, size, store, timeout_seconds)
+    except (RuntimeError, OSError) as error:
+        where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', '-')}"
+        raise ChannelError(
+            f"rank {rank} could not join the other {size - 1} processes at {where} within {timeout_seconds:g} s: "
+            f"{_first_line(error)}; is the port free, is the interface right "
+            f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
+        ) from error
+    _connected = World(rank, size, device, store, timeout, edges)
+    atexit.register(disconnect)
+    return _connected
+
+
+def disconnect(*, in_order: bool = True) -> None:
+    """Leave the world; never waits for a peer that is gone.
+
+    Args:
+        in_order: all ranks leave now, so wait for the last of them before closing the doors.
+    """
+    global _connected
+    if _connected is None:
+        return
+    _connected = None
+    if in_order:
+        with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
+            dist.barrier()
+    rpc.shutdown(graceful=False)
+    dist.destroy_process_group()
+
+
+def choose_device(device_type: str) -> torch.device:
+    """The device of this process: ``cpu``, or the GPU with the number of the local rank.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
+    # Explicit, never left to the backend: torch 2.15's NCCL takes LOCAL_RANK modulo the device count itself.
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _edge_backend(device: torch.device) -> str:
+    """NCCL where every local rank has a GPU of its own, else gloo, which goes through host memory."""
+    if device.type == "cpu":
+        return "gloo"
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", launched_world_size() or 1))
+    return "nccl" if local_ranks <= torch.cuda.device_count() and dist.is_nccl_available() else "gloo"
+
+
+def _stay_on_loopback(size: int) -> None:
+    """On one node nothing has to be reachable from outside; a user's own choice of interface stands."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size:
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        if loopback is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+            os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
+
+
+def _open_store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if folder := os.environ.get(RENDEZVOUS_FOLDER):
+        store: dist.Store = dist.FileStore(str(Path(folder) / f"attempt{attempt}"), size)
+        store.set_timeout(timeout)
+        return store
+    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    return dist.PrefixStore(f"adl_dist/attempt{attempt}", store)
+
+
+def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) -> None:
+    # A name of its own, because a process registers a scheme once and for all.
+    scheme = f"adl-dist-{uuid.uuid4().hex}"
+
+    def use_our_store(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        yield dist.PrefixStore("rpc", store), rank, size
+
+    dist.register_rendezvous_handler(scheme, use_our_store)
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=2, init_method=f"{scheme}://", rpc_timeout=timeout_seconds
+    )
+    rpc.init_rpc(name_of(rank), rank=rank, world_size=size, rpc_backend_options=options)
+
+
+def name_of(rank: int) -> str:
+    """The RPC name of a rank."""
+    return f"stage{rank}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
