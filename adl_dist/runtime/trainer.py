@@ -180,10 +180,10 @@ class Trainer:
         store = self._fresh_store(world)
         with self._threads_set(), self._refusals_told(store):
             num_samples, train_feed = self._feed(
-                train_dataset, "training dataset", world, shuffle=shuffle, num_workers=num_workers, smallest=batch_size
+                train_dataset, "training", world, shuffle=shuffle, num_workers=num_workers, smallest=batch_size
             )
             num_validation, val_feed = (
-                self._feed(val_dataset, "validation dataset", world, shuffle=False, num_workers=num_workers, smallest=1)
+                self._feed(val_dataset, "validation", world, shuffle=False, num_workers=num_workers, smallest=1)
                 if val_dataset is not None
                 else (0, None)
             )
@@ -232,7 +232,7 @@ class Trainer:
         store = self._fresh_store(world)
         with self._threads_set(), self._refusals_told(store):
             num_samples, feed = self._feed(
-                dataset, "validation dataset", world, shuffle=False, num_workers=num_workers, smallest=1
+                dataset, "validation", world, shuffle=False, num_workers=num_workers, smallest=1
             )
             plan = Plan(
                 epochs=0,
@@ -338,7 +338,7 @@ class Trainer:
         if not self.needs_data:
             return 0, None
         if dataset is None:
-            raise DataError(f"the {name} is None on rank {world.rank}, which feeds the pipeline; pass it there")
+            raise DataError(f"the {name} dataset is None on rank {world.rank}, which feeds the pipeline; pass it there")
         check_dataset(dataset, name=name, smallest=smallest)
         loader = Loader(
             dataset,
@@ -347,7 +347,7 @@ class Trainer:
             num_workers=num_workers,
             pin_memory=world.device.type == "cuda",
         )
-        feed = Feed(loader, device=world.device, dtype=self._dtype, channels_last=self._channels_last, name=name)
+        feed = Feed(loader, device=world.device, dtype=self._dtype, channels_last=self._channels_last, name=f"{name} dataset")
         return len(dataset), feed  # type: ignore[arg-type]  # check_dataset has seen that it has a length
 
     def _worker(

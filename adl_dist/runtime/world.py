@@ -11,6 +11,7 @@ import datetime
 import os
 import socket
 import uuid
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,10 +191,16 @@ def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) 
         yield dist.PrefixStore("rpc", store), rank, size
 
     dist.register_rendezvous_handler(scheme, use_our_store)
+    # TCP, because TensorPipe's shared-memory transport polls: one core lost per process while training.
     options = rpc.TensorPipeRpcBackendOptions(
+        _transports=["uv"],
+        _channels=["basic"],
         num_worker_threads=2, init_method=f"{scheme}://", rpc_timeout=timeout_seconds
     )
-    rpc.init_rpc(name_of(rank), rank=rank, world_size=size, rpc_backend_options=options)
+    with warnings.catch_warnings():
+        # RPC's own use of gloo for its start-up (torch 2.15).
+        warnings.filterwarnings("ignore", message="You are using a Backend")
+        rpc.init_rpc(name_of(rank), rank=rank, world_size=size, rpc_backend_options=options)
 
 
 def name_of(rank: int) -> str:
