@@ -1,0 +1,250 @@
+"""The schedule alone: no tensor, no process."""
+
+import itertools
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adl_dist.errors import ConfigError, ScheduleError
+from adl_dist.schedule import (
+    Action,
+    Op,
+    Segment,
+    check_rendezvous,
+    describe,
+    evaluation_stream,
+    format_stream,
+    method,
+    parse_stream,
+    replay,
+    staleness,
+    steady_staleness,
+    training_stream,
+)
+from adl_dist.schedule.replay import at_random, one_group_per_pair
+
+GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 5, 16), (1, 2, 3, 4)))  # K, N, M
+
+
+def delays(K):
+    return [method("adl").delay(k, num_stages=K) for k in range(K)]
+
+
+def groups(N, M):
+    return [M] * (N // M) + [N % M] * (N % M > 0)
+
+
+def streams(K, group_sizes):
+    return [
+        list(training_stream(k, num_stages=K, delay=d, group_sizes=group_sizes)) for k, d in enumerate(delays(K))
+    ]
+
+
+def versions(K, group_sizes, seed):
+    """Weight version at every forward and at every backward, and the most micro-batches in flight per stage."""
+    version, in_flight, most = [0] * K, [0] * K, [0] * K
+    at_forward, at_backward = {}, {}
+    for k, (op, b) in replay(streams(K, group_sizes), choose=at_random(seed)):
+        if op is Op.FORWARD:
+            at_forward[k, b] = version[k]
+            in_flight[k] += 1
+            most[k] = max(most[k], in_flight[k])
+        elif op is Op.BACKWARD:
+            at_backward[k, b] = version[k]
+            in_flight[k] -= 1
+        elif op is Op.UPDATE:
+            version[k] += 1
+    assert in_flight == [0] * K
+    return at_forward, at_backward, most
+
+
+# --- The paper ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("M", "expected"),
+    [(2, [[2, 2], [1, 1], [0, 0]]), (4, [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])],
+    ids=["Fig. 1(a)", "Fig. 1(b)"],
+)
+def test_figure_1_staleness_of_three_modules(M, expected):
+    """K = 3: the labels of Fig. 1, counted in a replay and given by the formula."""
+    assert [steady_staleness(delay=d, accumulation_steps=M) for d in delays(3)] == expected
+    at_forward, at_backward, _ = versions(3, [M] * 6, seed=0)
+    steady = range(3 * M, 4 * M)
+    assert [[at_backward[k, b] - at_forward[k, b] for b in steady] for k in range(3)] == expected
+
+
+def test_figure_1_module_1_forwards_batch_5_and_backwards_batch_1_in_iteration_5():
+    """Fig. 1 counts from 1: iteration 5 of module 1 is the tick with F4 and B0."""
+    words = format_stream(streams(3, [2] * 4)[0]).split()
+    assert words[words.index("F4") : words.index("F5")] == ["F4", "SA4", "ST4", "RG0", "B0", "L5"]
+
+
+# Module 1 and module 6 of K = 8, averaged staleness for M = 1..12 (Fig. 2; numbers of Eq. 17).
+FIGURE_2 = {
+    1: (14, 4), 2: (7, 2), 3: (4.667, 1.333), 4: (3.5, 1), 5: (2.8, 0.8), 6: (2.333, 0.667),
+    7: (2, 0.571), 8: (1.75, 0.5), 9: (1.556, 0.444), 10: (1.4, 0.4), 11: (1.273, 0.364), 12: (1.167, 0.333),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("M", FIGURE_2)
+def test_figure_2_averaged_staleness_of_modules_1_and_6(M):
+    at_forward, at_backward, _ = versions(8, [M] * (2 + 28 // M), seed=M)
+    last_group = range(M * (1 + 28 // M), M * (2 + 28 // M))
+    for module, expected in zip((1, 6), FIGURE_2[M], strict=True):
+        counted = [at_backward[module - 1, b] - at_forward[module - 1, b] for b in last_group]
+        assert statistics.mean(counted) == pytest.approx(expected, abs=6e-4)
+
+
+@pytest.mark.parametrize("K", [2, 3, 8, 16])
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 7])
+def test_mean_staleness_is_delay_over_m_and_sums_to_k_times_k_minus_1_over_m(K, M):
+    means = [statistics.mean(steady_staleness(delay=d, accumulation_steps=M)) for d in delays(K)]
+    assert means == pytest.approx([2 * (K - 1 - k) / M for k in range(K)])
+    assert sum(means) == pytest.approx(K * (K - 1) / M)
+
+
+# --- Any order ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("K", "N", "M"), GRID)
+@pytest.mark.parametrize("seed", range(3))
+def test_staleness_is_that_of_the_formula_under_any_interleaving(K, N, M, seed):
+    at_forward, at_backward, _ = versions(K, groups(N, M), seed)
+    for k, d in enumerate(delays(K)):
+        for b in range(N):
+            assert at_backward[k, b] - at_forward[k, b] == staleness(b, delay=d, accumulation_steps=M)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_any_groups_in_any_order_give_the_same_versions_and_never_exceed_delay_plus_one_in_flight(K, sizes, seed):
+    at_forward, at_backward, most = versions(K, sizes, seed)
+    reference = versions(K, sizes, seed=0)
+    assert (at_forward, at_backward) == reference[:2]
+    assert all(count <= d + 1 for count, d in zip(most, delays(K), strict=True))
+
+
+@pytest.mark.parametrize("K", range(1, 9))
+def test_in_flight_reaches_delay_plus_one(K):
+    """The bound is tight: memory follows from it."""
+    _, _, most = versions(K, [4] * (K + 1), seed=1)
+    assert most == [d + 1 for d in delays(K)]
+
+
+def test_every_stage_updates_with_the_same_micro_batches():
+    for stream in streams(4, [3, 3, 2]):
+        order = [a for a in stream if a.op in (Op.BACKWARD, Op.UPDATE)]
+        backwards = [list(g) for is_update, g in itertools.groupby(order, lambda a: a.op is Op.UPDATE) if not is_update]
+        assert [[a.number for a in group] for group in backwards] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+# --- Deadlock ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("K", range(2, 9))
+@pytest.mark.parametrize("sizes", [[1] * 20, [4] * 5, [3, 3, 3, 1]])
+def test_one_group_per_direction_never_deadlocks_even_without_buffers(K, sizes):
+    check_rendezvous(streams(K, sizes))
+
+
+@pytest.mark.parametrize("K", range(2, 9))
+def test_one_group_per_neighbour_pair_deadlocks(K):
+    """Why transport/ builds one process group per directed edge."""
+    with pytest.raises(ScheduleError, match=r"deadlock: .*stage 0 at RG0 \(RECV_GRAD\)"):
+        check_rendezvous(streams(K, [2] * 8), group=one_group_per_pair)
+
+
+def test_a_receive_before_its_send_is_a_deadlock_that_names_every_stage():
+    broken = streams(2, [1] * 4)
+    broken[0].insert(0, broken[0].pop(broken[0].index(Action(Op.RECV_GRAD, 0))))
+    with pytest.raises(ScheduleError, match=r"stage 0 at RG0 \(RECV_GRAD\), stage 1 at RA0 \(RECV_ACT\)"):
+        list(replay(broken))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check_rendezvous(broken)
+
+
+def test_messages_in_another_order_are_refused():
+    broken = streams(2, [1] * 4)
+    i, j = (broken[0].index(Action(Op.SEND_ACT, b)) for b in (0, 1))
+    broken[0][i], broken[0][j] = broken[0][j], broken[0][i]
+    with pytest.raises(ScheduleError, match="stage 1 expects RA0, but micro-batch 1 comes first"):
+        list(replay(broken))
+
+
+def test_a_message_that_nobody_receives_is_refused():
+    broken = streams(2, [1] * 2)
+    broken[0].remove(Action(Op.RECV_GRAD, 1))
+    with pytest.raises(ScheduleError, match="nobody receives"):
+        list(replay(broken))
+
+
+# --- Segments, printing, arguments -------------------------------------------------------------------------
+
+
+@given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 7))
+def test_a_segment_holds_every_sample_once_and_its_weights_sum_to_one_per_group(n, size, M):
+    segment = Segment(epoch=0, first_update=0, num_samples=n, micro_batch_size=size, accumulation_steps=M)
+    assert sum(segment.sizes) == n
+    assert sum(segment.group_sizes) == len(segment.sizes)
+    assert segment.num_updates == -(-len(segment.sizes) // M)
+    start = 0
+    for count in segment.group_sizes:
+        group = slice(start, start + count)
+        assert sum(segment.sample_weights[group]) == pytest.approx(1)
+        samples = sum(segment.sizes[group])
+        assert segment.sample_weights[group] == pytest.approx([s / samples for s in segment.sizes[group]])
+        start += count
+
+
+def test_even_groups_are_weighted_by_the_papers_1_over_m():
+    segment = Segment(epoch=0, first_update=0, num_samples=24, micro_batch_size=3, accumulation_steps=4)
+    assert segment.sample_weights == [1 / 4] * 8
+
+
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_a_printed_stream_reads_back_as_itself(K):
+    for stream in streams(K, [2, 2, 1]):
+        assert parse_stream(format_stream(stream)) == stream
+
+
+def test_a_word_that_is_no_action_is_refused():
+    with pytest.raises(ScheduleError, match="'X3' is not an action"):
+        parse_stream("F0 X3")
+
+
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_evaluation_visits_every_micro_batch_once_on_every_stage(K):
+    plans = [list(evaluation_stream(k, num_stages=K, num_micro_batches=5)) for k in range(K)]
+    for plan in plans:
+        assert [a.number for a in plan if a.op is Op.PREDICT] == list(range(5))
+    assert len(list(replay(plans))) == sum(map(len, plans))
+
+
+def test_the_printed_table_shows_forward_backward_and_update_of_each_tick():
+    lines = describe(method("adl", accumulation_steps=2), num_stages=3, num_micro_batches=6).splitlines()
+    stage_0 = next(line for line in lines if line.startswith("stage 0"))
+    assert stage_0.split()[2:] == "F0 F1 F2 F3 F4 B0 F5 B1 U0 B2 B3 U1 B4 B5 U2".split()
+    assert "0      4      5          2 2                            2     2" in lines
+
+
+@pytest.mark.parametrize(("stage", "delay", "sizes"), [(3, 0, [1]), (-1, 0, [1]), (0, -1, [1]), (0, 0, [0])])
+def test_arguments_out_of_range_are_refused(stage, delay, sizes):
+    with pytest.raises(ValueError, match="must be"):
+        list(training_stream(stage, num_stages=3, delay=delay, group_sizes=sizes))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sgd", {}, "there is no 'sgd'; choose one of adl"),
+        ("adl", {"accumulation_steps": 0}, r"accumulation_steps \(M\) must be at least 1, got 0"),
+        ("adl", {"weights": "old"}, "there is no 'old'; choose one of stash, latest"),
+        ("adl", {"steps": 4}, "unknown option steps; adl takes accumulation_steps, weights"),
+    ],
+)
+def test_a_method_that_cannot_be_run_is_refused(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        method(name, **options)

@@ -1,0 +1,66 @@
+"""One way to run the trainer for the equality tests, in one process or as one of K ranks."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import adl_dist
+from adl_dist.schedule import in_turn
+from tests.support.toys import FixedImages, batch_norm_net
+
+MICRO_BATCH, NUM_SAMPLES, EPOCHS = 3, 32, 3  # 11 micro-batches: no multiple of 2, 3, 4; the last one holds 2
+BALANCE = {1: [7], 2: [3, 4], 3: [2, 4, 1], 4: [1, 3, 2, 1]}
+LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 1e-2
+
+
+def warm_up(update: int) -> float:
+    """A factor that is another one at every update of the test."""
+    return 0.2 + 0.05 * update
+
+
+def warm_up_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
+
+
+sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+
+
+def train(
+    K: int,
+    M: int,
+    dtype: torch.dtype,
+    *,
+    weights: str = "stash",
+    dropout: float = 0.0,
+    channels_last: bool = False,
+    choose: Callable[[Sequence[int]], int] = in_turn,
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    shuffle: bool = False,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Train the toy net; return its full state and the summary."""
+    trainer = adl_dist.Trainer(
+        batch_norm_net(dropout=dropout),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        method=adl_dist.method("adl", accumulation_steps=M, weights=weights),
+        num_stages=K,
+        balance=BALANCE[K],
+        lr_schedule=warm_up_schedule,
+        dtype=dtype,
+        channels_last=channels_last,
+        threads=1,
+        timeout_seconds=30,
+    )
+    summary = trainer.fit(
+        FixedImages(NUM_SAMPLES, dtype=dtype),
+        epochs=EPOCHS,
+        batch_size=MICRO_BATCH * M,
+        val_dataset=FixedImages(10, seed=1, dtype=dtype),
+        shuffle=shuffle,
+        choose=choose,
+        quiet=True,
+    )
+    return trainer.full_state_dict(), summary
