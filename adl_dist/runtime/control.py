@@ -56,11 +56,15 @@ class Crew(Protocol):
 
 
 class StageFailed(AdlError, RuntimeError):
-    """Another process failed; it has told its user why."""
+    """Another process failed; it has told its user why.
 
-    def __init__(self, text: str, *, exit_code: int) -> None:
+    Attributes:
+        is_victim: it failed for want of yet another one, which could not say anything.
+    """
+
+    def __init__(self, text: str, *, exit_code: int, is_victim: bool = False) -> None:
         super().__init__(text)
-        self.exit_code = exit_code
+        self.exit_code, self.is_victim = exit_code, is_victim
 
 
 class LocalCrew:
@@ -153,7 +157,9 @@ class _Outbox:
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the coordinator first-hand, before the peers fail for want of this stage."""
-        text = str(error) if isinstance(error, AdlError) else f"{type(error).__name__}: {error}"
+        text = str(error)
+        if not isinstance(error, AdlError):
+            text = f"rank {self._world.rank}: {type(error).__name__}: {error}"
         failure = {
             "failed": text,
             "traceback": "".join(traceback.format_exception(error)),
@@ -196,4 +202,4 @@ def _cause(report: dict[str, Any]) -> StageFailed:
     for one in told:
         logger.error("rank %s failed:\n%s", one["rank"], one["traceback"])
     cause = min(told, key=lambda one: bool(one["is_victim"]))
-    return StageFailed(cause["failed"], exit_code=cause["exit_code"])
+    return StageFailed(cause["failed"], exit_code=cause["exit_code"], is_victim=cause["is_victim"])

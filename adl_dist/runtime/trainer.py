@@ -112,7 +112,6 @@ class Trainer:
         self._loss_fn, self._optimizer, self._lr_schedule = loss_fn, optimizer, lr_schedule
         self._device_type, self._dtype, self._channels_last = device, dtype, channels_last
         self._threads, self._timeout_seconds = threads, timeout_seconds
-        self._num_agreements = 0
 
         model = model.to(dtype)
         modules = cut(model, num_stages=num_stages, balance=balance)
@@ -177,7 +176,7 @@ class Trainer:
         world = self._join()
         if run_dir is not None:
             _log_to(Path(run_dir) / "logs" / f"rank{world.rank}.log")
-        store = self._fresh_store(world)
+        store = world.fresh_store()
         with self._threads_set(), self._refusals_told(store):
             num_samples, train_feed = self._feed(
                 train_dataset, "training", world, shuffle=shuffle, num_workers=num_workers, smallest=batch_size
@@ -229,7 +228,7 @@ class Trainer:
             ``validation_loss`` and, for classes, ``validation_accuracy``; the same on every rank.
         """
         world = self._join()
-        store = self._fresh_store(world)
+        store = world.fresh_store()
         with self._threads_set(), self._refusals_told(store):
             num_samples, feed = self._feed(
                 dataset, "validation", world, shuffle=False, num_workers=num_workers, smallest=1
@@ -297,11 +296,6 @@ class Trainer:
         if self._distributed:
             return connect(self._num_stages, device_type=self._device_type, timeout_seconds=self._timeout_seconds)
         return single_process(choose_device(self._device_type))
-
-    def _fresh_store(self, world: World) -> dist.Store:
-        # Each fit settles its shapes anew; keys of one before must not answer.
-        self._num_agreements += 1
-        return dist.PrefixStore(f"agreement{self._num_agreements}", world.store)
 
     @contextlib.contextmanager
     def _threads_set(self) -> Iterator[None]:
@@ -442,7 +436,7 @@ class Trainer:
             except AdlError:
                 # This stage may be a victim; the coordinator has heard, or hears within a second, of the cause.
                 thread.join(timeout=5)
-                if errors and not isinstance(errors[0], StageFailed):
+                if errors and not getattr(errors[0], "is_victim", False):
                     raise errors[0] from None
                 raise
             thread.join()

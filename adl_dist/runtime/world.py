@@ -47,11 +47,17 @@ class World:
     store: dist.Store
     timeout: datetime.timedelta
     edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
+    _num_jobs: int = 0
 
     @property
     def is_distributed(self) -> bool:
         """Whether there is more than one process."""
         return self.size > 1
+
+    def fresh_store(self) -> dist.Store:
+        """The store of the next job; what one before it settled must not answer for it."""
+        self._num_jobs += 1
+        return dist.PrefixStore(f"job{self._num_jobs}", self.store)
 
 
 def launched_world_size() -> int | None:

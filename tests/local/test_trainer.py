@@ -1,0 +1,229 @@
+"""What a run leaves behind and tells about itself, all stages in one process."""
+
+import hashlib
+import json
+import statistics
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import Dataset
+
+import adl_dist
+from adl_dist.partition import cut, even_balance
+from adl_dist.errors import PartitionError
+from adl_dist.schedule import staleness, steady_staleness
+from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+
+
+def trainer_of(K, M=2, model=None, **options):
+    return adl_dist.Trainer(
+        model or batch_norm_net(),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        method=adl_dist.method("adl", accumulation_steps=M),
+        num_stages=K,
+        threads=1,
+        **options,
+    )
+
+
+def records_of(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("K", "M"), [(1, 2), (2, 4), (3, 1), (4, 3), (4, 4)])
+def test_recorded_staleness_is_that_of_the_formula_for_every_micro_batch(K, M, tmp_path):
+    N = 26
+    trainer_of(K, M).fit(
+        FixedImages(N * 2 - 1), epochs=2, batch_size=2 * M, run_dir=tmp_path, quiet=True, tensorboard=False
+    )
+    seen = [r for r in records_of(tmp_path) if r["name"] == "stage/staleness"]
+    num_updates = -(-N // M)
+    for k in range(K):
+        delay = 2 * (K - 1 - k)
+        for epoch in range(2):
+            groups = [r for r in seen if r["stage"] == k and r["epoch"] == epoch]
+            assert [r["update"] for r in groups] == list(range(epoch * num_updates, (epoch + 1) * num_updates))
+            by_micro_batch = [value for r in groups for value in r["by_offset"]]
+            assert by_micro_batch == [staleness(b, delay=delay, accumulation_steps=M) for b in range(N)]
+            for r in groups:
+                assert r["value"] == statistics.mean(r["by_offset"])
+                assert r["unit"] == "updates"
+            steady = groups[-(-delay // M) + 1 : -1]
+            for r in steady:
+                assert r["by_offset"] == steady_staleness(delay=delay, accumulation_steps=M)
+                assert r["value"] == pytest.approx(delay / M)
+
+
+class Recording(Dataset):
+    """Draws a random number per sample, as an augmentation would, and writes down what it gave out."""
+
+    def __init__(self, num_samples):
+        self.images = FixedImages(num_samples)
+        self.given = []
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        image, label = self.images[index]
+        image = image + torch.rand(())
+        self.given.append((index, hashlib.sha256(image.numpy().tobytes()).hexdigest()))
+        return image, label
+
+
+def test_k_and_m_do_not_change_which_samples_come_in_which_order_with_which_augmentation():
+    given = {}
+    for K in (1, 2, 3, 4):
+        for M in (1, 2, 4):
+            data = Recording(22)
+            trainer_of(K, M, seed=5).fit(data, epochs=3, batch_size=8, quiet=True)
+            given[K, M] = data.given[1:]  # the first is the sample that shapes are agreed with
+    reference = given[1, 1]
+    assert len(reference) == 3 * 22
+    assert [i for i, _ in reference[:22]] != [i for i, _ in reference[22:44]], "each epoch has an order of its own"
+    assert all(sequence == reference for sequence in given.values())
+    another = Recording(22)
+    trainer_of(1, 1, seed=6).fit(another, epochs=3, batch_size=8, quiet=True)
+    assert another.given[1:] != reference
+
+
+@pytest.mark.parametrize("K", [1, 3])
+def test_evaluation_in_the_pipeline_counts_every_sample_once_and_equals_the_uncut_model(K):
+    data, validation = FixedImages(20), FixedImages(17, seed=3)
+    trainer = trainer_of(K)
+    summary = trainer.fit(data, epochs=2, batch_size=8, val_dataset=validation, quiet=True)
+    model = batch_norm_net(seed=9)
+    model.load_state_dict(trainer.full_state_dict(), strict=True)
+    model.eval()
+    with torch.no_grad():
+        out = model(validation.images)
+    labels = torch.tensor(validation.labels)
+    assert summary["validation_accuracy"] == (out.argmax(1) == labels).sum().item() / 17
+    assert summary["validation_loss"] == pytest.approx(nn.functional.cross_entropy(out, labels).item(), rel=1e-6)
+    assert trainer.evaluate(validation, batch_size=5)["validation_accuracy"] == summary["validation_accuracy"]
+
+
+def test_evaluation_leaves_the_training_as_it_was():
+    plain, evaluated = trainer_of(2), trainer_of(2)
+    plain.fit(FixedImages(20), epochs=3, batch_size=8, quiet=True)
+    evaluated.fit(FixedImages(20), epochs=3, batch_size=8, val_dataset=FixedImages(7), quiet=True)
+    a, b = plain.full_state_dict(), evaluated.full_state_dict()
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_batch_norm_statistics_move_once_per_micro_batch():
+    trainer = trainer_of(3)
+    trainer.fit(FixedImages(22), epochs=2, batch_size=8, quiet=True)  # micro-batches of 4: 6 per epoch
+    counts = {n: int(t) for n, t in trainer.full_state_dict().items() if n.endswith("num_batches_tracked")}
+    assert len(counts) == 5
+    assert set(counts.values()) == {12}
+
+
+def test_the_run_folder_holds_what_the_design_says(tmp_path):
+    summary = trainer_of(2).fit(
+        FixedImages(20), epochs=2, batch_size=8, val_dataset=FixedImages(7), run_dir=tmp_path, quiet=True
+    )
+    names = {"config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "logs", "checkpoints"}
+    assert {p.name for p in tmp_path.iterdir()} == names
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["num_stages"] == 2
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["update-00000003", "update-00000006"]
+    assert [p.name for p in (tmp_path / "logs").iterdir()] == ["rank0.log"]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    records = records_of(tmp_path)
+    assert {r["name"] for r in records} == {
+        "train/loss", "train/accuracy", "train/learning_rate", "train/samples_per_second",
+        "validation/loss", "validation/accuracy", "stage/staleness", "stage/busy_share", "stage/peak_memory",
+    }  # fmt: skip
+    for r in records:
+        assert {"name", "value", "update", "epoch"} <= r.keys()
+    for stage in summary["stages"]:
+        assert stage.keys() == {"stage", "staleness_mean", "staleness_max", "busy_share", "peak_memory_bytes"}
+        assert 0 < stage["busy_share"] <= 1
+        assert stage["peak_memory_bytes"] > 2**20
+    assert {"validation_accuracy", "validation_loss", "samples_per_second", "seconds"} <= summary.keys()
+
+
+def test_the_loss_that_is_logged_is_the_mean_over_the_samples_of_the_group(tmp_path):
+    """The first group meets the initial weights, so its loss can be had from the uncut model."""
+    data, model = FixedImages(7), batch_norm_net()
+    trainer = trainer_of(1, M=3)
+    trainer.fit(FixedImages(7), epochs=1, batch_size=6, run_dir=tmp_path, quiet=True, shuffle=False, tensorboard=False)
+    model.train()
+    losses = [
+        nn.functional.cross_entropy(model(data.images[i:j]), torch.tensor(data.labels[i:j])).item() * (j - i)
+        for i, j in ((0, 2), (2, 4), (4, 6))
+    ]
+    first = next(r for r in records_of(tmp_path) if r["name"] == "train/loss")
+    assert first["value"] == pytest.approx(sum(losses) / 6, rel=1e-6)
+    assert first["num_samples"] == 6
+
+
+def test_the_callers_random_stream_and_threads_are_left_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    threads = torch.get_num_threads()
+    trainer = trainer_of(2, model=batch_norm_net(dropout=0.5))
+    torch.manual_seed(3)
+    trainer.fit(Recording(12), epochs=1, batch_size=4, quiet=True)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_second_fit_goes_on_from_the_weights_of_the_first():
+    trainer = trainer_of(2)
+    trainer.fit(FixedImages(20), epochs=1, batch_size=8, quiet=True)
+    before = trainer.full_state_dict()
+    trainer.fit(FixedImages(20), epochs=1, batch_size=8, quiet=True, max_updates=1)
+    after = trainer.full_state_dict()
+    change = max((before[n].double() - after[n].double()).abs().max() for n in before if "weight" in n)
+    assert 0 < change < 0.1
+
+
+# --- The cut -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("balance", "K"), [(None, 3), ([1, 5, 1], 3), ([6, 1], 2), (None, 7)])
+def test_stages_together_hold_exactly_the_uncut_models_state(balance, K):
+    model = batch_norm_net()
+    stages = cut(model, num_stages=K, balance=balance)
+    names = [name for stage in stages for name in stage.state_dict()]
+    assert len(stages) == K
+    assert names == list(model.state_dict())
+    x = FixedImages(3).images
+    model.eval()
+    out = x
+    for stage in stages:
+        out = stage.eval()(out)
+    assert torch.equal(out, model(x))
+
+
+@pytest.mark.parametrize(("units", "K", "expected"), [(7, 3, [2, 2, 3]), (8, 4, [2, 2, 2, 2]), (5, 5, [1] * 5)])
+def test_an_even_balance_differs_by_at_most_one(units, K, expected):
+    assert even_balance(units, K) == expected
+
+
+@pytest.mark.parametrize(
+    ("K", "balance", "message"),
+    [
+        (8, None, "needs at least 8 units, but the model has 7; use at most partition.num_stages=7"),
+        (2, [3, 3], r"add up to the model's 7 units .* got 2 that add up to 6"),
+        (2, [7], r"expected 2 numbers"),
+        (2, [7, 0], r"each at least 1"),
+    ],
+)
+def test_a_cut_that_cannot_be_made_is_refused(K, balance, message):
+    with pytest.raises(PartitionError, match=message):
+        cut(batch_norm_net(), num_stages=K, balance=balance)
+
+
+def test_a_parameter_shared_by_two_stages_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, NUM_CLASSES))
+    model[2].weight = model[0].weight
+    with pytest.raises(PartitionError, match=r"'0.weight' on stage 0 and '2.weight' on stage 1 are one and the same"):
+        cut(model, num_stages=2)
+    assert len(cut(model, num_stages=2, balance=[3, 1])) == 2

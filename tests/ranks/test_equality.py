@@ -1,0 +1,82 @@
+"""K gloo processes against K stages in one process: the same bits."""
+
+import pytest
+import torch
+
+from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.runs import train
+
+FLOATS = (torch.float32, torch.float64)
+CASES = [(M, dtype, {}) for M in (1, 2, 3, 4) for dtype in FLOATS] + [
+    (2, torch.float32, {"weights": "latest"}),
+    (2, torch.float32, {"dropout": 0.3, "shuffle": True}),
+    (2, torch.float32, {"channels_last": True}),
+]
+
+
+def train_all(K):
+    return [train(K, M, dtype, **options) for M, dtype, options in CASES]
+
+
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_k_processes_equal_one_process_bit_for_bit(K):
+    """Of the float64 runs test_equality.py in tests/local shows that they follow the equations."""
+    by_rank = run_ranks(K, train_all, K, timeout_seconds=110)
+    for case, (M, dtype, options) in enumerate(CASES):
+        expected, expected_summary = train(K, M, dtype, **options)
+        for rank in range(K):
+            state, summary = by_rank[rank][case]
+            assert state.keys() == expected.keys()
+            for name in expected:
+                assert torch.equal(state[name], expected[name]), f"M={M} {dtype} {options} rank {rank}: {name}"
+            for figure in ("validation_loss", "validation_accuracy", "updates"):
+                assert summary[figure] == expected_summary[figure]
+            told = [(s["staleness_mean"], s["staleness_max"]) for s in summary["stages"]]
+            assert told == [(s["staleness_mean"], s["staleness_max"]) for s in expected_summary["stages"]]
+
+
+def stage_1_raises():
+    import adl_dist
+    from tests.support.toys import FixedImages, batch_norm_net
+
+    class Faulty(torch.nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += self.training
+            if self.calls == 5:
+                raise ValueError("boom on stage 1")
+            return x
+
+    model = batch_norm_net()
+    model[4] = Faulty()
+    trainer = adl_dist.Trainer(
+        model,
+        loss_fn=torch.nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        num_stages=2,
+        timeout_seconds=20,
+    )
+    trainer.fit(FixedImages(32), epochs=1, batch_size=8, quiet=True)
+
+
+def test_the_cause_of_a_failure_is_known_on_every_rank_before_its_victims():
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(2, stage_1_raises)
+    text = str(failure.value)
+    assert "still ran" not in text
+    assert text.index("cause-rank1") < text.index("victim-rank0")
+    assert "boom on stage 1" in text[text.index("victim-rank0") :], "rank 0 heard of the cause through the control plane"
+
+
+def different_jobs():
+    import os
+
+    from tests.support.runs import train
+
+    return train(2, 1 + int(os.environ["RANK"]), torch.float32)
+
+
+def test_ranks_that_were_given_different_jobs_refuse_to_start():
+    with pytest.raises(RanksFailed, match="were not given the same job: method is"):
+        run_ranks(2, different_jobs)
