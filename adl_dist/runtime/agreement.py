@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.runtime.control import StageFailed
+from adl_dist.stage import packed, unpacked
 from adl_dist.transport import TensorSpec
 
 NUM_TRIAL_SAMPLES = 2
@@ -83,7 +84,7 @@ def check_same(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str
             name = next(n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n))
             raise ConfigError(
                 f"rank {rank} and rank {other} were not given the same job: {name} is "
-                f"{_short(mine.get(name))} here and {_short(theirs.get(name))} there; start every rank with the same command"
+                f"{_short(mine.get(name))} here and {_short(theirs.get(name))} there; start all ranks with one command"
             )
 
 
@@ -104,14 +105,16 @@ def _try_out(
     try:
         # A graph is built, because an in-place operation on the stage's input fails only then.
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            out = module(*acts)
-            outs = (out,) if isinstance(out, Tensor) else tuple(out)
+            out = module(packed(tuple(acts)))
+            outs = unpacked(out)
             if target is not None:
-                loss = loss_fn(outs[0], target[0].empty(NUM_TRIAL_SAMPLES, device).zero_())
+                loss = loss_fn(packed(outs), target[0].empty(NUM_TRIAL_SAMPLES, device).zero_())
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ConfigError(f"{told} and fails on it: {type(error).__name__}: {error}") from error
     finally:
         module.train(was_training)
+    if outs != (out,) and len(outs) == 1:
+        raise ConfigError(f"{told} and returns a {type(out).__name__} of one tensor; return the tensor itself")
     for tensor in outs:
         if not isinstance(tensor, Tensor) or tensor.shape[:1] != (NUM_TRIAL_SAMPLES,):
             found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__

@@ -341,7 +341,8 @@ class Trainer:
             num_workers=num_workers,
             pin_memory=world.device.type == "cuda",
         )
-        feed = Feed(loader, device=world.device, dtype=self._dtype, channels_last=self._channels_last, name=f"{name} dataset")
+        told = f"{name} dataset"
+        feed = Feed(loader, device=world.device, dtype=self._dtype, channels_last=self._channels_last, name=told)
         return len(dataset), feed  # type: ignore[arg-type]  # check_dataset has seen that it has a length
 
     def _worker(

@@ -131,20 +131,20 @@ class LocalWorker:
             yield from ((stage, action) for action in stream)
 
     def _run(self, order: Iterable[tuple[int, Action]], sizes: list[int], feed: Feed | None, epoch: int) -> None:
-        rng_state = torch.get_rng_state()  # dropout streams are seeded in place; the caller's stream goes on untouched
         batches = feed.batches(epoch, sizes) if feed is not None else None
         if batches is not None:
             self.seats[0].batches = batches
-        try:
-            for seat in self.seats.values():
-                seat.open(sizes)
-            engine.run(order, self.seats)
-            for seat in self.seats.values():
-                seat.drain()
-        finally:
-            torch.set_rng_state(rng_state)
-            if batches is not None:
-                batches.close()
+        # Dropout streams are seeded in place; the caller's own streams go on untouched.
+        with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
+            try:
+                for seat in self.seats.values():
+                    seat.open(sizes)
+                engine.run(order, self.seats)
+                for seat in self.seats.values():
+                    seat.drain()
+            finally:
+                if batches is not None:
+                    batches.close()
 
     def _watched(
         self,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class Stage:
         *,
         index: int,
         is_last: bool,
-        loss_fn: Callable[[Tensor, Tensor], Tensor],
+        loss_fn: Callable[[Any, Tensor], Tensor],
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         weights: str = "stash",
         seed: int = 0,
@@ -50,7 +51,7 @@ class Stage:
         """Take over ``module``.
 
         Args:
-            module: called with the acts of one micro-batch, batch first; returns a tensor or a tuple of them.
+            module: called with the act of one micro-batch, [B, ...], or a tuple of several; returns the same.
             index: k.
             is_last: whether this stage computes the loss.
             loss_fn: mean over the samples of a micro-batch, from (output, target).
@@ -103,11 +104,8 @@ class Stage:
                 leaves = tuple(a.detach().requires_grad_(a.is_floating_point()) for a in acts)
             torch_seed(stream_seed(self._seed, "dropout", self._epoch, self.index, micro_batch), acts[0].device)
             outs = self._call(leaves)
-            if self._loss_fn is not None:
-                assert target is not None
-                loss = self._loss_fn(outs[0], target)
-                self.tally.score(outs[0], target, loss)
-                outs = (loss,)
+            if self.is_last:
+                outs = (self._score(outs, target),)
             self.in_flight[micro_batch] = InFlight(leaves, outs, self.version)
             return () if self.is_last else tuple(out.detach() for out in outs)
 
@@ -161,17 +159,33 @@ class Stage:
         """Forward one micro-batch for evaluation; the last stage scores it and returns nothing."""
         with self.tally.busy():
             outs = self._call(acts)
-            if self._loss_fn is None:
+            if not self.is_last:
                 return outs
-            assert target is not None
-            self.tally.score(outs[0], target, self._loss_fn(outs[0], target))
+            self._score(outs, target)
             return ()
 
     def _call(self, acts: Tensors) -> Tensors:
         if self._copies_input:
             acts = tuple(act.clone() for act in acts)
-        out = self.module(*acts)
-        return (out,) if isinstance(out, Tensor) else tuple(out)
+        return unpacked(self.module(packed(acts)))
+
+    def _score(self, outs: Tensors, target: Tensor | None) -> Tensor:
+        assert self._loss_fn is not None
+        assert target is not None
+        target = target.to(outs[0].device, non_blocking=True)
+        loss = self._loss_fn(packed(outs), target)
+        self.tally.score(outs[0], target, loss)
+        return loss
+
+
+def packed(tensors: Tensors) -> Any:
+    """What a unit of an ``nn.Sequential`` is called with: a tensor, or a tuple of several."""
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def unpacked(out: Any) -> Tensors:
+    """What a unit returned, as a tuple of tensors."""
+    return (out,) if isinstance(out, Tensor) else tuple(out)
 
 
 def torch_seed(seed: int, device: torch.device) -> None:

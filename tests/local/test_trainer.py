@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import adl_dist
-from adl_dist.partition import cut, even_balance
 from adl_dist.errors import PartitionError
+from adl_dist.partition import cut, even_balance
 from adl_dist.schedule import staleness, steady_staleness
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 

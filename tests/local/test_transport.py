@@ -1,0 +1,98 @@
+"""What travels on an edge: several tensors, their memory format, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import ChannelError
+from adl_dist.partition import cut
+from adl_dist.transport import LocalChannel, TensorSpec
+from tests.support.oracle import train_by_the_equations
+from tests.support.ranks import run_ranks
+from tests.support.toys import FixedImages
+from tests.support.tuples import tuple_net
+
+IMAGE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
+
+
+def train_tuples(K):
+    trainer = adl_dist.Trainer(
+        tuple_net(),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        method=adl_dist.method("adl", accumulation_steps=2),
+        num_stages=K,
+        dtype=torch.float64,
+        threads=1,
+        timeout_seconds=30,
+    )
+    data = FixedImages(13, dtype=torch.float64)
+    trainer.fit(data, epochs=2, batch_size=6, val_dataset=data, shuffle=False, quiet=True)
+    return trainer.full_state_dict()
+
+
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_several_tensors_per_edge_follow_the_equations_in_one_process_and_in_k(K):
+    data = FixedImages(13, dtype=torch.float64)
+    batches = [(data.images[i : i + 3], torch.tensor(data.labels[i : i + 3])) for i in range(0, 13, 3)]
+    expected = train_by_the_equations(
+        cut(tuple_net().double(), num_stages=K), [batches] * 2, M=2, loss_fn=nn.CrossEntropyLoss(), lr=[0.1] * 6
+    )
+    in_one = train_tuples(K)
+    for name in expected:
+        torch.testing.assert_close(in_one[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
+    for state in run_ranks(K, train_tuples, K):
+        assert all(torch.equal(state[name], in_one[name]) for name in in_one)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_spec_describes_a_tensor_and_makes_others_of_its_kind(channels_last):
+    tensor = IMAGE.to(memory_format=torch.channels_last) if channels_last else IMAGE
+    spec = TensorSpec.of(tensor)
+    assert spec == TensorSpec((3, 4, 5), "float32", channels_last)
+    assert TensorSpec.from_json(spec.to_json()) == spec
+    made = spec.empty(2, torch.device("cpu"))
+    assert (made.shape, made.dtype, made.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+    assert spec.as_wire(made).is_contiguous()
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_tensor_in_the_agreed_format_is_sent_without_a_copy_and_any_other_is_converted(channels_last):
+    spec = TensorSpec((3, 4, 5), "float32", channels_last)
+    there = IMAGE.to(memory_format=torch.channels_last) if channels_last else IMAGE
+    assert spec.fit(there, 2, "here").data_ptr() == there.data_ptr()
+    other = IMAGE if channels_last else IMAGE.to(memory_format=torch.channels_last)
+    converted = spec.fit(other, 2, "here")
+    assert converted.stride() == there.stride()
+    assert torch.equal(converted, IMAGE)
+
+
+def test_free_strides_of_dimensions_of_size_1_arrive_as_those_that_a_fresh_tensor_has():
+    """Kernels are chosen by strides, so in one process a peer must see what a peer in another process sees."""
+    spec = TensorSpec((3, 1, 1), "float32", channels_last=True)
+    odd = torch.arange(3.0).as_strided((1, 3, 1, 1), (3, 1, 1, 1))
+    fresh = spec.empty(1, torch.device("cpu"))
+    assert odd.stride() != fresh.stride()
+    assert spec.fit(odd, 1, "here").stride() == fresh.stride()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [(IMAGE[:, :2], r"float32\[2, 2, 4, 5\]"), (IMAGE[:1], r"float32\[1, 3, 4, 5\]"), (IMAGE.double(), "float64")],
+)
+def test_another_shape_or_dtype_than_agreed_names_edge_and_micro_batch_and_both_shapes(tensor, found):
+    channel = LocalChannel([TensorSpec((3, 4, 5), "float32")], what="act", edge="stage 0 -> stage 1")
+    channel.open([2] * 8)
+    with pytest.raises(
+        ChannelError, match=rf"stage 0 -> stage 1: act of micro-batch 7 is {found}.*agreed for float32\[2, 3, 4, 5\]"
+    ):
+        channel.send(7, (tensor,))
+
+
+def test_a_micro_batch_out_of_order_is_refused():
+    channel = LocalChannel([TensorSpec((3,), "float32")], what="grad", edge="stage 1 -> stage 0")
+    channel.open([1, 1])
+    channel.send(1, (torch.zeros(1, 3),))
+    with pytest.raises(ChannelError, match="expected the grad of micro-batch 0, got 1"):
+        channel.recv(0)
