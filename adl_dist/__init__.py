@@ -1,7 +1,7 @@
 """Accumulated Decoupled Learning: train a network as K stages that never wait for each other.
 
-    trainer = adl_dist.Trainer(model, loss_fn=..., optimizer=..., method=adl_dist.method("adl"), num_stages=4)
-    trainer.fit(train_dataset, epochs=10, batch_size=128, val_dataset=val_dataset, run_dir="runs/mine")
+trainer = adl_dist.Trainer(model, loss_fn=..., optimizer=..., method=adl_dist.method("adl"), num_stages=4)
+trainer.fit(train_dataset, epochs=10, batch_size=128, val_dataset=val_dataset, run_dir="runs/mine")
 """
 
 from typing import TYPE_CHECKING, Any

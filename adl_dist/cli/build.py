@@ -1,6 +1,8 @@
 """From the open nodes of a configuration to the objects they name."""
 
+import difflib
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -8,18 +10,23 @@ from typing import Any
 
 import torch
 from hydra.utils import get_object
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from adl_dist.cli.schema import RunConfig
+from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
+from adl_dist.optim import build_lr_schedule
 from adl_dist.runtime.trainer import Trainer
 from adl_dist.schedule import Method
 
 # Keys of data.* that speak to us; the two that describe the data reach its target only if that takes them.
 OF_THE_LOADER = ("shuffle", "num_workers")
 OF_THE_MODEL = ("num_classes", "in_channels")
+
+# Hydra logs what it also raises.
+logging.getLogger("hydra").addHandler(logging.NullHandler())
 
 
 def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool | None = None) -> Trainer:
@@ -37,7 +44,7 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
     balance = config.partition.balance
     return Trainer(
         model,
-        loss_fn=_call("loss", config.loss),
+        loss_fn=_loss(config),
         optimizer=_optimizer(config),
         method=Method(
             name=config.method.name,
@@ -90,15 +97,27 @@ def build_data(config: RunConfig) -> tuple[Dataset[Any], Dataset[Any]]:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Check the arguments of all open nodes without calling anything.
+    """Check the arguments of all open nodes, and try out optimizer and schedule on a parameter of no run.
 
     Raises:
         ConfigError: a target that is not there, or an argument that it does not take.
     """
-    for name, node in (("model", config.model), ("data", data_arguments(config)), ("loss", config.loss)):
+    for name, node in (("data", data_arguments(config)), ("model", config.model), ("loss", config.loss)):
         _bind(name, node)
-    _bind("optimizer", config.optimizer, "params")
-    _lr_schedule(config)
+    optimizer = _optimizer(config)([nn.Parameter(torch.zeros(1))])
+    epoch = 1000  # any length will do: the data is not there yet
+    total = epoch * config.train.epochs
+    build_lr_schedule(_lr_schedule(config), optimizer, updates_per_epoch=epoch, total_updates=total)
+
+
+def check_device(config: RunConfig) -> None:
+    """Look for a GPU without touching it, which the parent of the ranks must not.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    if config.runtime.device is Device.cuda and not torch.cuda.is_available():
+        raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
 
 
 def data_arguments(config: RunConfig) -> dict[str, Any]:
@@ -108,14 +127,30 @@ def data_arguments(config: RunConfig) -> dict[str, Any]:
     return {k: v for k, v in node.items() if k not in OF_THE_MODEL or taken is None or k in taken}
 
 
-def _optimizer(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    target, arguments = _bind("optimizer", config.optimizer, "params")
+def _loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    loss_fn = _call("loss", config.loss)
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"loss._target_={config.loss['_target_']} returned {type(loss_fn).__name__}; expected a callable that "
+            "takes (output, target), like torch.nn.CrossEntropyLoss"
+        )
+    return loss_fn  # type: ignore[no-any-return]
 
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+
+def _optimizer(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    target, arguments = _bind("optimizer", config.optimizer, "params")
+    name = config.optimizer["_target_"]
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         try:
-            return target(parameters, **arguments)  # type: ignore[no-any-return]
+            optimizer = target(parameters, **arguments)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"optimizer: {config.optimizer['_target_']} refuses {arguments}: {error}") from error
+            raise ConfigError(f"optimizer: {name} refuses {arguments}: {error}") from error
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"optimizer._target_={name} returned {type(optimizer).__name__}; expected a torch.optim.Optimizer"
+            )
+        return optimizer
 
     return make
 
@@ -141,37 +176,58 @@ def _bind(name: str, node: Mapping[str, Any], *given: str) -> tuple[Callable[...
     """The target of ``node`` and its arguments, which together with those ``given`` later suffice."""
     target = _locate(name, node)
     arguments = {k: v for k, v in node.items() if k != "_target_"}
-    try:
-        signature = inspect.signature(target)
-    except (TypeError, ValueError):
-        return target, arguments  # built-in callables have none to check against
+    signature = _signature(target)
+    if signature is None:
+        return target, arguments
+    takes = [p for p in signature.parameters if p not in given]
+    told = f"{node['_target_']} takes {', '.join(takes) or 'none'}"
     try:
         signature.bind(**arguments, **dict.fromkeys(given))
     except TypeError as error:
-        takes = ", ".join(p for p in signature.parameters if p not in given)
-        raise ConfigError(f"{name}: {error}; {node['_target_']} takes {takes}") from None
+        unknown = next((key for key in arguments if key not in takes), None)
+        if unknown is None:
+            raise ConfigError(f"{name}: {error}; {told}") from None
+        close = difflib.get_close_matches(unknown, takes, n=1)
+        hint = f"; did you mean '{name}.{close[0]}'?" if close else ""
+        raise ConfigError(f"there is no key '{name}.{unknown}'{hint}; {told}") from None
+    for key, value in arguments.items():
+        # Only what a command line gets wrong: a word where a number belongs. The rest is the target's to judge.
+        wanted = signature.parameters[key].annotation if key in signature.parameters else None
+        if isinstance(value, str) and wanted in (int, float, bool):
+            raise ConfigError(f"{name}.{key}={value}: {node['_target_']} expects {wanted.__name__}, got a word")
     return target, arguments
 
 
 def _locate(name: str, node: Mapping[str, Any]) -> Callable[..., Any]:
     path = node.get("_target_")
-    if not path:
+    if not path or not isinstance(path, str):
         raise ConfigError(f"{name}._target_ must name a callable, for example {name}._target_=my.module.make")
     try:
         target = get_object(path)
     except Exception as error:  # importing runs the user's module, which can fail in any way
-        raise ConfigError(f"{name}._target_={path} cannot be imported: {str(error).splitlines()[0]}") from error
+        cause = error.__cause__ or error
+        raise ConfigError(
+            f"{name}._target_={path} cannot be imported: {type(cause).__name__}: {cause}; expected a dotted name "
+            "like my.module.make, of a module in this folder or an installed one"
+        ) from error
     if not callable(target):
         raise ConfigError(f"{name}._target_={path} is a {type(target).__name__}, not something to call")
     return target  # type: ignore[no-any-return]
 
 
 def _parameters(target: Callable[..., Any]) -> set[str] | None:
-    """The names that ``target`` takes; None if it takes any."""
-    parameters = inspect.signature(target).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    """The names that ``target`` takes; None if it takes any, or does not say."""
+    signature = _signature(target)
+    if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return None
-    return set(parameters)
+    return set(signature.parameters)
+
+
+def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError):
+        return None  # built-in callables have none to check against
 
 
 def _load_state(model: nn.Module, path: Path) -> None:
@@ -179,7 +235,23 @@ def _load_state(model: nn.Module, path: Path) -> None:
         raise CheckpointError(f"init_from={path} is not a file; expected a state_dict saved by torch.save")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(state)
     except Exception as error:  # a damaged pickle can raise anything
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"init_from={path} does not fit the model: {type(error).__name__}: {reason}") from error
+        reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
+        raise CheckpointError(
+            f"init_from={path} cannot be read ({type(error).__name__}: {reason}); expected a state_dict saved by "
+            "torch.save, like that of adl-dist export"
+        ) from error
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"init_from={path} holds a {type(state).__name__}; expected a state_dict")
+    here, there = ({n: _shape(v) for n, v in tensors.items()} for tensors in (model.state_dict(), state))
+    for name in {**here, **there}:
+        if here.get(name) != there.get(name):
+            raise CheckpointError(
+                f"init_from={path} is of another model: {name} is {here.get(name, 'missing')} in this model and "
+                f"{there.get(name, 'missing')} in the file; use the model= and data= that it was made with"
+            )
+    model.load_state_dict(dict(state))
+
+
+def _shape(value: object) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__

@@ -1,5 +1,6 @@
 """What each command does."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from adl_dist.errors import AdlError, CheckpointError
 from adl_dist.report import final_table
 from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.launch import die_with_parent, launch_local
-from adl_dist.runtime.run_folder import newest_checkpoint
+from adl_dist.runtime.run_folder import RunFolder, newest_checkpoint
 from adl_dist.runtime.world import RENDEZVOUS_FOLDER, launched_rank, launched_world_size
 from adl_dist.schedule import Method, describe
 
@@ -35,38 +36,36 @@ def train(words: list[str]) -> None:
         # The launcher ends its ranks by itself; Python's handler would wait for a message that never comes.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     config, plain = compose_run(words)
+    assert config.run_dir is not None
     build.check_targets(config)
-    starts_processes = config.runtime.processes and config.partition.num_stages > 1 and launched_world_size() is None
-    trainer = build.trainer(config, processes=False if starts_processes else None)
-    if starts_processes:
-        del trainer  # it has shown that the model can be built and cut
-        code = launch_local(
-            ["train", *words], num_processes=config.partition.num_stages, max_restarts=config.runtime.max_restarts
+    build.check_device(config)
+    RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)
+    num_stages = config.partition.num_stages
+    if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
+        build.trainer(config, processes=False)  # shows that the model can be built and cut
+        raise SystemExit(
+            launch_local(["train", *words], num_processes=num_stages, max_restarts=config.runtime.max_restarts)
         )
-        raise SystemExit(code)
-    if launched_rank() == 0 and launched_world_size() is not None and not trainer.needs_data:
-        raise AssertionError("rank 0 holds stage 0")
+    trainer = build.trainer(config)
     _setting_up = False
     train_data, val_data = build.build_data(config) if trainer.needs_data else (None, None)
-    run_dir = config.run_dir
-    assert run_dir is not None
     summary = trainer.fit(
         train_data,
         epochs=config.train.epochs,
         batch_size=config.train.batch_size,
         val_dataset=val_data,
-        run_dir=run_dir,
+        run_dir=config.run_dir,
         resume=config.resume,
         max_updates=config.train.max_updates,
-        shuffle=bool(config.data.get("shuffle", True)),
-        num_workers=int(config.data.get("num_workers", 0)),
+        shuffle=config.data.get("shuffle", True),
+        num_workers=config.data.get("num_workers", 0),
         checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
         keep_checkpoints=config.runtime.keep_checkpoints,
         tensorboard=config.runtime.tensorboard,
         config=plain,
     )
     if launched_rank() == 0:
-        _say(_ending(summary, run_dir))
+        _say(_ending(summary, config.run_dir))
 
 
 def evaluate(words: list[str]) -> None:
@@ -89,7 +88,7 @@ def export(words: list[str]) -> None:
         words, command="export", required={"run_dir": "runs/NAME", "out": "model.pt"}, optional=["checkpoint"]
     )
     out = Path(options["out"])
-    if out.exists():
+    if os.path.lexists(out):
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
@@ -99,8 +98,14 @@ def export(words: list[str]) -> None:
     trainer.load_checkpoint(path)
     state = trainer.full_state_dict()
     unfinished = out.with_name(f".{out.name}.saving")
-    torch.save(state, unfinished)
-    unfinished.rename(out)
+    try:
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+        unfinished.rename(out)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
     _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict(torch.load('{out}')) takes them")
 
 

@@ -10,6 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -97,21 +98,20 @@ def simple_options(
             raise ConfigError(f"adl-dist {command} does not know '{word}'; it takes {taken}")
         options[key] = value
     for name, example in required.items():
-        if name not in options:
+        if not options.get(name):
             raise ConfigError(f"adl-dist {command} needs {name}=, for example {name}={example}")
     return options
 
 
 def _open_up(words: Sequence[str]) -> list[str]:
     """Let open nodes take any key, and start from an empty node where a new ``_target_`` is given."""
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(words))
-    except HydraException as error:
-        raise ConfigError(f"{str(error).splitlines()[0]}; write KEY=VALUE, like train.epochs=2") from error
+    parsed = [_parse(word) for word in words]
     chosen = {p.key_or_group for p in parsed}
     opened: list[str] = []
     for word, override in zip(words, parsed, strict=True):
         node, _, rest = override.key_or_group.partition(".")
+        if node not in OPEN_NODES:
+            word = word.lstrip("+")  # what Hydra would add there, no one would read
         if node in OPEN_NODES and rest:
             if rest == "_target_" and node != "loss" and node not in chosen:
                 opened.insert(0, f"{node}=custom")
@@ -119,6 +119,30 @@ def _open_up(words: Sequence[str]) -> list[str]:
                 word = f"++{word}"
         opened.append(word)
     return opened
+
+
+def _parse(word: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException as error:
+        raise ConfigError(
+            f"'{word}' cannot be read; write KEY=VALUE, like train.epochs=2, and quote a VALUE that holds "
+            "brackets, commas or spaces: \"run_dir='a, b'\""
+        ) from error
+    key = override.key_or_group
+    if not key:
+        raise ConfigError(f"'{word}' names no key; write KEY=VALUE, like train.epochs=2")
+    if override.is_sweep_override():
+        raise ConfigError(f"{word} gives several values, but one command is one run; a list is written {key}=[1,2]")
+    if key.partition(".")[0] == "hydra":
+        raise ConfigError(f"there is no key '{key}'; adl-dist train --help lists all keys")
+    if (config_folder() / key).is_dir() and not override.is_delete() and not isinstance(override.value(), str | dict):
+        raise ConfigError(f"{word} is no choice of {key}; choose one of {', '.join(_choices(key))}")
+    return override
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
 
 
 def _default_run_dir(composed: DictConfig, choices: Mapping[str, str]) -> str:
@@ -136,11 +160,12 @@ def _default_run_dir(composed: DictConfig, choices: Mapping[str, str]) -> str:
 def _readable(error: Exception, words: Sequence[str]) -> str:
     text = str(error)
     if match := re.search(r"Could not override '([^']*)'", text):
-        return f"there is no key '{match[1]}'{_did_you_mean(match[1])}; adl-dist train --help lists all keys"
+        # Of a whole node, like runtime={a: 1}, only the cause knows the key; of an unknown node it knows less.
+        key = max(match[1], getattr(error.__cause__, "full_key", None) or "", key=len)
+        return f"there is no key '{key}'{_did_you_mean(key)}; adl-dist train --help lists all keys"
     if match := re.search(r"Could not find '([^']*)'", text):
         group, _, name = match[1].partition("/")
-        folder = config_folder() / group
-        known = sorted(path.stem for path in folder.glob("*.yaml")) if name and folder.is_dir() else []
+        known = _choices(group) if name else []
         listed = f"; choose one of {', '.join(known)}" if known else ""
         return f"there is no {group}={name}{listed}" if name else f"there is no configuration '{match[1]}'"
     if isinstance(error.__cause__, OmegaConfBaseException):
@@ -158,7 +183,7 @@ def _did_you_mean(key: str) -> str:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         base = OmegaConf.to_container(compose("config"), resolve=False)
     assert isinstance(base, dict)
-    known = list(_dotted(base))
+    known = [name for name in _dotted(base) if not key.startswith(f"{name}.")]
     # The whole name, or failing that the last part under the same or another node.
     close = difflib.get_close_matches(key, known, n=1)
     if not close:

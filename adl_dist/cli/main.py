@@ -24,12 +24,16 @@ adl-dist train --help lists the keys. Under torchrun, `python -m adl_dist train 
 """
 
 logger = logging.getLogger("adl_dist")
+# Until a run has its log file nobody listens, and logging would then print tracebacks on standard error by itself.
+logger.addHandler(logging.NullHandler())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 done, 2 the user can mend it, 1 a peer or we failed, 130 interrupted."""
-    # Read when torch is loaded: its networking layers narrate every closed connection on standard error.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Read when torch is loaded: its networking layers narrate, with stack traces, what they also raise.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    if os.getcwd() not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())  # as `python -m adl_dist` does: the user's _target_ lies beside the command
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
     sys.stdout.flush()
@@ -45,6 +49,9 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(USAGE)
         return 0 if words else 2
     command = _commands().get(words[0])
+    if command and words[0] != "train" and {"-h", "--help"} & set(words):
+        sys.stdout.write(USAGE)
+        return 0
     try:
         if command is None:
             raise ConfigError(f"there is no command '{words[0]}'; choose one of {', '.join(_commands())}")
@@ -65,7 +72,8 @@ def _run(words: list[str]) -> int:
         logger.error("unexpected: %s", traceback.format_exc())
         where = _log_file()
         detail = f"the traceback is in {where}" if where else traceback.format_exc()
-        sys.stderr.write(f"adl-dist: {_rank()}unexpected {type(error).__name__}: {error}; {detail}\n")
+        said = " ".join(str(error).split())
+        sys.stderr.write(f"adl-dist: {_rank()}unexpected {type(error).__name__}: {said}; {detail}\n")
         return 1
 
 

@@ -7,6 +7,10 @@ from typing import Any
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS
 
+LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
+MOST_THREADS = 1024  # per process; torch dies of very many without a word
+LARGEST_SEED = 2**63 - 1  # that torch takes
+
 
 class Weights(enum.Enum):
     """Weight policies."""
@@ -94,8 +98,12 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         if self.threads is not None:
             _at_least("runtime.threads", self.threads, 1)
-        if not self.timeout_seconds > 0:
-            raise ConfigError(f"runtime.timeout_seconds must be above 0, got {self.timeout_seconds}")
+            if self.threads > MOST_THREADS:
+                raise ConfigError(f"runtime.threads must be at most {MOST_THREADS}, got {self.threads}")
+        if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT:
+            raise ConfigError(
+                f"runtime.timeout_seconds must be above 0 and at most {LONGEST_TIMEOUT}, got {self.timeout_seconds}"
+            )
         _at_least("runtime.max_restarts", self.max_restarts, 0)
         _at_least("runtime.checkpoint_every_epochs", self.checkpoint_every_epochs, 0)
         _at_least("runtime.keep_checkpoints", self.keep_checkpoints, 1)
@@ -122,6 +130,15 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
+        if self.seed > LARGEST_SEED:
+            raise ConfigError(f"seed must be at most {LARGEST_SEED} (2**63 - 1), got {self.seed}")
+        if self.run_dir == "":
+            raise ConfigError("run_dir is empty; name a folder, like run_dir=runs/NAME, or leave it away")
+        shuffle, num_workers = self.data.get("shuffle", True), self.data.get("num_workers", 0)
+        if type(shuffle) is not bool:
+            raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
+        if type(num_workers) is not int or num_workers < 0:
+            raise ConfigError(f"data.num_workers must be a whole number of at least 0, got {num_workers!r}")
         if self.train.batch_size < self.method.accumulation_steps:
             raise ConfigError(
                 f"train.batch_size={self.train.batch_size} leaves no sample for each of "

@@ -94,20 +94,21 @@ def imagefolder(root: str, augment: bool = True, image_size: int = 32) -> Datase
             f"data.image_size={image_size}: imagefolder takes images of 1 to {LARGEST_SMALL_IMAGE} pixels; the "
             "transforms for larger ones (random resized crops, as for ImageNet) are not there yet"
         )
-    folder = Path(root).absolute()
+    folder = Path(root).expanduser().absolute()
     train = folder / "train"
     validation = folder / "val" if (folder / "val").is_dir() else folder / "test"
-    for path, what in ((train, "'train'"), (validation, "'val' or 'test'")):
+    for path, name, expected in ((train, "train", "train"), (validation, "validation", "val or test")):
         if not path.is_dir():
             raise DataError(
-                f"{what.split()[0]} images: expected a folder {what} with one folder for each class in {folder}, found "
-                "none; set data.root to the folder that holds both"
+                f"{name} dataset: expected a folder {expected} in {folder}, with one folder for each class, got none; "
+                "set data.root to the folder that holds the training and the validation images"
             )
     resize = v2.Resize(image_size)
     fit = [resize, v2.CenterCrop(image_size)]
+    augmented = [resize, *_crop_and_flip(image_size)] if augment else fit
     try:
         datasets = (
-            ImageFolder(str(train), _transform(CIFAR10_STATISTICS, [resize, *_crop_and_flip(image_size)] if augment else fit)),
+            ImageFolder(str(train), _transform(CIFAR10_STATISTICS, augmented)),
             ImageFolder(str(validation), _transform(CIFAR10_STATISTICS, fit)),
         )
     except FileNotFoundError as error:
@@ -199,7 +200,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
 
 
 def _cifar(kind: Any, name: str, statistics: Any, *, root: str, augment: bool, download: bool) -> Datasets:
-    folder = Path(root).absolute()
+    folder = Path(root).expanduser().absolute()
     by_hand = f"unpack {kind.url} in {folder}, so that {folder / kind.base_folder} exists"
     train_transform = _transform(statistics, _crop_and_flip(32) if augment else [])
     with _old_pickles_silenced():
@@ -211,7 +212,8 @@ def _cifar(kind: Any, name: str, statistics: Any, *, root: str, augment: bool, d
         except (OSError, RuntimeError, HTTPException) as error:
             if download:
                 raise DataError(
-                    f"{name} could not be downloaded to {folder}: {_one_line(error)}; check network and disk, or {by_hand}"
+                    f"{name} could not be downloaded to {folder}: {_one_line(error)}; check network and disk, or "
+                    f"{by_hand}"
                 ) from error
             found = "files are missing or damaged" if (folder / kind.base_folder).is_dir() else "nothing was found"
             raise DataError(

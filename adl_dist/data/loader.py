@@ -1,8 +1,10 @@
 """Micro-batches whose samples, order and augmentation are functions of (seed, epoch, index) and of nothing else."""
 
 import multiprocessing
+import os
 import random
 import sys
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -98,6 +100,7 @@ class Loader:
                 num_workers=self._num_workers,
                 pin_memory=self._pin_memory,
                 multiprocessing_context=_worker_context() if self._num_workers else None,
+                worker_init_fn=_end_with_parent,
                 # Its draws seed the workers, which seed anew for each sample. Without it they would come from the
                 # process's global stream and move it.
                 generator=torch.Generator().manual_seed(0),
@@ -166,6 +169,21 @@ def _worker_context() -> BaseContext:
     return context
 
 
+def _end_with_parent(worker: int) -> None:
+    """Let a worker end when the process that it loads for was killed.
+
+    torch's workers watch their parent, but theirs is the fork server, which itself stays while a worker does.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None, f"loader worker {worker} runs outside of a worker process"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with parent", daemon=True).start()
+
+
 @contextmanager
 def _random_streams_restored() -> Iterator[None]:
     """Leave the process's streams as they were found; CUDA's are not touched at all."""
@@ -191,26 +209,22 @@ def _as_pair(sample: Any, index: int) -> tuple[Tensor, Tensor]:
             f"sample {index}: expected a pair (input, target), got {found}; let the dataset's __getitem__ return two "
             "values"
         )
-    input_, target = (_as_tensor(value) for value in sample)
-    for value, tensor, what in zip(sample, (input_, target), ("an input", "a target"), strict=True):
-        if tensor is None:
-            raise DataError(
-                f"sample {index}: expected {what} that is a tensor, a numeric numpy array or a number, got "
-                f"{_type_name(value)}; add a transform that converts it, for example torchvision's ToTensor for images"
-            )
-    assert input_ is not None and target is not None
-    return input_, target
+    input_, target = sample
+    return _as_tensor(input_, "an input", index), _as_tensor(target, "a target", index)
 
 
-def _as_tensor(value: Any) -> Tensor | None:
+def _as_tensor(value: Any, what: str, index: int) -> Tensor:
     if isinstance(value, Tensor):
-        return value.as_subclass(Tensor)  # type: ignore[no-untyped-call]  # torchvision's images are a subclass
-    if isinstance(value, np.ndarray | np.generic):
-        try:
-            return torch.from_numpy(np.array(value))  # a copy: torch takes neither flipped nor read-only arrays
-        except TypeError:
-            return None
-    return torch.tensor(value) if isinstance(value, int | float) else None
+        return value.as_subclass(Tensor)  # torchvision's images are a subclass, with rules of its own
+    if isinstance(value, int | float):
+        return torch.tensor(value)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        # A copy: torch takes no flipped, read-only or foreign-endian array.
+        return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
+    raise DataError(
+        f"sample {index}: expected {what} that is a tensor, a numeric numpy array or a number, got "
+        f"{_type_name(value)}; add a transform that converts it, for example torchvision's ToTensor for images"
+    )
 
 
 def _check_alike(samples: list[tuple[Tensor, Tensor]], indices: list[int]) -> None:

@@ -66,14 +66,12 @@ def multistep(
     """
     epochs = list(milestones)
     if any(b <= a for a, b in zip([0, *epochs], epochs, strict=False)):
-        raise ConfigError(f"lr_schedule.milestones must be epochs above 0, each later than the one before, got {epochs}")
+        raise ConfigError(f"lr_schedule.milestones must be epochs above 0 in ascending order, got {epochs}")
     if not gamma > 0:
         raise ConfigError(f"lr_schedule.gamma must be above 0, got {gamma}")
     warmup = _num_warmup_updates(warmup_epochs, updates_per_epoch)
     in_updates = [round(epoch * updates_per_epoch) for epoch in epochs]
-    return LambdaLR(
-        optimizer, partial(multistep_factor, milestones=in_updates, gamma=gamma, num_warmup_updates=warmup)
-    )
+    return LambdaLR(optimizer, partial(multistep_factor, milestones=in_updates, gamma=gamma, num_warmup_updates=warmup))
 
 
 def cosine(
@@ -123,7 +121,8 @@ def build_lr_schedule(
     try:
         signature.bind(optimizer, **given)
     except TypeError as error:
-        raise ConfigError(f"lr_schedule: {name}{signature} does not take the given options {options}: {error}") from error
+        keys = [key for key in list(signature.parameters)[1:] if key not in run]
+        raise ConfigError(f"lr_schedule: {name} takes {', '.join(keys)}; given {options}: {error}") from error
     try:
         schedule = target(optimizer, **given)
     except ConfigError:

@@ -15,25 +15,64 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from adl_dist.runtime.world import RENDEZVOUS_FOLDER
 
 PR_SET_PDEATHSIG = 1
+LAUNCHER = "ADL_DIST_LAUNCHER"  # tells the ranks the process id of their launcher
+USER_CAN_MEND = 2  # exit code of a rank that would only fail again
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by the agent, which ends its ranks then
 
 
 def launch_local(arguments: Sequence[str], *, num_processes: int, max_restarts: int) -> int:
     """Run ``python -m adl_dist *arguments`` as ``num_processes`` ranks and wait for them.
 
+    After a failure that the user cannot mend all ranks are started again, at most ``max_restarts`` times.
+
     Returns:
-        The exit code of the run: 0, or that of a rank whose user can mend the cause (2), or 1.
+        The exit code of the run: 0, or that of a rank whose user can mend the cause (2), or 1; 128 + n if
+        signal n ended it.
+
+    Raises:
+        KeyboardInterrupt: the run was interrupted; no rank is left.
     """
-    # The agent repeats what the ranks and we ourselves say, at length.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # The agent repeats what the ranks and we ourselves say, at length. Some of its loggers set their own level.
+    narrator = logging.getLogger("torch.distributed.elastic")
+    narrator.addHandler(logging.NullHandler())
+    narrator.propagate = False
+    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks rendezvous in their folder
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    attempt = 0
+    try:
+        while True:
+            attempt += 1
+            try:
+                _run_ranks(arguments, num_processes)
+                return 0
+            except ChildFailedError as failed:
+                code = 2 if USER_CAN_MEND in (f.exitcode for f in failed.failures.values()) else 1
+                restarts = code != USER_CAN_MEND and attempt <= max_restarts
+                _report(failed, f"restart {attempt} of {max_restarts}" if restarts else None)
+                if not restarts:
+                    return code
+    except SignalException as ended:
+        if ended.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        sys.stderr.write(f"adl-dist: ended by {ended.sigval.name}; the same command resumes the run\n")
+        return 128 + ended.sigval
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _run_ranks(arguments: Sequence[str], num_processes: int) -> None:
+    # A folder for each attempt, or the ranks would read the addresses of their dead predecessors.
     folder = tempfile.mkdtemp(prefix="adl-dist-")
     os.environ[RENDEZVOUS_FOLDER] = folder
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks rendezvous in the folder
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -42,31 +81,36 @@ def launch_local(arguments: Sequence[str], *, num_processes: int, max_restarts: 
         rdzv_backend="c10d",
         rdzv_endpoint=str(Path(folder) / "agent"),
         rdzv_configs={"store_type": "file"},
-        max_restarts=max_restarts,
+        max_restarts=0,  # its own restarts tell nobody, and repeat what can only fail again
         monitor_interval=0.1,
         local_addr="127.0.0.1",
+        signals_to_handle=",".join(n.name for n in HANDLED if signal.getsignal(n) != signal.SIG_IGN),  # nohup stands
+        logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "adl_dist", *arguments)
-    except ChildFailedError as failed:
-        return _report(failed)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return 0
 
 
-def _report(failed: ChildFailedError) -> int:
-    """Say which rank was killed, which nobody else can, and find the exit code that tells most."""
-    codes = []
+def _report(failed: ChildFailedError, restart: str | None) -> None:
+    """Say which rank was killed, which nobody else can, and what happens now."""
+    first, _ = failed.get_first_failure()
+    killed = []
     for rank, failure in sorted(failed.failures.items()):
-        codes.append(failure.exitcode)
-        if failure.exitcode < 0 and failure.exitcode not in (-signal.SIGTERM, -signal.SIGINT):
-            name = signal.Signals(-failure.exitcode).name
-            sys.stderr.write(f"adl-dist: rank {rank} was killed by {name}; the same command resumes the run\n")
-    return 2 if 2 in codes else 1
+        ended_by_agent = failure.exitcode == -signal.SIGTERM and rank != first
+        if failure.exitcode < 0 and not ended_by_agent:
+            killed.append(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}")
+    for what in killed or ["a rank failed"] * (restart is not None):
+        way_on = "the same command resumes the run" if restart is None else f"starting all ranks again ({restart})"
+        sys.stderr.write(f"adl-dist: {what}; {way_on}\n")
+    sys.stderr.flush()
 
 
 def die_with_parent() -> None:
     """Have the kernel end this process if its launcher is killed; on Linux only."""
     if sys.platform == "linux" and RENDEZVOUS_FOLDER in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        launcher = os.environ.get(LAUNCHER)
+        if launcher is not None and os.getppid() != int(launcher):  # it died before we asked
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -28,37 +28,42 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
 
-    def open(self, config: Mapping[str, Any], *, resume: str) -> Path | None:
-        """Make the folder, or recognise it, and say where to start from.
+    def check(self, config: Mapping[str, Any], *, resume: str) -> None:
+        """Refuse a folder that this run must not write to. Changes nothing, so every rank may call it.
 
         Args:
             config: what defines the run, as plain nested values.
-            resume: ``auto`` (the newest checkpoint, if any), ``never``, or the path of a checkpoint.
+            resume: ``auto``, ``never``, or the path of a checkpoint.
+
+        Raises:
+            ConfigError: the folder belongs to a run of another configuration.
+            CheckpointError: it holds a run and ``resume=never``; ``resume`` names no checkpoint.
+        """
+        saved = checkpoint.complete(self.checkpoints)
+        if resume == "never" and saved:
+            raise CheckpointError(
+                f"run_dir={self.path} already holds a run ({saved[-1].name}) and resume=never would write over it; "
+                "use resume=auto to go on with it, or another run_dir"
+            )
+        if (self.path / CONFIG).is_file():
+            self._recognise(self.path / CONFIG, config)
+        if resume not in ("auto", "never"):
+            checkpoint.read_manifest(Path(resume))
+
+    def open(self, config: Mapping[str, Any], *, resume: str) -> Path | None:
+        """Make the folder and say where to start from; on rank 0, after :meth:`check`.
 
         Returns:
             The checkpoint to continue from, or None for a fresh start.
 
         Raises:
-            ConfigError: the folder belongs to a run of another configuration.
-            CheckpointError: it holds a run and ``resume=never``; or there is no such checkpoint.
+            ConfigError: the folder cannot be made.
         """
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"run_dir={self.path} cannot be made: {error.strerror}; choose another run_dir") from None
-        known = self.path / CONFIG
-        saved = checkpoint.complete(self.checkpoints)
-        if known.is_file():
-            if resume == "never" and saved:
-                raise CheckpointError(
-                    f"run_dir={self.path} already holds a run ({saved[-1].name}) and resume=never would write over it; "
-                    "use resume=auto to go on with it, or another run_dir"
-                )
-            self._recognise(known, config)
+        make_folder(self.checkpoints)
         checkpoint.clean(self.checkpoints)
-        _write(known, yaml.safe_dump(dict(config), sort_keys=False))
+        _write(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
         if resume in ("auto", "never"):
-            return saved[-1] if saved else None
+            return next(reversed(checkpoint.complete(self.checkpoints)), None)
         return Path(resume)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -77,6 +82,18 @@ class RunFolder:
                 f"run_dir={self.path} belongs to another run: {shown}{more}; choose another run_dir, "
                 "or give the run's own settings to go on with it"
             )
+
+
+def make_folder(path: Path) -> None:
+    """Make ``path`` and what lies above it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}; choose another run_dir") from None
 
 
 def newest_checkpoint(path: Path) -> Path:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from adl_dist.optim import build_lr_schedule
 from adl_dist.partition import cut
 from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import agreement, checkpoint, wiring
-from adl_dist.runtime.control import Crew, LocalCrew, Result, RpcCrew, StageFailed, serve
+from adl_dist.runtime.conduct import conduct
+from adl_dist.runtime.control import Result, StageFailed
 from adl_dist.runtime.coordinator import Coordinator, Plan, Saving, record_to
 from adl_dist.runtime.feed import Feed
-from adl_dist.runtime.run_folder import RunFolder
+from adl_dist.runtime.run_folder import RunFolder, make_folder
 from adl_dist.runtime.worker import LocalWorker, first_sample
 from adl_dist.runtime.world import (
     World,
@@ -106,6 +106,11 @@ class Trainer:
             raise ConfigError(f"seed must be >= 0, got {seed}")
         self._distributed = launched_world_size() is not None if processes is None else processes
         self._distributed = self._distributed and num_stages > 1
+        if self._distributed and launched_world_size() is None:
+            raise ConfigError(
+                f"processes=True, but this script was started plainly: start it with torchrun "
+                f"--nproc-per-node={num_stages}, or leave processes away to train in one process"
+            )
         check_world_size(num_stages, processes=self._distributed)
         self._method = method or Method()
         self._num_stages, self._seed = num_stages, seed
@@ -173,9 +178,12 @@ class Trainer:
             StageFailed, ChannelError: another process failed.
         """
         micro_batch_size = self._check_lengths(epochs, batch_size, max_updates)
+        told = config if config is not None else self._settings(batch_size, shuffle)
+        folder = RunFolder(Path(run_dir)) if run_dir is not None else None
+        if folder is not None:
+            folder.check(told, resume=resume)
+            _log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
         world = self._join()
-        if run_dir is not None:
-            _log_to(Path(run_dir) / "logs" / f"rank{world.rank}.log")
         store = world.fresh_store()
         with self._threads_set(), self._refusals_told(store):
             num_samples, train_feed = self._feed(
@@ -195,9 +203,7 @@ class Trainer:
                 accumulation_steps=self._method.accumulation_steps,
             )
             saving = None
-            if run_dir is not None and world.rank == 0:
-                folder = RunFolder(Path(run_dir))
-                told = config if config is not None else self._settings(batch_size, shuffle)
+            if folder is not None and world.rank == 0:
                 saving = Saving(
                     folder=folder,
                     resume_from=folder.open(told, resume=resume),
@@ -212,7 +218,7 @@ class Trainer:
         progress = Progress(num_stages=self._num_stages, quiet=quiet)
         with self._threads_set():
             try:
-                return self._conduct(
+                return conduct(
                     world,
                     worker,
                     lambda crew: Coordinator(crew, plan, saving=saving, recorder=recorder, progress=progress).train(),
@@ -244,7 +250,7 @@ class Trainer:
             worker = self._worker(world, store, None, feed, in_turn)
         recorder, progress = Recorder(None), Progress(num_stages=self._num_stages, quiet=True)
         with self._threads_set():
-            return self._conduct(
+            return conduct(
                 world,
                 worker,
                 lambda crew: Coordinator(crew, plan, saving=None, recorder=recorder, progress=progress).evaluate(),
@@ -405,44 +411,6 @@ class Trainer:
                     total_updates=int(store.get("total_updates")),
                 )
 
-    def _conduct(
-        self,
-        world: World,
-        worker: LocalWorker,
-        policy: Callable[[Crew], Result],
-        on_record: Callable[[dict[str, Any]], None],
-    ) -> Result:
-        """Run ``policy`` against the crew: here if all stages are here, else in a thread of rank 0."""
-        if not world.is_distributed:
-            return policy(LocalCrew(worker, on_record))
-        if world.rank != 0:
-            with _disconnected_on_error():
-                return serve(worker, world)
-        crew = RpcCrew(world, on_record)
-        errors: list[BaseException] = []
-
-        def coordinate() -> None:
-            try:
-                crew.tell("stop", result=policy(crew))
-            except BaseException as error:
-                errors.append(error)
-                with contextlib.suppress(RuntimeError):  # RPC has ended: so have the others
-                    crew.tell("stop", failed=str(error), exit_code=getattr(error, "exit_code", 1))
-
-        thread = threading.Thread(target=coordinate, name="coordinator", daemon=True)
-        thread.start()
-        with _disconnected_on_error():
-            try:
-                result = serve(worker, world)
-            except AdlError:
-                # This stage may be a victim; the coordinator has heard, or hears within a second, of the cause.
-                thread.join(timeout=5)
-                if errors and not getattr(errors[0], "is_victim", False):
-                    raise errors[0] from None
-                raise
-            thread.join()
-            return result
-
     def _settings(self, batch_size: int | None = None, shuffle: bool | None = None) -> dict[str, Any]:
         """What two ranks, or a run and its continuation, must have in common."""
         settings: dict[str, Any] = {
@@ -459,18 +427,9 @@ class Trainer:
         return settings
 
 
-@contextlib.contextmanager
-def _disconnected_on_error() -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        disconnect(in_order=False)
-        raise
-
-
 def _log_to(path: Path) -> None:
     """Send this process's log to a file of its own; once per path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     if any(getattr(h, "baseFilename", None) == str(path.resolve()) for h in logger.handlers):
         return
     handler = logging.FileHandler(path.resolve())

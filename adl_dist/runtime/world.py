@@ -201,7 +201,9 @@ def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) 
     options = rpc.TensorPipeRpcBackendOptions(
         _transports=["uv"],
         _channels=["basic"],
-        num_worker_threads=2, init_method=f"{scheme}://", rpc_timeout=timeout_seconds
+        num_worker_threads=2,
+        init_method=f"{scheme}://",
+        rpc_timeout=timeout_seconds,
     )
     with warnings.catch_warnings():
         # RPC's own use of gloo for its start-up (torch 2.15).

@@ -142,9 +142,7 @@ def test_a_delayed_backward_uses_the_weights_of_its_policy(weights):
     h = torch.conv2d(x[1], old[0], padding=1)  # what the forward saw, whatever the policy
     used = old[1] if weights == "stash" else new[1]
     dh = torch.nn.grad.conv2d_input(h.shape, used, dy[1], padding=1) * (h > 0)
-    expected_dx = torch.nn.grad.conv2d_input(
-        x[1].shape, old[0] if weights == "stash" else new[0], dh, padding=1
-    )
+    expected_dx = torch.nn.grad.conv2d_input(x[1].shape, old[0] if weights == "stash" else new[0], dh, padding=1)
     expected = [
         torch.nn.grad.conv2d_weight(x[1], old[0].shape, dh, padding=1),
         torch.nn.grad.conv2d_weight(h.relu(), old[1].shape, dy[1], padding=1),

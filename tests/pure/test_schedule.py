@@ -37,9 +37,7 @@ def groups(N, M):
 
 
 def streams(K, group_sizes):
-    return [
-        list(training_stream(k, num_stages=K, delay=d, group_sizes=group_sizes)) for k, d in enumerate(delays(K))
-    ]
+    return [list(training_stream(k, num_stages=K, delay=d, group_sizes=group_sizes)) for k, d in enumerate(delays(K))]
 
 
 def versions(K, group_sizes, seed):

@@ -1,0 +1,73 @@
+"""Brings the coordinator and the stages together: in one thread, or as rank 0's second thread over RPC."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from adl_dist.errors import AdlError
+from adl_dist.runtime.control import COORDINATOR_RANK, Crew, LocalCrew, Record, Result, RpcCrew, Worker, serve
+from adl_dist.runtime.world import World, disconnect
+
+
+def conduct(
+    world: World, worker: Worker, policy: Callable[[Crew], Result], on_record: Callable[[Record], None]
+) -> Result:
+    """Run ``policy`` against all stages; every process calls it, and rank 0's policy is the one that runs.
+
+    Args:
+        world: of this process.
+        worker: this process's stages.
+        policy: tells the crew what to do, from the first command to the result.
+        on_record: takes what the stages report meanwhile; on rank 0 only.
+
+    Returns:
+        What ``policy`` returned, on every rank.
+
+    Raises:
+        StageFailed: another process failed, and told why.
+        AdlError: this one did, or the policy.
+    """
+    if not world.is_distributed:
+        return policy(LocalCrew(worker, on_record))
+    with _disconnected_on_error():
+        if world.rank != COORDINATOR_RANK:
+            return serve(worker, world)
+        return _conduct_from_rank_0(world, worker, policy, on_record)
+
+
+def _conduct_from_rank_0(
+    world: World, worker: Worker, policy: Callable[[Crew], Result], on_record: Callable[[Record], None]
+) -> Result:
+    crew = RpcCrew(world, on_record)
+    errors: list[BaseException] = []
+
+    def coordinate() -> None:
+        try:
+            crew.tell("stop", result=policy(crew))
+        except BaseException as error:
+            errors.append(error)
+            with contextlib.suppress(RuntimeError):  # RPC has ended: so have the others
+                crew.tell("stop", failed=str(error), exit_code=getattr(error, "exit_code", 1))
+
+    # The main thread issues all data-plane communication, so the coordinator is the one to move out.
+    thread = threading.Thread(target=coordinate, name="coordinator", daemon=True)
+    thread.start()
+    try:
+        result = serve(worker, world)
+    except AdlError:
+        # This stage may be a victim; the coordinator has heard, or hears within a second, of the cause.
+        thread.join(timeout=5)
+        if errors and not getattr(errors[0], "is_victim", False):
+            raise errors[0] from None
+        raise
+    thread.join()
+    return result
+
+
+@contextlib.contextmanager
+def _disconnected_on_error() -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        disconnect(in_order=False)
+        raise

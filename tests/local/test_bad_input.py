@@ -1,0 +1,587 @@
+"""Bad input ends with one readable line and exit code 2; nothing is overwritten, nothing is left running.
+
+Here are the mistakes that are found before any process starts, or with all stages in one process.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from adl_dist.cli import commands
+from tests.support.commands import ADL_DIST, ROOT, as_command, in_process, left_behind, snapshot
+
+USER = "tests.support.user_code"
+SMALL = f"model._target_={USER}.good"
+OLDER, NEWEST = "update-00000002", "update-00000004"  # checkpoints of epochs of two updates
+TINY = {
+    "data": "synthetic",
+    "data.num_samples": "32",
+    "data.num_validation": "8",
+    "data.image_size": "8",
+    "model": "resnet8",
+    "train.batch_size": "16",
+    "train.epochs": "1",
+    "runtime.threads": "1",
+    "runtime.tensorboard": "false",
+}
+
+
+def to_fix(*case, why):
+    """A case that the product does not pass yet; strict, so that the mark goes when the bug does."""
+    return pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason=why))
+
+
+def words(run_dir, *overrides, processes=False):
+    """``train`` of a tiny run, changed by ``overrides``."""
+    given = {word.partition("=")[0].lstrip("~+") for word in overrides}
+    own = {node for node in ("data", "model") if given & {node, f"{node}._target_"}}
+    base = {**TINY, "runtime.processes": str(processes).lower(), "run_dir": str(run_dir)}
+    kept = {k: v for k, v in base.items() if k not in given and k.partition(".")[0] not in own}
+    return ["train", *(f"{k}={v}" for k, v in kept.items()), *overrides]
+
+
+def refused(*command, code=2):
+    """Run it here and return the line that it is refused with."""
+    line = in_process(*command).refusal(code)
+    for word in command:
+        if word.startswith("run_dir="):
+            assert left_behind(word, seconds=0) == []
+    return line
+
+
+def shows(line, parts):
+    missing = [part for part in parts if part not in line]
+    assert not missing, f"{missing} not in: {line}"
+
+
+# What is wrong with the command line itself: refused before any process starts and before anything is written.
+NONSENSE = [
+    # unknown and misspelt keys
+    ("train.epoch=2", ["there is no key 'train.epoch'", "did you mean 'train.epochs'?", "adl-dist train --help"]),
+    ("method.acumulation_steps=2", ["'method.acumulation_steps'", "did you mean 'method.accumulation_steps'?"]),
+    ("batch_size=2", ["there is no key 'batch_size'", "did you mean 'train.batch_size'?"]),
+    ("nosuch.key=1", ["there is no key 'nosuch.key'", "adl-dist train --help lists all keys"]),
+    ("+train.foo=1", ["there is no key 'train.foo'", "adl-dist train --help"]),
+    ("++foo=1", ["there is no key 'foo'", "adl-dist train --help"]),
+    ("runtime={foo:1}", ["there is no key 'runtime.foo'", "adl-dist train --help"]),
+    ("hydra.run.dir=x", ["there is no key 'hydra.run.dir'", "adl-dist train --help"]),
+    # unknown choices
+    ("model=resnet21", ["there is no model=resnet21", "choose one of", "resnet18, resnet20", "custom"]),
+    ("data=mnist", ["there is no data=mnist", "choose one of cifar10, cifar100, custom, digits"]),
+    ("method=foo", ["there is no method=foo", "choose one of adl"]),
+    ("optimizer=sdg", ["there is no optimizer=sdg", "choose one of adamw, custom, sgd"]),
+    ("model=null", ["model=null is no choice of model", "choose one of", "resnet8"]),
+    ("model=[resnet8,resnet20]", ["is no choice of model", "choose one of", "resnet8"]),
+    ("method.name=adll", ["method.name", "there is no 'adll'", "choose one of adl"]),
+    # wrong types
+    ("train.batch_size=abc", ["train.batch_size=abc", "'abc'", "Integer"]),
+    ("train.epochs=1.5", ["train.epochs=1.5", "Integer"]),
+    ("train.epochs=null", ["train.epochs=null", "not Optional"]),
+    ("train.epochs=", ["train.epochs=", "Integer"]),
+    ("seed=abc", ["seed=abc", "Integer"]),
+    ("train=5", ["train=5", "TrainConfig"]),
+    ("runtime.processes=maybe", ["runtime.processes=maybe", "bool"]),
+    ("data.shuffle=maybe", ["data.shuffle", "true or false", "'maybe'"]),
+    ("data.num_workers=abc", ["data.num_workers", "whole number of at least 0", "'abc'"]),
+    ("data.num_samples=abc", ["data.num_samples=abc", "adl_dist.data.synthetic expects int"]),
+    ("model.depth=abc", ["model.depth=abc", "adl_dist.models.cifar_resnet expects int"]),
+    ("lr_schedule.warmup_epochs=abc", ["lr_schedule.warmup_epochs=abc", "adl_dist.optim.cosine expects float"]),
+    ("optimizer.lr=abc", ["optimizer", "torch.optim.SGD refuses", "'lr': 'abc'"]),
+    # choices of a value
+    ("dtype=float16", ["dtype=float16", "float32, float64"]),
+    ("runtime.device=tpu", ["runtime.device=tpu", "cpu, cuda"]),
+    ("method.weights=foo", ["method.weights=foo", "stash, latest"]),
+    # out of range
+    ("method.accumulation_steps=0", ["method.accumulation_steps must be at least 1, got 0"]),
+    ("partition.num_stages=0", ["partition.num_stages must be at least 1, got 0"]),
+    ("train.epochs=0", ["train.epochs must be at least 1, got 0"]),
+    ("train.max_updates=0", ["train.max_updates must be at least 1, got 0"]),
+    ("train.batch_size=0", ["train.batch_size must be at least 1, got 0"]),
+    ("train.batch_size=3", ["train.batch_size=3", "method.accumulation_steps=4", "use train.batch_size>=4"]),
+    ("seed=-1", ["seed must be at least 0, got -1"]),
+    ("seed=99999999999999999999", ["seed must be at most", "got 99999999999999999999"]),
+    ("runtime.threads=0", ["runtime.threads must be at least 1, got 0"]),
+    ("runtime.threads=100000", ["runtime.threads must be at most", "got 100000"]),
+    ("runtime.timeout_seconds=0", ["runtime.timeout_seconds must be above 0", "got 0"]),
+    ("runtime.timeout_seconds=-1", ["runtime.timeout_seconds must be above 0", "got -1"]),
+    ("runtime.timeout_seconds=inf", ["runtime.timeout_seconds must be above 0 and at most", "got inf"]),
+    ("runtime.timeout_seconds=nan", ["runtime.timeout_seconds must be above 0", "got nan"]),
+    ("runtime.keep_checkpoints=0", ["runtime.keep_checkpoints must be at least 1, got 0"]),
+    ("runtime.max_restarts=-1", ["runtime.max_restarts must be at least 0, got -1"]),
+    ("runtime.checkpoint_every_epochs=-1", ["runtime.checkpoint_every_epochs must be at least 0, got -1"]),
+    ("data.num_workers=-1", ["data.num_workers", "at least 0", "got -1"]),
+    ("optimizer.lr=-1", ["optimizer", "torch.optim.SGD refuses", "Invalid learning rate: -1"]),
+    ("lr_schedule.warmup_epochs=-1", ["lr_schedule.warmup_epochs must be at least 0, got -1"]),
+    ("model.depth=9", ["model.depth=9", "6n+2", "8 and 14"]),
+    ("data.in_channels=0", ["model.in_channels must be at least 1", "got 10 and 0"]),
+    # no KEY=VALUE at all
+    ("train", ["'train' cannot be read", "KEY=VALUE"]),
+    ("--verbose", ["'--verbose' cannot be read", "KEY=VALUE"]),
+    ("train.epochs==3", ["'train.epochs==3' cannot be read", "KEY=VALUE"]),
+    ("train.epochs=[1", ["'train.epochs=[1' cannot be read", "KEY=VALUE", "quote"]),
+    ("=3", ["'=3' names no key", "KEY=VALUE"]),
+    ("train.epochs=1,2", ["train.epochs=1,2 gives several values", "one run", "[1,2]"]),
+    ("train.batch_size=${nosuch}", ["train.batch_size=${nosuch}", "'nosuch' not found"]),
+    # open nodes: what they name, and its arguments
+    ("model.dept=3", ["there is no key 'model.dept'", "did you mean 'model.depth'?", "takes depth, num_classes"]),
+    ("optimizer.momentumm=0.1", ["'optimizer.momentumm'", "did you mean 'optimizer.momentum'?", "torch.optim.SGD"]),
+    ("data.foo=1", ["there is no key 'data.foo'", "adl_dist.data.synthetic takes num_samples"]),
+    ("lr_schedule.foo=1", ["there is no key 'lr_schedule.foo'", "adl_dist.optim.cosine takes"]),
+    ("loss.foo=1", ["there is no key 'loss.foo'", "torch.nn.CrossEntropyLoss takes weight"]),
+    ("model=custom", ["model._target_ must be given", "model._target_=VALUE"]),
+    ("data=custom", ["data._target_ must be given", "data._target_=VALUE"]),
+    ("data=imagefolder", ["data.root must be given", "data.root=VALUE"]),
+    ("model._target_=", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
+    ("model._target_=5", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
+    ("model._target_=nosuch.module.Net", ["model._target_=nosuch.module.Net", "No module named 'nosuch'"]),
+    (f"model._target_={USER}.nosuch", [f"model._target_={USER}.nosuch cannot be imported", "expected a dotted name"]),
+    (f"model._target_={USER}.answer", [f"{USER}.answer is a int", "not something to call"]),
+    (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
+    (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "no nn.Module"]),
+    ("optimizer._target_=torch.nn.Linear", ["optimizer", "'in_features'", "torch.nn.Linear takes in_features"]),
+    (f"optimizer._target_={USER}.no_optimizer", [f"{USER}.no_optimizer returned list", "torch.optim.Optimizer"]),
+    ("loss._target_=builtins.print", ["builtins.print returned NoneType", "expected a callable that takes (output"]),
+    (
+        "lr_schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
+        ["ReduceLROnPlateau follows a metric", "use multistep or cosine"],
+    ),
+    # the cut
+    ("partition.num_stages=6", ["partition.num_stages=6", "has 5", "use at most partition.num_stages=5"]),
+    ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
+    ("partition.balance=[2,2,1]", ["balance=[2, 2, 1]", "expected 2 numbers", "got 3 that add up to 5"]),
+    ("partition.balance=[5,0]", ["balance=[5, 0]", "each at least 1"]),
+    ("partition.balance=3", ["partition.balance=3", "neither 'even' nor a list", "like [3,2]"]),
+    ("partition.balance=evn", ["partition.balance='evn'", "neither 'even' nor a list", "like [3,2]"]),
+    ("partition.balance=[a,b]", ["partition.balance=['a', 'b']", "neither 'even' nor a list"]),
+    (
+        f"model._target_={USER}.NotSequential",
+        ["NotSequential cannot be cut into 2 stages", "hand over an nn.Sequential", "partition.num_stages=1"],
+    ),
+    (
+        f"model._target_={USER}.tied",
+        ["'1.1.weight' on stage 0 and '3.1.weight' on stage 1", "one and the same parameter", "partition.balance"],
+    ),
+    # where from and where to
+    ("resume=alwyas", ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"]),
+    (f"resume={ROOT}", [f"{ROOT} is not a checkpoint", "it has no manifest.json", "runs/NAME/checkpoints/update-"]),
+    ("init_from=nosuch.pt", ["init_from=nosuch.pt is not a file", "expected a state_dict"]),
+    ("run_dir=''", ["run_dir is empty", "run_dir=runs/NAME"]),
+]
+
+
+@pytest.mark.parametrize(("override", "parts"), NONSENSE, ids=[override for override, _ in NONSENSE])
+def test_a_mistake_on_the_command_line_is_told_before_any_process_starts(override, parts, tmp_path, monkeypatch):
+    def launch(*_, **__):
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr(commands, "launch_local", launch)
+    shows(refused(*words(tmp_path / "run", override, processes=True)), parts)
+    assert snapshot(tmp_path) == {}
+
+
+def test_the_words_that_the_mistakes_are_added_to_are_none_themselves(tmp_path):
+    for name, overrides in {"a": [], "b": [SMALL], "c": [f"data._target_={USER}.images"]}.items():
+        outcome = in_process(*words(tmp_path / name, *overrides))
+        assert (outcome.code, outcome.err) == (0, "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on")
+@pytest.mark.parametrize("processes", [True, False])
+def test_a_gpu_that_is_not_there_is_told_before_any_process_starts(processes, tmp_path):
+    line = refused(*words(tmp_path / "run", "runtime.device=cuda", processes=processes))
+    shows(line, ["runtime.device=cuda", "no CUDA device", "use runtime.device=cpu"])
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        (["trian"], ["there is no command 'trian'", "choose one of train, evaluate, export"]),
+        (["schedule", "partition.num_stage=3"], ["'partition.num_stage'", "did you mean 'partition.num_stages'?"]),
+        (["schedule", "method.accumulation_steps=0"], ["method.accumulation_steps must be at least 1, got 0"]),
+        (["evaluate"], ["adl-dist evaluate needs run_dir=", "for example run_dir=runs/NAME"]),
+        (["evaluate", "run_dir="], ["adl-dist evaluate needs run_dir="]),
+        (["evaluate", "rundir=x"], ["does not know 'rundir=x'", "it takes run_dir=, checkpoint="]),
+        (["evaluate", "train.epochs=2"], ["does not know 'train.epochs=2'", "it takes run_dir="]),
+        (["export", "run_dir=x"], ["adl-dist export needs out=", "for example out=model.pt"]),
+        (["export", "out=x.pt"], ["adl-dist export needs run_dir="]),
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_is_not_known_or_not_complete_is_told_what_there_is(command, parts):
+    shows(refused(*command), parts)
+
+
+def test_adl_dist_itself_refuses_with_one_line_and_finds_a_target_where_it_is_called(tmp_path):
+    """Logging and torch's own voice are those of a fresh process only here, and so is the import path."""
+    (tmp_path / "mine.py").write_text("def make():\n    raise LookupError('no such weights')\n")
+    outcome = as_command(ADL_DIST, *words(tmp_path / "run", "model._target_=mine.make", processes=True), cwd=tmp_path)
+    assert outcome.refusal() == "model: mine.make failed: LookupError: no such weights"
+    assert outcome.out == ""
+    assert left_behind(tmp_path) == []
+    assert not (tmp_path / "run").exists()
+
+
+LOSS_NOT_TRIED = "agreement._try_out calls the loss before it checks the output, and blames the stage for the loss"
+
+# What only shows when the stages meet the data: refused before training, and nothing but a log is left.
+MISFITS = [
+    (
+        ["data.in_channels=1", "model.in_channels=3"],
+        ["stage 0 (stem .. layer1_0)", "float32[B, 1, 8, 8]", "fails on it", "3 channels, but got 1"],
+    ),
+    (
+        ["data.in_channels=1", "model.in_channels=3", "partition.num_stages=1"],
+        ["stage 0 (stem .. head)", "float32[B, 1, 8, 8]", "fails on it", "3 channels, but got 1"],
+    ),
+    (
+        [f"model._target_={USER}.second_half_does_not_fit"],
+        ["stage 1 (2 .. 3)", "float32[B, 8]", "fails on it", "2x8 and 9x8"],
+    ),
+    (
+        [f"model._target_={USER}.drops_the_batch", "model.at=1"],
+        ["stage 0 (0 .. 1)", "returns [8] for 2 samples", "whose first dimension is the batch"],
+    ),
+    to_fix(
+        [f"model._target_={USER}.drops_the_batch"],
+        ["stage 1 (2 .. 3)", "returns [10] for 2 samples", "whose first dimension is the batch"],
+        why=LOSS_NOT_TRIED,
+    ),
+    to_fix(
+        ["loss._target_=torch.nn.MSELoss"],
+        ["stage 1: the loss", "float32[B, 10]", "int64[B]", "fails on it", "loss._target_"],
+        why=LOSS_NOT_TRIED,
+    ),
+    (["loss.reduction=none"], ["the loss has shape [2]", "expected one number"]),
+    (
+        [f"data._target_={USER}.images", "data.num_samples=0"],
+        ["training dataset", "expected samples", "Images is empty", "data.root"],
+    ),
+    (
+        [f"data._target_={USER}.images", "data.num_validation=0"],
+        ["validation dataset", "expected samples", "Images is empty", "data.root"],
+    ),
+    (
+        [f"data._target_={USER}.images", "data.num_samples=15"],
+        ["training dataset", "at least 16 samples", "Images has 15", "train.batch_size=15 or less"],
+    ),
+    ([f"data._target_={USER}.one_dataset"], [f"{USER}.one_dataset returned Images", "expected a pair (training"]),
+    ([f"data._target_={USER}.a_list"], ["sample ", "expected a pair (input, target), got int", "__getitem__"]),
+    (["data.num_samples=0"], ["data.num_samples must be at least 1, got 0"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), MISFITS)
+def test_a_model_and_data_that_do_not_fit_are_told_before_training(overrides, parts, tmp_path):
+    shows(refused(*words(tmp_path / "run", *overrides)), parts)
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["data=cifar10"], ["CIFAR-10", "data.download=true", "data.root=FOLDER", "cifar-10-batches-py"]),
+        (["data=cifar100"], ["CIFAR-100", "data.download=true", "data.root=FOLDER", "cifar-100-python"]),
+        (["data=imagefolder"], ["train", "one folder for each class", "data.root"]),
+    ],
+    ids=["cifar10", "cifar100", "imagefolder"],
+)
+def test_a_missing_dataset_is_told_with_where_it_was_sought_and_how_to_get_it(overrides, parts, tmp_path):
+    line = refused(*words(tmp_path / "run", *overrides, f"data.root={tmp_path / 'nowhere'}"))
+    shows(line, [*parts, str(tmp_path / "nowhere")])
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([f"data._target_={USER}.images", "data.last_target=10"], ["training dataset", "of epoch 0", "target 10"]),
+        ([f"data._target_={USER}.images", "data.last_target=-1"], ["training dataset", "of epoch 0", "target -1"]),
+        ([f"data._target_={USER}.bad_validation_target"], ["validation dataset", "micro-batch 1", "target 10"]),
+    ],
+)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_target_that_is_no_class_is_told_with_where_it_is(overrides, parts, num_stages, tmp_path):
+    line = refused(*words(tmp_path / "run", *overrides, f"partition.num_stages={num_stages}"))
+    shows(line, [*parts, "the model has 10 outputs", "[0, 10)", "data.num_classes"])
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where"),
+    [
+        (["optimizer.lr=1e20"], "stage 1: the loss is nan at update 1 (epoch 0)"),
+        (["optimizer.lr=1e20", "partition.num_stages=1"], "stage 0: the loss is nan at update 1 (epoch 0)"),
+        ([f"loss._target_={USER}.InfiniteLoss"], "stage 1: the loss is inf at update 0 (epoch 0)"),
+    ],
+)
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_update_and_stage(overrides, where, tmp_path):
+    line = refused(*words(tmp_path / "run", "lr_schedule=constant", *overrides))
+    shows(line, [where, "optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_steps"])
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
+    # Two updates of four micro-batches in each epoch: the tenth micro-batch is in update 2, the first of epoch 1.
+    explodes = [f"model._target_={USER}.explodes", "model.after=9"]
+    line = refused(*words(tmp_path / "run", *explodes, "train.epochs=3", "lr_schedule=constant"))
+    shows(line, ["stage 1: the loss is nan at update 2 (epoch 1)", "the last checkpoint is kept"])
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [OLDER]
+    in_process(*words(tmp_path / "good", *explodes, "train.epochs=1", "lr_schedule=constant"))
+    kept, good = (in_process("evaluate", f"run_dir={tmp_path / name}") for name in ("run", "good"))
+    assert kept.code == 0
+    assert kept.out.partition(": ")[2] == good.out.partition(": ")[2]
+
+
+@pytest.mark.xfail(strict=True, reason="Coordinator._evaluate takes a loss that is not finite, and saves what made it")
+def test_weights_that_give_no_finite_loss_in_validation_are_never_saved(tmp_path):
+    """One update in each epoch: its loss was still that of the weights before."""
+    line = refused(*words(tmp_path / "run", "data.num_samples=16", "optimizer.lr=1e20", "lr_schedule=constant"))
+    shows(line, ["stage 1", "validation loss is nan", "update 0 (epoch 0)", "optimizer.lr"])
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+# From here on there is a finished run: two epochs, two checkpoints.
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    outcome = in_process(*words(run_dir, SMALL, "train.epochs=2"))
+    assert (outcome.code, outcome.err) == (0, "")
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A checkpoint of another model, and its weights."""
+    run_dir, out = tmp_path_factory.mktemp("foreign") / "run", tmp_path_factory.mktemp("foreign") / "model.pt"
+    in_process(*words(run_dir, "train.max_updates=1"))
+    in_process("export", f"run_dir={run_dir}", f"out={out}")
+    return run_dir / "checkpoints/update-00000001", out
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+WRITES_FIRST = "RunFolder.open makes, and the log and config.yaml are written, before the run is recognised"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["seed=1"], ["belongs to another run", "seed is 0 there and 1 here", "choose another run_dir"]),
+        (["optimizer.lr=1"], ["belongs to another run", "optimizer.lr is 0.1 there and 1 here"]),
+        (["resume=never"], ["already holds a run", NEWEST, "would write over it", "resume=auto", "another run_dir"]),
+        (
+            ["model=resnet8", "seed=3", "train.batch_size=8"],
+            ["belongs to another run", "model.depth is None there and 8 here", "and 1 more"],
+        ),
+    ],
+    ids=["seed", "optimizer.lr", "resume=never", "model"],
+)
+@pytest.mark.parametrize("processes", [True, False])
+@pytest.mark.xfail(strict=True, reason=WRITES_FIRST)
+def test_the_folder_of_another_run_stays_as_it_is_to_the_last_byte(overrides, parts, processes, run_dir, monkeypatch):
+    monkeypatch.setattr(commands, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
+    before = snapshot(run_dir)
+    model = [] if any(word.startswith("model") for word in overrides) else [SMALL]
+    line = refused(*words(run_dir, *model, "train.epochs=3", *overrides, processes=processes))
+    shows(line, [f"run_dir={run_dir}", *parts])
+    assert snapshot(run_dir) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["seed=1"], ["belongs to another run", "seed is 0 there and 1 here", "choose another run_dir"]),
+        (["resume=never"], ["already holds a run", NEWEST, "would write over it", "resume=auto", "another run_dir"]),
+    ],
+)
+def test_the_folder_of_another_run_keeps_all_but_its_log(overrides, parts, run_dir):
+    before = snapshot(run_dir)
+    line = refused(*words(run_dir, SMALL, "train.epochs=3", *overrides))
+    shows(line, [f"run_dir={run_dir}", *parts])
+    assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
+
+
+@pytest.mark.xfail(strict=True, reason=WRITES_FIRST)
+@pytest.mark.parametrize("processes", [True, False])
+def test_a_run_folder_that_cannot_be_made_is_told_with_the_reason(processes, tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
+    (tmp_path / "file").write_text("not a folder")
+    before = snapshot(tmp_path)
+    for run_dir in (tmp_path / "file/run", tmp_path / "file"):
+        line = refused(*words(run_dir, processes=processes))
+        shows(line, [f"run_dir={run_dir} cannot be made", "choose another run_dir"])
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.xfail(strict=True, reason=WRITES_FIRST)
+def test_a_start_that_fails_does_not_stand_in_the_way_of_the_corrected_command(tmp_path):
+    refused(*words(tmp_path / "run", "data.in_channels=1", "model.in_channels=3"))
+    outcome = in_process(*words(tmp_path / "run", "data.in_channels=1"))
+    assert (outcome.code, outcome.err) == (0, "")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def garble(path):
+    path.write_bytes(b"x" * path.stat().st_size)
+
+
+def edited(**changes):
+    def edit(path):
+        manifest = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({name: value for name, value in manifest.items() if value is not None}))
+
+    return edit
+
+
+MANIFEST_TRUSTED = "read_manifest takes fields that are missing or of a wrong type"
+
+DAMAGES = [
+    ("__0_0.distcp", cut, ["__0_0.distcp should hold", "bytes, found"]),
+    ("__0_0.distcp", lambda path: path.unlink(), ["__0_0.distcp should hold", "found no such file"]),
+    (".metadata", cut, [".metadata should hold", "bytes, found"]),
+    (".metadata", garble, ["its .metadata cannot be read"]),
+    ("manifest.json", cut, ["its manifest.json cannot be read"]),
+    ("manifest.json", garble, ["its manifest.json cannot be read"]),
+    ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
+    to_fix("manifest.json", lambda path: path.unlink(), ["it has no manifest.json"], why="no next step is told"),
+    to_fix("manifest.json", edited(update=None), ["its manifest.json", "'update'"], why=MANIFEST_TRUSTED),
+    to_fix("manifest.json", edited(update="two"), ["its manifest.json", "update"], why=MANIFEST_TRUSTED),
+    to_fix("manifest.json", edited(metrics=None), ["its manifest.json", "'metrics'"], why=MANIFEST_TRUSTED),
+]
+IDS = ["cut data", "no data", "cut metadata", "garbled metadata", "cut manifest", "garbled manifest", "empty manifest"]
+IDS += ["no manifest", "no update", "a word for the update", "no metrics"]
+
+
+@pytest.mark.parametrize(("name", "damage", "parts"), DAMAGES, ids=IDS)
+def test_a_damaged_checkpoint_is_told_with_what_is_wrong_and_how_to_go_on(name, damage, parts, run_dir, tmp_path):
+    newest = run_dir / "checkpoints" / NEWEST
+    damage(newest / name)
+    out, before = tmp_path / "model.pt", snapshot(run_dir / "checkpoints")
+    parts = [f"{newest} is damaged", *parts, f"remove {NEWEST} to go on from {OLDER}"]
+    train = words(run_dir, SMALL, "train.epochs=3")
+    for command in (train, [*train, f"resume={newest}"], ["evaluate", f"run_dir={run_dir}"]):
+        shows(refused(*command), parts)
+    shows(refused("export", f"run_dir={run_dir}", f"out={out}"), parts)
+    assert not out.exists()
+    assert snapshot(run_dir / "checkpoints") == before
+    shutil.rmtree(newest)  # the way out that was told
+    assert in_process(*train).code == 0
+
+
+@pytest.mark.xfail(strict=True, reason=WRITES_FIRST)
+def test_a_damaged_checkpoint_is_told_before_the_configuration_is_changed(run_dir):
+    cut(run_dir / "checkpoints" / NEWEST / "__0_0.distcp")
+    before = snapshot(run_dir)
+    refused(*words(run_dir, SMALL, "train.epochs=3"))
+    assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
+
+
+def test_a_checkpoint_of_a_newer_format_is_told_with_both_formats(run_dir):
+    edited(format=2)(run_dir / "checkpoints" / NEWEST / "manifest.json")
+    line = refused(*words(run_dir, SMALL, "train.epochs=3"))
+    shows(line, [NEWEST, "has format 2", "reads format 1"])
+
+
+def test_a_checkpoint_of_another_model_is_told_with_the_first_difference(run_dir, foreign, tmp_path):
+    parts = [f"{foreign[0]} is of another model", "0.1.bias is [8] in this model and missing in the checkpoint"]
+    before = snapshot(run_dir / "checkpoints"), snapshot(foreign[0])
+    shows(refused(*words(run_dir, SMALL, "train.epochs=3", f"resume={foreign[0]}")), parts)
+    shows(refused("evaluate", f"run_dir={run_dir}", f"checkpoint={foreign[0]}"), parts)
+    out = tmp_path / "model.pt"
+    shows(refused("export", f"run_dir={run_dir}", f"checkpoint={foreign[0]}", f"out={out}"), parts)
+    assert not out.exists()
+    assert (snapshot(run_dir / "checkpoints"), snapshot(foreign[0])) == before
+
+
+@pytest.mark.parametrize("garbage", ["a: [1", "- 1", "\udcff"], ids=["no yaml", "a list", "no text"])
+@pytest.mark.xfail(strict=True, reason="RunFolder._recognise reads config.yaml unguarded")
+def test_a_run_folder_whose_configuration_cannot_be_read_is_told_so(garbage, run_dir):
+    (run_dir / "config.yaml").write_bytes(garbage.encode(errors="surrogateescape"))
+    before = snapshot(run_dir)
+    shows(refused(*words(run_dir, SMALL, "train.epochs=3")), ["config.yaml cannot be read", "another run_dir"])
+    assert snapshot(run_dir) == before
+
+
+@pytest.mark.parametrize("garbage", ["a: [1", "- 1", "\udcff", "foo: 1", ""])
+def test_evaluate_refuses_a_configuration_that_is_none(garbage, run_dir):
+    (run_dir / "config.yaml").write_bytes(garbage.encode(errors="surrogateescape"))
+    shows(refused("evaluate", f"run_dir={run_dir}"), ["config.yaml is not the configuration of a run"])
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["export", "out={out}"]], ids=["evaluate", "export"])
+def test_evaluate_and_export_refuse_a_folder_that_is_no_run_or_has_no_checkpoint(command, run_dir, tmp_path):
+    command = [word.format(out=tmp_path / "model.pt") for word in command]
+    shows(refused(*command, f"run_dir={tmp_path}"), [f"run_dir={tmp_path} is not a run folder", "no config.yaml"])
+    shows(refused(*command, f"run_dir={tmp_path / 'none'}"), ["is not a run folder", "train first"])
+    shows(refused(*command, f"run_dir={run_dir}", f"checkpoint={tmp_path}"), [f"{tmp_path} holds no complete"])
+    shutil.rmtree(run_dir / "checkpoints")
+    line = refused(*command, f"run_dir={run_dir}")
+    shows(line, [f"{run_dir} holds no complete checkpoint", f"adl-dist train run_dir={run_dir}"])
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_export_never_writes_over_what_is_there(run_dir, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    before = snapshot(tmp_path)
+    for name in ("file", "link", "run"):
+        line = refused("export", f"run_dir={run_dir}", f"out={tmp_path / name}")
+        shows(line, [f"out={tmp_path / name} is there already", "choose another name"])
+    for name in ("none/model.pt", "file/model.pt"):
+        line = refused("export", f"run_dir={run_dir}", f"out={tmp_path / name}")
+        shows(line, [f"out={tmp_path / name} cannot be written", f"there is no folder {(tmp_path / name).parent}"])
+    name = "m" * 300
+    line = refused("export", f"run_dir={run_dir}", f"out={tmp_path / name}")
+    shows(line, ["cannot be written", "File name too long", "choose another place"])
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b"", ["cannot be read", "expected a state_dict saved by torch.save"]),
+        (b"hello", ["cannot be read", "expected a state_dict saved by torch.save"]),
+        ("cut", ["cannot be read", "expected a state_dict saved by torch.save"]),
+        ([1, 2], ["holds a list", "expected a state_dict"]),
+        (torch.nn.Linear(1, 1), ["cannot be read", "expected a state_dict saved by torch.save"]),
+        ({"model": {}}, ["of another model", "0.1.weight is [8, 192] in this model and missing in the file"]),
+        ("foreign", ["of another model", "0.1.weight is [8, 192] in this model and missing in the file"]),
+    ],
+    ids=["empty", "text", "cut", "list", "whole module", "nested", "another model"],
+)
+def test_initial_weights_that_cannot_be_taken_are_told_with_what_the_file_holds(content, parts, foreign, tmp_path):
+    path = tmp_path / "state.pt"
+    match content:
+        case bytes():
+            path.write_bytes(content)
+        case "cut":
+            path.write_bytes(foreign[1].read_bytes()[:-500])
+        case "foreign":
+            path = foreign[1]
+        case _:
+            torch.save(content, path)
+    before = snapshot(tmp_path)
+    shows(refused(*words(tmp_path / "run", SMALL, f"init_from={path}")), [f"init_from={path}", *parts])
+    assert snapshot(tmp_path) == before
+
+
+def test_a_mistake_in_the_users_own_code_is_not_called_bad_input(tmp_path):
+    """Exit code 1, and the traceback, which the user needs here, is in the log."""
+    outcome = in_process(*words(tmp_path / "run", f"model._target_={USER}.faulty", "model.at=5"))
+    assert outcome.code == 1
+    assert outcome.err.count("\n") == 1
+    log = tmp_path / "run/logs/rank0.log"
+    shows(outcome.err, ["adl-dist: unexpected KeyError", "a bug of the user's", f"the traceback is in {log}"])
+    shows(log.read_text(), ["Traceback", "tests/support/user_code.py", "raise KeyError"])

@@ -1,0 +1,184 @@
+"""Learning rates are functions of the update index: against formulas, torch's own schedules, and resumption."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from adl_dist.errors import ConfigError
+from adl_dist.optim import build_lr_schedule, constant, cosine, fast_forward, multistep
+from adl_dist.optim.schedules import cosine_factor, multistep_factor, warmup_factor
+
+
+def sgd(lr=0.1):
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
+
+
+def learning_rates(schedule, num_updates):
+    """The rate of each update, as a training loop meets it."""
+    rates = []
+    for _ in range(num_updates):
+        rates.append(schedule.optimizer.param_groups[0]["lr"])
+        schedule.optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_warm_up_grows_by_equal_steps_and_ends_at_one():
+    assert [warmup_factor(s, num_warmup_updates=4) for s in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert warmup_factor(0, num_warmup_updates=0) == 1.0
+
+
+def test_multistep_drops_at_its_milestones_and_not_one_update_earlier():
+    factors = [multistep_factor(s, milestones=[3, 5], gamma=0.5, num_warmup_updates=2) for s in range(7)]
+    assert factors == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_cosine_goes_from_one_after_warm_up_to_its_final_factor():
+    def factor(update):
+        return cosine_factor(update, total_updates=20, final_factor=0.1, num_warmup_updates=4)
+
+    assert [factor(s) for s in (0, 3, 4)] == [0.25, 1.0, 1.0]
+    assert factor(12) == pytest.approx(0.55, abs=1e-15)  # half way
+    assert [factor(s) for s in (20, 21, 1000)] == [0.1, 0.1, 0.1]
+    assert all(factor(s) > factor(s + 1) for s in range(4, 20))
+
+
+def test_a_run_shorter_than_its_warm_up_still_has_a_schedule():
+    assert [cosine_factor(s, total_updates=2, final_factor=0.0, num_warmup_updates=4) for s in range(3)] == [
+        0.25, 0.5, 0.75,
+    ]  # fmt: skip
+
+
+def test_multistep_is_torchs_with_milestones_counted_in_updates():
+    ours = multistep(sgd(), updates_per_epoch=7, milestones=[1, 2.0, 2.5], gamma=0.3)
+    theirs = lr_scheduler.MultiStepLR(sgd(), [7, 14, 18], gamma=0.3)
+    assert learning_rates(ours, 25) == pytest.approx(learning_rates(theirs, 25), rel=1e-14)
+
+
+def test_cosine_is_torchs_annealing_over_the_whole_run():
+    ours = cosine(sgd(0.2), updates_per_epoch=5, total_updates=30, final_factor=0.25)
+    theirs = lr_scheduler.CosineAnnealingLR(sgd(0.2), T_max=30, eta_min=0.05)
+    assert learning_rates(ours, 31) == pytest.approx(learning_rates(theirs, 31), rel=1e-12)
+
+
+def test_the_papers_recipe_warms_up_for_3_epochs_and_drops_at_150_225_and_275():
+    updates = 4
+    schedule = multistep(sgd(0.1), updates_per_epoch=updates, milestones=[150, 225, 275], warmup_epochs=3)
+    rates = learning_rates(schedule, 300 * updates)
+    by_epoch = {epoch: rates[epoch * updates] for epoch in (0, 3, 149, 150, 224, 225, 275, 299)}
+
+    assert rates[:12] == pytest.approx([0.1 * (s + 1) / 12 for s in range(12)])
+    assert [by_epoch[e] for e in by_epoch] == pytest.approx([0.1 / 12, 0.1, 0.1, 0.01, 0.01, 1e-3, 1e-4, 1e-4])
+
+
+def test_constant_is_the_optimizers_own_rate_after_warm_up():
+    assert learning_rates(constant(sgd(0.4), updates_per_epoch=10), 3) == [0.4, 0.4, 0.4]
+    assert learning_rates(constant(sgd(0.4), updates_per_epoch=2, warmup_epochs=1), 3) == [0.2, 0.4, 0.4]
+
+
+SCHEDULES = {
+    "ours": lambda o: multistep(o, updates_per_epoch=3, milestones=[2, 4], warmup_epochs=1.5),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda s: 0.97**s),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.97),
+    "linear": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=9),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 17),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=60),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 4), lr_scheduler.ExponentialLR(o, 0.9)], [4]
+    ),
+}
+
+# SequentialLR itself steps its parts with an argument that torch has deprecated.
+torchs_own = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+
+
+@torchs_own
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("done", [0, 1, 13])
+def test_a_resumed_schedule_goes_on_with_the_uninterrupted_ones_rates_to_the_bit(kind, done):
+    uninterrupted = learning_rates(SCHEDULES[kind](sgd()), 40)
+    resumed = SCHEDULES[kind](sgd())
+    fast_forward(resumed, done)
+
+    assert learning_rates(resumed, 40 - done) == uninterrupted[done:]
+
+
+@torchs_own
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_it_makes_no_difference_whether_the_optimizers_state_was_loaded_before(kind):
+    first = SCHEDULES[kind](sgd())
+    learning_rates(first, 13)
+    saved = first.optimizer.state_dict()
+    expected = learning_rates(first, 20)
+
+    resumed = SCHEDULES[kind](sgd())
+    resumed.optimizer.load_state_dict(saved)
+    fast_forward(resumed, 13)
+    assert learning_rates(resumed, 20) == expected
+
+
+def test_a_learning_rate_that_is_a_tensor_is_fast_forwarded_in_place():
+    """As ``fused=True`` and compiled optimizers keep it."""
+    optimizer = sgd(torch.tensor(0.1))
+    rate = optimizer.param_groups[0]["lr"]
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rate.fill_(7.0)
+    fast_forward(schedule, 2)
+
+    assert rate.item() == pytest.approx(0.025)
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_a_schedule_gets_the_runs_length_only_if_it_asks_for_it():
+    asked = {}
+
+    def both(optimizer, updates_per_epoch, total_updates, extra):
+        asked.update(updates_per_epoch=updates_per_epoch, total_updates=total_updates, extra=extra)
+        return lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    build_lr_schedule(both, sgd(), updates_per_epoch=5, total_updates=30, extra="x")
+    assert asked == {"updates_per_epoch": 5, "total_updates": 30, "extra": "x"}
+    built = build_lr_schedule(lr_scheduler.StepLR, sgd(), updates_per_epoch=5, total_updates=30, step_size=3)
+    assert learning_rates(built, 4) == pytest.approx([0.1, 0.1, 0.1, 0.01])
+    built = build_lr_schedule(cosine, sgd(1.0), updates_per_epoch=5, total_updates=30, warmup_epochs=1)
+    assert learning_rates(built, 20)[-1] == pytest.approx((1 + math.cos(math.pi * 14 / 25)) / 2)
+
+
+def build(target, **options):
+    return build_lr_schedule(target, sgd(), updates_per_epoch=5, total_updates=30, **options)
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau follows a metric, .* use multistep or cosine"):
+        build(lr_scheduler.ReduceLROnPlateau)
+    with pytest.raises(
+        ConfigError, match=r"cosine takes final_factor, warmup_epochs; given .*unexpected keyword.*'warm_up'"
+    ):
+        build(cosine, warm_up=3)
+    with pytest.raises(
+        ConfigError, match=r"multistep takes milestones, .*; given \{\}: missing a required .*'milestones'"
+    ):
+        build(multistep)
+    with pytest.raises(ConfigError, match=r"OneCycleLR refuses .*pct_start"):
+        build(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=9, pct_start=2.0)
+    with pytest.raises(ConfigError, match=r"<lambda> must return a torch.optim.lr_scheduler.LRScheduler, got float"):
+        build(lambda optimizer: 0.1)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        (multistep, {"milestones": [3, 2]}, r"lr_schedule\.milestones must be epochs above 0 .* got \[3, 2\]"),
+        (multistep, {"milestones": [0, 2]}, r"ascending order, got \[0, 2\]"),
+        (multistep, {"milestones": [1], "gamma": 0.0}, r"lr_schedule\.gamma must be above 0, got 0\.0"),
+        (cosine, {"final_factor": 1.5}, r"lr_schedule\.final_factor must be in \[0, 1\], got 1\.5"),
+        (constant, {"warmup_epochs": -1}, r"lr_schedule\.warmup_epochs must be at least 0, got -1"),
+        (constant, {"warmup_epochs": math.nan}, "at least 0, got nan"),
+    ],
+)
+def test_impossible_options_are_refused_with_their_key(target, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(target, **options)

@@ -1,0 +1,82 @@
+"""The configuration: every file composes, every key is read, and the wheel carries it all."""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from adl_dist.cli.compose import compose_run, config_folder
+from adl_dist.cli.schema import RunConfig
+
+CONF = pathlib.Path(__file__).parents[2] / "conf"
+CHOICES = [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml"))]
+NEEDS = {
+    ("model", "custom"): ["model._target_=torch.nn.Sequential"],
+    ("data", "custom"): ["data._target_=adl_dist.data.digits"],
+    ("data", "imagefolder"): ["data.root=images"],
+    ("optimizer", "custom"): ["optimizer._target_=torch.optim.RMSprop"],
+    ("lr_schedule", "custom"): ["lr_schedule._target_=torch.optim.lr_scheduler.StepLR"],
+}
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=lambda name: name)
+def test_every_choice_of_every_group_composes(group, choice):
+    config, plain = compose_run([f"{group}={choice}", *NEEDS.get((group, choice), [])])
+    assert isinstance(config, RunConfig)
+    assert plain["run_dir"].startswith("runs/")
+
+
+def test_the_tests_read_the_configuration_of_the_checkout():
+    assert config_folder() == CONF
+
+
+def test_every_key_of_the_schema_is_read_by_the_commands():
+    """A key that changes nothing is a bug; the open nodes are checked against the signature of what they name."""
+    sources = "\n".join(p.read_text() for p in (CONF.parent / "adl_dist" / "cli").glob("*.py") if p.stem != "schema")
+    for section in dataclasses.fields(RunConfig):
+        keys = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else []
+        for name in [f"{section.name}.{key.name}" for key in keys] or [section.name]:
+            assert f"config.{name}" in sources, f"{name} is read by nothing"
+
+
+@pytest.mark.parametrize(
+    ("words", "run_dir"),
+    [
+        ([], "runs/digits-resnet8-adl-k2-m4-seed0"),
+        (["partition.num_stages=3", "seed=7", "data=cifar10"], "runs/cifar10-resnet8-adl-k3-m4-seed7"),
+        (["model._target_=torch.nn.Sequential"], "runs/digits-Sequential-adl-k2-m4-seed0"),
+        (["run_dir=elsewhere"], "elsewhere"),
+    ],
+)
+def test_the_run_folder_is_named_after_what_was_chosen(words, run_dir):
+    assert compose_run(words)[0].run_dir == run_dir
+
+
+def test_a_target_of_ones_own_starts_from_an_empty_node():
+    config, _ = compose_run(["model._target_=my.Net", "model.width=64", "optimizer.nesterov=true"])
+    assert config.model == {"_target_": "my.Net", "width": 64}
+    assert config.optimizer["nesterov"] is True
+    assert config.optimizer["momentum"] == 0.9
+
+
+def test_the_wheel_carries_the_configuration_and_composes_it_outside_of_a_checkout(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=CONF.parent, check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    shipped = {p.relative_to(CONF) for p in CONF.rglob("*.yaml")}
+    assert shipped == {p.relative_to(tmp_path / "site/adl_dist/conf") for p in tmp_path.rglob("site/**/*.yaml")}
+    code = "from adl_dist.cli.compose import *; print(config_folder(), compose_run([])[0].run_dir)"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )  # fmt: skip
+    assert done.stdout.split() == [str(tmp_path / "site/adl_dist/conf"), "runs/digits-resnet8-adl-k2-m4-seed0"]

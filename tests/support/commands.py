@@ -1,0 +1,148 @@
+"""Runs the command line as a user does, in this process or in processes of its own, and says what came of it."""
+
+import contextlib
+import hashlib
+import io
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from adl_dist.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+ADL_DIST = str(Path(sys.executable).with_name("adl-dist"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+PREFIX = "adl-dist: error: "
+
+# What torchrun and its like set. A test process that has them would be taken for a rank.
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ADL_DIST_RENDEZVOUS")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left: its exit code and all that it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    def refusal(self, code: int = 2) -> str:
+        """The one readable line of a command that was refused, without its prefix."""
+        shown = f"exit code {self.code}\n--- stderr\n{self.err}\n--- stdout\n{self.out}"
+        assert "Traceback" not in self.err + self.out, shown
+        assert self.err.startswith(PREFIX), shown
+        assert self.err.count("\n") == 1, f"more than one line\n{shown}"
+        assert self.err.endswith("\n"), shown
+        assert self.code == code, shown
+        return self.err.removeprefix(PREFIX).strip()
+
+
+def in_process(*words: str) -> Outcome:
+    """Run ``adl-dist *words`` here, as if this were a process of its own."""
+    assert not set(OF_RANKS) & os.environ.keys(), "main() ends the process of a rank"
+    out, err = io.StringIO(), io.StringIO()
+    code: object = "main() returned"
+    with (
+        _logging_as_in_a_new_process(),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.resetwarnings()
+        for silent in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", silent)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main(list(words))
+            except SystemExit as done:
+                code = done.code
+    assert isinstance(code, int), code
+    shown = [warnings.formatwarning(w.message, w.category, w.filename, w.lineno) for w in said]
+    return Outcome(code, out.getvalue(), err.getvalue() + "".join(shown))
+
+
+def as_command(
+    *command: str, cwd: Path = ROOT, timeout_seconds: float = 60.0, env: Mapping[str, str] | None = None
+) -> Outcome:
+    """Run a command line in a process of its own, with the repository on its import path.
+
+    Raises:
+        AssertionError: it did not end in time; it has been killed.
+    """
+    clean = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Files, not pipes: a process that is left behind would keep a pipe open, and this one waiting.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=cwd,
+            env={**clean, "PYTHONPATH": path, **(env or {})}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        said = Outcome(-1 if code is None else code, out.read().decode(), err.read().decode())
+    assert code is not None, f"{' '.join(command)} still ran after {timeout_seconds} s\n{said}"
+    return said
+
+
+def left_behind(marker: str | Path, *, seconds: float = 3.0) -> list[str]:
+    """Command lines that hold ``marker`` and still run after ``seconds``; their processes are killed.
+
+    ``marker`` must be the test's own, like its run folder: whatever holds it was started by the test.
+    """
+    deadline = time.monotonic() + seconds
+    while (found := _running(str(marker))) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in found:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return list(found.values())
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Every path below ``folder`` with a hash of what it holds."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def _running(marker: str) -> dict[int, str]:
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if marker in line:
+                    found[int(entry.name)] = line
+    return found
+
+
+@contextlib.contextmanager
+def _logging_as_in_a_new_process() -> Iterator[None]:
+    """Without pytest's handlers, which hide what logging prints where nobody listens, and the log of another run."""
+    root, ours = logging.getLogger(), logging.getLogger("adl_dist")
+    before = root.handlers[:], ours.handlers[:], ours.level, ours.propagate
+    root.handlers[:] = []
+    try:
+        yield
+    finally:
+        for handler in set(ours.handlers) - set(before[1]):
+            handler.close()
+        root.handlers[:], ours.handlers[:] = before[0], before[1]
+        ours.setLevel(before[2])
+        ours.propagate = before[3]

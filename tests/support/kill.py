@@ -1,0 +1,194 @@
+"""Starts the command line as a user does, kills parts of it, and looks for what is left behind. Linux only."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+import adl_dist.data
+from tests.support.toys import FixedImages
+
+ROOT = Path(__file__).parents[2]
+ADL_DIST = (str(Path(sys.executable).with_name("adl-dist")),)
+
+NUM_SAMPLES = 126  # the last micro-batch is smaller than the others
+SECONDS_PER_SAMPLE = 0.005
+MOST_SAMPLES = int(2.5 * NUM_SAMPLES)
+HOLD = "hold"  # a file in the working directory
+
+
+class HeldImages(FixedImages):
+    """Images with fresh noise each time, from the stream that the loader seeds.
+
+    While the file ``hold`` exists they come slowly, and after 2.5 epochs not at all, so that a run can be killed in
+    mid-epoch on a machine of any speed.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self._num_served = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self._num_served += 1
+        if os.path.exists(HOLD):
+            time.sleep(SECONDS_PER_SAMPLE)
+        while self._num_served > MOST_SAMPLES and os.path.exists(HOLD):
+            time.sleep(0.01)
+        image, label = super().__getitem__(index)
+        return image + 0.5 * torch.randn(image.shape, dtype=torch.float64).to(image.dtype), label
+
+
+def few_digits() -> tuple[Dataset[Any], Dataset[Any]]:
+    """For ``data._target_``: 150 augmented digits to train on and 40 to validate."""
+    train, validation = adl_dist.data.digits(augment=True)
+    return Subset(train, range(150)), Subset(validation, range(40))
+
+
+def held_images() -> tuple[Dataset[Any], Dataset[Any]]:
+    """For ``data._target_``: training images that can be held, and others to validate."""
+    return HeldImages(NUM_SAMPLES), FixedImages(20, seed=1)
+
+
+class Command:
+    """``adl-dist train WORDS run_dir=FOLDER/run`` with a process group, a TMPDIR and output files of its own.
+
+    Leaving it kills whatever of it is still there.
+    """
+
+    def __init__(self, words: Sequence[str], *, folder: Path, start: Sequence[str] = ADL_DIST) -> None:
+        """Start it.
+
+        Args:
+            words: the configuration.
+            folder: of everything that it writes; a second command in the same folder is the same command again.
+            start: what stands before ``train``: our own launcher, or torchrun's.
+        """
+        self.run_dir = folder / "run"
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        self._output = [folder / "stdout", folder / "stderr"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
+        with self._output[0].open("w") as out, self._output[1].open("w") as err:
+            self._process = subprocess.Popen(
+                [*start, "train", *words, f"run_dir={self.run_dir}"],
+                stdout=out,
+                stderr=err,
+                env=environment,
+                cwd=folder,
+                start_new_session=True,  # a Ctrl-C at the terminal reaches a process group
+            )
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Those that are starting another process may do so before they die.
+        while left := [*self.processes(), *([self._process.pid] if self._process.poll() is None else [])]:
+            for pid in left:
+                _kill(pid, signal.SIGKILL)
+            time.sleep(0.005)
+
+    @property
+    def out(self) -> str:
+        """What it has written to standard output."""
+        return self._output[0].read_text()
+
+    @property
+    def err(self) -> str:
+        """What it has written to standard error."""
+        return self._output[1].read_text()
+
+    def processes(self) -> dict[int, int | None]:
+        """All its processes, found by their command line: the rank of each process id, None for the launcher."""
+        found: dict[int, int | None] = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")  # empty for what is dead and not yet reaped
+                if f"run_dir={self.run_dir}".encode() in words:
+                    variables = (entry / "environ").read_bytes().split(b"\0")
+                    ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
+                    found[int(entry.name)] = ranks[0] if ranks else None
+            except OSError:  # it has ended meanwhile
+                continue
+        return found
+
+    def ranks_with_library(self, name: str) -> set[int]:
+        """The ranks that have loaded a shared library whose path holds ``name``."""
+        found = set()
+        for pid, rank in self.processes().items():
+            with contextlib.suppress(OSError):
+                if rank is not None and name in Path(f"/proc/{pid}/maps").read_text():
+                    found.add(rank)
+        return found
+
+    def wait(self, what: str, condition: Callable[[], bool], *, seconds: float) -> None:
+        """Wait for ``condition``, which is ``what`` we wait for."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.out}\n{self.err}"
+            time.sleep(0.01)
+
+    def wait_for_update(self, update: int, *, seconds: float = 60) -> None:
+        """Wait until metrics.jsonl holds ``update``, or a later one, of a command that still runs."""
+
+        def recorded() -> bool:
+            assert self._process.poll() is None, f"it ended before update {update}\n{self.out}\n{self.err}"
+            return max((record["update"] for record in records(self.run_dir)), default=-1) >= update
+
+        self.wait(f"update {update}", recorded, seconds=seconds)
+
+    def wait_until_gone(self, *, seconds: float) -> None:
+        """Wait until none of its processes is left."""
+        self.wait("all processes gone", lambda: not self.processes(), seconds=seconds)
+        self._process.wait()
+
+    def send(self, number: signal.Signals, *, rank: int | None) -> None:
+        """Send a signal to one rank, or to the launcher (None)."""
+        pid = next(p for p, r in self.processes().items() if r == rank) if rank is not None else self._process.pid
+        os.kill(pid, number)
+
+    def interrupt(self) -> None:
+        """Do what a terminal does on Ctrl-C."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def finish(self, *, seconds: float = 90) -> int:
+        """Wait for its end.
+
+        Returns:
+            The exit code; that of a process killed by signal n is -n.
+        """
+        self.wait("the end", lambda: self._process.poll() is not None, seconds=seconds)
+        return self._process.wait()
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """All complete lines of metrics.jsonl, so far."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def random_update_of_epoch(epoch: int, *, updates_per_epoch: int, seed: int) -> int:
+    """One update of ``epoch``, counted from 0; the same for the same seed."""
+    return epoch * updates_per_epoch + random.Random(seed).randrange(updates_per_epoch)
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
