@@ -43,6 +43,12 @@ class CheckpointError(AdlError, RuntimeError):
 class DivergedError(AdlError, ArithmeticError):
     """The loss is not finite any more."""
 
+    def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
+        super().__init__(
+            f"stage {stage}: {what} at update {update} (epoch {epoch}); the last checkpoint is kept. Lower "
+            "optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the staleness"
+        )
+
 
 class ScheduleError(AdlError, RuntimeError):
     """A list of actions cannot be carried out."""

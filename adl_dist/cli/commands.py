@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,9 +14,9 @@ from adl_dist.cli.compose import compose_run, known_run, simple_options
 from adl_dist.errors import AdlError, CheckpointError
 from adl_dist.report import final_table
 from adl_dist.runtime.control import StageFailed
-from adl_dist.runtime.launch import die_with_parent, launch_local
+from adl_dist.runtime.launch import launch_local
 from adl_dist.runtime.run_folder import RunFolder, newest_checkpoint
-from adl_dist.runtime.world import RENDEZVOUS_FOLDER, launched_rank, launched_world_size
+from adl_dist.runtime.world import launched_rank, launched_world_size
 from adl_dist.schedule import Method, describe
 
 _setting_up = True  # until this rank meets the others, all ranks find the same errors
@@ -31,10 +30,6 @@ def train(words: list[str]) -> None:
 
         print_keys()
         return
-    if RENDEZVOUS_FOLDER in os.environ:
-        die_with_parent()
-        # The launcher ends its ranks by itself; Python's handler would wait for a message that never comes.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     config, plain = compose_run(words)
     assert config.run_dir is not None
     build.check_targets(config)

@@ -4,9 +4,7 @@ Only the process of stage 0 builds them, so a download never meets another one a
 scikit-learn are imported where they are used: both take a second, and most processes never need them.
 """
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -203,31 +201,21 @@ def _cifar(kind: Any, name: str, statistics: Any, *, root: str, augment: bool, d
     folder = Path(root).expanduser().absolute()
     by_hand = f"unpack {kind.url} in {folder}, so that {folder / kind.base_folder} exists"
     train_transform = _transform(statistics, _crop_and_flip(32) if augment else [])
-    with _old_pickles_silenced():
-        try:
-            return (
-                kind(str(folder), train=True, transform=train_transform, download=download),
-                kind(str(folder), train=False, transform=_transform(statistics, [])),
-            )
-        except (OSError, RuntimeError, HTTPException) as error:
-            if download:
-                raise DataError(
-                    f"{name} could not be downloaded to {folder}: {_one_line(error)}; check network and disk, or "
-                    f"{by_hand}"
-                ) from error
-            found = "files are missing or damaged" if (folder / kind.base_folder).is_dir() else "nothing was found"
+    try:
+        return (
+            kind(str(folder), train=True, transform=train_transform, download=download),
+            kind(str(folder), train=False, transform=_transform(statistics, [])),
+        )
+    except (OSError, RuntimeError, HTTPException) as error:
+        if download:
             raise DataError(
-                f"{name}: expected its files in {folder / kind.base_folder}, but {found}; fetch them with "
-                f"data.download=true, say where they are with data.root=FOLDER, or {by_hand}"
+                f"{name} could not be downloaded to {folder}: {_one_line(error)}; check network and disk, or {by_hand}"
             ) from error
-
-
-@contextmanager
-def _old_pickles_silenced() -> Iterator[None]:
-    # CIFAR's files were pickled by the numpy of 2009, and the numpy of 2025 warns about how that wrote a dtype.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"dtype\(\): align should be passed")
-        yield
+        found = "files are missing or damaged" if (folder / kind.base_folder).is_dir() else "nothing was found"
+        raise DataError(
+            f"{name}: expected its files in {folder / kind.base_folder}, but {found}; fetch them with "
+            f"data.download=true, say where they are with data.root=FOLDER, or {by_hand}"
+        ) from error
 
 
 def _crop_and_flip(image_size: int) -> list[Any]:

@@ -77,12 +77,15 @@ class Loader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
-    def batches(self, epoch: int, sizes: Sequence[int]) -> Generator[tuple[Tensor, Tensor], None, None]:
+    def batches(
+        self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0
+    ) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield one epoch's micro-batches; workers live from the first one until the generator ends or is closed.
 
         Args:
             epoch: e, counted from 0 over the run.
             sizes: samples in each micro-batch; samples beyond their sum are not visited.
+            first_sample: where in the epoch's order to begin.
 
         Yields:
             (input [size, ...], target [size, ...]) on the CPU, stacked from the samples' own dtypes and shapes; a
@@ -92,7 +95,9 @@ class Loader:
             DataError: ``sizes`` ask for more samples than there are, a sample is no pair of tensors or numbers, or
                 two samples of a micro-batch differ in shape or dtype. What the dataset itself raises passes through.
         """
-        micro_batches = _MicroBatches(self._dataset, seed=self._seed, epoch=epoch, indices=self._indices(epoch, sizes))
+        micro_batches = _MicroBatches(
+            self._dataset, seed=self._seed, epoch=epoch, indices=self._indices(epoch, sizes, first_sample)
+        )
         iterator = iter(
             DataLoader(
                 micro_batches,
@@ -118,8 +123,9 @@ class Loader:
             if shutdown is not None:
                 shutdown()
 
-    def _indices(self, epoch: int, sizes: Sequence[int]) -> list[list[int]]:
+    def _indices(self, epoch: int, sizes: Sequence[int], first_sample: int) -> list[list[int]]:
         order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)  # type: ignore[arg-type]
+        order = order[first_sample:]
         if sum(sizes) > len(order) or min(sizes, default=1) < 1:
             raise DataError(
                 f"epoch {epoch}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "

@@ -78,7 +78,7 @@ def check_same(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str
     """
     store.set(f"fingerprint/{rank}", json.dumps(fingerprint))
     for other in range(1, size) if rank == 0 else [0]:
-        theirs = json.loads(_get(store, f"fingerprint/{other}", other))
+        theirs = _read(store, f"fingerprint/{other}", other)
         mine = json.loads(json.dumps(fingerprint))
         if theirs != mine:
             name = next(n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n))
@@ -131,25 +131,34 @@ def _publish(store: dist.Store, stage: int, told: Mapping[str, Specs]) -> None:
     store.set(f"arrives/{stage}", json.dumps({k: [spec.to_json() for spec in v] for k, v in told.items()}))
 
 
-def refuse(store: dist.Store, error: AdlError, *, stages: Iterable[int]) -> None:
-    """Tell ``stages``, which wait for an agreement, that there will be none."""
-    for stage in stages:
-        store.set(f"arrives/{stage}", json.dumps({"failed": str(error), "exit_code": error.exit_code}))
+def refuse(store: dist.Store, error: AdlError, *, stages: Iterable[int], rank: int | None = None) -> None:
+    """Tell those that wait for an agreement that there will be none.
+
+    Args:
+        store: of the agreement.
+        error: why.
+        stages: which may wait for their specs.
+        rank: of this process, if others may still wait for its fingerprint.
+    """
+    told = json.dumps({"failed": str(error), "exit_code": error.exit_code})
+    for key in [f"arrives/{stage}" for stage in stages] + [f"fingerprint/{rank}"] * (rank is not None):
+        store.set(key, told)
 
 
 def _await(store: dist.Store, stage: int, *, by: int) -> dict[str, Specs]:
-    told = json.loads(_get(store, f"arrives/{stage}", by))
-    if "failed" in told:
-        raise StageFailed(told["failed"], exit_code=told["exit_code"])
+    told = _read(store, f"arrives/{stage}", by)
     return {what: [TensorSpec.from_json(spec) for spec in specs] for what, specs in told.items()}
 
 
-def _get(store: dist.Store, key: str, rank: int) -> str:
+def _read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
     try:
-        return str(store.get(key), "utf-8")
+        told = dict(json.loads(store.get(key)))
     except RuntimeError as error:
         text = f"no word from rank {rank} at start-up; its own log, logs/rank{rank}.log, says why"
         raise ChannelError(text) from error
+    if "failed" in told:
+        raise StageFailed(told["failed"], exit_code=told["exit_code"])
+    return told
 
 
 def _units(module: nn.Module) -> str:

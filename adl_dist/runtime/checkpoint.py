@@ -3,7 +3,7 @@
     checkpoints/update-00000042/    complete, or not there: it appears by one rename
         manifest.json               position, metrics, and the size of every file
         .metadata  __0_0.distcp ... what torch.distributed.checkpoint writes
-    checkpoints/.saving-...         unfinished; removed at the next start
+    checkpoints/.saving-...         unfinished (.removing-...: half removed); gone at the next start
 
 Keys are ``model.<name>`` for parameters and buffers and ``optimizer.<name>.<state>`` for optimizer state, so
 how the model was cut leaves no trace in them. Learning rates are not stored: a schedule is a function of the
@@ -89,12 +89,19 @@ def commit(path: Path, manifest: Mapping[str, Any], *, keep: int) -> Path:
         os.fsync(out.fileno())
     final = path.with_name(f"update-{manifest['update']:08d}")
     if final.exists():  # the same update, saved by an attempt whose successor started before it
-        shutil.rmtree(final)
+        _remove(final)
     path.rename(final)
     _sync_folder(final.parent)
     for old in complete(final.parent)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
     return final
+
+
+def _remove(path: Path) -> None:
+    """Remove a complete checkpoint: gone by one rename, as it came, so no reader finds half of it."""
+    going = path.with_name(f".removing-{path.name}")
+    path.rename(going)
+    shutil.rmtree(going)
 
 
 def complete(folder: Path) -> list[Path]:
@@ -104,7 +111,7 @@ def complete(folder: Path) -> list[Path]:
 
 def clean(folder: Path) -> None:
     """Remove what an interrupted save left behind."""
-    for path in folder.glob(".saving-*"):
+    for path in (*folder.glob(".saving-*"), *folder.glob(".removing-*")):
         shutil.rmtree(path, ignore_errors=True)
 
 

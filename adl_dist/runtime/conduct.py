@@ -4,8 +4,17 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from adl_dist.errors import AdlError
-from adl_dist.runtime.control import COORDINATOR_RANK, Crew, LocalCrew, Record, Result, RpcCrew, Worker, serve
+from adl_dist.runtime.control import (
+    COORDINATOR_RANK,
+    Crew,
+    LocalCrew,
+    Record,
+    Result,
+    RpcCrew,
+    StageFailed,
+    Worker,
+    serve,
+)
 from adl_dist.runtime.world import World, disconnect
 
 
@@ -46,19 +55,19 @@ def _conduct_from_rank_0(
             crew.tell("stop", result=policy(crew))
         except BaseException as error:
             errors.append(error)
-            with contextlib.suppress(RuntimeError):  # RPC has ended: so have the others
-                crew.tell("stop", failed=str(error), exit_code=getattr(error, "exit_code", 1))
+            crew.stop_all(error)
 
     # The main thread issues all data-plane communication, so the coordinator is the one to move out.
     thread = threading.Thread(target=coordinate, name="coordinator", daemon=True)
     thread.start()
     try:
         result = serve(worker, world)
-    except AdlError:
-        # This stage may be a victim; the coordinator has heard, or hears within a second, of the cause.
+    except StageFailed:
+        # The coordinator stopped everything: for an error of its own, or for that of another rank.
         thread.join(timeout=5)
-        if errors and not getattr(errors[0], "is_victim", False):
-            raise errors[0] from None
+        raise errors[0] from None
+    except BaseException:
+        thread.join(timeout=5)  # it tells the others; only then may this process hang up
         raise
     thread.join()
     return result

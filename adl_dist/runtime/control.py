@@ -4,6 +4,7 @@ Messages are JSON: plain numbers and strings. RPC handlers only enqueue; the mai
 its commands from the queue and is the only one that issues data-plane communication.
 """
 
+import contextlib
 import json
 import logging
 import queue
@@ -106,7 +107,24 @@ class RpcCrew:
         """Send a command without waiting for results."""
         message = json.dumps({"do": do, "arguments": arguments})
         for rank in range(self._world.size):
-            rpc.rpc_async(name_of(rank), _take_command, args=(message,))  # not awaited: the peer may be gone
+            rpc.rpc_async(name_of(rank), _take_command, args=(message,))
+
+    def stop_all(self, error: BaseException) -> None:
+        """Tell all stages that it is over and why; return when they have heard, or are gone."""
+        arguments = {
+            "failed": str(error),
+            "exit_code": getattr(error, "exit_code", 1),
+            "is_victim": getattr(error, "is_victim", False),
+        }
+        message = json.dumps({"do": "stop", "arguments": arguments})
+        with contextlib.suppress(RuntimeError):  # RPC itself has ended, or a peer does not answer
+            futures = [
+                rpc.rpc_async(name_of(rank), _take_command, args=(message,), timeout=CAUSE_SECONDS)
+                for rank in range(self._world.size)
+            ]
+            for future in futures:
+                with contextlib.suppress(RuntimeError):
+                    future.wait()
 
 
 def serve(worker: Worker, world: World) -> Result:
@@ -124,14 +142,30 @@ def serve(worker: Worker, world: World) -> Result:
         arguments = command["arguments"]
         if command["do"] == "stop":
             if "failed" in arguments:
-                raise StageFailed(arguments["failed"], exit_code=arguments["exit_code"])
+                raise StageFailed(**_failure(arguments))
             return dict(arguments["result"])
         try:
             results = worker.execute(command["do"], arguments, outbox.add)
+            outbox.report(results=results)
         except BaseException as error:
             outbox.report_failure(error)
+            if isinstance(error, ChannelError) and (cause := _cause_heard()):
+                raise cause from None
             raise
-        outbox.report(results=results)
+
+
+def _cause_heard() -> StageFailed | None:
+    """For a victim: what the coordinator has heard of the cause, or hears within a moment."""
+    try:
+        command = json.loads(_commands.get(timeout=2 * CAUSE_SECONDS))
+    except queue.Empty:
+        return None
+    arguments = command["arguments"]
+    return None if arguments.get("is_victim", True) else StageFailed(**_failure(arguments))
+
+
+def _failure(told: dict[str, Any]) -> dict[str, Any]:
+    return {"text": told["failed"], "exit_code": told["exit_code"], "is_victim": told["is_victim"]}
 
 
 class _Outbox:
@@ -202,4 +236,4 @@ def _cause(report: dict[str, Any]) -> StageFailed:
     for one in told:
         logger.error("rank %s failed:\n%s", one["rank"], one["traceback"])
     cause = min(told, key=lambda one: bool(one["is_victim"]))
-    return StageFailed(cause["failed"], exit_code=cause["exit_code"], is_victim=cause["is_victim"])
+    return StageFailed(**_failure(cause))

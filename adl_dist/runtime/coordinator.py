@@ -1,12 +1,13 @@
 """Decides what all stages do next. It sees them as a crew and knows nothing of where they are."""
 
 import logging
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
+from adl_dist.errors import DivergedError
 from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import checkpoint
 from adl_dist.runtime.control import Crew, Record, Result
@@ -27,18 +28,25 @@ class Plan:
     micro_batch_size: int
     accumulation_steps: int
 
-    def segment(self, epoch: int, update: int) -> Segment:
-        """The segment of ``epoch`` that starts at ``update``, cut short where the run ends."""
-        whole = self._whole(epoch, update)
-        if self.max_updates is None or update + whole.num_updates <= self.max_updates:
-            return whole
-        groups = whole.group_sizes[: self.max_updates - update]
-        return self._whole(epoch, update, num_samples=sum(whole.sizes[: sum(groups)]))
+    def segment(self, epoch: int, first_sample: int, update: int) -> Segment:
+        """The segment from ``first_sample`` of ``epoch`` and ``update`` on, cut short where the run ends."""
+        rest = Segment(
+            epoch=epoch,
+            first_sample=first_sample,
+            first_update=update,
+            num_samples=self.num_samples - first_sample,
+            micro_batch_size=self.micro_batch_size,
+            accumulation_steps=self.accumulation_steps,
+        )
+        if self.max_updates is None or update + rest.num_updates <= self.max_updates:
+            return rest
+        groups = rest.group_sizes[: self.max_updates - update]
+        return replace(rest, num_samples=sum(rest.sizes[: sum(groups)]))
 
     @property
     def updates_per_epoch(self) -> int:
         """Updates of one whole epoch."""
-        return self._whole(0, 0).num_updates
+        return replace(self, max_updates=None).segment(0, 0, 0).num_updates
 
     @property
     def total_updates(self) -> int:
@@ -46,22 +54,14 @@ class Plan:
         total = self.epochs * self.updates_per_epoch
         return total if self.max_updates is None else min(total, self.max_updates)
 
-    def _whole(self, epoch: int, update: int, num_samples: int | None = None) -> Segment:
-        return Segment(
-            epoch=epoch,
-            first_update=update,
-            num_samples=self.num_samples if num_samples is None else num_samples,
-            micro_batch_size=self.micro_batch_size,
-            accumulation_steps=self.accumulation_steps,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Where and how often to save. ``every_epochs`` = 0: only at the end."""
+    """Where and how often to save, and from what to go on. ``every_epochs`` = 0: only at the end."""
 
     folder: RunFolder
-    resume_from: Path | None
+    config: Mapping[str, Any]
+    resume: str
     every_epochs: int
     keep: int
     signature: checkpoint.Signature
@@ -76,7 +76,9 @@ class Coordinator:
     ) -> None:
         self._crew, self._plan, self._saving = crew, plan, saving
         self._recorder, self._progress = recorder, progress
-        self._epoch = self._update = 0
+        # Where the run stands: whole epochs done, samples of the next one done, updates done.
+        self._epoch = self._sample = self._update = 0
+        self._last_epoch = 0
         self._metrics: dict[str, Any] = {}
         self._totals: dict[int, dict[str, float]] = {}
         self._train_seconds, self._trained_samples = 0.0, 0
@@ -89,7 +91,8 @@ class Coordinator:
             self._train_one()
             self._evaluate()
             done = self._epoch == self._plan.epochs or self._update == self._plan.total_updates
-            if done or (self._saving and self._saving.every_epochs and self._epoch % self._saving.every_epochs == 0):
+            every = self._saving.every_epochs if self._saving else 0
+            if done or (every and self._epoch % every == 0):
                 self._save()
         summary = self._summary(time.monotonic() - started)
         if self._saving and (self._trained_samples or not (self._saving.folder.path / "summary.json").is_file()):
@@ -102,28 +105,33 @@ class Coordinator:
         return self._metrics
 
     def _resume(self) -> None:
-        if self._saving is None or self._saving.resume_from is None:
+        # The folder is claimed only now that all stages agree: a start that failed must not stand in the way of the
+        # corrected command.
+        path = self._saving.folder.open(self._saving.config, resume=self._saving.resume) if self._saving else None
+        if self._saving is None or path is None:
             self._recorder.start(from_update=0)
             return
-        path = self._saving.resume_from
         manifest = checkpoint.read_manifest(path)
         checkpoint.check_signature(path, self._saving.signature)
         self._crew.call("load", path=str(path), update=manifest["update"])
-        self._epoch, self._update = manifest["epochs"], manifest["update"]
+        self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
         self._recorder.start(from_update=self._update)
         self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
 
     def _train_one(self) -> None:
-        segment = self._plan.segment(self._epoch, self._update)
+        segment = self._plan.segment(self._epoch, self._sample, self._update)
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates)
         start = time.perf_counter()
         results = self._crew.call("train", **vars(segment))
         seconds = time.perf_counter() - start
         self._train_seconds += seconds
         self._trained_samples += segment.num_samples
-        self._epoch += 1
+        self._sample += segment.num_samples
         self._update += segment.num_updates
+        if self._sample == self._plan.num_samples:
+            self._epoch, self._sample = self._epoch + 1, 0
+        self._last_epoch = segment.epoch
         for result in results:
             self._add(result)
         self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
@@ -148,6 +156,10 @@ class Coordinator:
         last = results[-1]
         assert last["num_samples"] == self._plan.num_validation, "every sample is evaluated exactly once"
         self._metrics = {"validation_loss": last["loss_sum"] / last["num_samples"]}
+        if not math.isfinite(self._metrics["validation_loss"]):
+            # The loss of training is that of the weights before the update; these here must not be saved.
+            what = f"the validation loss is {self._metrics['validation_loss']}"
+            raise DivergedError(what, stage=last["stage"], update=self._update - 1, epoch=self._last_epoch)
         if "num_correct" in last:
             self._metrics["validation_accuracy"] = last["num_correct"] / last["num_samples"]
         for name, value in self._metrics.items():
@@ -162,6 +174,7 @@ class Coordinator:
         manifest = {
             "update": self._update,
             "epochs": self._epoch,
+            "sample": self._sample,
             "num_stages": self._saving.num_stages,
             "metrics": self._metrics,
         }
@@ -169,7 +182,7 @@ class Coordinator:
         logger.info("saved %s", final)
 
     def _record(self, name: str, value: float, **more: Any) -> None:
-        where = {"update": self._update - 1, "epoch": self._epoch - 1}
+        where = {"update": self._update - 1, "epoch": self._last_epoch}
         self._recorder.write({"name": name, "value": value, **where, **more})
 
     def _summary(self, seconds: float) -> Result:

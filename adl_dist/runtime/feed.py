@@ -28,13 +28,15 @@ class Feed:
         if isinstance(loss_fn, CLASS_LOSSES):
             self._num_classes, self._ignore_index = num_outputs, loss_fn.ignore_index
 
-    def batches(self, epoch: int, sizes: Sequence[int]) -> Generator[tuple[Tensor, Tensor], None, None]:
-        """Yield the micro-batches of ``epoch`` with ``sizes`` samples.
+    def batches(
+        self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0
+    ) -> Generator[tuple[Tensor, Tensor], None, None]:
+        """Yield micro-batches of ``sizes`` samples, from ``first_sample`` in the order of ``epoch`` on.
 
         Raises:
             DataError: a target that is no class; torch would only say so in the loss, two processes away.
         """
-        for micro_batch, (input_, target) in enumerate(self._loader.batches(epoch, sizes)):
+        for micro_batch, (input_, target) in enumerate(self._loader.batches(epoch, sizes, first_sample=first_sample)):
             if self._num_classes is not None:
                 self._check(target, self._num_classes, f"micro-batch {micro_batch} of epoch {epoch}")
             if input_.is_floating_point():

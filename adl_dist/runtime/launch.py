@@ -4,7 +4,6 @@ The launcher's rendezvous and the processes' own store are files in a private fo
 beyond the loopback connections of the data and control planes.
 """
 
-import ctypes
 import logging
 import os
 import shutil
@@ -19,10 +18,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from adl_dist.runtime.world import RENDEZVOUS_FOLDER
+from adl_dist.runtime.child import LAUNCHER, RENDEZVOUS_FOLDER
 
-PR_SET_PDEATHSIG = 1
-LAUNCHER = "ADL_DIST_LAUNCHER"  # tells the ranks the process id of their launcher
 USER_CAN_MEND = 2  # exit code of a rank that would only fail again
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by the agent, which ends its ranks then
 
@@ -105,12 +102,3 @@ def _report(failed: ChildFailedError, restart: str | None) -> None:
         way_on = "the same command resumes the run" if restart is None else f"starting all ranks again ({restart})"
         sys.stderr.write(f"adl-dist: {what}; {way_on}\n")
     sys.stderr.flush()
-
-
-def die_with_parent() -> None:
-    """Have the kernel end this process if its launcher is killed; on Linux only."""
-    if sys.platform == "linux" and RENDEZVOUS_FOLDER in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        launcher = os.environ.get(LAUNCHER)
-        if launcher is not None and os.getppid() != int(launcher):  # it died before we asked
-            os.kill(os.getpid(), signal.SIGKILL)

@@ -49,6 +49,14 @@ class RunFolder:
             self._recognise(self.path / CONFIG, config)
         if resume not in ("auto", "never"):
             checkpoint.read_manifest(Path(resume))
+        elif saved:
+            checkpoint.read_manifest(saved[-1])
+        above = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise ConfigError(
+                f"run_dir={self.path} cannot be made: {above} is {'not writable' if above.is_dir() else 'a file'}; "
+                "choose another run_dir"
+            )
 
     def open(self, config: Mapping[str, Any], *, resume: str) -> Path | None:
         """Make the folder and say where to start from; on rank 0, after :meth:`check`.

@@ -202,17 +202,18 @@ class Trainer:
                 micro_batch_size=micro_batch_size,
                 accumulation_steps=self._method.accumulation_steps,
             )
-            saving = None
-            if folder is not None and world.rank == 0:
-                saving = Saving(
-                    folder=folder,
-                    resume_from=folder.open(told, resume=resume),
-                    every_epochs=checkpoint_every_epochs,
-                    keep=keep_checkpoints,
-                    signature=self._signature,
-                    num_stages=self._num_stages,
-                )
             worker = self._worker(world, store, train_feed, val_feed, choose)
+        saving = None
+        if folder is not None and world.rank == 0:
+            saving = Saving(
+                folder=folder,
+                config=told,
+                resume=resume,
+                every_epochs=checkpoint_every_epochs,
+                keep=keep_checkpoints,
+                signature=self._signature,
+                num_stages=self._num_stages,
+            )
         self._schedule_learning_rates(worker, plan, store)
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
         progress = Progress(num_stages=self._num_stages, quiet=quiet)
@@ -321,7 +322,7 @@ class Trainer:
             raise
         except AdlError as error:
             if self._distributed:
-                agreement.refuse(store, error, stages=range(self._num_stages + 1))
+                agreement.refuse(store, error, stages=range(self._num_stages + 1), rank=launched_rank())
                 disconnect(in_order=False)
             raise
 
@@ -428,10 +429,11 @@ class Trainer:
 
 
 def _log_to(path: Path) -> None:
-    """Send this process's log to a file of its own; once per path."""
+    """Send this process's log to a file of its own, and no longer to that of a run before."""
     make_folder(path.parent)
-    if any(getattr(h, "baseFilename", None) == str(path.resolve()) for h in logger.handlers):
-        return
+    for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+        logger.removeHandler(old)
+        old.close()
     handler = logging.FileHandler(path.resolve())
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)

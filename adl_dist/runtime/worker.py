@@ -70,7 +70,6 @@ class LocalWorker:
         return [{"stage": stage.index} for stage in self.stages]
 
     def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
-        sizes = segment.sizes
         loss_grads = [torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in segment.sample_weights]
         for seat in self.seats.values():
             seat.stage.begin(segment.epoch, training=True)
@@ -90,7 +89,7 @@ class LocalWorker:
         totals = {k: _Totals() for k in self.seats}
         start = time.perf_counter()
         order = self._watched(self._order(streams), segment, totals, start, emit)
-        self._run(order, sizes, self.train_feed, segment.epoch)
+        self._run(order, segment, self.train_feed)
         seconds = time.perf_counter() - start
         return [
             {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **totals[k].result()}
@@ -102,14 +101,14 @@ class LocalWorker:
         segment = Segment(
             epoch=0, first_update=0, num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation_steps=1
         )
-        sizes = segment.sizes
         for seat in self.seats.values():
             seat.stage.begin(0, training=False)
             seat.stage.tally = Tally()
         streams = {
-            k: list(evaluation_stream(k, num_stages=self.num_stages, num_micro_batches=len(sizes))) for k in self.seats
+            k: list(evaluation_stream(k, num_stages=self.num_stages, num_micro_batches=len(segment.sizes)))
+            for k in self.seats
         }
-        self._run(self._order(streams), sizes, self.validation_feed, 0)
+        self._run(self._order(streams), segment, self.validation_feed)
         return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
 
     def _load(self, path: str, update: int) -> None:
@@ -130,8 +129,9 @@ class LocalWorker:
             ((stage, stream),) = streams.items()
             yield from ((stage, action) for action in stream)
 
-    def _run(self, order: Iterable[tuple[int, Action]], sizes: list[int], feed: Feed | None, epoch: int) -> None:
-        batches = feed.batches(epoch, sizes) if feed is not None else None
+    def _run(self, order: Iterable[tuple[int, Action]], segment: Segment, feed: Feed | None) -> None:
+        sizes = segment.sizes
+        batches = feed.batches(segment.epoch, sizes, first_sample=segment.first_sample) if feed is not None else None
         if batches is not None:
             self.seats[0].batches = batches
         # Dropout streams are seeded in place; the caller's own streams go on untouched.

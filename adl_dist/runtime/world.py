@@ -22,10 +22,8 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from adl_dist.errors import ChannelError, ConfigError
+from adl_dist.runtime.child import RENDEZVOUS_FOLDER
 from adl_dist.transport.process import Edge, connect_edges
-
-# Set by adl_dist's own launcher: a folder for a store that listens on no port at all.
-RENDEZVOUS_FOLDER = "ADL_DIST_RENDEZVOUS"
 
 
 @dataclass

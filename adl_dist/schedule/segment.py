@@ -9,13 +9,15 @@ class Segment:
 
     Attributes:
         epoch: whose data order and augmentation are used.
+        first_sample: where in the epoch's order the segment begins.
         first_update: s of the first group, counted from 0 over the whole run.
-        num_samples: samples visited, the first so many of the epoch's order.
+        num_samples: samples visited from there on.
         micro_batch_size: samples in one forward; the last micro-batch may hold fewer.
         accumulation_steps: M, micro-batches in one update; the last group may hold fewer.
     """
 
     epoch: int
+    first_sample: int = 0
     first_update: int
     num_samples: int
     micro_batch_size: int

@@ -142,11 +142,8 @@ class Stage:
             DivergedError: the loss of the group is not finite. The weights are left as they are.
         """
         if self.tally.loss_sum is not None and not bool(torch.isfinite(self.tally.loss_sum)):
-            raise DivergedError(
-                f"stage {self.index}: the loss is {float(self.tally.loss_sum)} at update {self.version} "
-                f"(epoch {self._epoch}); the last checkpoint is kept. Lower optimizer.lr, lengthen "
-                "lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the staleness"
-            )
+            what = f"the loss is {float(self.tally.loss_sum)}"
+            raise DivergedError(what, stage=self.index, update=self.version, epoch=self._epoch)
         with self.tally.busy():
             if self._policy is not None:
                 self._policy.step(self.version, in_flight={kept.version for kept in self.in_flight.values()})

@@ -1,0 +1,24 @@
+"""What a rank owes to adl_dist's own launcher. No torch: it has to hold while torch is still being loaded."""
+
+import ctypes
+import os
+import signal
+import sys
+
+# Set by the launcher: a folder for a store that listens on no port at all, and the launcher's process id.
+RENDEZVOUS_FOLDER = "ADL_DIST_RENDEZVOUS"
+LAUNCHER = "ADL_DIST_LAUNCHER"
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_launcher() -> None:
+    """Die at Ctrl-C without a word, since the launcher has one, and (on Linux) if the launcher is killed."""
+    if LAUNCHER not in os.environ:
+        return
+    # Python's own handler would wait for a message that never comes, and print a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ[LAUNCHER]):  # it died before we asked
+            os.kill(os.getpid(), signal.SIGKILL)
