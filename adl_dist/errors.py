@@ -46,7 +46,8 @@ class DivergedError(AdlError, ArithmeticError):
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         super().__init__(
             f"stage {stage}: {what} at update {update} (epoch {epoch}); the last checkpoint is kept. Lower "
-            "optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the staleness"
+            "optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the "
+            "staleness"
         )
 
 

@@ -6,6 +6,7 @@ reason instead, so the error is readable on both sides; in gloo a mismatch would
 """
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -93,7 +94,7 @@ def _try_out(
     stage: int,
     arriving: Specs,
     target: Specs | None,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    loss_fn: Callable[[Any, Tensor], Tensor],
     device: torch.device,
 ) -> Specs:
     told = f"stage {stage} ({_units(module)}) gets {', '.join(map(str, arriving))}"
@@ -106,14 +107,12 @@ def _try_out(
         # A graph is built, because an in-place operation on the stage's input fails only then.
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             out = module(packed(tuple(acts)))
-            outs = unpacked(out)
-            if target is not None:
-                loss = loss_fn(packed(outs), target[0].empty(NUM_TRIAL_SAMPLES, device).zero_())
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ConfigError(f"{told} and fails on it: {type(error).__name__}: {error}") from error
     finally:
         module.train(was_training)
-    if outs != (out,) and len(outs) == 1:
+    outs = unpacked(out)
+    if not isinstance(out, Tensor) and len(outs) == 1:
         raise ConfigError(f"{told} and returns a {type(out).__name__} of one tensor; return the tensor itself")
     for tensor in outs:
         if not isinstance(tensor, Tensor) or tensor.shape[:1] != (NUM_TRIAL_SAMPLES,):
@@ -122,9 +121,27 @@ def _try_out(
                 f"{told} and returns {found} for {NUM_TRIAL_SAMPLES} samples; expected tensors whose first "
                 "dimension is the batch"
             )
-    if target is not None and loss.ndim > 0:
-        raise ConfigError(f"the loss has shape {list(loss.shape)}; expected one number, the mean over the samples")
-    return [TensorSpec.of(tensor) for tensor in outs]
+    specs = [TensorSpec.of(tensor) for tensor in outs]
+    if target is not None:
+        _try_loss(stage, specs, out, target[0], loss_fn)
+    return specs
+
+
+def _try_loss(stage: int, specs: Specs, out: Any, target: TensorSpec, loss_fn: Callable[[Any, Tensor], Tensor]) -> None:
+    got = f"{', '.join(map(str, specs))} and {target}"
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
+            loss = loss_fn(out, target.empty(NUM_TRIAL_SAMPLES, unpacked(out)[0].device).zero_())
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ConfigError(
+            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
+            "loss._target_ (loss_fn), or mend the model's output or the targets"
+        ) from error
+    if loss.ndim > 0:
+        raise ConfigError(
+            f"stage {stage}: the loss has shape {list(loss.shape)} for {got}; expected one number, the mean over "
+            "the samples"
+        )
 
 
 def _publish(store: dist.Store, stage: int, told: Mapping[str, Specs]) -> None:

@@ -28,6 +28,8 @@ from adl_dist.stage import Stage
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+# Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
+FIELDS = {"format": int, "update": int, "epochs": int, "sample": int, "metrics": dict, "files": dict}
 
 Signature = dict[str, list[int]]
 
@@ -123,22 +125,29 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     file = path / MANIFEST
     if not file.is_file():
+        if path in complete(path.parent):
+            raise _damaged(path, f"it has no {MANIFEST}")
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {MANIFEST}; expected a folder like "
             "runs/NAME/checkpoints/update-00000042"
         )
     try:
         manifest = dict(json.loads(file.read_text()))
-        files = dict(manifest["files"])
-        found_format = manifest["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise _damaged(path, f"its {MANIFEST} cannot be read ({error})") from None
-    if found_format != FORMAT:
-        raise CheckpointError(f"{path} has format {found_format}; this version of adl_dist reads format {FORMAT}")
-    for name, size in files.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            raise _damaged(path, f"{name} should hold {size} bytes, found {'no such file' if found is None else found}")
+    for name, kind in FIELDS.items():
+        if type(manifest.get(name)) is not kind:
+            found = repr(manifest[name]) if name in manifest else "nothing"
+            raise _damaged(path, f"its {MANIFEST} should tell '{name}' as {kind.__name__}, found {found}")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest['format']}; this version of adl_dist reads format {FORMAT}: use the version "
+            "that wrote it"
+        )
+    for name, size in manifest["files"].items():
+        there = (path / name).stat().st_size if (path / name).is_file() else "no such file"
+        if there != size:
+            raise _damaged(path, f"{name} should hold {size} bytes, found {there}")
     return manifest
 
 

@@ -48,6 +48,11 @@ class RunFolder:
         if (self.path / CONFIG).is_file():
             self._recognise(self.path / CONFIG, config)
         if resume not in ("auto", "never"):
+            if not Path(resume).is_dir():
+                raise CheckpointError(
+                    f"resume={resume} is neither 'auto' nor 'never' nor the folder of a checkpoint, "
+                    "like runs/NAME/checkpoints/update-00000042"
+                )
             checkpoint.read_manifest(Path(resume))
         elif saved:
             checkpoint.read_manifest(saved[-1])
@@ -79,7 +84,13 @@ class RunFolder:
         _write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
 
     def _recognise(self, known: Path, config: Mapping[str, Any]) -> None:
-        theirs = flatten(yaml.safe_load(known.read_text()) or {})
+        try:
+            theirs = flatten(dict(yaml.safe_load(known.read_text())))
+        except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{known} cannot be read ({reason}), so whose run this is cannot be told; choose another run_dir"
+            ) from error
         mine = flatten(config)
         names = [n for n in sorted(mine.keys() | theirs.keys()) if not n.startswith(FREE_TO_CHANGE)]
         differing = [n for n in names if mine.get(n) != theirs.get(n)]

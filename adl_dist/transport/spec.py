@@ -87,4 +87,4 @@ class TensorSpec:
         return bool(getattr(torch, self.dtype).is_floating_point)
 
     def __str__(self) -> str:
-        return f"{self.dtype}[B, {', '.join(map(str, self.shape))}]"
+        return f"{self.dtype}[{', '.join(['B', *map(str, self.shape)])}]"

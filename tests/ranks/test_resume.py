@@ -22,6 +22,7 @@ from adl_dist.cli import commands
 from adl_dist.cli.main import main
 from adl_dist.errors import CheckpointError
 from adl_dist.runtime import checkpoint
+from adl_dist.runtime.world import disconnect
 from tests.support.kill import ADL_DIST, HOLD, Command, random_update_of_epoch, records
 from tests.support.ranks import RanksFailed, run_ranks
 
@@ -38,8 +39,7 @@ SCHEDULE = ("lr_schedule=multistep", "lr_schedule.milestones=[2,3]", "lr_schedul
 COMMON = ("train.epochs=4", "runtime.tensorboard=false", "runtime.threads=1", *SCHEDULE)
 SGD_ON_IMAGES = (
     *COMMON,
-    "model._target_=tests.support.toys.batch_norm_net",
-    "model.dropout=0.2",
+    "model._target_=tests.support.kill.net_with_dropout",
     "data._target_=tests.support.kill.held_images",
     "train.batch_size=16",
     "optimizer=sgd",
@@ -121,9 +121,14 @@ def ended(words: list[str]) -> int:
     return int(end.value.code or 0)
 
 
-def train_as_two_ranks(name: str, folder: Path, *more: str) -> None:
+def train_as_two_ranks(name: str, folder: Path, *more: str, **options: Any) -> None:
     """Train as torchrun's ranks would, without the seconds that it takes to start them."""
-    run_ranks(2, commands.train, [*RUNS[name], f"run_dir={folder / 'run'}", *more])
+    run_ranks(2, train_as_rank, [*RUNS[name], f"run_dir={folder / 'run'}", *more], **options)
+
+
+def train_as_rank(words: list[str]) -> None:
+    commands.train(words)
+    disconnect()  # a process of its own does so when it ends, one of multiprocessing's does not
 
 
 def newest(run_dir: Path) -> Path:
@@ -218,7 +223,7 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_bits_after_the_same_comm
 ) -> None:
     with held(tmp_path) as run:
         saving = run.run_dir / "checkpoints" / ".saving-00000016"
-        run.wait("a save", lambda: saving.exists() or (saving.parent / "update-00000016").exists(), seconds=60)
+        run.wait_for("a save", lambda: saving.exists() or (saving.parent / "update-00000016").exists())
         run.send(signal.SIGKILL, rank=0)
         run.wait_until_gone(seconds=GONE_SECONDS)
     run_again(tmp_path)
@@ -253,17 +258,16 @@ def test_with_restarts_a_run_whose_process_was_killed_ends_with_the_same_bits_wi
 @needs_proc
 def test_no_rank_outlives_a_launcher_that_was_killed_before_its_ranks_were_up(tmp_path: Path) -> None:
     with held(tmp_path) as run:
-        run.wait("the ranks", lambda: {0, 1} <= set(run.processes().values()), seconds=60)
+        run.wait_for("the ranks", lambda: {0, 1} <= set(run.processes().values()))
         run.send(signal.SIGKILL, rank=None)
         run.wait_until_gone(seconds=GONE_SECONDS)
     assert records(run.run_dir) == []
 
 
 @needs_proc
-@pytest.mark.xfail(strict=True, reason="cli.main: ranks keep Python's SIGINT handler while they import torch")
 def test_interrupted_while_its_ranks_start_a_run_leaves_one_line_and_no_process(tmp_path: Path) -> None:
     with held(tmp_path) as run:
-        run.wait("ranks that load torch", lambda: run.ranks_with_library("libtorch_python") == {0, 1}, seconds=60)
+        run.wait_for("ranks that load torch", lambda: run.ranks_with_library("libtorch_python") == {0, 1})
         run.interrupt()
         run.wait_until_gone(seconds=5)
     assert run.finish() == 130
@@ -286,7 +290,7 @@ def test_terminated_or_interrupted_a_run_leaves_one_line_and_no_process_and_the_
     assert left_in_tmp(run) == []
 
     with held(tmp_path) as run:
-        run.wait("the resumption", lambda: "resumed from" in run.out, seconds=60)
+        run.wait_for("the resumption", lambda: "resumed from" in run.out)
         run.wait_for_update(SECOND * UPDATES_PER_EPOCH + 1)
         run.interrupt()
         run.wait_until_gone(seconds=5)
@@ -310,7 +314,8 @@ def test_what_an_interrupted_save_left_is_removed_and_never_read(
     for name in (".metadata", "__0_0.distcp", "manifest.json"):
         (leftover / name).write_bytes(b"garbage")
     with (run_dir / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"name": "train/loss", "val')  # half a line
+        metrics.write('{"name": "train/loss", "value": 0.5, "stage": 1, "update": 16, "epoch": 2}\n')
+        metrics.write('{"name": "train/loss", "val')  # as far as it came
     assert train_here(IMAGES, tmp_path) == 0
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["update-00000024", "update-00000032"]
     uninterrupted(IMAGES).assert_equal_to(run_dir)
@@ -357,7 +362,6 @@ def is_pruned(path: Path, *, seconds: float = 5) -> bool:
     return False
 
 
-@pytest.mark.xfail(strict=True, reason="checkpoint.commit removes old checkpoints file by file in their place")
 def test_a_checkpoint_that_is_being_removed_is_not_listed_as_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,7 +428,6 @@ def test_max_updates_ends_a_run_in_mid_epoch_at_exactly_that_update_and_raised_i
         assert sorted(losses(run_dir)) == list(range(most)), f"from update {first} on"
 
 
-@pytest.mark.xfail(strict=True, reason="coordinator: an epoch cut short by train.max_updates counts as a whole one")
 def test_with_one_stage_a_run_stopped_in_mid_epoch_goes_on_with_the_rest_of_that_epoch(tmp_path: Path) -> None:
     """With K = 1 nothing is in flight at an update, so a stop there must not change anything."""
     stopped, straight = tmp_path / "stopped", tmp_path / "straight"
@@ -440,15 +443,12 @@ def test_with_one_stage_a_run_stopped_in_mid_epoch_goes_on_with_the_rest_of_that
 # --- run folders -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="agreement.refuse does not tell those that wait for the fingerprint of rank 0")
-def test_a_run_dir_of_another_run_ends_all_ranks_at_once(tmp_path: Path, half: Callable[[str, Path], Path]) -> None:
-    half(IMAGES, tmp_path)
-    with pytest.raises(RanksFailed, match="belongs to another run: seed is 0 there and 1 here") as failed:
-        run_ranks(2, commands.train, [*RUNS[IMAGES], f"run_dir={tmp_path / 'run'}", "seed=1"], timeout_seconds=10)
+def test_what_only_rank_0_can_refuse_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="expected at least 200 samples, but HeldImages has 126") as failed:
+        train_as_two_ranks(IMAGES, tmp_path, "train.batch_size=200", timeout_seconds=10)
     assert "still ran" not in str(failed.value)
 
 
-@pytest.mark.xfail(strict=True, reason="trainer._log_to adds a log file and keeps those of the runs before")
 def test_a_second_run_in_the_same_process_writes_nothing_into_the_folder_of_the_first(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert train_here(IMAGES, first, "train.epochs=1") == 0

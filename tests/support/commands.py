@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,18 @@ ROOT = Path(__file__).parents[2]
 ADL_DIST = str(Path(sys.executable).with_name("adl-dist"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 PREFIX = "adl-dist: error: "
+TINY = {
+    "data": "synthetic",
+    "data.num_samples": "32",
+    "data.num_validation": "8",
+    "data.image_size": "8",
+    "model": "resnet8",
+    "train.batch_size": "16",
+    "train.epochs": "1",
+    "runtime.threads": "1",
+    "runtime.tensorboard": "false",
+    "runtime.timeout_seconds": "20",
+}
 
 # What torchrun and its like set. A test process that has them would be taken for a rank.
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ADL_DIST_RENDEZVOUS")
@@ -47,16 +59,27 @@ class Outcome:
         return self.err.removeprefix(PREFIX).strip()
 
 
+def words(run_dir: Path, *overrides: str, processes: bool = False) -> list[str]:
+    """``train`` of a tiny run, changed by ``overrides``."""
+    given = {word.partition("=")[0].lstrip("~+") for word in overrides}
+    own = {node for node in ("data", "model") if given & {node, f"{node}._target_"}}
+    base = {**TINY, "runtime.processes": str(processes).lower(), "run_dir": str(run_dir)}
+    kept = {k: v for k, v in base.items() if k not in given and k.partition(".")[0] not in own}
+    return ["train", *(f"{k}={v}" for k, v in kept.items()), *overrides]
+
+
+def shows(line: str, parts: Sequence[str]) -> None:
+    """Assert that ``line`` has all ``parts`` in it."""
+    missing = [part for part in parts if part not in line]
+    assert not missing, f"{missing} not in: {line}"
+
+
 def in_process(*words: str) -> Outcome:
     """Run ``adl-dist *words`` here, as if this were a process of its own."""
     assert not set(OF_RANKS) & os.environ.keys(), "main() ends the process of a rank"
     out, err = io.StringIO(), io.StringIO()
     code: object = "main() returned"
-    with (
-        _logging_as_in_a_new_process(),
-        torch.random.fork_rng(devices=[]),
-        warnings.catch_warnings(record=True) as said,
-    ):
+    with _as_in_a_new_process(), warnings.catch_warnings(record=True) as said:
         warnings.resetwarnings()
         for silent in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", silent)
@@ -99,18 +122,13 @@ def as_command(
     return said
 
 
-def left_behind(marker: str | Path, *, seconds: float = 3.0) -> list[str]:
-    """Command lines that hold ``marker`` and still run after ``seconds``; their processes are killed.
-
-    ``marker`` must be the test's own, like its run folder: whatever holds it was started by the test.
-    """
+def left_behind(folder: Path, *, seconds: float = 3.0) -> list[str]:
+    """Command lines that name ``folder``, which is the test's own, and still run after ``seconds``. Linux only."""
+    assert folder.is_absolute()
     deadline = time.monotonic() + seconds
-    while (found := _running(str(marker))) and time.monotonic() < deadline:
+    while (found := _running(str(folder))) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for pid in found:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return list(found.values())
+    return found
 
 
 def snapshot(folder: Path) -> dict[str, str]:
@@ -121,25 +139,25 @@ def snapshot(folder: Path) -> dict[str, str]:
     }
 
 
-def _running(marker: str) -> dict[int, str]:
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if marker in line:
-                    found[int(entry.name)] = line
+def _running(name: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if name in line and int(entry.name) != os.getpid():
+                found.append(line)
     return found
 
 
 @contextlib.contextmanager
-def _logging_as_in_a_new_process() -> Iterator[None]:
-    """Without pytest's handlers, which hide what logging prints where nobody listens, and the log of another run."""
+def _as_in_a_new_process() -> Iterator[None]:
+    """Without pytest's handlers, which hide what logging prints where nobody listens; all is put back afterwards."""
     root, ours = logging.getLogger(), logging.getLogger("adl_dist")
     before = root.handlers[:], ours.handlers[:], ours.level, ours.propagate
     root.handlers[:] = []
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         for handler in set(ours.handlers) - set(before[1]):
             handler.close()

@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 import adl_dist.data
-from tests.support.toys import FixedImages
+from tests.support.toys import FixedImages, batch_norm_net
 
 ROOT = Path(__file__).parents[2]
 ADL_DIST = (str(Path(sys.executable).with_name("adl-dist")),)
@@ -48,6 +48,12 @@ class HeldImages(FixedImages):
             time.sleep(0.01)
         image, label = super().__getitem__(index)
         return image + 0.5 * torch.randn(image.shape, dtype=torch.float64).to(image.dtype), label
+
+
+def net_with_dropout() -> nn.Sequential:
+    """For ``model._target_``: eight units, with dropout in both halves and BatchNorm."""
+    stem, *rest = batch_norm_net(dropout=0.2)
+    return nn.Sequential(stem, nn.Dropout(0.2), *rest)
 
 
 def few_digits() -> tuple[Dataset[Any], Dataset[Any]]:
@@ -137,25 +143,22 @@ class Command:
                     found.add(rank)
         return found
 
-    def wait(self, what: str, condition: Callable[[], bool], *, seconds: float) -> None:
-        """Wait for ``condition``, which is ``what`` we wait for."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.out}\n{self.err}"
-            time.sleep(0.01)
+    def wait_for(self, what: str, condition: Callable[[], bool], *, seconds: float = 60) -> None:
+        """Wait, while it runs, for ``condition``, which ``what`` describes."""
 
-    def wait_for_update(self, update: int, *, seconds: float = 60) -> None:
-        """Wait until metrics.jsonl holds ``update``, or a later one, of a command that still runs."""
+        def holds() -> bool:
+            assert self._process.poll() is None, f"it ended before {what}\n{self.out}\n{self.err}"
+            return condition()
 
-        def recorded() -> bool:
-            assert self._process.poll() is None, f"it ended before update {update}\n{self.out}\n{self.err}"
-            return max((record["update"] for record in records(self.run_dir)), default=-1) >= update
+        self._wait(what, holds, seconds)
 
-        self.wait(f"update {update}", recorded, seconds=seconds)
+    def wait_for_update(self, update: int) -> None:
+        """Wait until metrics.jsonl holds ``update`` or a later one."""
+        self.wait_for(f"update {update}", lambda: any(r["update"] >= update for r in records(self.run_dir)))
 
     def wait_until_gone(self, *, seconds: float) -> None:
         """Wait until none of its processes is left."""
-        self.wait("all processes gone", lambda: not self.processes(), seconds=seconds)
+        self._wait("all processes gone", lambda: not self.processes(), seconds)
         self._process.wait()
 
     def send(self, number: signal.Signals, *, rank: int | None) -> None:
@@ -173,8 +176,14 @@ class Command:
         Returns:
             The exit code; that of a process killed by signal n is -n.
         """
-        self.wait("the end", lambda: self._process.poll() is not None, seconds=seconds)
+        self._wait("the end", lambda: self._process.poll() is not None, seconds)
         return self._process.wait()
+
+    def _wait(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.out}\n{self.err}"
+            time.sleep(0.01)
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:

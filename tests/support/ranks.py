@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from adl_dist.errors import ChannelError
+from adl_dist.runtime.child import RENDEZVOUS_FOLDER
 from adl_dist.runtime.control import StageFailed
-from adl_dist.runtime.world import RENDEZVOUS_FOLDER
 
 
 class RanksFailed(AssertionError):

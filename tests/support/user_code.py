@@ -142,3 +142,7 @@ def faulty(at: int) -> nn.Sequential:
 
 def no_optimizer(params: object, **_: object) -> list[object]:
     return [params]
+
+
+def faulty_at_the_start(at: int) -> nn.Sequential:
+    return nn.Sequential(Faulty(at), *units())
