@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
-from adl_dist.runtime.trainer import Trainer
+from adl_dist.runtime.trainer import Trainer, num_cores
 from adl_dist.schedule import Method
 
 # Keys of data.* that speak to us; the two that describe the data reach its target only if that takes them.
@@ -58,7 +58,8 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         device=config.runtime.device.value,
         dtype=getattr(torch, config.dtype.value),
         channels_last=config.runtime.channels_last,
-        threads=config.runtime.threads,
+        # As many as each process of the run had, or sums would be rounded otherwise.
+        threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
         processes=config.runtime.processes if processes is None else processes,
         timeout_seconds=config.runtime.timeout_seconds,
     )

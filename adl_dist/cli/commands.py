@@ -30,8 +30,12 @@ def train(words: list[str]) -> None:
 
         print_keys()
         return
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+        words = [*words, "resume=auto"]  # what the attempt before saved, whatever the first was told to resume
     config, plain = compose_run(words)
     assert config.run_dir is not None
+    if config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+        config.resume = "auto"  # what the first attempt left there is the run's own
     build.check_targets(config)
     build.check_device(config)
     RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)

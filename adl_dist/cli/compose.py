@@ -79,6 +79,7 @@ def known_run(run_dir: Path) -> RunConfig:
     except (OmegaConfBaseException, yaml.YAMLError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} is not the configuration of a run made by the command line: {error}") from error
     assert isinstance(config, RunConfig)
+    config.init_from = None  # its checkpoints hold what became of that
     return config
 
 

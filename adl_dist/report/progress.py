@@ -22,6 +22,7 @@ class Progress:
         self._head = ""
         self._update = self._total_updates = 0
         self._loss_sum = self._num_correct = self._samples = 0.0
+        self._last_size = 0
         self._rate = 0.0
         self._has_accuracy = False
 

@@ -48,6 +48,11 @@ class Recorder:
             tag = f"{record['name']}/{record['stage']}" if per_stage else record["name"]
             self._board.add_scalar(tag, record["value"], record["update"])
 
+    def flush(self) -> None:
+        """Hand everything written so far to the operating system."""
+        if self._board is not None:
+            self._board.flush()
+
     def close(self) -> None:
         """Close the files."""
         if self._file is not None:

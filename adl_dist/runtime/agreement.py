@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.runtime.control import StageFailed
-from adl_dist.stage import packed, unpacked
+from adl_dist.stage import may_start_in_place, packed, unpacked
 from adl_dist.transport import TensorSpec
 
 NUM_TRIAL_SAMPLES = 2
@@ -106,8 +106,9 @@ def _try_out(
     try:
         # A graph is built, because an in-place operation on the stage's input fails only then.
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            out = module(packed(tuple(acts)))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            copies = stage > 0 and may_start_in_place(module)
+            out = module(packed(tuple(act.clone() if copies else act for act in acts)))
+    except Exception as error:  # the user's own forward can raise anything
         raise ConfigError(f"{told} and fails on it: {type(error).__name__}: {error}") from error
     finally:
         module.train(was_training)
@@ -129,6 +130,8 @@ def _try_out(
 
 def _try_loss(stage: int, specs: Specs, out: Any, target: TensorSpec, loss_fn: Callable[[Any, Tensor], Tensor]) -> None:
     got = f"{', '.join(map(str, specs))} and {target}"
+    if getattr(loss_fn, "reduction", "mean") == "sum":
+        raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
             loss = loss_fn(out, target.empty(NUM_TRIAL_SAMPLES, unpacked(out)[0].device).zero_())
@@ -148,7 +151,7 @@ def _publish(store: dist.Store, stage: int, told: Mapping[str, Specs]) -> None:
     store.set(f"arrives/{stage}", json.dumps({k: [spec.to_json() for spec in v] for k, v in told.items()}))
 
 
-def refuse(store: dist.Store, error: AdlError, *, stages: Iterable[int], rank: int | None = None) -> None:
+def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
     """Tell those that wait for an agreement that there will be none.
 
     Args:
@@ -157,7 +160,7 @@ def refuse(store: dist.Store, error: AdlError, *, stages: Iterable[int], rank: i
         stages: which may wait for their specs.
         rank: of this process, if others may still wait for its fingerprint.
     """
-    told = json.dumps({"failed": str(error), "exit_code": error.exit_code})
+    told = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
     for key in [f"arrives/{stage}" for stage in stages] + [f"fingerprint/{rank}"] * (rank is not None):
         store.set(key, told)
 

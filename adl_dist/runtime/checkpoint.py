@@ -22,30 +22,42 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
-from adl_dist.errors import CheckpointError
+from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.stage import Stage
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 # Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
-FIELDS = {"format": int, "update": int, "epochs": int, "sample": int, "metrics": dict, "files": dict}
+# "of" is what the position refers to: sizes of data and batches, length of the run, optimizer.
+FIELDS = {"format": int, "update": int, "epochs": int, "sample": int, "metrics": dict, "of": dict, "files": dict}
 
 Signature = dict[str, list[int]]
 
 
 def signature(model: nn.Module) -> Signature:
-    """Names and shapes of all parameters and buffers of the uncut model."""
-    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    """Names and shapes of all parameters and buffers of the uncut model.
+
+    Raises:
+        ConfigError: its state holds something that is no tensor.
+    """
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{name} of the model's state is a {type(value).__name__}, no tensor, and cannot be saved"
+            )
+    return {name: list(tensor.shape) for name, tensor in state.items()}
 
 
 def save(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
     """Write the state of this process's stages; every process calls it with the same unfinished ``path``."""
     state: dict[str, Any] = {}
     for stage in stages:
-        state |= {f"model.{name}": tensor for name, tensor in _tensors(stage).items()}
+        state |= {f"model.{name}": tensor for name, tensor in stage.module.state_dict().items()}
         state |= _optimizer_state(stage)
-    with _without_warning():
+    with _explained(path):
         dcp.save(state, checkpoint_id=path, no_dist=not distributed)
 
 
@@ -55,12 +67,12 @@ def load(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
     stored = _stored(path)
     state: dict[str, Any] = {}
     for stage in stages:
-        state |= {f"model.{name}": tensor for name, tensor in _tensors(stage).items()}
+        state |= {f"model.{name}": tensor for name, tensor in stage.module.state_dict().items()}
         for name, _ in stage.module.named_parameters():
             prefix = f"optimizer.{name}."
             for key in (k for k in stored if k.startswith(prefix) and "." not in k[len(prefix) :]):
                 state[key] = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
-    with _without_warning():
+    with _explained(path):
         dcp.load(state, checkpoint_id=path, no_dist=not distributed)
     for stage in stages:
         _restore_optimizer(stage, state)
@@ -69,7 +81,7 @@ def load(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
 def load_weights(path: Path, module: nn.Module) -> None:
     """Read parameters and buffers of a model, or of a part of it, from a complete checkpoint."""
     state = {f"model.{name}": tensor for name, tensor in module.state_dict().items()}
-    with _without_warning():
+    with _explained(path):
         dcp.load(state, checkpoint_id=path, no_dist=True)
 
 
@@ -169,11 +181,19 @@ def check_signature(path: Path, expected: Signature) -> None:
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
-    """Torch warns that one process saves alone, which is what no_dist=True asks for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _explained(path: Path) -> Iterator[None]:
+    """Turn the failure of any rank into one readable error."""
+    try:
+        with warnings.catch_warnings():
+            # With no_dist=True one process saves alone, which is what was asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:  # a BaseException, and it wraps whatever went wrong
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(
+            f"{path} cannot be read or written: rank {rank}: {type(cause).__name__}: {cause}; an older checkpoint "
+            "beside it, if there is one, is untouched"
+        ) from error
 
 
 def _stored(path: Path) -> dict[str, Any]:
@@ -187,14 +207,6 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     others = [other.name for other in complete(path.parent) if other != path]
     way_out = f"remove {path.name} to go on from {others[-1]}" if others else "start again with another run_dir"
     return CheckpointError(f"{path} is damaged: {what}; {way_out}")
-
-
-def _tensors(stage: Stage) -> dict[str, Tensor]:
-    state = stage.module.state_dict()
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(f"stage {stage.index}: {name} of the model's state is no tensor and cannot be saved")
-    return state
 
 
 def _optimizer_state(stage: Stage) -> dict[str, Tensor]:
@@ -211,13 +223,17 @@ def _optimizer_state(stage: Stage) -> dict[str, Tensor]:
 def _restore_optimizer(stage: Stage, state: Mapping[str, Tensor]) -> None:
     if stage.optimizer is None:
         return
-    for name, parameter in stage.module.named_parameters():
-        prefix = f"optimizer.{name}."
-        for key, value in state.items():
-            if key.startswith(prefix) and "." not in key[len(prefix) :]:
-                # torch keeps step counters on the CPU and everything shaped like the weights beside them.
-                where = parameter.device if value.shape == parameter.shape else torch.device("cpu")
-                stage.optimizer.state[parameter][key[len(prefix) :]] = value.to(where)
+    names = {id(parameter): name for name, parameter in stage.module.named_parameters()}
+    groups = stage.optimizer.param_groups
+    restored: dict[int, dict[str, Tensor]] = {}
+    for place, parameter in enumerate(p for group in groups for p in group["params"]):
+        prefix = f"optimizer.{names[id(parameter)]}."
+        kept = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        kept = {key: value for key, value in kept.items() if "." not in key}
+        if kept:
+            restored[place] = kept
+    # torch knows which state belongs on which device, and which counters stay on the CPU.
+    stage.optimizer.load_state_dict({"state": restored, "param_groups": stage.optimizer.state_dict()["param_groups"]})
 
 
 def _sync_folder(folder: Path) -> None:

@@ -22,3 +22,4 @@ def end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(os.environ[LAUNCHER]):  # it died before we asked
             os.kill(os.getpid(), signal.SIGKILL)
+    del os.environ[LAUNCHER]  # not meant for processes that this one starts

@@ -5,9 +5,10 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from adl_dist.errors import DivergedError
+from adl_dist.errors import CheckpointError, DivergedError
 from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import checkpoint
 from adl_dist.runtime.control import Crew, Record, Result
@@ -65,7 +66,7 @@ class Saving:
     every_epochs: int
     keep: int
     signature: checkpoint.Signature
-    num_stages: int
+    optimizer: str
 
 
 class Coordinator:
@@ -90,6 +91,7 @@ class Coordinator:
         while self._epoch < self._plan.epochs and self._update < self._plan.total_updates:
             self._train_one()
             self._evaluate()
+            self._refuse_divergence()
             done = self._epoch == self._plan.epochs or self._update == self._plan.total_updates
             every = self._saving.every_epochs if self._saving else 0
             if done or (every and self._epoch % every == 0):
@@ -113,11 +115,37 @@ class Coordinator:
             return
         manifest = checkpoint.read_manifest(path)
         checkpoint.check_signature(path, self._saving.signature)
+        self._check_identity(path, manifest["of"])
         self._crew.call("load", path=str(path), update=manifest["update"])
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
         self._recorder.start(from_update=self._update)
         self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
+
+    def _identity(self) -> dict[str, Any]:
+        assert self._saving is not None
+        plan = self._plan
+        return {
+            "num_samples": plan.num_samples,
+            "micro_batch_size": plan.micro_batch_size,
+            "accumulation_steps": plan.accumulation_steps,
+            "optimizer": self._saving.optimizer,
+            "total_updates": plan.total_updates,
+        }
+
+    def _check_identity(self, path: Path, theirs: Mapping[str, Any]) -> None:
+        for name, mine in self._identity().items():
+            if theirs.get(name) == mine:
+                continue
+            if name != "total_updates":
+                raise CheckpointError(
+                    f"{path} is of another run: {name} is {theirs.get(name)} there and {mine} here; give the run's own "
+                    "data, batch size and optimizer, or start anew in another run_dir (init_from= takes its weights)"
+                )
+            self._progress.note(
+                f"note: the run is now {mine} updates long, not {theirs.get(name)}; a learning rate schedule that "
+                "depends on the length (cosine) follows the new one"
+            )
 
     def _train_one(self) -> None:
         segment = self._plan.segment(self._epoch, self._sample, self._update)
@@ -156,27 +184,31 @@ class Coordinator:
         last = results[-1]
         assert last["num_samples"] == self._plan.num_validation, "every sample is evaluated exactly once"
         self._metrics = {"validation_loss": last["loss_sum"] / last["num_samples"]}
-        if not math.isfinite(self._metrics["validation_loss"]):
-            # The loss of training is that of the weights before the update; these here must not be saved.
-            what = f"the validation loss is {self._metrics['validation_loss']}"
-            raise DivergedError(what, stage=last["stage"], update=self._update - 1, epoch=self._last_epoch)
         if "num_correct" in last:
             self._metrics["validation_accuracy"] = last["num_correct"] / last["num_samples"]
         for name, value in self._metrics.items():
             self._record(name.replace("_", "/"), value)
         self._progress.end(self._metrics["validation_loss"], self._metrics.get("validation_accuracy"))
 
+    def _refuse_divergence(self) -> None:
+        # The loss of training is that of the weights before the update; these here must not be saved either.
+        loss = self._metrics.get("validation_loss", 0.0)
+        if not math.isfinite(loss):
+            what, last = f"the validation loss is {loss}", max(self._totals)
+            raise DivergedError(what, stage=last, update=self._update - 1, epoch=self._last_epoch)
+
     def _save(self) -> None:
         if self._saving is None:
             return
+        self._recorder.flush()  # what a checkpoint stands for must not be lost with the process
         path = checkpoint.begin(self._saving.folder.checkpoints, self._update)
         self._crew.call("save", path=str(path))
         manifest = {
             "update": self._update,
             "epochs": self._epoch,
             "sample": self._sample,
-            "num_stages": self._saving.num_stages,
             "metrics": self._metrics,
+            "of": self._identity(),
         }
         final = checkpoint.commit(path, manifest, keep=self._saving.keep)
         logger.info("saved %s", final)

@@ -48,7 +48,8 @@ def launch_local(arguments: Sequence[str], *, num_processes: int, max_restarts: 
         while True:
             attempt += 1
             try:
-                _run_ranks(arguments, num_processes)
+                # What an attempt saved, its successor goes on from, whatever the first was told to resume.
+                _run_ranks([*arguments, "resume=auto"] if attempt > 1 else arguments, num_processes)
                 return 0
             except ChildFailedError as failed:
                 code = 2 if USER_CAN_MEND in (f.exitcode for f in failed.failures.values()) else 1
@@ -64,6 +65,8 @@ def launch_local(arguments: Sequence[str], *, num_processes: int, max_restarts: 
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        for name in (LAUNCHER, RENDEZVOUS_FOLDER):
+            os.environ.pop(name, None)
 
 
 def _run_ranks(arguments: Sequence[str], num_processes: int) -> None:

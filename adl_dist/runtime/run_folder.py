@@ -1,5 +1,6 @@
 """The one folder that a run leaves behind, and whose run it is."""
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -14,8 +15,14 @@ from adl_dist.runtime import checkpoint
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 
-# What may differ when a run goes on: how long, where and how it is watched, not what it computes.
-FREE_TO_CHANGE = ("run_dir", "resume", "init_from", "train.epochs", "train.max_updates", "runtime.")
+# What may differ when a run goes on: how long, where, and how it is watched. (Another device or number of threads may
+# move the last bits; a schedule that depends on the length of the run follows the new length, and the run says so.)
+FREE_TO_CHANGE = {
+    *("run_dir", "resume", "init_from", "train.epochs", "train.max_updates"),
+    *("data.root", "data.download", "data.num_workers"),
+    *("runtime.processes", "runtime.device", "runtime.threads", "runtime.timeout_seconds", "runtime.max_restarts"),
+    *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
+}
 
 
 class RunFolder:
@@ -27,6 +34,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self._lock: int | None = None
 
     def check(self, config: Mapping[str, Any], *, resume: str) -> None:
         """Refuse a folder that this run must not write to. Changes nothing, so every rank may call it.
@@ -54,6 +62,11 @@ class RunFolder:
                     "like runs/NAME/checkpoints/update-00000042"
                 )
             checkpoint.read_manifest(Path(resume))
+            if saved and Path(resume).resolve() != saved[-1].resolve():
+                raise CheckpointError(
+                    f"run_dir={self.path} holds {saved[-1].name}, which going on from resume={resume} would write "
+                    "over; choose another run_dir to go on from there"
+                )
         elif saved:
             checkpoint.read_manifest(saved[-1])
         above = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
@@ -70,14 +83,28 @@ class RunFolder:
             The checkpoint to continue from, or None for a fresh start.
 
         Raises:
-            ConfigError: the folder cannot be made.
+            ConfigError: the folder cannot be made, or another process is training there.
         """
         make_folder(self.checkpoints)
+        self._lock = os.open(self.checkpoints, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it when the process ends
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"run_dir={self.path}: another process is training here; wait for it, or choose another run_dir"
+            ) from None
         checkpoint.clean(self.checkpoints)
         _write(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
         if resume in ("auto", "never"):
             return next(reversed(checkpoint.complete(self.checkpoints)), None)
         return Path(resume)
+
+    def close(self) -> None:
+        """Let others write here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all."""
@@ -92,7 +119,7 @@ class RunFolder:
                 f"{known} cannot be read ({reason}), so whose run this is cannot be told; choose another run_dir"
             ) from error
         mine = flatten(config)
-        names = [n for n in sorted(mine.keys() | theirs.keys()) if not n.startswith(FREE_TO_CHANGE)]
+        names = [n for n in sorted(mine.keys() | theirs.keys()) if n not in FREE_TO_CHANGE]
         differing = [n for n in names if mine.get(n) != theirs.get(n)]
         if differing:
             shown = ", ".join(f"{n} is {theirs.get(n)!r} there and {mine.get(n)!r} here" for n in differing[:3])

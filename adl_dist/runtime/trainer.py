@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from adl_dist.data import Loader, check_dataset
-from adl_dist.errors import AdlError, ConfigError, DataError
+from adl_dist.errors import ConfigError, DataError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.partition import cut
 from adl_dist.report import Progress, Recorder
@@ -38,6 +38,7 @@ from adl_dist.runtime.world import (
 )
 from adl_dist.schedule import Method, in_turn
 from adl_dist.stage import Stage
+from adl_dist.transport import TensorSpec
 
 logger = logging.getLogger("adl_dist")
 
@@ -104,6 +105,8 @@ class Trainer:
             raise ConfigError(f"partition.num_stages (K) must be at least 1, got {num_stages}")
         if seed < 0:
             raise ConfigError(f"seed must be >= 0, got {seed}")
+        if not timeout_seconds > 0:
+            raise ConfigError(f"timeout_seconds must be above 0, got {timeout_seconds}")
         self._distributed = launched_world_size() is not None if processes is None else processes
         self._distributed = self._distributed and num_stages > 1
         if self._distributed and launched_world_size() is None:
@@ -122,7 +125,7 @@ class Trainer:
         modules = cut(model, num_stages=num_stages, balance=balance)
         self._signature = checkpoint.signature(model)
         self._home = {name: (k, t.dtype) for k, m in enumerate(modules) for name, t in m.state_dict().items()}
-        self._balance = [len(list(m.children())) for m in modules] if num_stages > 1 else [1]
+        self._balance = [len(m) for m in modules if isinstance(m, nn.Sequential)] if num_stages > 1 else [1]
         own = [launched_rank()] if self._distributed else range(num_stages)
         self._modules = {k: modules[k] for k in own}
 
@@ -178,6 +181,13 @@ class Trainer:
             StageFailed, ChannelError: another process failed.
         """
         micro_batch_size = self._check_lengths(epochs, batch_size, max_updates)
+        if run_dir is None and resume != "auto":
+            raise ConfigError(f"resume={resume} needs a run_dir to go on in; without one nothing is saved or resumed")
+        if keep_checkpoints < 1 or checkpoint_every_epochs < 0:
+            raise ConfigError(
+                f"keep_checkpoints must be at least 1 and checkpoint_every_epochs at least 0, got {keep_checkpoints} "
+                f"and {checkpoint_every_epochs}"
+            )
         told = config if config is not None else self._settings(batch_size, shuffle)
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
         if folder is not None:
@@ -212,7 +222,7 @@ class Trainer:
                 every_epochs=checkpoint_every_epochs,
                 keep=keep_checkpoints,
                 signature=self._signature,
-                num_stages=self._num_stages,
+                optimizer=type(worker.stages[0].optimizer).__name__,
             )
         self._schedule_learning_rates(worker, plan, store)
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
@@ -227,6 +237,8 @@ class Trainer:
                 )
             finally:
                 recorder.close()
+                if folder is not None:
+                    folder.close()
 
     def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Result:
         """Evaluate the present weights on ``dataset``, every sample exactly once.
@@ -234,6 +246,8 @@ class Trainer:
         Returns:
             ``validation_loss`` and, for classes, ``validation_accuracy``; the same on every rank.
         """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         world = self._join()
         store = world.fresh_store()
         with self._threads_set(), self._refusals_told(store):
@@ -263,6 +277,7 @@ class Trainer:
 
         Under torchrun every rank must call it, and every rank gets all of it.
         """
+        self._join()
         full: dict[str, Tensor] = {}
         for name in self._signature:
             stage, dtype = self._home[name]
@@ -307,7 +322,7 @@ class Trainer:
     @contextlib.contextmanager
     def _threads_set(self) -> Iterator[None]:
         before = torch.get_num_threads()
-        torch.set_num_threads(self._threads or max(1, len(os.sched_getaffinity(0)) // self._num_stages))
+        torch.set_num_threads(self._threads or max(1, num_cores() // self._num_stages))
         try:
             yield
         finally:
@@ -320,7 +335,7 @@ class Trainer:
             yield
         except StageFailed:
             raise
-        except AdlError as error:
+        except Exception as error:
             if self._distributed:
                 agreement.refuse(store, error, stages=range(self._num_stages + 1), rank=launched_rank())
                 disconnect(in_order=False)
@@ -363,14 +378,18 @@ class Trainer:
         for module in self._modules.values():
             module.to(world.device)
             if self._channels_last:
-                module.to(memory_format=torch.channels_last)
+                for parameter in module.parameters():
+                    if parameter.ndim == 4:  # the others have no such format
+                        parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        if isinstance(self._loss_fn, nn.Module):
+            self._loss_fn.to(world.device, self._dtype)
         agreement.check_same(store, world.rank, world.size, self._settings())
         acts, target = agreement.agree(
             store,
             self._modules,
             num_stages=self._num_stages,
             loss_fn=self._loss_fn,
-            sample=first_sample(train_feed or val_feed),
+            sample=_common_sample(train_feed, val_feed),
             device=world.device,
         )
         stages = {
@@ -390,7 +409,9 @@ class Trainer:
             if feed is not None and num_outputs is not None:
                 feed.expect_classes(self._loss_fn, num_outputs)
         seats = (
-            wiring.process_seat(world, stages[world.rank], acts, target, num_stages=self._num_stages)
+            wiring.process_seat(
+                world, stages[world.rank], acts, target, method=self._method, num_stages=self._num_stages
+            )
             if world.is_distributed
             else wiring.local_seats(stages, acts, target)
         )
@@ -426,6 +447,23 @@ class Trainer:
         if batch_size is not None:
             settings |= {"batch_size": batch_size, "shuffle": shuffle}
         return settings
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _common_sample(train_feed: Feed | None, val_feed: Feed | None) -> tuple[Tensor, Tensor] | None:
+    """A sample as both datasets give it, for the agreement on shapes; None where no data is fed."""
+    samples = [sample for feed in (train_feed, val_feed) if (sample := first_sample(feed)) is not None]
+    specs = [tuple(str(TensorSpec.of(tensor)) for tensor in sample) for sample in samples]
+    if len(set(specs)) > 1:
+        raise DataError(
+            f"validation dataset: its samples are {' and '.join(specs[1])}, but those of the training dataset are "
+            f"{' and '.join(specs[0])}; give both the same shape and dtype"
+        )
+    return samples[0] if samples else None
 
 
 def _log_to(path: Path) -> None:

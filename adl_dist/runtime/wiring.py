@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from adl_dist.engine import Seat
 from adl_dist.runtime.world import World
+from adl_dist.schedule import Method
 from adl_dist.stage import Stage
 from adl_dist.transport import LocalChannel, ProcessReceiver, ProcessSender, Receiver, Sender, TensorSpec
 
@@ -34,7 +35,7 @@ def local_seats(stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: 
 
 
 def process_seat(
-    world: World, stage: Stage, acts: Mapping[int, Specs], target: Specs, *, num_stages: int
+    world: World, stage: Stage, acts: Mapping[int, Specs], target: Specs, *, method: Method, num_stages: int
 ) -> dict[int, Seat]:
     """The seat of the one stage of this process, connected to its neighbours'."""
     k, last = world.rank, num_stages - 1
@@ -42,8 +43,10 @@ def process_seat(
     senders: dict[str, Sender] = {}
 
     def send(what: str, specs: Specs) -> None:
-        # Training never has more than 2K - 1 micro-batches between stages; the bound is for evaluation.
-        senders[what] = ProcessSender(world.edges[what, k], specs, what=what, max_pending=2 * num_stages)
+        # In training no more than d + 1 micro-batches are in flight, so a send never waits; in evaluation the bound
+        # keeps stage 0 from running away.
+        most = method.delay(0, num_stages=num_stages) + 2
+        senders[what] = ProcessSender(world.edges[what, k], specs, what=what, max_pending=most)
 
     def receive(what: str, source: int, specs: Specs) -> None:
         receivers[what] = ProcessReceiver(world.edges[what, source], specs, what=what, device=world.device)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from adl_dist import engine
 from adl_dist.engine import Seat
-from adl_dist.errors import CheckpointError
 from adl_dist.optim import fast_forward
 from adl_dist.runtime import checkpoint
 from adl_dist.runtime.control import Record, Result
@@ -72,8 +71,7 @@ class LocalWorker:
     def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
         loss_grads = [torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in segment.sample_weights]
         for seat in self.seats.values():
-            seat.stage.begin(segment.epoch, training=True)
-            seat.stage.tally = Tally()
+            seat.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
             seat.loss_grads = loss_grads if seat.stage.is_last else ()
         streams = {
             k: list(
@@ -103,7 +101,6 @@ class LocalWorker:
         )
         for seat in self.seats.values():
             seat.stage.begin(0, training=False)
-            seat.stage.tally = Tally()
         streams = {
             k: list(evaluation_stream(k, num_stages=self.num_stages, num_micro_batches=len(segment.sizes)))
             for k in self.seats
@@ -112,10 +109,7 @@ class LocalWorker:
         return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
 
     def _load(self, path: str, update: int) -> None:
-        try:
-            checkpoint.load(Path(path), self.stages, distributed=self.world.is_distributed)
-        except (RuntimeError, ValueError, KeyError, EOFError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        checkpoint.load(Path(path), self.stages, distributed=self.world.is_distributed)
         for stage in self.stages:
             stage.version = update
             if stage.lr_schedule is not None:

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import os
 import socket
+import sys
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -36,14 +37,12 @@ class World:
         device: where this process computes.
         store: shared by all processes of this attempt.
         edges: the ends that this process holds; empty with a single process.
-        timeout: how long one message may take.
     """
 
     rank: int
     size: int
     device: torch.device
     store: dist.Store
-    timeout: datetime.timedelta
     edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
     _num_jobs: int = 0
 
@@ -86,10 +85,11 @@ def check_world_size(num_stages: int, *, processes: bool) -> None:
 
 def single_process(device: torch.device) -> World:
     """A world of one process, which holds all stages and needs no network."""
-    return World(0, 1, device, dist.HashStore(), datetime.timedelta(minutes=5))
+    return World(0, 1, device, dist.HashStore())
 
 
 _connected: World | None = None
+_left = False  # after an error, which the others may not have met
 
 
 def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> World:
@@ -101,7 +101,14 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     """
     global _connected
     if _connected is not None:
+        if _connected.device.type != device_type or _connected.size != num_stages:
+            raise ConfigError(
+                f"these processes were joined as {_connected.size} stages on {_connected.device.type}; a second "
+                f"trainer in them cannot be {num_stages} on {device_type}"
+            )
         return _connected
+    if _left:
+        raise ConfigError("this process has left the others after an error; start the script again")
     rank, size = launched_rank(), num_stages
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = choose_device(device_type)
@@ -122,8 +129,9 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
             f"{_first_line(error)}; is the port free, is the interface right "
             f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
         ) from error
-    _connected = World(rank, size, device, store, timeout, edges)
-    atexit.register(disconnect)
+    _connected = World(rank, size, device, store, edges)
+    # After an exception that nobody caught, the others may be waiting for us: do not wait for them.
+    atexit.register(lambda: disconnect(in_order=not hasattr(sys, "last_value")))
     return _connected
 
 
@@ -133,10 +141,10 @@ def disconnect(*, in_order: bool = True) -> None:
     Args:
         in_order: all ranks leave now, so wait for the last of them before closing the doors.
     """
-    global _connected
+    global _connected, _left
     if _connected is None:
         return
-    _connected = None
+    _connected, _left = None, not in_order
     if in_order:
         with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
             dist.barrier()
@@ -157,6 +165,8 @@ def choose_device(device_type: str) -> torch.device:
     # Explicit, never left to the backend: torch 2.15's NCCL takes LOCAL_RANK modulo the device count itself.
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     torch.cuda.set_device(device)
+    # Up to five communicators share a GPU; NCCL then wants them launched in one order, that of the host program.
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     return device
 
 
@@ -169,7 +179,12 @@ def _edge_backend(device: torch.device) -> str:
 
 
 def _stay_on_loopback(size: int) -> None:
-    """On one node nothing has to be reachable from outside; a user's own choice of interface stands."""
+    """On one node nothing has to be reachable from outside; a user's own choice of interface stands.
+
+    On several, RPC takes the interface that was named for gloo unless it is named one of its own.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        os.environ.setdefault("TP_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
     if int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size:
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
         if loopback is not None:

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from adl_dist.errors import ScheduleError
-from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
+from adl_dist.schedule.actions import LINKS, RECEIVES, Action, receiver
 
 Streams = Sequence[Sequence[Action]]
 Edge = tuple[str, int]  # what is carried, and the stage that receives it
@@ -135,5 +135,5 @@ def _partners(mine: tuple[str, bool, int], theirs: tuple[str, bool, int]) -> boo
 
 
 def _stuck(waiting: dict[int, Action]) -> str:
-    told = ", ".join(f"stage {k} at {action} ({Op(action.op).name})" for k, action in waiting.items())
+    told = ", ".join(f"stage {k} at {action} ({action.op.name})" for k, action in waiting.items())
     return f"deadlock: every unfinished stage waits for another: {told}"

@@ -36,6 +36,11 @@ class Segment:
         return [self.accumulation_steps] * full + [rest] * (rest > 0)
 
     @property
+    def first_micro_batch(self) -> int:
+        """Micro-batches of the epoch that lie before the segment."""
+        return self.first_sample // self.micro_batch_size
+
+    @property
     def num_updates(self) -> int:
         """Updates that every stage makes."""
         return len(self.group_sizes)

@@ -71,21 +71,25 @@ class Stage:
         self._policy = weight_policy(weights, module, self.optimizer) if self.optimizer else None
         self._loss_fn = loss_fn if is_last else None
         self._seed = seed
-        self._epoch = 0
+        self._epoch = self._first_micro_batch = 0
         # An in-place operation on what came in would overwrite a leaf, and in one process also what the
         # upstream stage keeps for its backward.
-        self._copies_input = index > 0 and _may_start_in_place(module)
+        self._copies_input = index > 0 and may_start_in_place(module)
 
     @property
     def is_last(self) -> bool:
         """Whether this stage computes the loss."""
         return self._loss_fn is not None
 
-    def begin(self, epoch: int, *, training: bool) -> None:
-        """Get ready for a segment of ``epoch``."""
-        assert not self.in_flight, f"stage {self.index} begins with {list(self.in_flight)} in flight"
-        self._epoch = epoch
+    def begin(self, epoch: int, *, training: bool, first_micro_batch: int = 0) -> None:
+        """Get ready for a segment that starts at ``first_micro_batch`` of ``epoch``."""
+        self._epoch, self._first_micro_batch = epoch, first_micro_batch
+        self.tally = Tally()
         self.module.train(training)
+        if training:
+            # What an interrupted segment, or the user before us, left there belongs to no group.
+            self.in_flight.clear()
+            self.module.zero_grad()
 
     def forward(self, micro_batch: int, acts: Tensors, target: Tensor | None) -> Tensors:
         """Forward one micro-batch and keep its graph.
@@ -102,7 +106,8 @@ class Stage:
             leaves = acts
             if self.index > 0:
                 leaves = tuple(a.detach().requires_grad_(a.is_floating_point()) for a in acts)
-            torch_seed(stream_seed(self._seed, "dropout", self._epoch, self.index, micro_batch), acts[0].device)
+            of_epoch = self._first_micro_batch + micro_batch
+            torch_seed(stream_seed(self._seed, "dropout", self._epoch, self.index, of_epoch), acts[0].device)
             outs = self._call(leaves)
             if self.is_last:
                 outs = (self._score(outs, target),)
@@ -193,6 +198,7 @@ def torch_seed(seed: int, device: torch.device) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def _may_start_in_place(module: nn.Module) -> bool:
+def may_start_in_place(module: nn.Module) -> bool:
+    """Whether the first operation of ``module`` may overwrite what it is given."""
     first = next(module.children(), module) if isinstance(module, nn.Sequential) else module
     return any(getattr(part, "inplace", False) is True for part in first.modules())

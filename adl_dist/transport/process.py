@@ -27,8 +27,8 @@ POSTED_AHEAD = 2
 class Edge(NamedTuple):
     """A communicator of its own from one rank to another."""
 
-    source: int
-    target: int
+    sender: int
+    receiver: int
     group: dist.ProcessGroup
     backend: str  # "gloo" or "nccl"
 
@@ -39,25 +39,31 @@ def connect_edges(
     """Make and connect all edges of a pipeline. Every rank calls it; rank k is stage k.
 
     Returns:
-        Edges by (what, source stage): ``("act", k)`` to k + 1, ``("grad", k + 1)`` to k, and
+        Edges by (what, sending stage): ``("act", k)`` to k + 1, ``("grad", k + 1)`` to k, and
         ``("target", 0)`` to the last stage. Only those this rank is an end of.
     """
     pairs = [("act", k, k + 1) for k in range(num_stages - 1)]
     pairs += [("grad", k + 1, k) for k in range(num_stages - 1)]
     pairs += [("target", 0, num_stages - 1)] if num_stages > 1 else []
     rank, edges = dist.get_rank(), {}
-    for what, source, target in pairs:
+    for what, sender, receiver in pairs:
         # Targets are small and live on the CPU until the last stage needs them.
         edge_backend = "gloo" if what == "target" else backend
-        group = dist.new_group([source, target], backend=edge_backend, timeout=timeout)
-        if rank in (source, target):
+        group = dist.new_group(
+            [sender, receiver],
+            backend=edge_backend,
+            timeout=timeout,
+            # Named, or NCCL takes LOCAL_RANK modulo the device count (torch 2.15).
+            device_id=device if edge_backend == "nccl" else None,
+        )
+        if rank in (sender, receiver):
             assert isinstance(group, dist.ProcessGroup)
-            edge = edges[what, source] = Edge(source, target, group, edge_backend)
+            edge = edges[what, sender] = Edge(sender, receiver, group, edge_backend)
             probe = torch.zeros(1, device=device if edge_backend == "nccl" else "cpu")
-            if rank == source:
-                dist.send(probe, target, group=edge.group)
+            if rank == sender:
+                dist.send(probe, receiver, group=edge.group)
             else:
-                dist.recv(probe, source, group=edge.group)
+                dist.recv(probe, sender, group=edge.group)
     return edges
 
 
@@ -92,7 +98,7 @@ class ProcessSender:
                 wire = wire.to("cpu")  # gloo reads host memory only
             tag = micro_batch * len(self._specs) + place
             try:
-                work = dist.isend(wire, self._edge.target, group=self._edge.group, tag=tag)
+                work = dist.isend(wire, self._edge.receiver, group=self._edge.group, tag=tag)
             except RuntimeError as error:
                 raise self._lost(micro_batch) from error
             assert work is not None
@@ -115,12 +121,12 @@ class ProcessSender:
                 raise self._lost(micro_batch) from error
 
     def _told(self, micro_batch: int) -> str:
-        return f"stage {self._edge.source} -> stage {self._edge.target}: {self._what} of micro-batch {micro_batch}"
+        return f"stage {self._edge.sender} -> stage {self._edge.receiver}: {self._what} of micro-batch {micro_batch}"
 
     def _lost(self, micro_batch: int) -> ChannelError:
         return ChannelError(
-            f"{self._told(micro_batch)} could not be sent: stage {self._edge.target} is gone or silent; its own log, "
-            f"logs/rank{self._edge.target}.log, says why"
+            f"{self._told(micro_batch)} could not be sent: stage {self._edge.receiver} is gone or silent; its own log, "
+            f"logs/rank{self._edge.receiver}.log, says why"
         )
 
 
@@ -156,12 +162,10 @@ class ProcessReceiver:
         size, works = self._sizes[self._next], []
         device = torch.device("cpu") if self._edge.backend == "gloo" else self._device
         for place, spec in enumerate(self._specs):
-            buffer = spec.empty(size, device)
-            if device != self._device:
-                buffer = buffer.pin_memory()
+            buffer = spec.empty(size, device, pinned=device != self._device)
             tag = self._next * len(self._specs) + place
             try:
-                work = dist.irecv(spec.as_wire(buffer), self._edge.source, group=self._edge.group, tag=tag)
+                work = dist.irecv(spec.as_wire(buffer), self._edge.sender, group=self._edge.group, tag=tag)
             except RuntimeError as error:
                 raise self._lost(self._next) from error
             assert work is not None
@@ -171,6 +175,6 @@ class ProcessReceiver:
 
     def _lost(self, micro_batch: int) -> ChannelError:
         return ChannelError(
-            f"stage {self._edge.target} <- stage {self._edge.source}: waited for the {self._what} of micro-batch "
-            f"{micro_batch}, but the peer is gone or silent; its own log, logs/rank{self._edge.source}.log, says why"
+            f"stage {self._edge.receiver} <- stage {self._edge.sender}: waited for the {self._what} of micro-batch "
+            f"{micro_batch}, but the peer is gone or silent; its own log, logs/rank{self._edge.sender}.log, says why"
         )

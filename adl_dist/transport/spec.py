@@ -32,13 +32,14 @@ class TensorSpec:
         )
         return cls(tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."), channels_last)
 
-    def empty(self, size: int, device: torch.device) -> Tensor:
-        """An uninitialised tensor of ``size`` samples."""
+    def empty(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
+        """An uninitialised tensor of ``size`` samples; ``pinned``: on the CPU, for fast copies to a GPU."""
         return torch.empty(
             (size, *self.shape),
             dtype=getattr(torch, self.dtype),
             device=device,
             memory_format=self._format,
+            pin_memory=pinned,
         )
 
     def fit(self, tensor: Tensor, size: int, where: str) -> Tensor:

@@ -4,13 +4,16 @@ Here are the mistakes that are found before any process starts, or with all stag
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from adl_dist.cli import commands
+from adl_dist.runtime import launch
 from tests.support.commands import (
     ADL_DIST,
     ROOT,
@@ -154,7 +157,7 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize(("override", "parts"), NONSENSE)
+@pytest.mark.parametrize(("override", "parts"), NONSENSE, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_mistake_on_the_command_line_is_told_before_any_process_starts(override, parts, tmp_path, monkeypatch):
     def launch(*_, **__):
         raise AssertionError("processes were started")
@@ -385,6 +388,47 @@ def test_a_start_that_fails_does_not_stand_in_the_way_of_the_corrected_command(t
     refused(*words(tmp_path / "run", "data.in_channels=1", "model.in_channels=3"))
     outcome = in_process(*words(tmp_path / "run", "data.in_channels=1"))
     assert (outcome.code, outcome.err) == (0, "")
+
+
+@pytest.mark.xfail(strict=True, reason="Coordinator._resume claims the folder before it looks into the checkpoint")
+def test_a_checkpoint_of_another_model_does_not_stand_in_the_way_of_the_corrected_command(foreign, tmp_path):
+    line = refused(*words(tmp_path / "run", SMALL, f"resume={foreign[0]}"))
+    shows(line, [f"{foreign[0]} is of another model"])
+    outcome = in_process(*words(tmp_path / "run", f"resume={foreign[0]}"))
+    assert (outcome.code, outcome.err) == (0, "")
+
+
+@pytest.mark.xfail(strict=True, reason="RunFolder.check asks for a path that is too long whether it exists")
+def test_a_run_folder_with_an_impossible_name_is_told_with_the_reason(tmp_path):
+    line = refused(*words(tmp_path / ("r" * 300)))
+    shows(line, ["run_dir=", "cannot be made", "File name too long", "choose another run_dir"])
+
+
+def test_resume_never_refuses_a_new_start_and_no_restart(run_dir, monkeypatch):
+    """torchrun gives a restarted rank the words of the first attempt, whose checkpoints are there by now."""
+    command = words(run_dir, SMALL, "train.epochs=3", "resume=never")
+    refused(*command)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    outcome = in_process(*command)
+    assert (outcome.code, outcome.err) == (0, "")
+    shows(outcome.out, [f"resumed from {run_dir / 'checkpoints' / NEWEST}"])
+
+
+@pytest.mark.xfail(strict=True, reason="launch_local gives the restarted ranks resume=never again")
+def test_our_own_restart_is_not_refused_by_resume_never_either(monkeypatch):
+    given = []
+
+    def fail_once(arguments, num_processes):
+        given.append(list(arguments))
+        if len(given) == 1:
+            failure = ProcessFailure(local_rank=0, pid=os.getpid(), exitcode=1, error_file="<N/A>")
+            raise ChildFailedError("adl_dist", {0: failure})
+
+    for name in ("ADL_DIST_LAUNCHER", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):  # launch_local sets them for the ranks
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(launch, "_run_ranks", fail_once)
+    assert launch.launch_local(["train", "seed=1", "resume=never"], num_processes=2, max_restarts=1) == 0
+    assert given == [["train", "seed=1", "resume=never"], ["train", "seed=1", "resume=auto"]]
 
 
 def cut(path):

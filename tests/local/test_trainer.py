@@ -227,3 +227,159 @@ def test_a_parameter_shared_by_two_stages_is_refused_by_name():
     with pytest.raises(PartitionError, match=r"'0.weight' on stage 0 and '2.weight' on stage 1 are one and the same"):
         cut(model, num_stages=2)
     assert len(cut(model, num_stages=2, balance=[3, 1])) == 2
+
+
+def test_a_module_that_stands_twice_is_run_twice():
+    act = nn.Tanh()
+    model = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act, nn.Linear(3, 2))
+    stages = cut(model, num_stages=2, balance=[2, 3])
+    x = torch.randn(4, 3)
+    assert torch.equal(stages[1](stages[0](x)), model(x))
+
+
+class Doubling(nn.Sequential):
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_not_cut():
+    with pytest.raises(PartitionError, match="it has a forward or hooks of its own"):
+        cut(Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), num_stages=2)
+    assert len(cut(Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), num_stages=1)) == 1
+
+
+# --- What must not leak, and what must be refused --------------------------------------------------------------
+
+
+def test_gradients_left_by_an_interrupted_group_do_not_reach_the_next_fit():
+    left, fresh = trainer_of(2, model=(model := batch_norm_net())), trainer_of(2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    for trainer in (left, fresh):
+        trainer.fit(FixedImages(12), epochs=1, batch_size=4, quiet=True)
+    a, b = left.full_state_dict(), fresh.full_state_dict()
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_second_fit_equals_a_fresh_trainer_on_the_weights_of_the_first():
+    trainer = trainer_of(3)
+    trainer.fit(FixedImages(20), epochs=1, batch_size=8, quiet=True)
+    model = batch_norm_net(seed=5)
+    model.load_state_dict(trainer.full_state_dict())
+    fresh = trainer_of(3, model=model)
+    for one in (trainer, fresh):
+        one.fit(FixedImages(20), epochs=2, batch_size=8, quiet=True)
+    a, b = trainer.full_state_dict(), fresh.full_state_dict()
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_stages_that_start_in_place_or_hold_no_parameter_train_like_the_uncut_model(channels_last):
+    """Cut into single units: one is a ReLU that overwrites its input, two have nothing to train. lr = 0 compares."""
+
+    def states(K):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, NUM_CLASSES)
+        )
+        trainer = adl_dist.Trainer(
+            model, loss_fn=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.0), num_stages=K,
+            dtype=torch.float64, channels_last=channels_last, threads=1,
+        )  # fmt: skip
+        summary = trainer.fit(
+            FixedImages(20, dtype=torch.float64), epochs=1, batch_size=8, val_dataset=FixedImages(9), quiet=True
+        )
+        return trainer.full_state_dict(), summary["validation_loss"]
+
+    (uncut, loss), (cut_up, cut_loss) = states(1), states(5)
+    assert cut_loss == pytest.approx(loss, rel=1e-12)
+    for name in uncut:
+        torch.testing.assert_close(cut_up[name], uncut[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_three_dimensional_net_trains_with_channels_last_as_the_command_line_sets_it():
+    model = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 2, (2, 3, 3)), nn.Flatten(), nn.Linear(32, NUM_CLASSES))
+    trainer_of(2, model=model, channels_last=True).fit(FixedImages(8), epochs=1, batch_size=4, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"resume": "runs/elsewhere"}, "resume=runs/elsewhere needs a run_dir"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints must be at least 1"),
+        ({"val_dataset": FixedImages(4, dtype=torch.float64)}, None),
+        ({"batch_size": 1}, "leaves no sample for each"),
+        ({"epochs": 0}, "train.epochs must be at least 1"),
+    ],
+)
+def test_arguments_of_fit_are_checked_before_anything_happens(arguments, message):
+    options = {"epochs": 1, "batch_size": 4, "quiet": True, **arguments}
+    if message is None:  # float64 images are taken in the run's dtype, so they do fit
+        trainer_of(2).fit(FixedImages(8), **options)
+        return
+    with pytest.raises(adl_dist.AdlError, match=message):
+        trainer_of(2).fit(FixedImages(8), **options)
+
+
+def test_validation_data_of_another_shape_is_refused_before_training():
+    class Larger(FixedImages):
+        def __getitem__(self, index):
+            return torch.zeros(2, 7, 7), self.labels[index]
+
+    with pytest.raises(adl_dist.AdlError, match=r"validation dataset: its samples are float32\[B, 2, 7, 7\]"):
+        trainer_of(2).fit(FixedImages(8), epochs=1, batch_size=4, val_dataset=Larger(4), quiet=True)
+
+
+def test_a_loss_that_is_a_sum_is_refused():
+    trainer = adl_dist.Trainer(
+        batch_norm_net(),
+        loss_fn=nn.CrossEntropyLoss(reduction="sum"),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
+    with pytest.raises(adl_dist.AdlError, match="the loss is a sum; expected the mean"):
+        trainer.fit(FixedImages(8), epochs=1, batch_size=4, quiet=True)
+
+
+def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
+    """Other data, another optimizer, an older checkpoint: each is told, and nothing is written over."""
+
+    def fit(samples=12, optimizer=torch.optim.SGD, epochs=2, resume="auto"):
+        trainer = adl_dist.Trainer(
+            batch_norm_net(), loss_fn=nn.CrossEntropyLoss(), optimizer=lambda p: optimizer(p, lr=0.1), threads=1
+        )
+        trainer.fit(
+            FixedImages(samples), epochs=epochs, batch_size=4, run_dir=tmp_path, resume=resume, quiet=True,
+            tensorboard=False,
+        )  # fmt: skip
+
+    fit()
+    saved = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    for options, message in (
+        ({"samples": 40}, "num_samples is 12 there and 40 here"),
+        ({"optimizer": torch.optim.AdamW, "epochs": 3}, "optimizer is SGD there and AdamW here"),
+        ({"epochs": 3, "resume": str(tmp_path / "checkpoints" / saved[0])}, "would write over"),
+    ):
+        with pytest.raises(adl_dist.AdlError, match=message):
+            fit(**options)
+        assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == saved
+
+
+def test_bytes_that_changed_in_a_checkpoint_end_in_one_readable_error(tmp_path):
+    trainer = trainer_of(2)
+    trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=tmp_path, quiet=True, tensorboard=False)
+    (path,) = (tmp_path / "checkpoints").iterdir()
+    data = path / "__0_0.distcp"
+    data.write_bytes(bytes(255 - b for b in data.read_bytes()))
+    with pytest.raises(adl_dist.AdlError, match="cannot be read or written: rank 0"):
+        trainer_of(2).load_checkpoint(path)
+
+
+def test_two_runs_in_one_folder_at_the_same_time_are_refused(tmp_path):
+    from adl_dist.runtime.run_folder import RunFolder
+
+    first = RunFolder(tmp_path)
+    first.open({}, resume="auto")
+    with pytest.raises(adl_dist.AdlError, match="another process is training here"):
+        RunFolder(tmp_path).open({}, resume="auto")
+    first.close()
+    RunFolder(tmp_path).open({}, resume="auto")

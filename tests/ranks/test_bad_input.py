@@ -112,6 +112,16 @@ def test_a_rank_that_reaches_nobody_ends_in_time_and_says_what_to_look_at(tmp_pa
     assert not list(tmp_path.glob("run/checkpoints"))
 
 
+@pytest.mark.xfail(strict=True, reason="connect does not expect the ValueError of dist.rendezvous")
+def test_a_rank_that_is_not_told_where_the_others_meet_says_what_is_missing(tmp_path):
+    outcome = as_command(
+        ADL_DIST,
+        *words(tmp_path / "run", "runtime.timeout_seconds=2", processes=True),
+        env={"RANK": "1", "WORLD_SIZE": "2"},
+    )
+    shows(outcome.refusal(code=1), ["rank 1 could not join", "MASTER_ADDR expected, but not set"])
+
+
 def command_on_a_rank(folder, arguments):
     """``adl-dist`` as one rank, with what it says in files; ends the process unless all went well."""
     for name, descriptor in (("out", 1), ("err", 2)):
