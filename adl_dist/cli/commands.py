@@ -13,6 +13,7 @@ from adl_dist.cli import build
 from adl_dist.cli.compose import compose_run, known_run, simple_options
 from adl_dist.errors import AdlError, CheckpointError
 from adl_dist.report import final_table
+from adl_dist.runtime.checkpoint import complete
 from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.launch import launch_local
 from adl_dist.runtime.run_folder import RunFolder, newest_checkpoint
@@ -30,12 +31,11 @@ def train(words: list[str]) -> None:
 
         print_keys()
         return
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
-        words = [*words, "resume=auto"]  # what the attempt before saved, whatever the first was told to resume
     config, plain = compose_run(words)
     assert config.run_dir is not None
-    if config.resume == "never" and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
-        config.resume = "auto"  # what the first attempt left there is the run's own
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if restarted and complete(Path(config.run_dir) / "checkpoints"):
+        config.resume = "auto"  # what the attempt before saved, whatever the first was told to resume
     build.check_targets(config)
     build.check_device(config)
     RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)

@@ -107,20 +107,25 @@ class Coordinator:
         return self._metrics
 
     def _resume(self) -> None:
-        # The folder is claimed only now that all stages agree: a start that failed must not stand in the way of the
-        # corrected command.
-        path = self._saving.folder.open(self._saving.config, resume=self._saving.resume) if self._saving else None
-        if self._saving is None or path is None:
-            self._recorder.start(from_update=0)
-            return
+        path = None
+        if self._saving is not None:
+            path = self._saving.folder.open(resume=self._saving.resume)
+            if path is not None:
+                self._go_on_from(path, self._saving)
+            # Only now that all stages agree and the checkpoint has been read: a start that failed must not stand in
+            # the way of the corrected command.
+            self._saving.folder.claim(self._saving.config)
+        self._recorder.start(from_update=self._update)
+        if path is not None:
+            self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
+
+    def _go_on_from(self, path: Path, saving: Saving) -> None:
         manifest = checkpoint.read_manifest(path)
-        checkpoint.check_signature(path, self._saving.signature)
+        checkpoint.check_signature(path, saving.signature)
         self._check_identity(path, manifest["of"])
         self._crew.call("load", path=str(path), update=manifest["update"])
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
-        self._recorder.start(from_update=self._update)
-        self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
 
     def _identity(self) -> dict[str, Any]:
         assert self._saving is not None

@@ -47,6 +47,7 @@ class RunFolder:
             ConfigError: the folder belongs to a run of another configuration.
             CheckpointError: it holds a run and ``resume=never``; ``resume`` names no checkpoint.
         """
+        self._check_place()
         saved = checkpoint.complete(self.checkpoints)
         if resume == "never" and saved:
             raise CheckpointError(
@@ -64,20 +65,25 @@ class RunFolder:
             checkpoint.read_manifest(Path(resume))
             if saved and Path(resume).resolve() != saved[-1].resolve():
                 raise CheckpointError(
-                    f"run_dir={self.path} holds {saved[-1].name}, which going on from resume={resume} would write "
-                    "over; choose another run_dir to go on from there"
+                    f"run_dir={self.path} holds {saved[-1].name}, and going on from resume={resume} would write "
+                    "over it; choose another run_dir to go on from there"
                 )
         elif saved:
             checkpoint.read_manifest(saved[-1])
-        above = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+
+    def _check_place(self) -> None:
+        try:
+            above = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        except OSError as error:
+            raise ConfigError(f"run_dir={self.path} cannot be made: {error.strerror}; choose another run_dir") from None
         if not above.is_dir() or not os.access(above, os.W_OK):
             raise ConfigError(
                 f"run_dir={self.path} cannot be made: {above} is {'not writable' if above.is_dir() else 'a file'}; "
                 "choose another run_dir"
             )
 
-    def open(self, config: Mapping[str, Any], *, resume: str) -> Path | None:
-        """Make the folder and say where to start from; on rank 0, after :meth:`check`.
+    def open(self, *, resume: str) -> Path | None:
+        """Make the folder, keep others out, and say where to start from; on rank 0, after :meth:`check`.
 
         Returns:
             The checkpoint to continue from, or None for a fresh start.
@@ -95,10 +101,13 @@ class RunFolder:
                 f"run_dir={self.path}: another process is training here; wait for it, or choose another run_dir"
             ) from None
         checkpoint.clean(self.checkpoints)
-        _write(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
         if resume in ("auto", "never"):
             return next(reversed(checkpoint.complete(self.checkpoints)), None)
         return Path(resume)
+
+    def claim(self, config: Mapping[str, Any]) -> None:
+        """Write down whose run this is."""
+        _write(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
 
     def close(self) -> None:
         """Let others write here."""

@@ -122,7 +122,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
         backend = _edge_backend(device)
         edges = connect_edges(num_stages, backend=backend, device=device, timeout=timeout)
         _start_rpc(rank, size, store, timeout_seconds)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', '-')}"
         raise ChannelError(
             f"rank {rank} could not join the other {size - 1} processes at {where} within {timeout_seconds:g} s: "

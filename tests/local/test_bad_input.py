@@ -3,6 +3,7 @@
 Here are the mistakes that are found before any process starts, or with all stages in one process.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -10,10 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from adl_dist.cli import commands
-from adl_dist.runtime import launch
 from tests.support.commands import (
     ADL_DIST,
     ROOT,
@@ -144,7 +143,7 @@ NONSENSE = [
     ),
     (
         f"model._target_={USER}.tied",
-        ["'1.1.weight' on stage 0 and '3.1.weight' on stage 1", "one and the same parameter", "partition.balance"],
+        ["'1.1.weight' on stage 0 and '3.1.weight' on stage 1", "one and the same tensor", "partition.balance"],
     ),
     # where from and where to
     (
@@ -390,7 +389,6 @@ def test_a_start_that_fails_does_not_stand_in_the_way_of_the_corrected_command(t
     assert (outcome.code, outcome.err) == (0, "")
 
 
-@pytest.mark.xfail(strict=True, reason="Coordinator._resume claims the folder before it looks into the checkpoint")
 def test_a_checkpoint_of_another_model_does_not_stand_in_the_way_of_the_corrected_command(foreign, tmp_path):
     line = refused(*words(tmp_path / "run", SMALL, f"resume={foreign[0]}"))
     shows(line, [f"{foreign[0]} is of another model"])
@@ -398,10 +396,28 @@ def test_a_checkpoint_of_another_model_does_not_stand_in_the_way_of_the_correcte
     assert (outcome.code, outcome.err) == (0, "")
 
 
-@pytest.mark.xfail(strict=True, reason="RunFolder.check asks for a path that is too long whether it exists")
 def test_a_run_folder_with_an_impossible_name_is_told_with_the_reason(tmp_path):
     line = refused(*words(tmp_path / ("r" * 300)))
     shows(line, ["run_dir=", "cannot be made", "File name too long", "choose another run_dir"])
+
+
+def test_going_on_from_an_older_checkpoint_never_writes_over_the_newer_one(run_dir):
+    before = snapshot(run_dir)
+    line = refused(*words(run_dir, SMALL, "train.epochs=3", f"resume={run_dir / 'checkpoints' / OLDER}"))
+    shows(line, [f"run_dir={run_dir} holds {NEWEST}", "would write over", "choose another run_dir"])
+    assert snapshot(run_dir) == before
+
+
+def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
+    before = snapshot(run_dir)
+    held = os.open(run_dir / "checkpoints", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        line = refused(*words(run_dir, SMALL, "train.epochs=3"))
+    finally:
+        os.close(held)
+    shows(line, [f"run_dir={run_dir}", "another process is training here", "wait for it, or choose another run_dir"])
+    assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
 
 
 def test_resume_never_refuses_a_new_start_and_no_restart(run_dir, monkeypatch):
@@ -414,21 +430,11 @@ def test_resume_never_refuses_a_new_start_and_no_restart(run_dir, monkeypatch):
     shows(outcome.out, [f"resumed from {run_dir / 'checkpoints' / NEWEST}"])
 
 
-@pytest.mark.xfail(strict=True, reason="launch_local gives the restarted ranks resume=never again")
-def test_our_own_restart_is_not_refused_by_resume_never_either(monkeypatch):
-    given = []
-
-    def fail_once(arguments, num_processes):
-        given.append(list(arguments))
-        if len(given) == 1:
-            failure = ProcessFailure(local_rank=0, pid=os.getpid(), exitcode=1, error_file="<N/A>")
-            raise ChildFailedError("adl_dist", {0: failure})
-
-    for name in ("ADL_DIST_LAUNCHER", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):  # launch_local sets them for the ranks
-        monkeypatch.setenv(name, "")
-    monkeypatch.setattr(launch, "_run_ranks", fail_once)
-    assert launch.launch_local(["train", "seed=1", "resume=never"], num_processes=2, max_restarts=1) == 0
-    assert given == [["train", "seed=1", "resume=never"], ["train", "seed=1", "resume=auto"]]
+def test_a_restart_before_the_first_checkpoint_starts_where_the_first_attempt_did(foreign, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    outcome = in_process(*words(tmp_path / "run", "train.max_updates=2", f"resume={foreign[0]}"))
+    assert (outcome.code, outcome.err) == (0, "")
+    shows(outcome.out, [f"resumed from {foreign[0]}"])
 
 
 def cut(path):
@@ -496,7 +502,7 @@ def test_a_checkpoint_of_a_newer_format_is_told_with_both_formats(run_dir):
 def test_a_checkpoint_of_another_model_is_told_with_the_first_difference(run_dir, foreign, tmp_path):
     parts = [f"{foreign[0]} is of another model", "0.1.bias is [8] in this model and missing in the checkpoint"]
     before = snapshot(run_dir / "checkpoints"), snapshot(foreign[0])
-    shows(refused(*words(run_dir, SMALL, "train.epochs=3", f"resume={foreign[0]}")), parts)
+    shows(refused(*words(tmp_path / "new", SMALL, "train.epochs=3", f"resume={foreign[0]}")), parts)
     shows(refused("evaluate", f"run_dir={run_dir}", f"checkpoint={foreign[0]}"), parts)
     out = tmp_path / "model.pt"
     shows(refused("export", f"run_dir={run_dir}", f"checkpoint={foreign[0]}", f"out={out}"), parts)

@@ -378,8 +378,8 @@ def test_two_runs_in_one_folder_at_the_same_time_are_refused(tmp_path):
     from adl_dist.runtime.run_folder import RunFolder
 
     first = RunFolder(tmp_path)
-    first.open({}, resume="auto")
+    first.open(resume="auto")
     with pytest.raises(adl_dist.AdlError, match="another process is training here"):
-        RunFolder(tmp_path).open({}, resume="auto")
+        RunFolder(tmp_path).open(resume="auto")
     first.close()
-    RunFolder(tmp_path).open({}, resume="auto")
+    RunFolder(tmp_path).open(resume="auto")

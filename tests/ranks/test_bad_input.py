@@ -112,7 +112,6 @@ def test_a_rank_that_reaches_nobody_ends_in_time_and_says_what_to_look_at(tmp_pa
     assert not list(tmp_path.glob("run/checkpoints"))
 
 
-@pytest.mark.xfail(strict=True, reason="connect does not expect the ValueError of dist.rendezvous")
 def test_a_rank_that_is_not_told_where_the_others_meet_says_what_is_missing(tmp_path):
     outcome = as_command(
         ADL_DIST,
