@@ -14,6 +14,7 @@ from adl_dist.cli.compose import compose_run, known_run, simple_options
 from adl_dist.errors import AdlError, CheckpointError
 from adl_dist.report import final_table
 from adl_dist.runtime.checkpoint import complete
+from adl_dist.runtime.child import is_restarted
 from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.launch import launch_local
 from adl_dist.runtime.run_folder import RunFolder, newest_checkpoint
@@ -33,8 +34,7 @@ def train(words: list[str]) -> None:
         return
     config, plain = compose_run(words)
     assert config.run_dir is not None
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if restarted and complete(Path(config.run_dir) / "checkpoints"):
+    if is_restarted() and complete(Path(config.run_dir) / "checkpoints"):
         config.resume = "auto"  # what the attempt before saved, whatever the first was told to resume
     build.check_targets(config)
     build.check_device(config)

@@ -5,9 +5,11 @@ import os
 import signal
 import sys
 
-# Set by the launcher: a folder for a store that listens on no port at all, and the launcher's process id.
+# Set by the launcher: a folder for a store that listens on no port at all, its process id, and how often it has
+# started its ranks again.
 RENDEZVOUS_FOLDER = "ADL_DIST_RENDEZVOUS"
 LAUNCHER = "ADL_DIST_LAUNCHER"
+RESTARTS = "ADL_DIST_RESTARTS"
 
 PR_SET_PDEATHSIG = 1
 
@@ -23,3 +25,8 @@ def end_with_launcher() -> None:
         if os.getppid() != int(os.environ[LAUNCHER]):  # it died before we asked
             os.kill(os.getpid(), signal.SIGKILL)
     del os.environ[LAUNCHER]  # not meant for processes that this one starts
+
+
+def is_restarted() -> bool:
+    """Whether this rank takes the place of one that died, started by adl_dist's launcher or by torchrun."""
+    return any(int(os.environ.get(name, 0)) > 0 for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from adl_dist.runtime.child import LAUNCHER, RENDEZVOUS_FOLDER
+from adl_dist.runtime.child import LAUNCHER, RENDEZVOUS_FOLDER, RESTARTS
 
 USER_CAN_MEND = 2  # exit code of a rank that would only fail again
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by the agent, which ends its ranks then
@@ -48,8 +48,8 @@ def launch_local(arguments: Sequence[str], *, num_processes: int, max_restarts: 
         while True:
             attempt += 1
             try:
-                # What an attempt saved, its successor goes on from, whatever the first was told to resume.
-                _run_ranks([*arguments, "resume=auto"] if attempt > 1 else arguments, num_processes)
+                os.environ[RESTARTS] = str(attempt - 1)
+                _run_ranks(arguments, num_processes)
                 return 0
             except ChildFailedError as failed:
                 code = 2 if USER_CAN_MEND in (f.exitcode for f in failed.failures.values()) else 1
@@ -65,7 +65,7 @@ def launch_local(arguments: Sequence[str], *, num_processes: int, max_restarts: 
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for name in (LAUNCHER, RENDEZVOUS_FOLDER):
+        for name in (LAUNCHER, RENDEZVOUS_FOLDER, RESTARTS):
             os.environ.pop(name, None)
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from adl_dist.cli import commands
+from adl_dist.runtime import launch
 from tests.support.commands import (
     ADL_DIST,
     ROOT,
@@ -435,6 +437,40 @@ def test_a_restart_before_the_first_checkpoint_starts_where_the_first_attempt_di
     outcome = in_process(*words(tmp_path / "run", "train.max_updates=2", f"resume={foreign[0]}"))
     assert (outcome.code, outcome.err) == (0, "")
     shows(outcome.out, [f"resumed from {foreign[0]}"])
+
+
+@pytest.mark.parametrize(
+    ("resume", "saved_before", "resumed_from"),
+    [
+        ("never", ["train.max_updates=1"], "{run_dir}/checkpoints/update-00000001"),
+        ("{foreign}", None, "{foreign}"),
+    ],
+    ids=["never", "a checkpoint"],
+)
+def test_our_own_launcher_restarts_a_run_where_it_was(
+    resume, saved_before, resumed_from, foreign, tmp_path, monkeypatch
+):
+    """The ranks are played by this process; the first attempt ends after its first checkpoint, or before."""
+    attempts = []
+    names = {"foreign": foreign[0], "run_dir": tmp_path / "run"}
+
+    def play_ranks(arguments, num_processes):
+        assert num_processes == 2
+        os.environ.pop("ADL_DIST_LAUNCHER", None)  # this process is no child of its own
+        more = saved_before if not attempts else []
+        attempts.append(in_process(*arguments, *more, "runtime.processes=false") if more is not None else None)
+        if len(attempts) == 1:
+            failure = ProcessFailure(local_rank=0, pid=os.getpid(), exitcode=1, error_file="<N/A>")
+            raise ChildFailedError("adl_dist", {0: failure})
+
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # the launcher sets it, and leaves it set
+    monkeypatch.setattr(launch, "_run_ranks", play_ranks)
+    more = [f"resume={resume.format(**names)}", "train.max_updates=2", "runtime.max_restarts=1"]
+    outcome = in_process(*words(tmp_path / "run", *more, processes=True))
+    assert outcome.code == 0
+    shows(outcome.err, ["restart 1 of 1"])
+    assert (attempts[1].code, attempts[1].err) == (0, "")
+    shows(attempts[1].out, [f"resumed from {resumed_from.format(**names)}"])
 
 
 def cut(path):

@@ -37,7 +37,8 @@ TINY = {
 }
 
 # What torchrun and its like set. A test process that has them would be taken for a rank.
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ADL_DIST_RENDEZVOUS")
+OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+OF_RANKS |= {"ADL_DIST_RENDEZVOUS", "ADL_DIST_LAUNCHER"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def shows(line: str, parts: Sequence[str]) -> None:
 
 def in_process(*words: str) -> Outcome:
     """Run ``adl-dist *words`` here, as if this were a process of its own."""
-    assert not set(OF_RANKS) & os.environ.keys(), "main() ends the process of a rank"
+    assert not OF_RANKS & os.environ.keys(), "main() can end the process of a rank"
     out, err = io.StringIO(), io.StringIO()
     code: object = "main() returned"
     with _as_in_a_new_process(), warnings.catch_warnings(record=True) as said:
