@@ -18,8 +18,10 @@ def end_with_launcher() -> None:
     """Die at Ctrl-C without a word, since the launcher has one, and (on Linux) if the launcher is killed."""
     if LAUNCHER not in os.environ:
         return
-    # Python's own handler would wait for a message that never comes, and print a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Python's own handler would wait for a message that never comes, and print a traceback. A shell that starts a job
+    # in the background has its signals ignored, and that stands.
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(os.environ[LAUNCHER]):  # it died before we asked

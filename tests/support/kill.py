@@ -94,6 +94,8 @@ class Command:
                 env=environment,
                 cwd=folder,
                 start_new_session=True,  # a Ctrl-C at the terminal reaches a process group
+                # As from a terminal, also where the tests themselves run in the background with SIGINT ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def __enter__(self) -> "Command":
