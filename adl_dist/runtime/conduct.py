@@ -4,6 +4,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+import torch.futures
+
 from adl_dist.runtime.control import (
     COORDINATOR_RANK,
     Crew,
@@ -52,7 +54,10 @@ def _conduct_from_rank_0(
 
     def coordinate() -> None:
         try:
-            crew.tell("stop", result=policy(crew))
+            told = crew.tell("stop", result=policy(crew))
+            # This process may end at once, and the last word must have arrived before it does.
+            with contextlib.suppress(RuntimeError):  # a process that is gone needs no telling
+                torch.futures.wait_all(told)
         except BaseException as error:
             errors.append(error)
             crew.stop_all(error)

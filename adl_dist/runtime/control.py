@@ -103,11 +103,10 @@ class RpcCrew:
                 results[report["rank"]] = report["results"]
         return [result for rank in sorted(results) for result in results[rank]]
 
-    def tell(self, do: str, **arguments: Any) -> None:
-        """Send a command without waiting for results."""
+    def tell(self, do: str, **arguments: Any) -> "list[torch.futures.Future[Any]]":
+        """Send a command without waiting for results; the futures say when it has arrived."""
         message = json.dumps({"do": do, "arguments": arguments})
-        for rank in range(self._world.size):
-            rpc.rpc_async(name_of(rank), _take_command, args=(message,))
+        return [rpc.rpc_async(name_of(rank), _take_command, args=(message,)) for rank in range(self._world.size)]
 
     def stop_all(self, error: BaseException) -> None:
         """Tell all stages that it is over and why; return when they have heard, or are gone."""
