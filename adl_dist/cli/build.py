@@ -46,11 +46,7 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         model,
         loss_fn=_loss(config),
         optimizer=_optimizer(config),
-        method=Method(
-            name=config.method.name,
-            accumulation_steps=config.method.accumulation_steps,
-            weights=config.method.weights.value,
-        ),
+        method=method(config),
         num_stages=config.partition.num_stages if num_stages is None else num_stages,
         balance=None if balance == "even" or num_stages is not None else balance,
         lr_schedule=_lr_schedule(config),
@@ -62,6 +58,15 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
         processes=config.runtime.processes if processes is None else processes,
         timeout_seconds=config.runtime.timeout_seconds,
+    )
+
+
+def method(config: RunConfig) -> Method:
+    """The method and its hyper-parameters."""
+    return Method(
+        name=config.method.name,
+        accumulation_steps=config.method.accumulation_steps,
+        weights=config.method.weights.value,
     )
 
 

@@ -19,7 +19,7 @@ from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.launch import launch_local
 from adl_dist.runtime.run_folder import RunFolder, newest_checkpoint
 from adl_dist.runtime.world import launched_rank, launched_world_size
-from adl_dist.schedule import Method, describe
+from adl_dist.schedule import describe
 
 _setting_up = True  # until this rank meets the others, all ranks find the same errors
 
@@ -111,11 +111,7 @@ def export(words: list[str]) -> None:
 def schedule(words: list[str]) -> None:
     """``adl-dist schedule``: the tick table and the staleness of each stage."""
     config, _ = compose_run(words)
-    method = Method(
-        name=config.method.name,
-        accumulation_steps=config.method.accumulation_steps,
-        weights=config.method.weights.value,
-    )
+    method = build.method(config)
     num_stages = config.partition.num_stages
     # Enough to show warm-up, one steady group and the drain.
     num_micro_batches = 2 * num_stages + 2 * method.accumulation_steps
