@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from adl_dist.schedule import Action, Op
+from adl_dist.schedule import Action, Op, Work
+from adl_dist.schedule.actions import RECEIVES
 from adl_dist.stage import Stage
 from adl_dist.transport import Receiver, Sender
 
@@ -18,26 +20,35 @@ class Seat:
 
     Attributes:
         stage: does the mathematics.
-        receivers: by what arrives, ``act``, ``grad`` or ``target``.
+        receivers: by what arrives; see ``LINKS``.
         senders: by what leaves.
+        work: what the stage does in this segment.
         batches: (input, target) of each micro-batch in order; on stage 0 only.
-        loss_grads: the weight of each micro-batch in its group; on the last stage only.
+        loss_grads: the weight of each micro-batch in its group; where there is a loss.
         held: what one action leaves for the next, by what it is.
+        buffer: acts and target of earlier micro-batches, for replay.
     """
 
     stage: Stage
     receivers: Mapping[str, Receiver] = field(default_factory=dict)
     senders: Mapping[str, Sender] = field(default_factory=dict)
+    work: Work = field(default_factory=lambda: Work([], [], [], []))
     batches: Iterator[tuple[Tensor, Tensor]] | None = None
     loss_grads: Sequence[Tensor] = ()
     held: dict[str, Tensors] = field(default_factory=dict)
+    buffer: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
 
-    def open(self, sizes: Sequence[int]) -> None:
-        """Begin a segment whose micro-batches hold ``sizes`` samples."""
+    def open(self, work: Work) -> None:
+        """Begin a segment."""
+        self.work = work
+        self.held.clear()
+        self.buffer.clear()
         for sender in self.senders.values():
-            sender.open(sizes)
-        for receiver in self.receivers.values():
-            receiver.open(sizes)
+            sender.open(work.sizes)
+        for what, receiver in self.receivers.items():
+            order = [a.number for a in work.stream if a.op in RECEIVES and RECEIVES[a.op].what == what]
+            from_upstream = what in ("act", "label")
+            receiver.open(work.sizes_upstream if from_upstream else work.sizes, order)
 
     def drain(self) -> None:
         """Return when everything sent has left."""
@@ -53,7 +64,7 @@ def run(order: Iterable[tuple[int, Action]], seats: Mapping[int, Seat]) -> None:
 
 def step(action: Action, seat: Seat) -> None:
     """Execute one action."""
-    b, held = action.number, seat.held
+    b, stage, held = action.number, seat.stage, seat.held
     match action.op:
         case Op.LOAD:
             assert seat.batches is not None
@@ -63,25 +74,40 @@ def step(action: Action, seat: Seat) -> None:
             held["act"] = seat.receivers["act"].recv(b)
         case Op.RECV_TARGET:
             held["target"] = seat.receivers["target"].recv(b)
-        case Op.FORWARD:
-            held["out"] = seat.stage.forward(b, held.pop("act"), _target(seat))
+        case Op.TAKE_TARGET:
+            held["target"] = seat.receivers["label"].recv(b)
+        case Op.KEEP:
+            seat.buffer[b] = held.pop("act"), held.pop("target")
+        case Op.PICK:
+            held["act"], held["target"] = seat.buffer[b]
+        case Op.DROP:
+            del seat.buffer[b]
+        case Op.WEIGHTS:
+            stage.use_weights(b)
+        case Op.FORWARD | Op.FORWARD_ONLY:
+            wanted = held["target"][0] if stage.has_loss else None
+            held["out"] = stage.forward(b, held.pop("act"), wanted, keep_graph=action.op is Op.FORWARD)
         case Op.PREDICT:
-            held["out"] = seat.stage.predict(held.pop("act"), _target(seat))
+            held["out"] = stage.predict(held.pop("act"), held["target"][0] if stage.is_last else None)
+        case Op.RECOMPUTE:
+            stage.recompute(b)
         case Op.SEND_ACT:
             seat.senders["act"].send(b, held.pop("out"))
         case Op.SEND_TARGET:
             seat.senders["target"].send(b, held.pop("target"))
+        case Op.PASS_TARGET:
+            seat.senders["label"].send(b, held.pop("target"))
+        case Op.SEND_GO:
+            seat.senders["go"].send(b, (torch.zeros(seat.work.sizes[b], dtype=torch.uint8),))
+        case Op.RECV_GO:
+            seat.receivers["go"].recv(b)
         case Op.RECV_GRAD:
             held["grad"] = seat.receivers["grad"].recv(b)
         case Op.BACKWARD:
-            # The loss is the last stage's output, and its gradient is its weight in the group.
-            grads = (seat.loss_grads[b],) if seat.stage.is_last else held.pop("grad")
-            held["grad"] = seat.stage.backward(b, grads)
+            # The gradient of a loss is its weight in the group.
+            grads = (seat.loss_grads[b],) if stage.has_loss else held.pop("grad")
+            held["grad"] = stage.backward(b, grads)
         case Op.SEND_GRAD:
             seat.senders["grad"].send(b, held.pop("grad"))
         case Op.UPDATE:
-            seat.stage.update()
-
-
-def _target(seat: Seat) -> Tensor | None:
-    return seat.held.pop("target")[0] if seat.stage.is_last else None
+            stage.update()

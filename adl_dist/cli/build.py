@@ -34,7 +34,7 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
 
     Args:
         config: of the run.
-        num_stages: another K than the configured, for evaluating; then the cut is even.
+        num_stages: another K than the configured, for evaluating: the cut is then even, and the method none.
         processes: another way to run than the configured.
 
     Raises:
@@ -42,11 +42,14 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
     """
     model = build_model(config)
     balance = config.partition.balance
+    method = config.method.chosen()
+    if num_stages is not None:
+        method = Method(name="bp", accumulation_steps=method.micro_batches_per_update)
     return Trainer(
         model,
         loss_fn=_loss(config),
         optimizer=_optimizer(config),
-        method=method(config),
+        method=method,
         num_stages=config.partition.num_stages if num_stages is None else num_stages,
         balance=None if balance == "even" or num_stages is not None else balance,
         lr_schedule=_lr_schedule(config),
@@ -58,15 +61,6 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
         processes=config.runtime.processes if processes is None else processes,
         timeout_seconds=config.runtime.timeout_seconds,
-    )
-
-
-def method(config: RunConfig) -> Method:
-    """The method and its hyper-parameters."""
-    return Method(
-        name=config.method.name,
-        accumulation_steps=config.method.accumulation_steps,
-        weights=config.method.weights.value,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from adl_dist.cli import build
+from adl_dist.cli import build, sweep
 from adl_dist.cli.compose import compose_run, known_run, simple_options
 from adl_dist.errors import AdlError, CheckpointError
 from adl_dist.report import final_table
@@ -25,13 +25,15 @@ _setting_up = True  # until this rank meets the others, all ranks find the same 
 
 
 def train(words: list[str]) -> None:
-    """``adl-dist train``: as one rank, as the parent of K ranks, or all in one process."""
+    """``adl-dist train``: as one rank, as the parent of K ranks, all in one process, or as the parent of a sweep."""
     global _setting_up
     if "--help" in words or "-h" in words:
         from adl_dist.cli.main import print_keys
 
         print_keys()
         return
+    if (several := sweep.requested(words)) is not None:
+        raise SystemExit(sweep.run(several))
     config, plain = compose_run(words)
     assert config.run_dir is not None
     if is_restarted() and complete(Path(config.run_dir) / "checkpoints"):
@@ -75,7 +77,7 @@ def evaluate(words: list[str]) -> None:
     trainer = build.trainer(config, num_stages=1, processes=False)
     trainer.load_checkpoint(path)
     _, val_data = build.build_data(config)
-    micro_batch_size = config.train.batch_size // config.method.accumulation_steps
+    micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size)
     shown = [f"{name.replace('_', ' ')} {_figure(name, value)}" for name, value in metrics.items()]
     _say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
@@ -111,10 +113,10 @@ def export(words: list[str]) -> None:
 def schedule(words: list[str]) -> None:
     """``adl-dist schedule``: the tick table and the staleness of each stage."""
     config, _ = compose_run(words)
-    method = build.method(config)
+    method = config.method.chosen()
     num_stages = config.partition.num_stages
     # Enough to show warm-up, one steady group and the drain.
-    num_micro_batches = 2 * num_stages + 2 * method.accumulation_steps
+    num_micro_batches = 2 * num_stages + 2 * method.micro_batches_per_update
     _say(describe(method, num_stages=num_stages, num_micro_batches=num_micro_batches))
 
 

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,26 @@ OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
 Plain = dict[str, Any]
 
 
+@dataclass(kw_only=True)
+class SweepConfig:
+    """``sweep.*``, which only several runs have.
+
+    Attributes:
+        jobs: runs side by side; None: as many as there are cores for.
+        variants: words of each, by the name it has in the comparison. Every variant meets every swept value.
+    """
+
+    jobs: int | None = None
+    variants: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Composed(RunConfig):
+    """What Hydra composes: a run, and which runs are asked for instead of it."""
+
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+
+
 def config_folder() -> Path:
     """``conf/``: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).parents[1]
@@ -43,23 +64,24 @@ def compose_run(words: Sequence[str]) -> tuple[RunConfig, Plain]:
     Raises:
         ConfigError: an unknown or misspelt key, a wrong type, an impossible value, a missing one.
     """
-    ConfigStore.instance().store(name="schema", node=RunConfig)
-    words = _open_up(words)
+    words = opened_up(words)
+    composed = composed_of(words)
+    choices = composed.hydra.runtime.choices
     try:
-        with initialize_config_dir(str(config_folder()), version_base="1.3"):
-            composed = compose("config", overrides=words, return_hydra_config=True)
-            choices = composed.hydra.runtime.choices
-            OmegaConf.set_struct(composed, False)
-            del composed["hydra"]
-            if composed.run_dir is None:
-                composed.run_dir = _default_run_dir(composed, choices)
-            config = OmegaConf.to_object(composed)
-            plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=True)
+        OmegaConf.set_struct(composed, False)
+        del composed["hydra"]
+        config = OmegaConf.to_object(composed)
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_readable(error, words)) from error
+        raise ConfigError(readable(error, words)) from error
     assert isinstance(config, RunConfig)
     assert isinstance(plain, dict)
-    return config, {str(k): v for k, v in plain.items()}
+    del plain["sweep"]
+    if config.run_dir is None:
+        config.run_dir = _default_run_dir(config, choices)
+    # Of the method's keys those that mean something to it, with what they stand for.
+    method = {k: list(v) if isinstance(v, tuple) else v for k, v in config.method.chosen().settings.items()}
+    return config, {**{str(k): v for k, v in plain.items()}, "method": method, "run_dir": config.run_dir}
 
 
 def known_run(run_dir: Path) -> RunConfig:
@@ -104,15 +126,31 @@ def simple_options(
     return options
 
 
-def _open_up(words: Sequence[str]) -> list[str]:
+def composed_of(words: Sequence[str]) -> DictConfig:
+    """What Hydra makes of ``words``, with its own node ``hydra``; nothing but the keys is checked.
+
+    Raises:
+        ConfigError: an unknown key or choice, or a value of the wrong type.
+    """
+    ConfigStore.instance().store(name="schema", node=Composed)
+    try:
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            return compose("config", overrides=list(words), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(readable(error, words)) from error
+
+
+def opened_up(words: Sequence[str]) -> list[str]:
     """Let open nodes take any key, and start from an empty node where a new ``_target_`` is given."""
-    parsed = [_parse(word) for word in words]
+    parsed = [parse(word) for word in words]
     chosen = {p.key_or_group for p in parsed}
     opened: list[str] = []
     for word, override in zip(words, parsed, strict=True):
         node, _, rest = override.key_or_group.partition(".")
         if node not in OPEN_NODES:
             word = word.lstrip("+")  # what Hydra would add there, no one would read
+        if override.key_or_group.startswith("sweep.variants.") and not override.is_delete():
+            word = f"++{word}"
         if node in OPEN_NODES and rest:
             if rest == "_target_" and node != "loss" and node not in chosen:
                 opened.insert(0, f"{node}=custom")
@@ -122,7 +160,12 @@ def _open_up(words: Sequence[str]) -> list[str]:
     return opened
 
 
-def _parse(word: str) -> Override:
+def parse(word: str, *, several: bool = False) -> Override:
+    """Read one word, with Hydra's grammar.
+
+    Raises:
+        ConfigError: it is no KEY=VALUE, or gives several values where these are not asked for.
+    """
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:
@@ -134,8 +177,13 @@ def _parse(word: str) -> Override:
     if not key:
         raise ConfigError(f"'{word}' names no key; write KEY=VALUE, like train.epochs=2")
     if override.is_sweep_override():
-        raise ConfigError(f"{word} gives several values, but one command is one run; a list is written {key}=[1,2]")
-    if key.partition(".")[0] == "hydra":
+        if several:
+            return override
+        raise ConfigError(
+            f"{word} gives several values, but one command is one run; add --multirun to run them all; a list is "
+            f"written {key}=[1,2]"
+        )
+    if key.partition(".")[0] == "hydra" and word not in ("hydra.mode=RUN", "hydra.mode=MULTIRUN"):
         raise ConfigError(f"there is no key '{key}'; adl-dist train --help lists all keys")
     if (config_folder() / key).is_dir() and not override.is_delete() and not isinstance(override.value(), str | dict):
         raise ConfigError(f"{word} is no choice of {key}; choose one of {', '.join(_choices(key))}")
@@ -146,19 +194,22 @@ def _choices(group: str) -> list[str]:
     return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
 
 
-def _default_run_dir(composed: DictConfig, choices: Mapping[str, str]) -> str:
-    def named(node: str) -> str:
-        choice = choices[node]
-        return str(composed[node]["_target_"]).rpartition(".")[2] if choice == "custom" else choice
-
-    method, partition = composed.method, composed.partition
+def _default_run_dir(config: RunConfig, choices: Mapping[str, str]) -> str:
+    method, num_stages = config.method.chosen(), config.partition.num_stages
     return (
-        f"runs/{named('data')}-{named('model')}-{method.name}"
-        f"-k{partition.num_stages}-m{method.accumulation_steps}-seed{composed.seed}"
+        f"runs/{named('data', config, choices)}-{named('model', config, choices)}-{method.name}"
+        f"-k{num_stages}-m{method.micro_batches_per_update}-seed{config.seed}"
     )
 
 
-def _readable(error: Exception, words: Sequence[str]) -> str:
+def named(node: str, config: Any, choices: Mapping[str, str]) -> str:
+    """What folders call the choice of ``node``."""
+    choice = choices[node]
+    return str(getattr(config, node)["_target_"]).rpartition(".")[2] if choice == "custom" else choice
+
+
+def readable(error: Exception, words: Sequence[str]) -> str:
+    """What Hydra or OmegaConf say about ``words``, in one line."""
     text = str(error)
     if match := re.search(r"Could not override '([^']*)'", text):
         # Of a whole node, like runtime={a: 1}, only the cause knows the key; of an unknown node it knows less.

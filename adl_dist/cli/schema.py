@@ -1,22 +1,15 @@
 """What a run's configuration may hold: names, types, ranges. Checked once, here, before anything starts."""
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import METHODS
+from adl_dist.schedule import Method
 
 LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
 MOST_THREADS = 1024  # per process; torch dies of very many without a word
 LARGEST_SEED = 2**63 - 1  # that torch takes
-
-
-class Weights(enum.Enum):
-    """Weight policies."""
-
-    stash = "stash"
-    latest = "latest"
 
 
 class Device(enum.Enum):
@@ -38,16 +31,40 @@ class Dtype(enum.Enum):
 
 @dataclass(kw_only=True)
 class MethodConfig:
-    """``method.*``."""
+    """``method.*``; see :class:`adl_dist.schedule.Method`. None: what the method's row says."""
 
     name: str = "adl"
-    accumulation_steps: int = 4
-    weights: Weights = Weights.stash
+    accumulation_steps: int | None = None
+    weights: str | None = None
+    delay: Any = None
+    gradient_shrink: float = 1.0
+    order: str = "forward_first"
+    reduction: str = "mean"
+    lr_index: str = "update"
+    lr_factors: list[float] | None = None
+    recompute: str = "never"
+    activation_queue: Any = 1
+    gradient_queue: Any = 1
+    head: str = "mlp_sr"
+    buffer_size: int = 0
+    buffer_reuse: int | None = None
+    stage_speeds: list[float] | None = None
 
     def __post_init__(self) -> None:
-        if self.name not in METHODS:
-            raise ConfigError(f"method.name: there is no '{self.name}'; choose one of {', '.join(METHODS)}")
-        _at_least("method.accumulation_steps", self.accumulation_steps, 1)
+        for name in ("activation_queue", "gradient_queue"):
+            if not _is_whole(value := getattr(self, name)) and not _are_whole(value):
+                raise ConfigError(f"method.{name}={value!r} is neither a whole number nor a list of some, like [1,2]")
+        if not isinstance(self.delay, str | None) and not _are_whole(self.delay):
+            raise ConfigError(f"method.delay={self.delay!r} is neither a rule nor a list like [2,1,0]")
+        self.chosen()
+
+    def chosen(self) -> Method:
+        """The method itself.
+
+        Raises:
+            ConfigError: a value that it cannot run with.
+        """
+        return Method(**{f.name: getattr(self, f.name) for f in fields(self)})
 
 
 @dataclass(kw_only=True)
@@ -59,8 +76,7 @@ class PartitionConfig:
 
     def __post_init__(self) -> None:
         _at_least("partition.num_stages", self.num_stages, 1)
-        is_list = isinstance(self.balance, list) and all(type(n) is int for n in self.balance)
-        if self.balance != "even" and not is_list:
+        if self.balance != "even" and not _are_whole(self.balance):
             raise ConfigError(
                 f"partition.balance={self.balance!r} is neither 'even' nor a list of units per stage, like [3,2]"
             )
@@ -139,12 +155,22 @@ class RunConfig:
             raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
         if type(num_workers) is not int or num_workers < 0:
             raise ConfigError(f"data.num_workers must be a whole number of at least 0, got {num_workers!r}")
-        if self.train.batch_size < self.method.accumulation_steps:
+        method = self.method.chosen()
+        method.check(self.partition.num_stages)
+        steps = method.micro_batches_per_update
+        if self.train.batch_size < steps:
             raise ConfigError(
                 f"train.batch_size={self.train.batch_size} leaves no sample for each of "
-                f"method.accumulation_steps={self.method.accumulation_steps} micro-batches; "
-                f"use train.batch_size>={self.method.accumulation_steps}"
+                f"method.accumulation_steps={steps} micro-batches; use train.batch_size>={steps}"
             )
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int
+
+
+def _are_whole(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_whole, value))
 
 
 def _at_least(name: str, value: int, smallest: int) -> None:

@@ -6,8 +6,8 @@
     checkpoints/.saving-...         unfinished (.removing-...: half removed); gone at the next start
 
 Keys are ``model.<name>`` for parameters and buffers and ``optimizer.<name>.<state>`` for optimizer state, so
-how the model was cut leaves no trace in them. Learning rates are not stored: a schedule is a function of the
-update index alone.
+how the model was cut leaves no trace in them; only the heads of local losses are a stage's own, and their names
+begin with ``head<k>:``. Learning rates are not stored: a schedule is a function of the update index alone.
 """
 
 import json
@@ -55,7 +55,7 @@ def save(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
     """Write the state of this process's stages; every process calls it with the same unfinished ``path``."""
     state: dict[str, Any] = {}
     for stage in stages:
-        state |= {f"model.{name}": tensor for name, tensor in stage.module.state_dict().items()}
+        state |= _tensors(stage)
         state |= _optimizer_state(stage)
     with _explained(path):
         dcp.save(state, checkpoint_id=path, no_dist=not distributed)
@@ -67,8 +67,8 @@ def load(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
     stored = _stored(path)
     state: dict[str, Any] = {}
     for stage in stages:
-        state |= {f"model.{name}": tensor for name, tensor in stage.module.state_dict().items()}
-        for name, _ in stage.module.named_parameters():
+        state |= _tensors(stage)
+        for name, _ in stage.named_parameters():
             prefix = f"optimizer.{name}."
             for key in (k for k in stored if k.startswith(prefix) and "." not in k[len(prefix) :]):
                 state[key] = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
@@ -209,12 +209,19 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {what}; {way_out}")
 
 
+def _tensors(stage: Stage) -> dict[str, Tensor]:
+    state = {f"model.{name}": tensor for name, tensor in stage.module.state_dict().items()}
+    if stage.head is not None:
+        state |= {f"{stage.head_prefix}{name}": tensor for name, tensor in stage.head.state_dict().items()}
+    return state
+
+
 def _optimizer_state(stage: Stage) -> dict[str, Tensor]:
     if stage.optimizer is None:
         return {}
     return {
         f"optimizer.{name}.{key}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for name, parameter in stage.module.named_parameters()
+        for name, parameter in stage.named_parameters()
         for key, value in stage.optimizer.state.get(parameter, {}).items()
         if value is not None
     }
@@ -223,7 +230,7 @@ def _optimizer_state(stage: Stage) -> dict[str, Tensor]:
 def _restore_optimizer(stage: Stage, state: Mapping[str, Tensor]) -> None:
     if stage.optimizer is None:
         return
-    names = {id(parameter): name for name, parameter in stage.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in stage.named_parameters()}
     groups = stage.optimizer.param_groups
     restored: dict[int, dict[str, Tensor]] = {}
     for place, parameter in enumerate(p for group in groups for p in group["params"]):

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.data import Loader, check_dataset
 from adl_dist.errors import ConfigError, DataError
-from adl_dist.optim import build_lr_schedule
+from adl_dist.optim import build_lr_schedule, fast_forward
 from adl_dist.partition import cut
 from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import agreement, checkpoint, wiring
@@ -37,7 +37,6 @@ from adl_dist.runtime.world import (
     single_process,
 )
 from adl_dist.schedule import Method, in_turn
-from adl_dist.stage import Stage
 from adl_dist.transport import TensorSpec
 
 logger = logging.getLogger("adl_dist")
@@ -98,7 +97,7 @@ class Trainer:
             timeout_seconds: how long to wait for one message of a peer.
 
         Raises:
-            ConfigError: the number of processes is not K, or a value is out of range.
+            ConfigError: the number of processes is not K, a value is out of range, or the method does not fit K.
             PartitionError: the model cannot be cut like that.
         """
         if num_stages < 1:
@@ -116,6 +115,7 @@ class Trainer:
             )
         check_world_size(num_stages, processes=self._distributed)
         self._method = method or Method()
+        self._method.check(num_stages)
         self._num_stages, self._seed = num_stages, seed
         self._loss_fn, self._optimizer, self._lr_schedule = loss_fn, optimizer, lr_schedule
         self._device_type, self._dtype, self._channels_last = device, dtype, channels_last
@@ -210,7 +210,7 @@ class Trainer:
                 num_samples=num_samples,
                 num_validation=num_validation,
                 micro_batch_size=micro_batch_size,
-                accumulation_steps=self._method.accumulation_steps,
+                accumulation_steps=self._method.micro_batches_per_update,
             )
             worker = self._worker(world, store, train_feed, val_feed, choose)
         saving = None
@@ -302,7 +302,7 @@ class Trainer:
             checkpoint.load_weights(Path(path), module)
 
     def _check_lengths(self, epochs: int, batch_size: int, max_updates: int | None) -> int:
-        steps = self._method.accumulation_steps
+        steps = self._method.micro_batches_per_update
         if epochs < 1:
             raise ConfigError(f"train.epochs must be at least 1, got {epochs}")
         if max_updates is not None and max_updates < 1:
@@ -378,9 +378,7 @@ class Trainer:
         for module in self._modules.values():
             module.to(world.device)
             if self._channels_last:
-                for parameter in module.parameters():
-                    if parameter.ndim == 4:  # the others have no such format
-                        parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+                wiring.to_channels_last(module)
         if isinstance(self._loss_fn, nn.Module):
             self._loss_fn.to(world.device, self._dtype)
         agreement.check_same(store, world.rank, world.size, self._settings())
@@ -392,19 +390,22 @@ class Trainer:
             sample=_common_sample(train_feed, val_feed),
             device=world.device,
         )
+        num_outputs = agreement.num_outputs(store, self._num_stages)
         stages = {
-            k: Stage(
+            k: wiring.build_stage(
                 module,
-                index=k,
-                is_last=k == self._num_stages - 1,
+                k,
+                num_stages=self._num_stages,
+                method=self._method,
                 loss_fn=self._loss_fn,
                 optimizer=self._optimizer,
-                weights=self._method.weights,
+                outs=acts[k + 1],
+                num_classes=num_outputs,
+                channels_last=self._channels_last,
                 seed=self._seed,
             )
             for k, module in self._modules.items()
         }
-        num_outputs = agreement.num_outputs(store, self._num_stages)
         for feed in (train_feed, val_feed):
             if feed is not None and num_outputs is not None:
                 feed.expect_classes(self._loss_fn, num_outputs)
@@ -413,9 +414,11 @@ class Trainer:
                 world, stages[world.rank], acts, target, method=self._method, num_stages=self._num_stages
             )
             if world.is_distributed
-            else wiring.local_seats(stages, acts, target)
+            else wiring.local_seats(stages, acts, target, method=self._method)
         )
-        return LocalWorker(world, self._method, self._num_stages, self._dtype, seats, train_feed, val_feed, choose)
+        return LocalWorker(
+            world, self._method, self._num_stages, self._seed, self._dtype, seats, train_feed, val_feed, choose
+        )
 
     def _schedule_learning_rates(self, worker: LocalWorker, plan: Plan, store: dist.Store) -> None:
         if self._lr_schedule is None:
@@ -432,11 +435,12 @@ class Trainer:
                     updates_per_epoch=int(store.get("updates_per_epoch")),
                     total_updates=int(store.get("total_updates")),
                 )
+                fast_forward(stage.lr_schedule, self._method.lr_lead(stage.index, num_stages=self._num_stages))
 
     def _settings(self, batch_size: int | None = None, shuffle: bool | None = None) -> dict[str, Any]:
         """What two ranks, or a run and its continuation, must have in common."""
         settings: dict[str, Any] = {
-            "method": dict(vars(self._method)),
+            "method": self._method.settings,
             "num_stages": self._num_stages,
             "balance": self._balance,
             "seed": self._seed,

@@ -1,23 +1,103 @@
-"""Joins stages and channels into seats."""
+"""Builds stages as a method wants them, and joins them and their channels into seats."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from adl_dist.engine import Seat
 from adl_dist.runtime.world import World
 from adl_dist.schedule import Method
-from adl_dist.stage import Stage
+from adl_dist.seeds import stream_seed
+from adl_dist.stage import Stage, build_head
 from adl_dist.transport import LocalChannel, ProcessReceiver, ProcessSender, Receiver, Sender, TensorSpec
 
 Specs = list[TensorSpec]
 
 
-def local_seats(stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: Specs) -> dict[int, Seat]:
+GO = [TensorSpec((), "uint8")]  # carries nothing but that it has come
+
+
+def build_stage(
+    module: nn.Module,
+    k: int,
+    *,
+    num_stages: int,
+    method: Method,
+    loss_fn: Callable[[Any, Tensor], Tensor],
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    outs: Specs,
+    num_classes: int | None,
+    channels_last: bool,
+    seed: int,
+) -> Stage:
+    """The stage that trains ``module`` by ``method``.
+
+    Args:
+        module: part k of the model, on its device.
+        k: its index.
+        num_stages: K.
+        method: says what is special about it: weight policy, shrinking, local loss, learning rate.
+        loss_fn: of the model; a local loss uses it on the output of its head.
+        optimizer: makes the optimizer of one stage.
+        outs: what goes downstream.
+        num_classes: of the model's output, if it is [B, classes].
+        channels_last: for the head, as for the module.
+        seed: of the run.
+
+    Raises:
+        ConfigError: a local loss cannot be made from ``outs``.
+    """
+    is_last = k == num_stages - 1
+    head = None
+    if method.row.local_losses and not is_last:
+        like = next(module.parameters(), torch.empty(0))
+        head = build_head(method.head, outs, num_classes=num_classes, stage=k, seed=stream_seed(seed, "head", k))
+        head = head.to(like.device, like.dtype)
+        if channels_last:
+            to_channels_last(head)
+    factor = method.lr_factor(k, num_stages=num_stages)
+
+    def scaled(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        made = optimizer(parameters)
+        for group in made.param_groups:
+            group["lr"] = group["lr"] * factor
+        return made
+
+    assert method.weights is not None
+    return Stage(
+        module,
+        index=k,
+        is_last=is_last,
+        loss_fn=loss_fn,
+        optimizer=scaled,
+        weights=method.weights,
+        gradient_shrink=method.gradient_shrink,
+        head=head,
+        learns_locally=method.row.local_losses,
+        seed=seed,
+    )
+
+
+def to_channels_last(module: nn.Module) -> None:
+    """Store the weights of convolutions as [out, H, W, in]."""
+    for parameter in module.parameters():
+        if parameter.ndim == 4:  # the others have no such format
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+def local_seats(
+    stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: Specs, *, method: Method
+) -> dict[int, Seat]:
     """Seats of all K stages in one process.
 
     Args:
         stages: all of them, by k.
         acts: what arrives at each stage.
         target: what the loss takes beside the output.
+        method: says what else travels.
     """
     last = max(stages)
     seats = {k: Seat(stage, receivers={}, senders={}) for k, stage in stages.items()}
@@ -29,6 +109,10 @@ def local_seats(stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: 
     for k in range(last):
         join("act", k, k + 1, acts[k + 1])
         join("grad", k + 1, k, _with_gradient(acts[k + 1]))
+        if method.row.forward_lock:
+            join("go", k + 1, k, GO)
+        if method.row.local_losses:
+            join("label", k, k + 1, target)
     if last > 0:
         join("target", 0, last, target)
     return seats
@@ -39,17 +123,19 @@ def process_seat(
 ) -> dict[int, Seat]:
     """The seat of the one stage of this process, connected to its neighbours'."""
     k, last = world.rank, num_stages - 1
+    world.connect_more((["go"] if method.row.forward_lock else []) + (["label"] if method.row.local_losses else []))
     receivers: dict[str, Receiver] = {}
     senders: dict[str, Sender] = {}
 
     def send(what: str, specs: Specs) -> None:
-        # In training no more than d + 1 micro-batches are in flight, so a send never waits; in evaluation the bound
-        # keeps stage 0 from running away.
-        most = method.delay(0, num_stages=num_stages) + 2
+        # In training no more than d + 1 micro-batches are in flight, so a send never waits; where nothing comes back,
+        # as in evaluation, the bound keeps stage 0 from running away.
+        most = method.delay_of(0, num_stages=num_stages) + 2
         senders[what] = ProcessSender(world.edges[what, k], specs, what=what, max_pending=most)
 
     def receive(what: str, source: int, specs: Specs) -> None:
-        receivers[what] = ProcessReceiver(world.edges[what, source], specs, what=what, device=world.device)
+        device = torch.device("cpu") if what == "go" else world.device
+        receivers[what] = ProcessReceiver(world.edges[what, source], specs, what=what, device=device)
 
     if k < last:
         send("act", acts[k + 1])
@@ -61,6 +147,16 @@ def process_seat(
         send("target", target)
     if k == last and last > 0:
         receive("target", 0, target)
+    if method.row.forward_lock:
+        if k < last:
+            receive("go", k + 1, GO)
+        if k > 0:
+            send("go", GO)
+    if method.row.local_losses:
+        if k < last:
+            send("label", target)
+        if k > 0:
+            receive("label", k - 1, target)
     return {k: Seat(stage, receivers=receivers, senders=senders)}
 
 

@@ -18,7 +18,8 @@ from adl_dist.runtime import checkpoint
 from adl_dist.runtime.control import Record, Result
 from adl_dist.runtime.feed import Feed
 from adl_dist.runtime.world import World
-from adl_dist.schedule import Action, Method, Op, Segment, evaluation_stream, in_turn, replay, training_stream
+from adl_dist.schedule import Action, Method, Op, Segment, Work, evaluation_work, in_turn, replay, training_work
+from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, Tally
 
 Choose = Callable[[Any], int]
@@ -32,6 +33,7 @@ class LocalWorker:
         world: this process among the others.
         method: whose schedule is followed.
         num_stages: K.
+        seed: of the turns that stages take, where the method has them.
         dtype: of the loss.
         seats: this process's stages with their channels, by stage.
         train_feed: micro-batches for training; on stage 0's process only.
@@ -42,6 +44,7 @@ class LocalWorker:
     world: World
     method: Method
     num_stages: int
+    seed: int
     dtype: torch.dtype
     seats: Mapping[int, Seat]
     train_feed: Feed | None = None
@@ -69,25 +72,14 @@ class LocalWorker:
         return [{"stage": stage.index} for stage in self.stages]
 
     def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
-        loss_grads = [torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in segment.sample_weights]
         for seat in self.seats.values():
             seat.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
-            seat.loss_grads = loss_grads if seat.stage.is_last else ()
-        streams = {
-            k: list(
-                training_stream(
-                    k,
-                    num_stages=self.num_stages,
-                    delay=self.method.delay(k, num_stages=self.num_stages),
-                    group_sizes=segment.group_sizes,
-                )
-            )
-            for k in self.seats
-        }
+        seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
+        work = training_work(self.method, segment, num_stages=self.num_stages, stages=self.seats, seed=seed)
         totals = {k: _Totals() for k in self.seats}
         start = time.perf_counter()
-        order = self._watched(self._order(streams), segment, totals, start, emit)
-        self._run(order, segment, self.train_feed)
+        order = self._watched(self._order(work), segment, totals, start, emit)
+        self._run(order, work, segment, self.train_feed)
         seconds = time.perf_counter() - start
         return [
             {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **totals[k].result()}
@@ -101,11 +93,8 @@ class LocalWorker:
         )
         for seat in self.seats.values():
             seat.stage.begin(0, training=False)
-        streams = {
-            k: list(evaluation_stream(k, num_stages=self.num_stages, num_micro_batches=len(segment.sizes)))
-            for k in self.seats
-        }
-        self._run(self._order(streams), segment, self.validation_feed)
+        work = evaluation_work(segment, num_stages=self.num_stages, stages=self.seats)
+        self._run(self._order(work), work, segment, self.validation_feed)
         return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
 
     def _load(self, path: str, update: int) -> None:
@@ -115,24 +104,28 @@ class LocalWorker:
             if stage.lr_schedule is not None:
                 fast_forward(stage.lr_schedule, update)
 
-    def _order(self, streams: Mapping[int, list[Action]]) -> Iterator[tuple[int, Action]]:
+    def _order(self, work: Mapping[int, Work]) -> Iterator[tuple[int, Action]]:
         """What happens next here: one stage's own stream, or an interleaving of all of them."""
-        if len(streams) == self.num_stages:
-            yield from replay([streams[k] for k in sorted(streams)], choose=self.choose)
+        if len(work) == self.num_stages:
+            yield from replay([work[k].stream for k in sorted(work)], choose=self.choose)
         else:
-            ((stage, stream),) = streams.items()
-            yield from ((stage, action) for action in stream)
+            ((stage, of_stage),) = work.items()
+            yield from ((stage, action) for action in of_stage.stream)
 
-    def _run(self, order: Iterable[tuple[int, Action]], segment: Segment, feed: Feed | None) -> None:
-        sizes = segment.sizes
-        batches = feed.batches(segment.epoch, sizes, first_sample=segment.first_sample) if feed is not None else None
-        if batches is not None:
+    def _run(
+        self, order: Iterable[tuple[int, Action]], work: Mapping[int, Work], segment: Segment, feed: Feed | None
+    ) -> None:
+        batches = None
+        if feed is not None:
+            batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
             self.seats[0].batches = batches
         # Dropout streams are seeded in place; the caller's own streams go on untouched.
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             try:
-                for seat in self.seats.values():
-                    seat.open(sizes)
+                for k, seat in self.seats.items():
+                    weights = work[k].loss_weights if seat.stage.has_loss else []
+                    seat.loss_grads = [torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in weights]
+                    seat.open(work[k])
                 engine.run(order, self.seats)
                 for seat in self.seats.values():
                     seat.drain()
@@ -157,11 +150,11 @@ class LocalWorker:
                 tally, stage.tally = stage.tally, Tally()
                 totals[k].add(tally)
                 where = {"stage": k, "update": segment.first_update + action.number, "epoch": segment.epoch}
-                for record in _records(tally, learning_rate, time.perf_counter() - start):
+                for record in _records(tally, learning_rate, time.perf_counter() - start, is_last=stage.is_last):
                     emit({**record, **where})
 
 
-def _records(tally: Tally, learning_rate: float | None, seconds: float) -> Iterator[Record]:
+def _records(tally: Tally, learning_rate: float | None, seconds: float, *, is_last: bool) -> Iterator[Record]:
     by_offset = tally.staleness
     yield {
         "name": "stage/staleness",
@@ -171,7 +164,9 @@ def _records(tally: Tally, learning_rate: float | None, seconds: float) -> Itera
         "by_offset": by_offset,
     }
     numbers = tally.numbers()
-    if "loss_sum" in numbers:
+    if "loss_sum" in numbers and not is_last:
+        yield {"name": "stage/local_loss", "value": numbers["loss_sum"] / numbers["num_samples"]}
+    elif "loss_sum" in numbers:
         n = numbers["num_samples"]
         yield {"name": "train/loss", "value": numbers["loss_sum"] / n, "num_samples": n, "elapsed_seconds": seconds}
         if learning_rate is not None:

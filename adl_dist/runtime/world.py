@@ -13,7 +13,7 @@ import socket
 import sys
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.runtime.child import RENDEZVOUS_FOLDER
 from adl_dist.transport.process import Edge, connect_edges
 
+EVERY_METHOD_NEEDS = ("act", "grad", "target")
+
 
 @dataclass
 class World:
@@ -37,6 +39,8 @@ class World:
         device: where this process computes.
         store: shared by all processes of this attempt.
         edges: the ends that this process holds; empty with a single process.
+        backend: of the edges that stay on ``device``.
+        timeout: of one message.
     """
 
     rank: int
@@ -44,12 +48,24 @@ class World:
     device: torch.device
     store: dist.Store
     edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
+    backend: str = "gloo"
+    timeout: datetime.timedelta = dist.default_pg_timeout
+    _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
     _num_jobs: int = 0
 
     @property
     def is_distributed(self) -> bool:
         """Whether there is more than one process."""
         return self.size > 1
+
+    def connect_more(self, links: Iterable[str]) -> None:
+        """Make the edges of ``links`` that are not there yet; every rank calls it with the same."""
+        missing = [link for link in links if link not in self._links]
+        if missing:
+            self.edges |= connect_edges(
+                self.size, missing, backend=self.backend, device=self.device, timeout=self.timeout
+            )
+            self._links |= set(missing)
 
     def fresh_store(self) -> dist.Store:
         """The store of the next job; what one before it settled must not answer for it."""
@@ -120,7 +136,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
                 "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size, timeout=timeout
             )
         backend = _edge_backend(device)
-        edges = connect_edges(num_stages, backend=backend, device=device, timeout=timeout)
+        edges = connect_edges(num_stages, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
         _start_rpc(rank, size, store, timeout_seconds)
     except (RuntimeError, OSError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', '-')}"
@@ -129,7 +145,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
             f"{_first_line(error)}; is the port free, is the interface right "
             f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
         ) from error
-    _connected = World(rank, size, device, store, edges)
+    _connected = World(rank, size, device, store, edges, backend, timeout)
     # After an exception that nobody caught, the others may be waiting for us: do not wait for them.
     atexit.register(lambda: disconnect(in_order=not hasattr(sys, "last_value")))
     return _connected

@@ -1,32 +1,49 @@
 """What every stage does, in which order. Pure integers: no tensors, no ranks, no clock, no torch."""
 
 from adl_dist.schedule.actions import Action, Op, format_stream, parse_stream
-from adl_dist.schedule.methods import METHODS, Method, method
+from adl_dist.schedule.greedy import greedy_streams
+from adl_dist.schedule.methods import Method, method
 from adl_dist.schedule.replay import check_rendezvous, in_turn, replay
+from adl_dist.schedule.rows import METHODS, Row
 from adl_dist.schedule.segment import Segment
 from adl_dist.schedule.streams import (
     evaluation_stream,
+    forward_version,
     staleness,
     steady_staleness,
     training_stream,
 )
-from adl_dist.schedule.table import describe
+from adl_dist.schedule.table import StageFigures, describe, figures
+from adl_dist.schedule.timing import Costs, simulate, speed, streams_of
+from adl_dist.schedule.training import Work, evaluation_work, training_work
 
 __all__ = [
     "METHODS",
     "Action",
+    "Costs",
     "Method",
     "Op",
+    "Row",
     "Segment",
+    "StageFigures",
+    "Work",
     "check_rendezvous",
     "describe",
     "evaluation_stream",
+    "evaluation_work",
+    "figures",
     "format_stream",
+    "forward_version",
+    "greedy_streams",
     "in_turn",
     "method",
     "parse_stream",
     "replay",
+    "simulate",
+    "speed",
     "staleness",
     "steady_staleness",
+    "streams_of",
     "training_stream",
+    "training_work",
 ]

@@ -15,6 +15,8 @@ class Op(enum.Enum):
     RECV_ACT = "RA"
     RECV_TARGET = "RT"
     FORWARD = "F"  # in training: builds the graph that the backward uses later
+    FORWARD_ONLY = "N"  # in training without a graph: keeps what came in, for RECOMPUTE
+    RECOMPUTE = "R"  # replays the forward with the present weights and builds the graph
     PREDICT = "P"  # in evaluation: no graph, nothing kept
     SEND_ACT = "SA"
     SEND_TARGET = "ST"
@@ -22,13 +24,21 @@ class Op(enum.Enum):
     BACKWARD = "B"
     SEND_GRAD = "SG"
     UPDATE = "U"
+    WEIGHTS = "W"  # forward from here on with the weights after so many updates of the segment
+    SEND_GO = "SO"  # the forward lock: a micro-batch has reached the end of the network
+    RECV_GO = "RO"
+    PASS_TARGET = "PT"  # local losses: the target travels with the act, from stage to stage
+    TAKE_TARGET = "TT"
+    KEEP = "K"  # replay buffer: put away what has just arrived
+    PICK = "G"  # take it out again, to be worked on; it stays in the buffer
+    DROP = "D"  # make room in the buffer
 
 
 class Action(NamedTuple):
     """One step of one stage."""
 
     op: Op
-    number: int  # the micro-batch within the segment; for UPDATE the group within the segment
+    number: int  # the micro-batch within the segment; for UPDATE the group; for WEIGHTS a count of updates
 
     def __str__(self) -> str:
         return f"{self.op.value}{self.number}"
@@ -37,7 +47,7 @@ class Action(NamedTuple):
 class Link(NamedTuple):
     """One kind of message: who sends it, who receives it."""
 
-    what: str  # "act", "grad" or "target"
+    what: str
     recv: Op
     hop: int | None  # receiver minus sender; None: from stage 0 straight to the last stage
 
@@ -46,6 +56,8 @@ LINKS = {
     Op.SEND_ACT: Link("act", Op.RECV_ACT, +1),
     Op.SEND_GRAD: Link("grad", Op.RECV_GRAD, -1),
     Op.SEND_TARGET: Link("target", Op.RECV_TARGET, None),
+    Op.SEND_GO: Link("go", Op.RECV_GO, -1),
+    Op.PASS_TARGET: Link("label", Op.TAKE_TARGET, +1),
 }
 RECEIVES = {link.recv: link for link in LINKS.values()}
 

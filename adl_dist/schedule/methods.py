@@ -1,63 +1,255 @@
-"""One row per method: a method is a schedule plus a weight policy."""
+"""A method as a user chooses it: a row and its hyper-parameters, checked."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args
 
 from adl_dist.errors import ConfigError
-
-Weights = Literal["stash", "latest"]
-
-
-def decoupled_delay(stage: int, num_stages: int) -> int:
-    """One hop per tick each way: d = 2(K - 1 - k) (paper, section 4.1)."""
-    return 2 * (num_stages - 1 - stage)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What makes a method that method."""
-
-    summary: str
-    delay: Callable[[int, int], int]  # (stage, num_stages) -> ticks
-
-
-METHODS = {
-    "adl": Row("Accumulated Decoupled Learning (ICML 2021)", delay=decoupled_delay),
-}
+from adl_dist.schedule.rows import (
+    DELAYS,
+    METHODS,
+    DelayRule,
+    Head,
+    LrIndex,
+    Order,
+    Recompute,
+    Reduction,
+    Row,
+    Weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method and its hyper-parameters.
+    """A method and its hyper-parameters; None: what the method's row says.
 
     Attributes:
         name: a row of ``METHODS``.
         accumulation_steps: M, micro-batches per update.
-        weights: which weights the delayed backward uses. ``stash``: those of its forward (Eq. 15);
-            ``latest``: the present ones over old activations, as the authors' code did.
+        weights: which weights a delayed backward uses. ``stash``: those of its forward (Eq. 15); ``latest``: the
+            present ones over old activations, as the authors' code did; ``recompute``: the forward is replayed
+            with the present ones, so that only inputs are kept; ``2bw``: in every stage those from before the
+            group before, which makes the staleness 1 everywhere.
+        delay: ``decoupled`` (2(K-1-k)), ``minimal`` (K-1-k), ``none``, or one number for each stage.
+        gradient_shrink: FDG's beta; each stage but the last scales the gradient that comes in by it.
+        order: ``backward_first`` (what the authors' code did) makes each delay above 0 one tick shorter, and the
+            mean staleness 1/M of an update less.
+        reduction: of a group's gradients; ``sum`` (what the authors' code did) makes a step M times as long.
+        lr_index: which learning rate a stage uses for its s-th update: the s-th of the schedule, or (``slot``, what
+            the authors' code did) the one that a clock common to all stages shows at that moment.
+        lr_factors: of each stage's learning rate; the FR authors' code used 2 on stage 0.
+        recompute: GPipe's; which micro-batches of a group keep only their input: none, all but the last, all.
+        activation_queue: DSP's p_k between stage k and k+1: one number for all, or K-1.
+        gradient_queue: DSP's q_k; the delay of stage k is the sum of p + q from there on.
+        head: of the local losses; see :mod:`adl_dist.stage.heads`.
+        buffer_size: micro-batches in the replay buffer between two stages; 0: none, stages work in step.
+        buffer_reuse: how often one of them may be used; None: any number of times.
+        stage_speeds: with a buffer, how often each stage gets its turn, relative to the others.
 
     Raises:
-        ConfigError: a value that the method cannot run with.
+        ConfigError: a value that the method cannot run with, or one that means nothing to it.
     """
 
     name: str = "adl"
-    accumulation_steps: int = 4
-    weights: Weights = "stash"
+    accumulation_steps: int | None = None
+    weights: Weights | None = None
+    delay: DelayRule | Sequence[int] | None = None
+    gradient_shrink: float = 1.0
+    order: Order = "forward_first"
+    reduction: Reduction = "mean"
+    lr_index: LrIndex = "update"
+    lr_factors: Sequence[float] | None = None
+    recompute: Recompute = "never"
+    activation_queue: int | Sequence[int] = 1
+    gradient_queue: int | Sequence[int] = 1
+    head: Head = "mlp_sr"
+    buffer_size: int = 0
+    buffer_reuse: int | None = None
+    stage_speeds: Sequence[float] | None = None
+
+    row: Row = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.name not in METHODS:
-            raise ConfigError(f"method: there is no '{self.name}'; choose one of {', '.join(METHODS)}")
-        if self.accumulation_steps < 1:
-            raise ConfigError(f"method.accumulation_steps (M) must be at least 1, got {self.accumulation_steps}")
-        if self.weights not in get_args(Weights):
-            raise ConfigError(
-                f"method.weights: there is no '{self.weights}'; choose one of {', '.join(get_args(Weights))}"
-            )
+            raise ConfigError(f"method.name: there is no '{self.name}'; choose one of {', '.join(METHODS)}")
+        row = METHODS[self.name]
+        self._set("row", row)
+        self._refuse_dead_options()
+        for name in ("delay", "lr_factors", "stage_speeds", "activation_queue", "gradient_queue"):
+            if isinstance(value := getattr(self, name), list):
+                self._set(name, tuple(value))
+        if self.delay not in (None, "decoupled") and (self.activation_queue, self.gradient_queue) != (1, 1):
+            raise ConfigError("method.delay and the queues of dsp say the same in two ways; give one of them")
+        for name in ("accumulation_steps", "weights", "delay"):
+            if getattr(self, name) is None:
+                self._set(name, getattr(row, name))
+        self._check()
 
-    def delay(self, stage: int, *, num_stages: int) -> int:
-        """Ticks between a micro-batch's forward and its backward on ``stage``."""
-        return METHODS[self.name].delay(stage, num_stages)
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All hyper-parameters that mean something to this method."""
+        return {"name": self.name, **{name: getattr(self, name) for name in self.row.options}}
+
+    @property
+    def micro_batches_per_update(self) -> int:
+        """M."""
+        assert self.accumulation_steps is not None
+        return self.accumulation_steps
+
+    @property
+    def is_asynchronous_greedy(self) -> bool:
+        """Whether stages draw their inputs from replay buffers."""
+        return self.buffer_size > 0
+
+    def delays(self, num_stages: int) -> list[int]:
+        """Ticks between a micro-batch's forward and its backward, for each stage.
+
+        Raises:
+            ConfigError: the delays that the user gave do not fit ``num_stages``, or would let stages wait for
+                each other for ever.
+        """
+        K, M = num_stages, self.micro_batches_per_update
+        if isinstance(self.delay, str):
+            delays = [DELAYS[self.delay](k, K, M) for k in range(K)]
+        else:
+            assert self.delay is not None
+            delays = list(self.delay)
+        if self.name == "dsp" and self.delay == "decoupled":
+            hops = [
+                p + q
+                for p, q in zip(
+                    self._per_hop("activation_queue", K - 1), self._per_hop("gradient_queue", K - 1), strict=True
+                )
+            ]
+            delays = [sum(hops[k:]) for k in range(K)]
+        if len(delays) != K:
+            raise ConfigError(f"method.delay={delays} has {len(delays)} numbers, but there are {K} stages; give {K}")
+        if self.order == "backward_first":
+            # Backward, update, forward of one tick, over and over, is the order in which the same backward belongs
+            # to the tick before.
+            delays = [max(d - 1, 0) for d in delays]
+        if any(d < 0 for d in delays) or delays != sorted(delays, reverse=True):
+            raise ConfigError(
+                f"method.delay={delays} is impossible: each stage must have at least the delay of the next one, and "
+                "none below 0, or both would wait for each other; for example " + str(list(range(K - 1, -1, -1)))
+            )
+        if self.weights == "2bw" and delays[0] > M:
+            raise ConfigError(
+                f"method.weights=2bw needs method.accumulation_steps (M) of at least the delay of stage 0, or the "
+                f"weights it asks for are not there yet; M is {M}: use method.accumulation_steps={delays[0]}"
+            )
+        return delays
+
+    def delay_of(self, stage: int, *, num_stages: int) -> int:
+        """The delay of one stage; see :meth:`delays`."""
+        return self.delays(num_stages)[stage]
+
+    def recomputes(self, place: int, group_size: int, delay: int) -> bool:
+        """Whether a stage of ``delay`` replays the forward of micro-batch ``place`` of a group of ``group_size``."""
+        if self.weights == "recompute":
+            return delay > 0  # without a delay the graph is used at once
+        return self.recompute == "always" or (self.recompute == "except_last" and place < group_size - 1)
+
+    def lr_lead(self, stage: int, *, num_stages: int) -> int:
+        """Updates by which the learning rate of ``stage`` runs ahead: 0 but for ``lr_index=slot``.
+
+        Update s of stage k happens in slot (s+1)M - 1 + k + d_k of the common clock, whose rate is that of update
+        floor(slot / M).
+        """
+        if self.lr_index == "update":
+            return 0
+        M = self.micro_batches_per_update
+        return (M - 1 + stage + self.delay_of(stage, num_stages=num_stages)) // M
+
+    def lr_factor(self, stage: int, *, num_stages: int) -> float:
+        """What the learning rate of ``stage`` is multiplied by."""
+        if self.lr_factors is None:
+            return 1.0
+        return self._per_stage("lr_factors", num_stages)[stage]
+
+    def speeds(self, num_stages: int) -> list[float]:
+        """How often each stage gets its turn, relative to the others."""
+        if self.stage_speeds is None:
+            return [1.0] * num_stages
+        return self._per_stage("stage_speeds", num_stages)
+
+    def check(self, num_stages: int) -> None:
+        """Check what depends on the number of stages.
+
+        Raises:
+            ConfigError: a list of another length, or delays that cannot be.
+        """
+        self.delays(num_stages)
+        self.speeds(num_stages)
+        self.lr_factor(0, num_stages=num_stages)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _per_stage(self, name: str, num_stages: int) -> list[float]:
+        values = list(getattr(self, name))
+        if len(values) != num_stages:
+            raise ConfigError(f"method.{name}={values} has {len(values)} numbers, but there are {num_stages} stages")
+        return values
+
+    def _per_hop(self, name: str, num_hops: int) -> list[int]:
+        value = getattr(self, name)
+        if isinstance(value, int):
+            return [value] * num_hops
+        if len(value) != num_hops:
+            raise ConfigError(f"method.{name}={list(value)} has {len(value)} numbers, but {num_hops + 1} stages have {num_hops}")
+        return list(value)
+
+    def _refuse_dead_options(self) -> None:
+        for option in fields(self):
+            if not option.init or option.name == "name" or option.name in self.row.options:
+                continue
+            value = getattr(self, option.name)
+            if value is not None and value != option.default:
+                raise ConfigError(
+                    f"method.{option.name}={value} means nothing to method={self.name}, which takes "
+                    f"{', '.join(self.row.options)}"
+                )
+
+    def _check(self) -> None:
+        self._at_least("accumulation_steps", self.micro_batches_per_update, 1)
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise ConfigError(f"method.{name}: there is no '{value}'; choose one of {', '.join(choices)}")
+        rules = [rule for rule in DELAYS if rule != "group" or self.row.delay == "group"]
+        if isinstance(self.delay, str) and self.delay not in rules:
+            raise ConfigError(f"method.delay: there is no '{self.delay}'; choose one of {', '.join(rules)}, or a list")
+        for name in ("activation_queue", "gradient_queue"):
+            value = getattr(self, name)
+            for number in (value,) if isinstance(value, int) else value:
+                self._at_least(name, number, 1)
+        self._at_least("buffer_size", self.buffer_size, 0)
+        if self.buffer_reuse is not None:
+            self._at_least("buffer_reuse", self.buffer_reuse, 1)
+        if not self.buffer_size and (self.buffer_reuse is not None or self.stage_speeds is not None):
+            raise ConfigError(
+                "method.buffer_reuse and method.stage_speeds mean nothing without a replay buffer; set "
+                "method.buffer_size=50, or leave them away"
+            )
+        for name in ("lr_factors", "stage_speeds"):
+            if any(not number > 0 for number in getattr(self, name) or ()):
+                raise ConfigError(f"method.{name} must be above 0, got {list(getattr(self, name))}")
+        if not self.gradient_shrink > 0:
+            raise ConfigError(f"method.gradient_shrink (beta) must be above 0, got {self.gradient_shrink}")
+
+    def _at_least(self, name: str, value: int, smallest: int) -> None:
+        if value < smallest:
+            raise ConfigError(f"method.{name} must be at least {smallest}, got {value}")
+
+
+CHOICES = {
+    "weights": get_args(Weights),
+    "order": get_args(Order),
+    "reduction": get_args(Reduction),
+    "lr_index": get_args(LrIndex),
+    "recompute": get_args(Recompute),
+    "head": get_args(Head),
+}
 
 
 def method(name: str, **options: Any) -> Method:
@@ -69,6 +261,8 @@ def method(name: str, **options: Any) -> Method:
     try:
         return Method(name=name, **options)
     except TypeError:
-        known = [f for f in Method.__dataclass_fields__ if f != "name"]
-        unknown = ", ".join(sorted(set(options) - set(known)))
-        raise ConfigError(f"method: unknown option {unknown}; {name} takes {', '.join(known)}") from None
+        known = [f.name for f in fields(Method) if f.init and f.name != "name"]
+        if not (unknown := ", ".join(sorted(set(options) - set(known)))):
+            raise
+        takes = METHODS[name].options if name in METHODS else known
+        raise ConfigError(f"method: unknown option {unknown}; {name} takes {', '.join(takes)}") from None

@@ -45,13 +45,15 @@ class Segment:
         """Updates that every stage makes."""
         return len(self.group_sizes)
 
-    @property
-    def sample_weights(self) -> list[float]:
-        """Share of each micro-batch in its group's samples: n_b / n_group, the paper's 1/M if even.
+    def loss_weights(self, reduction: str, sizes: list[int]) -> list[float]:
+        """What the loss of each micro-batch is multiplied by, these holding ``sizes`` samples.
 
-        The mean over a group's samples, not over its micro-batches, is what one update follows.
+        ``mean``: n_b / n_group, the paper's 1/M if even: an update follows the mean over the group's samples, not
+        over its micro-batches. ``sum``: 1.
         """
-        sizes, weights = self.sizes, []
+        if reduction == "sum":
+            return [1.0] * len(sizes)
+        weights: list[float] = []
         for start in range(0, len(sizes), self.accumulation_steps):
             group = sizes[start : start + self.accumulation_steps]
             weights += [size / sum(group) for size in group]

@@ -1,6 +1,6 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from adl_dist.errors import DivergedError
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.tally import Tally
-from adl_dist.stage.weights import weight_policy
+from adl_dist.stage.weights import TwoVersions, weight_policy
 
 Tensors = tuple[Tensor, ...]
 
@@ -22,8 +22,9 @@ class InFlight:
     """A micro-batch between its forward and its backward."""
 
     acts: Tensors  # what came in; their .grad is sent upstream
-    outs: Tensors  # what went out with the graph behind it; the scalar loss on the last stage
-    version: int  # updates that the stage had made at the forward
+    target: Tensor | None  # where there is a loss and the forward is replayed
+    outs: Tensors | None  # what went out, or the scalar loss, with the graph behind it; None: to be recomputed
+    version: int  # updates that had led to the weights of the forward
 
 
 class Stage:
@@ -32,6 +33,7 @@ class Stage:
     Attributes:
         index: k in [0, K).
         module: the part of the model, on its device.
+        head: turns what goes downstream into a loss of the stage's own; None without local losses.
         version: updates applied so far, over the whole run.
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
         tally: what the stage counts about itself; the owner takes it and puts a fresh one.
@@ -46,6 +48,9 @@ class Stage:
         loss_fn: Callable[[Any, Tensor], Tensor],
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         weights: str = "stash",
+        gradient_shrink: float = 1.0,
+        head: nn.Module | None = None,
+        learns_locally: bool = False,
         seed: int = 0,
     ) -> None:
         """Take over ``module``.
@@ -56,20 +61,29 @@ class Stage:
             is_last: whether this stage computes the loss.
             loss_fn: mean over the samples of a micro-batch, from (output, target).
             optimizer: makes the optimizer of this stage's parameters.
-            weights: the weight policy, ``stash`` or ``latest``.
+            weights: the weight policy, a key of ``POLICIES``.
+            gradient_shrink: beta; scales what comes from downstream.
+            head: (what goes downstream, target, loss_fn) to the stage's own loss; for all stages but the last if
+                they learn locally.
+            learns_locally: no gradient goes upstream.
             seed: the run's seed; dropout draws from (seed, epoch, stage, micro-batch).
         """
-        self.index = index
-        self.module = module
+        self.index, self.is_last = index, is_last
+        self.module, self.head = module, head
         self.version = 0
         self.in_flight: dict[int, InFlight] = {}
         self.tally = Tally()
-        parameters = list(module.parameters())
+        # What is trained together: the part of the model and what serves only to train it.
+        self._trained = module if head is None else nn.ModuleList([module, head])
+        parameters = list(self._trained.parameters())
         # A stage of nothing but pooling or activations has no parameters, and torch has no optimizer for it.
         self.optimizer = optimizer(parameters) if parameters else None
         self.lr_schedule: LRScheduler | None = None
-        self._policy = weight_policy(weights, module, self.optimizer) if self.optimizer else None
-        self._loss_fn = loss_fn if is_last else None
+        self._policy = weight_policy(weights, self._trained, self.optimizer) if self.optimizer else None
+        self._forward_version: int | None = None  # None: the newest
+        self._first_version = 0  # of the segment
+        self._loss_fn = loss_fn
+        self._gradient_shrink, self._learns_locally = gradient_shrink, learns_locally
         self._seed = seed
         self._epoch = self._first_micro_batch = 0
         # An in-place operation on what came in would overwrite a leaf, and in one process also what the
@@ -77,27 +91,47 @@ class Stage:
         self._copies_input = index > 0 and may_start_in_place(module)
 
     @property
-    def is_last(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self._loss_fn is not None
+    def has_loss(self) -> bool:
+        """Whether this stage computes a loss: the model's, or one of its own."""
+        return self.is_last or self.head is not None
+
+    @property
+    def head_prefix(self) -> str:
+        """What the names of the head's tensors begin with; no name of a module has a colon."""
+        return f"head{self.index}:"
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the model's part by the uncut model's names, and of the head by its prefixed ones."""
+        yield from self.module.named_parameters()
+        if self.head is not None:
+            yield from ((f"{self.head_prefix}{name}", p) for name, p in self.head.named_parameters())
 
     def begin(self, epoch: int, *, training: bool, first_micro_batch: int = 0) -> None:
         """Get ready for a segment that starts at ``first_micro_batch`` of ``epoch``."""
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
+        self._first_version, self._forward_version = self.version, None
         self.tally = Tally()
-        self.module.train(training)
+        self._trained.train(training)
         if training:
             # What an interrupted segment, or the user before us, left there belongs to no group.
             self.in_flight.clear()
-            self.module.zero_grad()
+            self._trained.zero_grad()
 
-    def forward(self, micro_batch: int, acts: Tensors, target: Tensor | None) -> Tensors:
+    def use_weights(self, num_updates: int) -> None:
+        """Forward from here on with the weights after ``num_updates`` updates of the segment."""
+        self._forward_version = self._first_version + num_updates
+        if self._policy is not None:
+            assert isinstance(self._policy, TwoVersions)
+            self._policy.use(self._forward_version, newest=self.version)
+
+    def forward(self, micro_batch: int, acts: Tensors, target: Tensor | None, *, keep_graph: bool = True) -> Tensors:
         """Forward one micro-batch and keep its graph.
 
         Args:
             micro_batch: its index within the segment.
             acts: tensors [B, ...] from upstream, or the input from the data.
-            target: [B, ...] on the last stage, else None.
+            target: [B, ...] where there is a loss, else None.
+            keep_graph: keep the graph; else what came in, for :meth:`recompute`.
 
         Returns:
             What goes downstream, cut off from the graph; nothing on the last stage.
@@ -105,34 +139,53 @@ class Stage:
         with self.tally.busy():
             leaves = acts
             if self.index > 0:
-                leaves = tuple(a.detach().requires_grad_(a.is_floating_point()) for a in acts)
-            of_epoch = self._first_micro_batch + micro_batch
-            torch_seed(stream_seed(self._seed, "dropout", self._epoch, self.index, of_epoch), acts[0].device)
-            outs = self._call(leaves)
-            if self.is_last:
-                outs = (self._score(outs, target),)
-            self.in_flight[micro_batch] = InFlight(leaves, outs, self.version)
+                wanted = not self._learns_locally
+                leaves = tuple(a.detach().requires_grad_(wanted and a.is_floating_point()) for a in acts)
+            self._seed_dropout(micro_batch, leaves)
+            with torch.set_grad_enabled(keep_graph):
+                outs = self._call(leaves)
+                ends = (self._score(outs, target),) if self.has_loss else outs
+            version = self.version if self._forward_version is None else self._forward_version
+            self.in_flight[micro_batch] = InFlight(
+                leaves, None if keep_graph else target, ends if keep_graph else None, version
+            )
             return () if self.is_last else tuple(out.detach() for out in outs)
+
+    def recompute(self, micro_batch: int) -> None:
+        """Replay a forward from its stored input with the present weights, and keep the graph.
+
+        Dropout draws what it drew. Buffers, among them BatchNorm's running statistics, stay as they are: they
+        moved in the forward.
+        """
+        with self.tally.busy():
+            kept = self.in_flight[micro_batch]
+            self._seed_dropout(micro_batch, kept.acts)
+            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            outs = self._call(kept.acts, buffers)
+            kept.outs = (self._loss(outs, kept.target),) if self.has_loss else outs
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
 
         Args:
             micro_batch: its index within the segment.
-            grads: one for each floating-point tensor that went downstream; on the last stage the weight of
-                this micro-batch in its group, which scales every gradient of the network.
+            grads: one for each floating-point tensor that went downstream; where there is a loss, the weight of
+                this micro-batch in its group, which scales every gradient that follows from it.
 
         Returns:
-            Gradients of the floating-point acts, for upstream; empty on stage 0.
+            Gradients of the floating-point acts, for upstream; empty on stage 0 and where stages learn locally.
         """
         with self.tally.busy():
             kept = self.in_flight.pop(micro_batch)
+            assert kept.outs is not None, "the schedule recomputes before it goes backward"
+            if self._gradient_shrink != 1.0 and not self.has_loss:
+                grads = tuple(grad * self._gradient_shrink for grad in grads)
             outs = tuple(out for out in kept.outs if out.is_floating_point())
             paired = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
             if paired:
                 torch.autograd.backward([out for out, _ in paired], [grad for _, grad in paired])
             self.tally.staleness.append(self.version - kept.version)
-            if self.index == 0:
+            if self.index == 0 or self._learns_locally:
                 return ()
             return tuple(
                 act.grad if act.grad is not None else torch.zeros_like(act)
@@ -151,7 +204,8 @@ class Stage:
             raise DivergedError(what, stage=self.index, update=self.version, epoch=self._epoch)
         with self.tally.busy():
             if self._policy is not None:
-                self._policy.step(self.version, in_flight={kept.version for kept in self.in_flight.values()})
+                graphs = {kept.version for kept in self.in_flight.values() if kept.outs is not None}
+                self._policy.step(self.version, in_flight=graphs)
             self.version += 1
             if self.lr_schedule is not None:
                 self.lr_schedule.step()
@@ -166,18 +220,31 @@ class Stage:
             self._score(outs, target)
             return ()
 
-    def _call(self, acts: Tensors) -> Tensors:
+    def _seed_dropout(self, micro_batch: int, acts: Tensors) -> None:
+        of_epoch = self._first_micro_batch + micro_batch
+        torch_seed(stream_seed(self._seed, "dropout", self._epoch, self.index, of_epoch), acts[0].device)
+
+    def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Tensors:
         if self._copies_input:
             acts = tuple(act.clone() for act in acts)
-        return unpacked(self.module(packed(acts)))
+        if buffers is None:
+            return unpacked(self.module(packed(acts)))
+        return unpacked(torch.func.functional_call(self.module, buffers, (packed(acts),)))
 
     def _score(self, outs: Tensors, target: Tensor | None) -> Tensor:
-        assert self._loss_fn is not None
         assert target is not None
         target = target.to(outs[0].device, non_blocking=True)
-        loss = self._loss_fn(packed(outs), target)
-        self.tally.score(outs[0], target, loss)
+        loss = self._loss(outs, target)
+        self.tally.score(outs[0] if self.is_last else None, target, loss)
         return loss
+
+    def _loss(self, outs: Tensors, target: Tensor | None) -> Tensor:
+        assert target is not None
+        target = target.to(outs[0].device, non_blocking=True)
+        if self.is_last:
+            return self._loss_fn(packed(outs), target)
+        assert self.head is not None
+        return self.head(packed(outs), target, self._loss_fn)  # type: ignore[no-any-return]
 
 
 def packed(tensors: Tensors) -> Any:

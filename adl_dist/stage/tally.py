@@ -34,14 +34,14 @@ class Tally:
         yield
         self.busy_seconds += time.perf_counter() - start
 
-    def score(self, out: Tensor, target: Tensor, loss: Tensor) -> None:
-        """Add one micro-batch: ``out`` [B, ...], ``target`` [B, ...], scalar mean ``loss``. No host sync."""
+    def score(self, out: Tensor | None, target: Tensor, loss: Tensor) -> None:
+        """Add one micro-batch: the model's ``out`` [B, ...], ``target`` [B, ...], mean ``loss``. No host sync."""
         size = target.shape[0]
         self.num_samples += size
         # Sums are kept in float64 so that an average over an epoch does not depend on its length.
         loss_sum = loss.detach().double() * size
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
-        if out.ndim == 2 and target.ndim == 1 and not target.is_floating_point():
+        if out is not None and out.ndim == 2 and target.ndim == 1 and not target.is_floating_point():
             correct = (out.detach().argmax(dim=1) == target).sum()
             self.num_correct = correct if self.num_correct is None else self.num_correct + correct
 

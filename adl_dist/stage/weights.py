@@ -7,26 +7,12 @@ optimizer never shows this, because nothing is in flight when it steps. A policy
 """
 
 from collections.abc import Collection
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from adl_dist.errors import ConfigError
-
-
-class WeightPolicy(Protocol):
-    """Steps the optimizer of a stage while graphs are in flight."""
-
-    def step(self, version: int, *, in_flight: Collection[int]) -> None:
-        """Apply the accumulated gradients and turn weight version ``version`` into the next.
-
-        Args:
-            version: updates applied to the stage so far.
-            in_flight: the versions that micro-batches not yet back-propagated were forwarded with.
-        """
-        ...
 
 
 class Latest:
@@ -36,12 +22,14 @@ class Latest:
     weights of a stage only, and a hybrid below.
     """
 
+    num_copies = 0
+
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._parameters = tuple(module.parameters())
         self._optimizer = optimizer
 
     def step(self, version: int, *, in_flight: Collection[int]) -> None:
-        """Step in place, without telling autograd; see :class:`WeightPolicy`."""
+        """Step in place, without telling autograd; arguments as of :meth:`Stash.step`."""
         # The one private call of the project. Public ways to the same values are slower (identity
         # saved_tensors_hooks around every forward) or touch .data; a test on each torch version guards it.
         with _unsafe_preserve_version_counter(self._parameters):
@@ -59,8 +47,8 @@ class Stash:
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._current = [p for p in module.parameters() if p.requires_grad]
-        place = {id(p): i for i, p in enumerate(self._current)}
+        self._newest = [p for p in module.parameters() if p.requires_grad]
+        place = {id(p): i for i, p in enumerate(self._newest)}
         # (owner, attribute, position): a parameter used twice within the stage has two slots.
         self._slots = [
             (owner, name, place[id(p)])
@@ -68,39 +56,83 @@ class Stash:
             for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
             if id(p) in place
         ]
-        self._retired: dict[int, list[nn.Parameter]] = {}
+        self._older: dict[int, list[nn.Parameter]] = {}
+
+    @property
+    def num_copies(self) -> int:
+        """Weight versions alive beside the newest."""
+        return len(self._older)
 
     def step(self, version: int, *, in_flight: Collection[int]) -> None:
-        """Gather the gradients of all versions, then step the newest; see :class:`WeightPolicy`."""
-        for old in self._retired.values():
-            for mine, theirs in zip(self._current, old, strict=True):
-                mine.grad, theirs.grad = _sum(mine.grad, theirs.grad), None
-        self._retired = {v: kept for v, kept in self._retired.items() if v in in_flight}
+        """Gather the gradients of all versions, step the newest, and so turn ``version`` into the next.
+
+        Args:
+            version: updates applied to the stage so far.
+            in_flight: the versions that graphs not yet back-propagated were built with.
+        """
+        self._gather(keep=in_flight)
         if version in in_flight:
-            self._retired[version] = self._current
-            self._move_to([nn.Parameter(p.detach().clone()) for p in self._current])
+            self._older[version] = self._newest
+            self._move_optimizer()
+            self._install(self._newest)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
-    def _move_to(self, fresh: list[nn.Parameter]) -> None:
-        successor = dict(zip(self._current, fresh, strict=True))
+    def _gather(self, *, keep: Collection[int]) -> None:
+        """Move the gradients of older versions to the newest, and forget the versions not in ``keep``."""
+        for old in self._older.values():
+            for newest, theirs in zip(self._newest, old, strict=True):
+                newest.grad, theirs.grad = _sum(newest.grad, theirs.grad), None
+        self._older = {version: kept for version, kept in self._older.items() if version in keep}
+
+    def _move_optimizer(self) -> None:
+        """Put copies in the place of the newest weights, for the optimizer to step."""
+        successor = {old: nn.Parameter(old.detach().clone()) for old in self._newest}
         for old, new in successor.items():
             new.grad, old.grad = old.grad, None
-        for owner, name, position in self._slots:
-            setattr(owner, name, fresh[position])  # not _parameters[name]: nn.RNN keeps aliases up to date here
         for group in self._optimizer.param_groups:
             group["params"] = [successor.get(p, p) for p in group["params"]]
         state = self._optimizer.state
         for old, new in successor.items():
             if old in state:
                 state[new] = state.pop(old)
-        self._current = fresh
+        self._newest = list(successor.values())
+
+    def _install(self, weights: list[nn.Parameter]) -> None:
+        """Have the module compute with ``weights``."""
+        for owner, name, position in self._slots:
+            setattr(owner, name, weights[position])  # not _parameters[name]: nn.RNN keeps aliases up to date here
 
 
-POLICIES: dict[str, type[Latest] | type[Stash]] = {"stash": Stash, "latest": Latest}
+class TwoVersions(Stash):
+    """The module computes with the weights that the schedule names, one update behind: PipeDream-2BW.
+
+    Two versions are alive, the newest and the one before it, whatever the number of micro-batches in flight.
+    """
+
+    def use(self, version: int, *, newest: int) -> None:
+        """Have the module compute with ``version``, which is the newest or the one before."""
+        self._install(self._newest if version == newest else self._older[version])
+
+    def step(self, version: int, *, in_flight: Collection[int]) -> None:
+        """Gather the gradients, then make the next version beside ``version``; see :meth:`Stash.step`."""
+        self._gather(keep=in_flight)
+        self._older[version] = self._newest
+        self._move_optimizer()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
-def weight_policy(name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> WeightPolicy:
+# With ``recompute`` no graph outlives an update, so there is nothing to stash.
+POLICIES: dict[str, type[Latest] | type[Stash]] = {
+    "stash": Stash,
+    "latest": Latest,
+    "recompute": Stash,
+    "2bw": TwoVersions,
+}
+
+
+def weight_policy(name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> Latest | Stash:
     """Build the policy called ``name``.
 
     Raises:

@@ -29,10 +29,10 @@ class Sender(Protocol):
 
 
 class Receiver(Protocol):
-    """The other end. Micro-batches arrive in order."""
+    """The other end. Micro-batches arrive in the order in which they were sent."""
 
-    def open(self, sizes: Sequence[int]) -> None:
-        """Begin a segment whose micro-batches hold ``sizes`` samples."""
+    def open(self, sizes: Sequence[int], order: Sequence[int]) -> None:
+        """Begin a segment whose micro-batches hold ``sizes`` samples and arrive in ``order``."""
         ...
 
     def recv(self, micro_batch: int) -> Tensors:
@@ -48,8 +48,8 @@ class LocalChannel:
         self._sizes: Sequence[int] = ()
         self._queue: deque[tuple[int, Tensors]] = deque()
 
-    def open(self, sizes: Sequence[int]) -> None:
-        """Begin a segment; see :class:`Sender`."""
+    def open(self, sizes: Sequence[int], order: Sequence[int] = ()) -> None:
+        """Begin a segment; see :class:`Sender`. The queue has the order of sending."""
         self._sizes = sizes
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:

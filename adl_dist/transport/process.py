@@ -8,7 +8,7 @@ before the first step, so that a first message never waits for a handshake in th
 
 import datetime
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adl_dist.errors import ChannelError
+from adl_dist.schedule.actions import LINKS, receiver
 from adl_dist.transport.spec import TensorSpec
 
 Tensors = tuple[Tensor, ...]
@@ -33,35 +34,49 @@ class Edge(NamedTuple):
     backend: str  # "gloo" or "nccl"
 
 
+# Small, and wanted on the CPU by whoever takes them.
+ON_CPU = ("target", "label", "go")
+
+
 def connect_edges(
-    num_stages: int, *, backend: str, device: torch.device, timeout: datetime.timedelta
+    num_stages: int, links: Iterable[str], *, backend: str, device: torch.device, timeout: datetime.timedelta
 ) -> dict[tuple[str, int], Edge]:
-    """Make and connect all edges of a pipeline. Every rank calls it; rank k is stage k.
+    """Make and connect all edges of some links of a pipeline. Every rank calls it; rank k is stage k.
+
+    Args:
+        num_stages: K.
+        links: what is carried, of ``LINKS``.
+        backend: of what stays on ``device``.
+        device: of this rank.
+        timeout: of one message.
 
     Returns:
-        Edges by (what, sending stage): ``("act", k)`` to k + 1, ``("grad", k + 1)`` to k, and
-        ``("target", 0)`` to the last stage. Only those this rank is an end of.
+        Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
     """
-    pairs = [("act", k, k + 1) for k in range(num_stages - 1)]
-    pairs += [("grad", k + 1, k) for k in range(num_stages - 1)]
-    pairs += [("target", 0, num_stages - 1)] if num_stages > 1 else []
     rank, edges = dist.get_rank(), {}
-    for what, sender, receiver in pairs:
-        # Targets are small and live on the CPU until the last stage needs them.
-        edge_backend = "gloo" if what == "target" else backend
+    pairs = [
+        (link.what, sender, receiver(op, sender, num_stages=num_stages))
+        for op, link in LINKS.items()
+        if link.what in links
+        for sender in ([0] if link.hop is None else range(num_stages))
+    ]
+    for what, sender, to in pairs:
+        if to == sender or not 0 <= to < num_stages:
+            continue
+        edge_backend = "gloo" if what in ON_CPU else backend
         group = dist.new_group(
-            [sender, receiver],
+            [sender, to],
             backend=edge_backend,
             timeout=timeout,
             # Named, or NCCL takes LOCAL_RANK modulo the device count (torch 2.15).
             device_id=device if edge_backend == "nccl" else None,
         )
-        if rank in (sender, receiver):
+        if rank in (sender, to):
             assert isinstance(group, dist.ProcessGroup)
-            edge = edges[what, sender] = Edge(sender, receiver, group, edge_backend)
+            edge = edges[what, sender] = Edge(sender, to, group, edge_backend)
             probe = torch.zeros(1, device=device if edge_backend == "nccl" else "cpu")
             if rank == sender:
-                dist.send(probe, receiver, group=edge.group)
+                dist.send(probe, to, group=edge.group)
             else:
                 dist.recv(probe, sender, group=edge.group)
     return edges
@@ -77,8 +92,8 @@ class ProcessSender:
             edge: where to.
             specs: what was agreed for this edge.
             what: ``act``, ``grad`` or ``target``, for messages.
-            max_pending: micro-batches sent and not yet taken by the peer before a send waits; at least
-                2K - 1, or the wait could close a cycle of stages that wait for each other.
+            max_pending: micro-batches sent and not yet taken by the peer before a send waits; more than stage 0
+                ever has in flight, or the wait could close a cycle of stages that wait for each other.
         """
         self._edge, self._specs, self._what, self._max_pending = edge, tuple(specs), what, max_pending
         self._sizes: Sequence[int] = ()
@@ -137,18 +152,17 @@ class ProcessReceiver:
         self._edge, self._specs, self._what, self._device = edge, tuple(specs), what, device
         self._sizes: Sequence[int] = ()
         self._posted: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = deque()
-        self._next = 0
+        self._to_post: deque[int] = deque()
 
-    def open(self, sizes: Sequence[int]) -> None:
+    def open(self, sizes: Sequence[int], order: Sequence[int]) -> None:
         """Begin a segment; see :class:`Receiver`."""
         assert not self._posted, "the segment before was not received to its end"
-        self._sizes, self._next = sizes, 0
+        self._sizes, self._to_post = sizes, deque(order)
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for one micro-batch, with the receives of the next ones posted; see :class:`Receiver`."""
-        # Not in open(): evaluation opens the same ends, and no gradient ever comes.
-        while len(self._posted) < 1 + POSTED_AHEAD and self._next < len(self._sizes):
-            self._post()
+        while len(self._posted) < 1 + POSTED_AHEAD and self._to_post:
+            self._post(self._to_post.popleft())
         got, works = self._posted.popleft()
         assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"
         for work, _ in works:
@@ -158,20 +172,19 @@ class ProcessReceiver:
                 raise self._lost(micro_batch) from error
         return tuple(buffer.to(self._device, non_blocking=True) for _, buffer in works)
 
-    def _post(self) -> None:
-        size, works = self._sizes[self._next], []
+    def _post(self, micro_batch: int) -> None:
+        size, works = self._sizes[micro_batch], []
         device = torch.device("cpu") if self._edge.backend == "gloo" else self._device
         for place, spec in enumerate(self._specs):
             buffer = spec.empty(size, device, pinned=device != self._device)
-            tag = self._next * len(self._specs) + place
+            tag = micro_batch * len(self._specs) + place
             try:
                 work = dist.irecv(spec.as_wire(buffer), self._edge.sender, group=self._edge.group, tag=tag)
             except RuntimeError as error:
-                raise self._lost(self._next) from error
+                raise self._lost(micro_batch) from error
             assert work is not None
             works.append((work, buffer))
-        self._posted.append((self._next, works))
-        self._next += 1
+        self._posted.append((micro_batch, works))
 
     def _lost(self, micro_batch: int) -> ChannelError:
         return ChannelError(

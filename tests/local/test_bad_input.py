@@ -54,7 +54,7 @@ NONSENSE = [
     # unknown choices
     ("model=resnet21", ["there is no model=resnet21", "choose one of", "resnet18, resnet20", "custom"]),
     ("data=mnist", ["there is no data=mnist", "choose one of cifar10, cifar100, custom, digits"]),
-    ("method=foo", ["there is no method=foo", "choose one of adl"]),
+    ("method=foo", ["there is no method=foo", "choose one of 1f1b, 2bw, adl"]),
     ("optimizer=sdg", ["there is no optimizer=sdg", "choose one of adamw, custom, sgd"]),
     ("model=null", ["model=null is no choice of model", "choose one of", "resnet8"]),
     ("model=[resnet8,resnet20]", ["is no choice of model", "choose one of", "resnet8"]),
@@ -76,7 +76,7 @@ NONSENSE = [
     # choices of a value
     ("dtype=float16", ["dtype=float16", "float32, float64"]),
     ("runtime.device=tpu", ["runtime.device=tpu", "cpu, cuda"]),
-    ("method.weights=foo", ["method.weights=foo", "stash, latest"]),
+    ("method.weights=foo", ["method.weights: there is no 'foo'", "stash, latest"]),
     # out of range
     ("method.accumulation_steps=0", ["method.accumulation_steps must be at least 1, got 0"]),
     ("partition.num_stages=0", ["partition.num_stages must be at least 1, got 0"]),

@@ -111,16 +111,16 @@ def test_staleness_changes_the_values(K):
 @pytest.mark.parametrize("K", [2, 4])
 def test_latest_and_stash_are_two_different_things(K):
     stash, _ = train(K, 2, torch.float64)
-    latest, _ = train(K, 2, torch.float64, weights="latest")
+    latest, _ = train(K, 2, torch.float64, options={"weights": "latest"})
     assert max((stash[n] - latest[n]).abs().max() for n in stash) > 1e-6
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest"])
 def test_the_order_of_events_does_not_change_a_bit(weights):
     """40 random interleavings of real tensors, dropout included; see test_engine.py for 10,000 without."""
-    expected, _ = train(4, 2, torch.float32, weights=weights, dropout=0.3)
+    expected, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3)
     for seed in range(40):
-        got, _ = train(4, 2, torch.float32, weights=weights, dropout=0.3, choose=at_random(seed))
+        got, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3, choose=at_random(seed))
         assert_equal(got, expected)
 
 

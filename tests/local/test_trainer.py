@@ -42,18 +42,18 @@ def test_recorded_staleness_is_that_of_the_formula_for_every_micro_batch(K, M, t
     seen = [r for r in records_of(tmp_path) if r["name"] == "stage/staleness"]
     num_updates = -(-N // M)
     for k in range(K):
-        delay = 2 * (K - 1 - k)
+        delay, adl = 2 * (K - 1 - k), adl_dist.method("adl", accumulation_steps=M)
         for epoch in range(2):
             groups = [r for r in seen if r["stage"] == k and r["epoch"] == epoch]
             assert [r["update"] for r in groups] == list(range(epoch * num_updates, (epoch + 1) * num_updates))
             by_micro_batch = [value for r in groups for value in r["by_offset"]]
-            assert by_micro_batch == [staleness(b, delay=delay, accumulation_steps=M) for b in range(N)]
+            assert by_micro_batch == [staleness(adl, b, delay=delay) for b in range(N)]
             for r in groups:
                 assert r["value"] == statistics.mean(r["by_offset"])
                 assert r["unit"] == "updates"
             steady = groups[-(-delay // M) + 1 : -1]
             for r in steady:
-                assert r["by_offset"] == steady_staleness(delay=delay, accumulation_steps=M)
+                assert r["by_offset"] == steady_staleness(adl, delay=delay)
                 assert r["value"] == pytest.approx(delay / M)
 
 

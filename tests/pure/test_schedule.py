@@ -28,16 +28,21 @@ from adl_dist.schedule.replay import at_random, one_group_per_pair
 GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 5, 16), (1, 2, 3, 4)))  # K, N, M
 
 
+def adl(M=1):
+    return method("adl", accumulation_steps=M)
+
+
 def delays(K):
-    return [method("adl").delay(k, num_stages=K) for k in range(K)]
+    return adl().delays(K)
 
 
 def groups(N, M):
     return [M] * (N // M) + [N % M] * (N % M > 0)
 
 
-def streams(K, group_sizes):
-    return [list(training_stream(k, num_stages=K, delay=d, group_sizes=group_sizes)) for k, d in enumerate(delays(K))]
+def streams(K, group_sizes, chosen=None):
+    chosen = chosen or adl(max(group_sizes))
+    return [list(training_stream(chosen, k, num_stages=K, group_sizes=group_sizes)) for k in range(K)]
 
 
 def versions(K, group_sizes, seed):
@@ -68,7 +73,7 @@ def versions(K, group_sizes, seed):
 )
 def test_figure_1_staleness_of_three_modules(M, expected):
     """K = 3: the labels of Fig. 1, counted in a replay and given by the formula."""
-    assert [steady_staleness(delay=d, accumulation_steps=M) for d in delays(3)] == expected
+    assert [steady_staleness(adl(M), delay=d) for d in delays(3)] == expected
     at_forward, at_backward, _ = versions(3, [M] * 6, seed=0)
     steady = range(3 * M, 4 * M)
     assert [[at_backward[k, b] - at_forward[k, b] for b in steady] for k in range(3)] == expected
@@ -99,7 +104,7 @@ def test_figure_2_averaged_staleness_of_modules_1_and_6(M):
 @pytest.mark.parametrize("K", [2, 3, 8, 16])
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 7])
 def test_mean_staleness_is_delay_over_m_and_sums_to_k_times_k_minus_1_over_m(K, M):
-    means = [statistics.mean(steady_staleness(delay=d, accumulation_steps=M)) for d in delays(K)]
+    means = [statistics.mean(steady_staleness(adl(M), delay=d)) for d in delays(K)]
     assert means == pytest.approx([2 * (K - 1 - k) / M for k in range(K)])
     assert sum(means) == pytest.approx(K * (K - 1) / M)
 
@@ -113,7 +118,7 @@ def test_staleness_is_that_of_the_formula_under_any_interleaving(K, N, M, seed):
     at_forward, at_backward, _ = versions(K, groups(N, M), seed)
     for k, d in enumerate(delays(K)):
         for b in range(N):
-            assert at_backward[k, b] - at_forward[k, b] == staleness(b, delay=d, accumulation_steps=M)
+            assert at_backward[k, b] - at_forward[k, b] == staleness(adl(M), b, delay=d)
 
 
 @settings(max_examples=300, deadline=None)
@@ -191,15 +196,16 @@ def test_a_segment_holds_every_sample_once_and_its_weights_sum_to_one_per_group(
     start = 0
     for count in segment.group_sizes:
         group = slice(start, start + count)
-        assert sum(segment.sample_weights[group]) == pytest.approx(1)
-        samples = sum(segment.sizes[group])
-        assert segment.sample_weights[group] == pytest.approx([s / samples for s in segment.sizes[group]])
+        weights, samples = segment.loss_weights("mean", segment.sizes)[group], sum(segment.sizes[group])
+        assert sum(weights) == pytest.approx(1)
+        assert weights == pytest.approx([s / samples for s in segment.sizes[group]])
         start += count
 
 
 def test_even_groups_are_weighted_by_the_papers_1_over_m():
     segment = Segment(epoch=0, first_update=0, num_samples=24, micro_batch_size=3, accumulation_steps=4)
-    assert segment.sample_weights == [1 / 4] * 8
+    assert segment.loss_weights("mean", segment.sizes) == [1 / 4] * 8
+    assert segment.loss_weights("sum", segment.sizes) == [1] * 8
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])
@@ -225,22 +231,22 @@ def test_the_printed_table_shows_forward_backward_and_update_of_each_tick():
     lines = describe(method("adl", accumulation_steps=2), num_stages=3, num_micro_batches=6).splitlines()
     stage_0 = next(line for line in lines if line.startswith("stage 0"))
     assert " ".join(stage_0.split()[2:]) == "F0 F1 F2 F3 F4 B0 F5 B1 U0 B2 B3 U1 B4 B5 U2"
-    assert "0      4      5          2 2                            2     2" in lines
+    assert "0      4      5       0       2              2               2    2 2" in lines
 
 
-@pytest.mark.parametrize(("stage", "delay", "sizes"), [(3, 0, [1]), (-1, 0, [1]), (0, -1, [1]), (0, 0, [0])])
-def test_arguments_out_of_range_are_refused(stage, delay, sizes):
+@pytest.mark.parametrize(("stage", "sizes"), [(3, [1]), (-1, [1]), (0, [0])])
+def test_arguments_out_of_range_are_refused(stage, sizes):
     with pytest.raises(ValueError, match="must be"):
-        list(training_stream(stage, num_stages=3, delay=delay, group_sizes=sizes))
+        list(training_stream(adl(), stage, num_stages=3, group_sizes=sizes))
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("sgd", {}, "there is no 'sgd'; choose one of adl"),
-        ("adl", {"accumulation_steps": 0}, r"accumulation_steps \(M\) must be at least 1, got 0"),
-        ("adl", {"weights": "old"}, "there is no 'old'; choose one of stash, latest"),
-        ("adl", {"steps": 4}, "unknown option steps; adl takes accumulation_steps, weights"),
+        ("adl", {"accumulation_steps": 0}, r"accumulation_steps must be at least 1, got 0"),
+        ("adl", {"weights": "old"}, "there is no 'old'; choose one of stash, latest, recompute, 2bw"),
+        ("adl", {"steps": 4}, "unknown option steps; adl takes accumulation_steps, reduction"),
     ],
 )
 def test_a_method_that_cannot_be_run_is_refused(name, options, message):

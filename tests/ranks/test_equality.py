@@ -3,12 +3,20 @@
 import pytest
 import torch
 
+from adl_dist.schedule import METHODS
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import train
 
 FLOATS = (torch.float32, torch.float64)
-CASES = [(M, dtype, {}) for M in (1, 2, 3, 4) for dtype in FLOATS] + [
-    (2, torch.float32, {"weights": "latest"}),
+CASES = [
+    *((M, dtype, {}) for M in (1, 2, 3, 4) for dtype in FLOATS),
+    *((3, torch.float32, {"method": name, "dropout": 0.3}) for name in METHODS if name != "adl"),
+    (2, torch.float32, {"options": {"weights": "latest"}}),
+    (2, torch.float32, {"options": {"weights": "recompute"}, "dropout": 0.3}),
+    (2, torch.float32, {"options": {"order": "backward_first", "reduction": "sum", "lr_index": "slot"}}),
+    (3, torch.float32, {"method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
+    (1, torch.float32, {"method": "dsp", "options": {"activation_queue": 2}}),
+    (1, torch.float32, {"method": "dgl", "options": {"head": "linear", "buffer_size": 3}}),
     (2, torch.float32, {"dropout": 0.3, "shuffle": True}),
     (2, torch.float32, {"channels_last": True}),
 ]

@@ -1,75 +1,304 @@
-"""Accumulated Decoupled Learning written straight from the paper's equations. Shares no code with the engine.
+"""Training with delayed gradients written straight from the equations of the papers. Shares no code with the engine.
 
-It keeps every past weight version of every module and, for each micro-batch, calls autograd once on the network
-assembled from the versions that Eq. 15 names. Modules are counted from 1, as in the paper.
+It goes through the micro-batches one by one, keeps every past weight version of every module, and looks up the versions
+that the equations name; nothing is ever in flight. Modules are counted from 1, as in the papers, and must draw no
+random numbers. The caller's modules stay as they are.
 """
 
-import math
-from collections.abc import Sequence
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+from tests.support.toys import Block
+
+Edge = Tensor | tuple[Tensor, ...]  # what one module hands to the next
+MicroBatch = tuple[Edge, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
+Named = dict[str, Tensor]
 
 
 def train_by_the_equations(
     modules: Sequence[nn.Module],
-    epochs: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    epochs: Sequence[Sequence[MicroBatch]],
     *,
     M: int,
-    loss_fn: nn.Module,
+    loss_fn: Loss,
     lr: Sequence[float],
     momentum: float = 0.0,
     weight_decay: float = 0.0,
-) -> dict[str, Tensor]:
+    delays: Sequence[int] | None = None,
+    weights: str = "stash",
+    shrink: float = 1.0,
+    reduction: str = "mean",
+    lr_of: Callable[[int, int], float] | None = None,
+    lr_factors: Sequence[float] | None = None,
+) -> Named:
     """Train and return all parameters and buffers.
 
     Args:
         modules: module 1..K, their parameter names being those of the whole network.
         epochs: the micro-batches U_0, U_1, ... of each epoch; the pipeline is empty between epochs.
-        M: accumulation steps.
+        M: accumulation steps; group g of an epoch is U_gM .. U_gM+M-1, fewer at its end.
         lr: gamma_s for each update s of the whole run.
+        delays: d_k of module 1..K in micro-batches, never increasing; None: 2(K-k), those of ADL.
+        weights: those of the backward.
+            stash: the forward's (ADL, Eq. 15; DDG, FDG, PipeDream).
+            recompute: the present ones, the forward being replayed from its input (FR, DSP).
+            latest: the present ones in every backward formula, the activations being those of the forward (PACI).
+            2bw: forward and backward take the version of the group before, whatever the delays (PipeDream-2BW).
+        shrink: beta of FDG.
+        reduction: mean: a gradient is the mean over the samples of its group; sum: over micro-batches the sum.
+        lr_of: the learning rate of (module k, update s), instead of ``lr``.
+        lr_factors: by how much the learning rate of module 1..K is multiplied.
     """
+    assert weights in ("stash", "recompute", "latest", "2bw"), weights
+    assert reduction in ("mean", "sum"), reduction
     K = len(modules)
-    # theta[k-1][s]: the parameters of module k after s updates.
-    theta = [[{n: p.detach().clone() for n, p in m.named_parameters()}] for m in modules]
-    velocity = [{n: torch.zeros_like(p) for n, p in t[0].items()} for t in theta]
-    for module in modules:
-        module.train()
+    d = [2 * (K - k) for k in range(1, K + 1)] if delays is None else list(delays)
+    assert len(d) == K, d
+    assert d == sorted(d, reverse=True), d
+    modules = [copy.deepcopy(module).train() for module in modules]
+    theta = [Versions(module, momentum, weight_decay) for module in modules]
 
     for batches in epochs:
-        updates_before = len(theta[0]) - 1
-        gradient = [{n: torch.zeros_like(p) for n, p in t[0].items()} for t in theta]
-        for b, (x, target) in enumerate(batches):
-            # Eq. 15: batch b meets theta_k with update index floor((b - 2(K - k)) / M), none before the first.
-            index = [updates_before + max(0, math.floor((b - 2 * (K - k)) / M)) for k in range(1, K + 1)]
-            mixed = [{n: p.clone().requires_grad_() for n, p in theta[k][index[k]].items()} for k in range(K)]
-            z = x
-            for module, parameters in zip(modules, mixed, strict=True):
-                z = functional_call(module, parameters, (z,))
-            loss = loss_fn(z, target)
+        base = theta[0].updates
+        for b, (u, target) in enumerate(batches):
+            # The forward. Eq. 15: batch b meets theta_k with update index floor((b - d_k) / M), none before the first.
+            # PipeDream-2BW, section 3.1: micro-batch b meets max(floor(b / M) - 1, 0) in every stage.
+            index = [max(0, b // M - 1 if weights == "2bw" else (b - d[k]) // M) for k in range(K)]
+            graphs, kept = [], []
+            z = u
+            for k, module in enumerate(modules):
+                x, w = leaf(z), theta[k].leaves(base + index[k])
+                with keeping(module, only_if=weights == "latest") as seen:
+                    y = functional_call(module, w, (x,))
+                graphs.append((x, w, y))
+                kept.append(seen)
+                z = y
 
             # Eq. 16 with 1/M as the share of samples, which is 1/M for micro-batches of equal size.
-            group = batches[b // M * M : b // M * M + M]
-            share = len(target) / sum(len(t) for _, t in group)
-            leaves = [p for parameters in mixed for p in parameters.values()]
-            g = iter(torch.autograd.grad(loss * share, leaves))
-            for k in range(K):
-                for name in mixed[k]:
-                    gradient[k][name] += next(g)
+            share, last_of_group = place_in_group(batches, b, M)
+            z = leaf(z)
+            error = torch.autograd.grad(loss_fn(z, target) * (share if reduction == "mean" else 1.0), floats(z))
 
-            if (b + 1) % M == 0 or b + 1 == len(batches):
-                s = len(theta[0]) - 1
+            # The backward, which in module k happens after the updates of the groups before: theta[k].present.
+            for k in reversed(range(K)):
+                x, w, y = graphs[k]
+                if k + 1 < K:
+                    error = [shrink * e for e in error]  # FDG: beta on what comes in; module k sees beta^(K-k) in all
+                if weights == "latest":
+                    *error, gradient = backward_by_hand(modules[k], theta[k].present, kept[k], *error)
+                else:
+                    if weights == "recompute":
+                        # FR and DSP: the stored input once more through the present weights, then the error that came
+                        # in, which belongs to the output of the first forward. Running statistics moved then.
+                        w = theta[k].leaves(theta[k].updates)
+                        unmoved = {n: t.clone() for n, t in modules[k].named_buffers()}
+                        y = functional_call(modules[k], w | unmoved, (x,))
+                        if k + 1 == K and d[k] > 0:  # the loss belongs to the last module and is replayed with it
+                            z = leaf(y)
+                            scale = share if reduction == "mean" else 1.0
+                            error = torch.autograd.grad(loss_fn(z, target) * scale, floats(z))
+                    of_all = torch.autograd.grad(floats(y), [*floats(x), *w.values()], error)
+                    error, of_w = of_all[: len(floats(x))], of_all[len(floats(x)) :]
+                    gradient = dict(zip(w, of_w, strict=True))
+                theta[k].accumulate(gradient)
+
+            if last_of_group:
                 for k in range(K):
-                    new = {}
-                    for name, w in theta[k][s].items():
-                        step = gradient[k][name] + weight_decay * w
-                        velocity[k][name] = momentum * velocity[k][name] + step
-                        new[name] = w - lr[s] * velocity[k][name]
-                        gradient[k][name] = torch.zeros_like(w)
-                    theta[k].append(new)
+                    s = theta[k].updates
+                    gamma = lr[s] if lr_of is None else lr_of(k + 1, s)
+                    theta[k].update(gamma if lr_factors is None else gamma * lr_factors[k])
 
-    final: dict[str, Tensor] = {}
+    return state_of(modules, theta)
+
+
+def train_greedily(
+    modules: Sequence[nn.Module],
+    heads: Sequence[nn.Module],
+    epochs: Sequence[Sequence[MicroBatch]],
+    *,
+    M: int,
+    loss_fn: Loss,
+    lr: Sequence[float],
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    sources: Sequence[Mapping[int, Sequence[int]]] | None = None,
+) -> tuple[Named, list[Named]]:
+    """Train every module on its own loss (DGL); return the parameters and buffers of the modules, and of each head.
+
+    No gradient leaves a module, so that module k can do a whole epoch before module k+1 begins.
+
+    Args:
+        modules: module 1..K, their parameter names being those of the whole network.
+        heads: the auxiliary networks of module 1..K-1; the loss of module K is the true one.
+        epochs: the micro-batches of each epoch.
+        M: accumulation steps; group g of module k is its steps gM .. gM+M-1 of the epoch.
+        lr: gamma_s for update s of a module, counted in that module over the whole run.
+        sources: with replay buffers, sources[e][k][j] is the step of module k-1 in epoch e whose output and target step
+            j of module k takes; for module 1, the micro-batch. A module that is not named takes j itself.
+    """
+    K = len(modules)
+    modules = [copy.deepcopy(module).train() for module in modules]
+    heads = [*(copy.deepcopy(head).train() for head in heads), nn.Identity()]
+    assert len(heads) == K, len(heads)
+    theta = [Versions(module, momentum, weight_decay) for module in modules]
+    phi = [Versions(head, momentum, weight_decay) for head in heads]
+
+    for e, batches in enumerate(epochs):
+        passed_on = list(batches)
+        for k in range(K):
+            chosen = sources[e].get(k + 1) if sources is not None else None
+            steps = passed_on if chosen is None else [passed_on[i] for i in chosen]
+            passed_on = []
+            for j, (x, target) in enumerate(steps):
+                w, h = theta[k].leaves(theta[k].updates), phi[k].leaves(phi[k].updates)
+                y = functional_call(modules[k], w, (x,))
+                passed_on.append((leaf(y), target))  # of the weights before the update
+                share, last_of_group = place_in_group(steps, j, M)
+                loss = loss_fn(functional_call(heads[k], h, (y,)), target) * share
+                gradient = iter(torch.autograd.grad(loss, [*w.values(), *h.values()]))
+                for versions, names in ((theta[k], w), (phi[k], h)):
+                    versions.accumulate({n: next(gradient) for n in names})
+                    if last_of_group:
+                        versions.update(lr[versions.updates])
+
+    return state_of(modules, theta), [state_of([head], [w]) for head, w in zip(heads[:-1], phi[:-1], strict=True)]
+
+
+class Versions:
+    """theta^0, theta^1, ... of one module, each made from the one before as torch.optim.SGD does it."""
+
+    def __init__(self, module: nn.Module, momentum: float, weight_decay: float) -> None:
+        self.theta: list[Named] = [{n: p.detach().clone() for n, p in module.named_parameters()}]
+        self.velocity = {n: torch.zeros_like(w) for n, w in self.theta[0].items()}
+        self.gradient = {n: torch.zeros_like(w) for n, w in self.theta[0].items()}
+        self.momentum, self.weight_decay = momentum, weight_decay
+
+    @property
+    def updates(self) -> int:
+        return len(self.theta) - 1
+
+    @property
+    def present(self) -> Named:
+        return self.theta[-1]
+
+    def leaves(self, version: int) -> Named:
+        return {n: leaf(w) for n, w in self.theta[version].items()}
+
+    def accumulate(self, gradient: Named) -> None:
+        assert gradient.keys() == self.gradient.keys()
+        for n, g in gradient.items():
+            self.gradient[n] = self.gradient[n] + g
+
+    def update(self, lr: float) -> None:
+        """v = mu v + (g + wd w); w = w - lr v."""
+        new = {}
+        for n, w in self.present.items():
+            self.velocity[n] = self.momentum * self.velocity[n] + (self.gradient[n] + self.weight_decay * w)
+            new[n] = w - lr * self.velocity[n]
+            self.gradient[n] = torch.zeros_like(w)
+        self.theta.append(new)
+
+
+def leaf(z: Edge) -> Edge:
+    """``z`` without its graph, the start of a new one."""
+    if isinstance(z, tuple):
+        return tuple(leaf(t) for t in z)
+    return z.detach().clone().requires_grad_(z.is_floating_point())
+
+
+def floats(z: Edge) -> list[Tensor]:
+    """The tensors that have a gradient."""
+    return [t for t in (z if isinstance(z, tuple) else (z,)) if t.is_floating_point()]
+
+
+def place_in_group(steps: Sequence[MicroBatch], b: int, M: int) -> tuple[float, bool]:
+    """The share of step b in the samples of its group, and whether it ends it."""
+    group = steps[b // M * M : b // M * M + M]
+    return len(steps[b][1]) / sum(len(target) for _, target in group), (b + 1) % M == 0 or b + 1 == len(steps)
+
+
+def state_of(modules: Sequence[nn.Module], theta: Sequence[Versions]) -> Named:
+    state: Named = {}
     for module, versions in zip(modules, theta, strict=True):
-        final |= {n: b.detach().clone() for n, b in module.named_buffers()} | versions[-1]
-    return final
+        state |= {n: t.detach().clone() for n, t in module.named_buffers()} | versions.present
+    return state
+
+
+@contextlib.contextmanager
+def keeping(module: nn.Module, *, only_if: bool = True) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Keep input and output of every layer inside ``module`` by its name, as autograd keeps them for the backward."""
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda _, inputs, output: seen.update({name: (inputs[0].detach(), output.detach())})
+
+    hooks = [layer.register_forward_hook(keep(name)) for name, layer in module.named_modules() if only_if]
+    yield seen
+    for hook in hooks:
+        hook.remove()
+
+
+def backward_by_hand(
+    layer: nn.Module, now: Named, kept: Mapping[str, tuple[Tensor, Tensor]], error: Tensor, name: str = ""
+) -> tuple[Tensor, Named]:
+    """The backward of ``layer`` with the weights ``now`` and the tensors ``kept`` in the forward.
+
+    With the weights of the forward it is the gradient. With others it is the hybrid that PyTorch computes when weights
+    change in place under a live graph (PACI; the authors' code of DDG, FDG, ADL).
+
+    Args:
+        layer: one of the kinds in batch_norm_net, or a Sequential of them.
+        now: the weights, named as seen from the outermost layer.
+        kept: input and output of each layer, named likewise.
+        error: the gradient of the loss by the output.
+        name: of ``layer``, seen from the outermost one.
+
+    Returns:
+        The gradient by the input, and by each weight.
+    """
+    x, y = kept[name]
+    inside = f"{name}." if name else ""
+    weight, bias = inside + "weight", inside + "bias"
+    match layer:
+        case nn.Sequential():
+            gradient: Named = {}
+            for child, sub in reversed(layer._modules.items()):
+                error, more = backward_by_hand(sub, now, kept, error, inside + child)
+                gradient |= more
+            return error, gradient
+        case Block():  # y = relu(x + norm(conv(x)))
+            error = error * (y > 0)
+            through, of_norm = backward_by_hand(layer.norm, now, kept, error, inside + "norm")
+            through, of_conv = backward_by_hand(layer.conv, now, kept, through, inside + "conv")
+            return error + through, of_norm | of_conv
+        case nn.Conv2d(bias=None):
+            how = {"stride": layer.stride, "padding": layer.padding}
+            of_weight = conv2d_weight(x, now[weight].shape, error, **how)
+            return conv2d_input(x.shape, now[weight], error, **how), {weight: of_weight}
+        case nn.BatchNorm2d():  # y = gamma x^ + beta with x^ = (x - mean) / sigma
+            samples = (0, 2, 3)
+            inv_std = (x.var(samples, correction=0, keepdim=True) + layer.eps).rsqrt()
+            x_hat = (x - x.mean(samples, keepdim=True)) * inv_std
+            gamma = now[weight].view(1, -1, 1, 1)
+            along = error.mean(samples, keepdim=True) + x_hat * (error * x_hat).mean(samples, keepdim=True)
+            of_gamma, of_beta = (error * x_hat).sum(samples), error.sum(samples)
+            return gamma * inv_std * (error - along), {weight: of_gamma, bias: of_beta}
+        case nn.ReLU():
+            return error * (y > 0), {}
+        case nn.Dropout(p=0.0):
+            return error, {}
+        case nn.AdaptiveAvgPool2d(output_size=1):
+            return error.expand_as(x) / (x.shape[2] * x.shape[3]), {}
+        case nn.Flatten():
+            return error.reshape(x.shape), {}
+        case nn.Linear():
+            of_bias = {} if layer.bias is None else {bias: error.sum(0)}
+            return error @ now[weight], {weight: error.T @ x} | of_bias
+    raise TypeError(f"no backward was written for {type(layer).__name__}")

@@ -1,7 +1,7 @@
 """One way to run the trainer for the equality tests, in one process or as one of K ranks."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ def train(
     M: int,
     dtype: torch.dtype,
     *,
-    weights: str = "stash",
+    method: str = "adl",
+    options: Mapping[str, Any] | None = None,
     dropout: float = 0.0,
     channels_last: bool = False,
     choose: Callable[[Sequence[int]], int] = in_turn,
@@ -41,11 +42,41 @@ def train(
     shuffle: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Train the toy net; return its full state and the summary."""
+    trainer, summary = trained(
+        K,
+        M,
+        dtype,
+        method=method,
+        options=options,
+        dropout=dropout,
+        channels_last=channels_last,
+        choose=choose,
+        optimizer=optimizer,
+        shuffle=shuffle,
+    )
+    return trainer.full_state_dict(), summary
+
+
+def trained(
+    K: int,
+    M: int,
+    dtype: torch.dtype,
+    *,
+    method: str = "adl",
+    options: Mapping[str, Any] | None = None,
+    dropout: float = 0.0,
+    channels_last: bool = False,
+    choose: Callable[[Sequence[int]], int] = in_turn,
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    shuffle: bool = False,
+    epochs: int = EPOCHS,
+) -> tuple[adl_dist.Trainer, dict[str, Any]]:
+    """Train the toy net; return the trainer and the summary."""
     trainer = adl_dist.Trainer(
         batch_norm_net(dropout=dropout),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=optimizer,
-        method=adl_dist.method("adl", accumulation_steps=M, weights=weights),
+        method=adl_dist.method(method, accumulation_steps=M, **(options or {})),
         num_stages=K,
         balance=BALANCE[K],
         lr_schedule=warm_up_schedule,
@@ -56,11 +87,11 @@ def train(
     )
     summary = trainer.fit(
         FixedImages(NUM_SAMPLES, dtype=dtype),
-        epochs=EPOCHS,
+        epochs=epochs,
         batch_size=MICRO_BATCH * M,
         val_dataset=FixedImages(10, seed=1, dtype=dtype),
         shuffle=shuffle,
         choose=choose,
         quiet=True,
     )
-    return trainer.full_state_dict(), summary
+    return trainer, summary

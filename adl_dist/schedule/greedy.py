@@ -1,0 +1,103 @@
+"""Asynchronous greedy learning: each stage draws its inputs from a replay buffer (DGL, section 4 and Algorithm 2).
+
+Stages take turns as drawn by a seed, as in the authors' own simulation, so that which input a stage works on is
+known beforehand and the run can be repeated. Each stage makes as many steps as the data has micro-batches.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.methods import Method
+
+
+@dataclass
+class Buffer:
+    """What a stage may work on, each entry being the number of a step of the stage before.
+
+    Attributes:
+        uses: of each entry, oldest entry first.
+    """
+
+    size: int
+    most_uses: int | None
+    uses: dict[int, int] = field(default_factory=dict)
+
+    def write(self, entry: int) -> int | None:
+        """Add an entry; return the one that had to go for it."""
+        self.uses[entry] = 0
+        if len(self.uses) <= self.size:
+            return None
+        oldest = next(iter(self.uses))
+        del self.uses[oldest]
+        return oldest
+
+    def may_read(self, *, is_final: bool) -> bool:
+        """Whether there is an entry to use; once nothing more will come, any may be used again."""
+        return any(is_final or self.most_uses is None or n < self.most_uses for n in self.uses.values())
+
+    def read(self) -> int:
+        """Of the entries used least, the one written last (``priority_lifo``)."""
+        entry = min(reversed(self.uses), key=self.uses.__getitem__)
+        self.uses[entry] += 1
+        return entry
+
+
+def greedy_streams(
+    method: Method, *, num_stages: int, group_sizes: Sequence[int], seed: int
+) -> tuple[list[list[Action]], list[list[int]]]:
+    """What all stages do with replay buffers between them.
+
+    Args:
+        method: with ``buffer_size`` above 0.
+        num_stages: K.
+        group_sizes: steps of each group; every stage has the same.
+        seed: of the turns.
+
+    Returns:
+        The actions of each stage; and for each of its steps the micro-batch of the data it works on.
+    """
+    num = sum(group_sizes)
+    last_of_group = dict(_ends(group_sizes))
+    turns = random.Random(seed)
+    speeds = method.speeds(num_stages)
+    buffers = [Buffer(method.buffer_size, method.buffer_reuse) for _ in range(num_stages)]
+    streams: list[list[Action]] = [[] for _ in range(num_stages)]
+    origins: list[list[int]] = [[] for _ in range(num_stages)]
+
+    def may_step(k: int) -> bool:
+        if len(origins[k]) == num:
+            return False
+        return k == 0 or buffers[k].may_read(is_final=len(origins[k - 1]) == num)
+
+    while ready := [k for k in range(num_stages) if may_step(k)]:
+        (k,) = turns.choices(ready, weights=[speeds[j] for j in ready])
+        step, stream = len(origins[k]), streams[k]
+        if k == 0:
+            stream.append(Action(Op.LOAD, step))
+            origins[k].append(step)
+        else:
+            entry = buffers[k].read()
+            stream.append(Action(Op.PICK, entry))
+            origins[k].append(origins[k - 1][entry])
+        stream.append(Action(Op.FORWARD, step))
+        if k < num_stages - 1:
+            stream += [Action(Op.SEND_ACT, step), Action(Op.PASS_TARGET, step)]
+        stream.append(Action(Op.BACKWARD, step))
+        if step in last_of_group:
+            stream.append(Action(Op.UPDATE, last_of_group[step]))
+        if k < num_stages - 1:
+            streams[k + 1] += [Action(Op.RECV_ACT, step), Action(Op.TAKE_TARGET, step), Action(Op.KEEP, step)]
+            if (gone := buffers[k + 1].write(step)) is not None:
+                streams[k + 1].append(Action(Op.DROP, gone))
+    for k, buffer in enumerate(buffers):
+        streams[k] += [Action(Op.DROP, entry) for entry in buffer.uses]
+    return streams, origins
+
+
+def _ends(group_sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    end = 0
+    for group, size in enumerate(group_sizes):
+        end += size
+        yield end - 1, group

@@ -1,0 +1,197 @@
+"""The timing model: what a schedule takes if every stage does its actions in order, as soon as it can.
+
+It runs the very streams that the engine runs. A stage is busy in forward, recompute, backward and update; a send
+costs the sender nothing and arrives after the latency of the link; loading and waiting cost what they make others
+wait. Times are in any one unit.
+"""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from adl_dist.errors import ConfigError
+from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
+from adl_dist.schedule.methods import Method
+from adl_dist.schedule.replay import Streams, replay
+from adl_dist.schedule.segment import Segment
+from adl_dist.schedule.training import training_work
+
+FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
+Slowdown = Callable[[int, Action], float]
+
+
+def at_full_speed(stage: int, action: Action) -> float:
+    """No straggler: every action takes what it costs."""
+    return 1.0
+
+
+def stragglers(seed: int, *, share: float = 0.25, factor: float = 2.0) -> Slowdown:
+    """Any action may be slow: a ``share`` of them, drawn by ``seed``, takes ``factor`` times as long."""
+    draw = random.Random(seed).random
+    return lambda stage, action: factor if draw() < share else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Of one micro-batch, all in one unit of time.
+
+    Attributes:
+        forward: of each stage.
+        backward: of each stage.
+        update: of each stage; none: nothing.
+        link: latency between stage k and k + 1, in either direction; none: nothing.
+
+    Raises:
+        ConfigError: lists that do not fit each other, or a negative number.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    update: Sequence[float] = ()
+    link: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        K = len(self.forward)
+        for name, expected in (("forward", K), ("backward", K), ("update", K), ("link", K - 1)):
+            values = getattr(self, name)
+            if name in ("update", "link") and not values:
+                object.__setattr__(self, name, [0.0] * expected)
+            elif len(values) != expected:
+                raise ConfigError(f"costs.{name}={list(values)} has {len(values)} numbers; expected {expected}")
+            if any(not value >= 0 for value in values):
+                raise ConfigError(f"costs.{name} must be at least 0, got {list(values)}")
+        if K == 0 or sum(self.forward) + sum(self.backward) == 0:
+            raise ConfigError("costs must give each stage's forward and backward time, for example forward=[1,1]")
+
+    @classmethod
+    def balanced(cls, num_stages: int, *, link: float = 0.0) -> "Costs":
+        """Stages that all take 1 forward and 2 backward: the usual 1:2 of convolutions."""
+        return cls(forward=[1.0] * num_stages, backward=[2.0] * num_stages, link=[link] * (num_stages - 1))
+
+    def of(self, stage: int, op: Op) -> float:
+        """Of one action of ``stage``."""
+        if op in FORWARDS or op is Op.RECOMPUTE:
+            return self.forward[stage]
+        return {Op.BACKWARD: self.backward, Op.UPDATE: self.update}.get(op, [0.0] * len(self.forward))[stage]
+
+    def between(self, sender: int, to: int) -> float:
+        """Latency from one stage to another; over several hops the sum."""
+        return sum(self.link[min(sender, to) : max(sender, to)])
+
+
+class Span(NamedTuple):
+    """One action in time."""
+
+    stage: int
+    action: Action
+    start: float
+    end: float
+
+
+def simulate(streams: Streams, costs: Costs, *, slowdown: Slowdown = at_full_speed) -> list[Span]:
+    """When each action of each stage starts and ends.
+
+    Args:
+        streams: the actions of stages 0..K-1.
+        costs: of these stages.
+        slowdown: factor on the cost of one action, for stragglers.
+    """
+    K = len(streams)
+    free = [0.0] * K
+    mail: dict[tuple[str, int], deque[float]] = defaultdict(deque)
+    spans = []
+    for stage, action in replay(streams):
+        start = free[stage]
+        if action.op in RECEIVES:
+            start = max(start, mail[RECEIVES[action.op].what, stage].popleft())
+        end = start + costs.of(stage, action.op) * slowdown(stage, action)
+        if action.op in LINKS:
+            to = receiver(action.op, stage, num_stages=K)
+            mail[LINKS[action.op].what, to].append(end + costs.between(stage, to))
+        free[stage] = end
+        spans.append(Span(stage, action, start, end))
+    return spans
+
+
+def makespan(spans: Iterable[Span]) -> float:
+    """When the last of them ends."""
+    return max((span.end for span in spans), default=0.0)
+
+
+def ticks(streams: Streams) -> list[dict[int, list[Action]]]:
+    """For each stage what it does in each tick: at most one forward, then one backward, and an update.
+
+    A message takes one tick, but the word that frees a locked forward, which is no message of the paper's, none.
+    """
+    K = len(streams)
+    now, used, ready = [0] * K, [0] * K, [0] * K  # used: 1 after the forward of a tick, 2 after its backward
+    mail: dict[tuple[str, int], deque[int]] = defaultdict(deque)
+    table: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(K)]
+    for stage, action in replay(streams):
+        if action.op in RECEIVES:
+            ready[stage] = max(ready[stage], mail[RECEIVES[action.op].what, stage].popleft())
+        elif action.op in LINKS:
+            what, to = LINKS[action.op].what, receiver(action.op, stage, num_stages=K)
+            mail[what, to].append(max(now[stage], ready[stage]) + (what != "go"))
+        elif action.op in FORWARDS or action.op in (Op.RECOMPUTE, Op.BACKWARD):
+            rank = 1 if action.op in FORWARDS else 2
+            tick = max(now[stage] + (used[stage] >= rank), ready[stage])
+            if action.op is Op.RECOMPUTE:  # its backward follows in the same tick
+                rank = 1
+            now[stage], used[stage] = tick, rank
+            table[stage][tick].append(action)
+        elif action.op is Op.UPDATE:
+            table[stage][now[stage]].append(action)
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What a method takes in steady state.
+
+    Attributes:
+        time_per_update: in the unit of the costs.
+        bubble: share of that time in which a stage waits, averaged over stages.
+        speed_up: over backpropagation with the same costs and the same M.
+        busy: share of that time in which each stage works.
+    """
+
+    time_per_update: float
+    bubble: float
+    speed_up: float
+    busy: list[float]
+
+
+def speed(method: Method, costs: Costs, *, num_groups: int = 24) -> Speed:
+    """Predict the speed of ``method``: the time that further updates take once the pipeline is full."""
+    K, M = len(costs.forward), method.micro_batches_per_update
+    num_groups = max(num_groups, 2 * (method.delay_of(0, num_stages=K) // M + 2))
+    period, worked = _per_update(method, costs, num_groups)
+    serial, _ = _per_update(Method(name="bp", accumulation_steps=M), costs, num_groups)
+    busy = [time / period for time in worked]
+    return Speed(time_per_update=period, bubble=1 - sum(busy) / K, speed_up=serial / period, busy=busy)
+
+
+def streams_of(method: Method, *, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
+    """The streams of a segment of so many equal micro-batches."""
+    M = method.micro_batches_per_update
+    segment = Segment(epoch=0, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
+    work = training_work(method, segment, num_stages=num_stages, stages=range(num_stages), seed=0)
+    return [work[k].stream for k in range(num_stages)]
+
+
+def _per_update(method: Method, costs: Costs, num_groups: int) -> tuple[float, list[float]]:
+    """Time, and busy time of each stage, that an update adds."""
+    K, M = len(costs.forward), method.micro_batches_per_update
+
+    def run(groups: int) -> tuple[float, list[float]]:
+        spans = simulate(streams_of(method, num_stages=K, num_micro_batches=groups * M), costs)
+        worked = [0.0] * K
+        for span in spans:
+            worked[span.stage] += span.end - span.start
+        return makespan(spans), worked
+
+    (short, less), (long, more) = run(num_groups), run(2 * num_groups)
+    return (long - short) / num_groups, [(b - a) / num_groups for a, b in zip(less, more, strict=True)]

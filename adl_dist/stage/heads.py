@@ -1,0 +1,160 @@
+"""Local losses: heads that turn what a stage sends on into a loss of its own (greedy learning).
+
+A head serves only to train its stage; it is no part of the model and is not exported.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from adl_dist.errors import ConfigError
+
+LossFn = Callable[[Any, Tensor], Tensor]
+# Share of the similarity loss in predsim (Nokland and Eidnes 2019, section 3.3).
+SIMILARITY_SHARE = 0.99
+
+
+class Spec(Protocol):
+    """Of one tensor: the shape of one sample."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Without the batch dimension."""
+        ...
+
+
+class LocalLoss(nn.Module):
+    """The model's loss function on the output of an auxiliary classifier."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, out: Tensor, target: Tensor, loss_fn: LossFn) -> Tensor:
+        """``out`` [B, C, H, W] or [B, C] and ``target`` [B] to a scalar."""
+        return loss_fn(self.classifier(out), target)
+
+
+class PredSim(nn.Module):
+    """Prediction and similarity matching (Nokland and Eidnes 2019): a classifier, and a loss that wants samples of
+    one class to be alike.
+
+    The similarity loss is the mean squared difference between two [B, B] matrices of cosine similarities: of the
+    standard deviations of a convolution's feature maps, and of the one-hot targets.
+    """
+
+    def __init__(self, classifier: nn.Module, project: nn.Module, num_classes: int) -> None:
+        super().__init__()
+        self.classifier, self.project, self.num_classes = classifier, project, num_classes
+
+    def forward(self, out: Tensor, target: Tensor, loss_fn: LossFn) -> Tensor:
+        """``out`` [B, C, H, W] or [B, C] and ``target`` [B] to a scalar."""
+        predicted = loss_fn(self.classifier(out), target)
+        features = self.project(out)
+        if features.ndim == 4:
+            # The unbiased deviation of a single pixel is not defined; such a map is its own feature.
+            features = features.flatten(2).std(dim=2) if features[0, 0].numel() > 1 else features.flatten(1)
+        one_hot = F.one_hot(target, self.num_classes).to(features.dtype)
+        similar = F.mse_loss(similarities(features), similarities(one_hot))
+        return torch.lerp(predicted, similar, SIMILARITY_SHARE)
+
+
+def similarities(x: Tensor) -> Tensor:
+    """Cosine similarities [B, B] of the centred rows of ``x`` [B, n]."""
+    centred = x - x.mean(dim=1, keepdim=True)
+    unit = centred / (1e-8 + centred.norm(dim=1, keepdim=True))
+    cosines: Tensor = unit @ unit.T
+    return cosines.clamp(-1, 1)
+
+
+def mlp_sr(channels: int, size: int, num_classes: int) -> nn.Module:
+    """MLP-SR of DGL (Belilovsky et al. 2020): reduce the image, three 1x1 convolutions, three layers, a classifier."""
+    convolutions = [_conv(channels, kernel_size=1) for _ in range(3)]
+    return nn.Sequential(_reduce(size), *convolutions, *_mlp(channels), nn.Linear(4 * channels, num_classes))
+
+
+def mlp(channels: int, size: int, num_classes: int) -> nn.Module:
+    """MLP of DGL: as ``mlp_sr`` without the convolutions."""
+    return nn.Sequential(_reduce(size), *_mlp(channels), nn.Linear(4 * channels, num_classes))
+
+
+def cnn(channels: int, size: int, num_classes: int) -> nn.Module:
+    """CNN of DGL: two 3x3 convolutions at full resolution, then a linear classifier."""
+    return nn.Sequential(
+        _conv(channels, kernel_size=3),
+        _conv(channels, kernel_size=3),
+        nn.AdaptiveAvgPool2d(2),
+        nn.BatchNorm2d(channels),
+        nn.Flatten(),
+        nn.Linear(4 * channels, num_classes),
+    )
+
+
+def linear(channels: int, size: int, num_classes: int) -> nn.Module:
+    """A plain local classifier (Mostafa et al. 2018)."""
+    side = min(size, 2)
+    return nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(channels * side**2, num_classes))
+
+
+CLASSIFIERS = {"mlp_sr": mlp_sr, "mlp": mlp, "cnn": cnn, "linear": linear, "predsim": linear}
+
+
+def build_head(name: str, outs: Sequence[Spec], *, num_classes: int | None, stage: int, seed: int) -> nn.Module:
+    """Make the head called ``name``, its weights drawn by ``seed`` and nothing else.
+
+    Args:
+        name: a key of ``CLASSIFIERS``.
+        outs: what the stage sends on: one tensor, of images [C, H, W] or of features [C] per sample.
+        num_classes: that the model tells apart; None if it does no such thing.
+        stage: for messages.
+        seed: of the weights.
+
+    Returns:
+        A module that takes (output, target, loss_fn) and returns a scalar.
+
+    Raises:
+        ConfigError: no head can be put there.
+    """
+    shapes = [spec.shape for spec in outs]
+    if num_classes is None:
+        raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
+    if len(shapes) != 1 or len(shapes[0]) not in (1, 3):
+        found = ", ".join(str(["B", *shape]) for shape in shapes)
+        raise ConfigError(
+            f"method=dgl puts a head on what stage {stage} sends on, which must be one tensor [B, C, H, W] or [B, C]; "
+            f"found {found}: choose another partition.balance"
+        )
+    channels, size = shapes[0][0], max(shapes[0][1:], default=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if len(shapes[0]) == 1:
+            classifier: nn.Module = nn.Linear(channels, num_classes)
+            project: nn.Module = nn.Linear(channels, channels)
+        else:
+            classifier = CLASSIFIERS[name](channels, size, num_classes)
+            project = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        if name == "predsim":
+            return PredSim(classifier, project, num_classes)
+        return LocalLoss(classifier)
+
+
+def _reduce(size: int) -> nn.Module:
+    return nn.AdaptiveAvgPool2d(math.ceil(size / 4))
+
+
+def _conv(channels: int, *, kernel_size: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+    )
+
+
+def _mlp(channels: int) -> list[nn.Module]:
+    width = 4 * channels
+    layers = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(3)]
+    return [nn.AdaptiveAvgPool2d(2), nn.Flatten(), *layers]

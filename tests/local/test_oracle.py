@@ -1,0 +1,303 @@
+"""The oracle against autograd, torch.optim and sums done by hand: it is the reference of the equality tests."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from adl_dist.partition import cut
+from tests.support.oracle import backward_by_hand, keeping, train_by_the_equations, train_greedily
+from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+
+LOSS = nn.CrossEntropyLoss()
+BALANCE = [2, 4, 1]
+K = len(BALANCE)
+POLICIES = ["stash", "recompute", "latest", "2bw"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def micro_batches(samples=20, size=3):
+    data = FixedImages(samples, dtype=torch.float64)
+    return [(data.images[i : i + size], torch.tensor(data.labels[i : i + size])) for i in range(0, samples, size)]
+
+
+BATCHES = micro_batches()  # seven, of which the last holds two; with M = 3 the last group is a single one
+
+
+def modules():
+    return cut(batch_norm_net().double(), num_stages=K, balance=BALANCE)
+
+
+def train(weights="stash", *, epochs=2, M=3, **options):
+    options = {"lr": [0.1] * 99, "loss_fn": LOSS} | options
+    return train_by_the_equations(modules(), [BATCHES] * epochs, M=M, weights=weights, **options)
+
+
+def plain_sgd(*, lr, M=3, epochs=2, momentum=0.0, weight_decay=0.0):
+    """The loop of every tutorial, with accumulation."""
+    model = batch_norm_net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum, weight_decay=weight_decay)
+    rates = iter(lr)
+    for _ in range(epochs):
+        for start in range(0, len(BATCHES), M):
+            group = BATCHES[start : start + M]
+            optimizer.zero_grad()
+            for x, target in group:
+                (LOSS(model(x), target) * len(target) / sum(len(t) for _, t in group)).backward()
+            optimizer.param_groups[0]["lr"] = next(rates)
+            optimizer.step()
+    return model.state_dict()
+
+
+def assert_close(got, expected):
+    assert got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def distance(one, other):
+    return max((one[name] - other[name]).abs().max() for name in one)
+
+
+@pytest.mark.parametrize(("weights", "M"), [("stash", 3), ("recompute", 3), ("latest", 3), ("2bw", len(BATCHES))])
+def test_without_delays_every_policy_is_plain_sgd(weights, M):
+    """2BW has no delays of its own: there, one group per epoch leaves nothing to be late."""
+    lr = [0.1, 0.3, 0.2, 0.05, 0.1, 0.2]
+    options = {"momentum": 0.9, "weight_decay": 0.01, "lr": lr, "M": M}
+    assert_close(train(weights, delays=[0] * K, **options), plain_sgd(**options))
+
+
+@pytest.mark.parametrize("weights", POLICIES)
+def test_while_the_weights_stand_still_every_policy_gives_the_gradients_of_bp(weights):
+    """Learning rate 0, and 1 in the end: with momentum 1 the last step takes off the sum of all gradients."""
+    lr = [0.0] * 5 + [1.0]
+    got = train(weights, lr=lr, momentum=1.0)
+    assert distance(got, batch_norm_net().double().state_dict()) > 0.1
+    assert_close(got, plain_sgd(lr=lr, momentum=1.0))
+
+
+@pytest.mark.parametrize("change", [0.0, 0.5], ids=["at rest", "changed after the forward"])
+def test_the_backward_by_hand_is_that_of_torch(change):
+    """Torch does not notice a change through ``.data``, and then computes the very hybrid that the oracle means."""
+    model = batch_norm_net().double().train()
+    x, target = BATCHES[0]
+    x = x.clone().requires_grad_()
+    with keeping(model) as kept:
+        y = model(x)
+    error = torch.autograd.grad(LOSS(y, target), y, retain_graph=True)[0]
+    of_old = torch.autograd.grad(y, [x, *model.parameters()], error, retain_graph=True)
+    torch.manual_seed(1)
+    for p in model.parameters():
+        p.data.add_(torch.randn_like(p), alpha=change)
+    of_x, *expected = torch.autograd.grad(y, [x, *model.parameters()], error)
+    assert (distance({"x": of_x}, {"x": of_old[0]}) > 1e-3) == (change > 0)
+
+    got_x, got = backward_by_hand(model, {n: p.detach() for n, p in model.named_parameters()}, kept, error)
+    assert_close(
+        got | {"x": got_x}, {n: g for (n, _), g in zip(model.named_parameters(), expected, strict=True)} | {"x": of_x}
+    )
+
+
+class Scale(nn.Linear):
+    """z to w z."""
+
+    def __init__(self, w):
+        super().__init__(1, 1, bias=False, dtype=torch.float64)
+        nn.init.constant_(self.weight, w)
+
+
+@pytest.mark.parametrize("weights", ["stash", "recompute", "latest"])
+def test_the_policies_differ_as_a_sum_on_paper_says(weights):
+    """Loss c a2 a1 x, x = 1; module 1 holds a1 and a2 and is one batch late, module 2 holds c."""
+    lr, (a1, a2, c) = 0.5, (2.0, 3.0, 5.0)
+    one = (torch.ones(1, 1, dtype=torch.float64), torch.zeros(1))
+    got = train_by_the_equations(
+        [nn.Sequential(Scale(a1), Scale(a2)), Scale(c)],
+        [[one, one]],
+        M=1,
+        loss_fn=lambda z, _: z.sum(),
+        lr=[lr, lr],
+        delays=[1, 0],
+        weights=weights,
+    )
+    # Batch 0: gradients a2 c, a1 c, a1 a2. Batch 1 meets the same a1, a2 and the new c, whose gradient is a1 a2.
+    new_a1, new_a2, new_c = a1 - lr * a2 * c, a2 - lr * a1 * c, c - lr * a1 * a2
+    of_a1, of_a2 = {
+        "stash": (a2 * new_c, a1 * new_c),
+        "recompute": (new_a2 * new_c, new_a1 * new_c),
+        "latest": (new_a2 * new_c, a1 * new_c),
+    }[weights]
+    assert got["0.weight"].item() == new_a1 - lr * of_a1
+    assert got["1.weight"].item() == new_a2 - lr * of_a2
+    assert got["weight"].item() == new_c - lr * a1 * a2
+
+
+class CountUpdates(nn.Module):
+    """Adds its weight, whose gradient is always 1: after s updates with learning rate -r it is r s."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.zeros((), dtype=torch.float64)))
+
+    def forward(self, z):
+        return z + next(self.parameters())
+
+
+ADL = [(0, 0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 1), (0, 1, 2), (0, 1, 2), (1, 2, 3), (1, 2, 3)]
+DDG = [(0, 0, 0), (0, 0, 0), (0, 0, 1), (0, 1, 1), (1, 1, 2), (1, 2, 2), (2, 2, 3), (2, 3, 3)]
+TWO_BW = [(0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0), (1, 1, 1), (1, 1, 1), (2, 2, 2), (2, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "delays", "expected"),
+    [("stash", None, ADL), ("recompute", [4, 2, 0], ADL), ("stash", [2, 1, 0], DDG), ("2bw", None, TWO_BW)],
+)
+def test_a_batch_meets_the_versions_that_the_delays_name(weights, delays, expected):
+    """M = 2; the second epoch starts from an empty pipeline and four updates."""
+    seen = []
+
+    def loss_fn(z, _):
+        total = int(z.sum())
+        seen.append((total % 100, total // 100 % 100, total // 10000))
+        return z.sum()
+
+    train_by_the_equations(
+        [CountUpdates(name) for name in "abc"],
+        [[(torch.zeros(1, dtype=torch.float64), torch.zeros(1))] * 8] * 2,
+        M=2,
+        loss_fn=loss_fn,
+        lr=[-1.0] * 8,
+        lr_factors=[1, 100, 10000],
+        delays=delays,
+        weights=weights,
+    )
+    assert seen == expected + [tuple(4 + v for v in versions) for versions in expected]
+
+
+def test_2bw_is_serial_sgd_one_step_late():
+    """W^{t+1} = W^t - lr grad f(W^{t-1}), W^{-1} = W^0, in one epoch (PipeDream-2BW, section 3.1)."""
+    model = batch_norm_net().double()
+    before = now = {n: p.detach() for n, p in model.named_parameters()}
+    for start in range(0, len(BATCHES), 2):
+        group = BATCHES[start : start + 2]
+        w = {n: t.clone().requires_grad_() for n, t in before.items()}
+        losses = [LOSS(functional_call(model, w, (x,)), target) * len(target) for x, target in group]
+        gradient = torch.autograd.grad(sum(losses) / sum(len(t) for _, t in group), list(w.values()))
+        before, now = now, {n: t - 0.1 * g for (n, t), g in zip(now.items(), gradient, strict=True)}
+    assert_close(train("2bw", epochs=1, M=2), dict(model.named_buffers()) | now)
+
+
+@pytest.mark.parametrize("weights", POLICIES)
+def test_beta_shrinks_the_gradient_of_module_k_by_beta_to_the_k_minus_k_but_no_decay(weights):
+    one_update = {"weights": weights, "epochs": 1, "M": len(BATCHES), "lr": [0.1]}
+    plain, shrunk = train(**one_update), train(**one_update, shrink=0.5, weight_decay=0.2)
+    for k, module in enumerate(modules(), start=1):
+        for name, w in module.named_parameters():
+            step = 0.5 ** (K - k) * (w - plain[name]) + 0.1 * 0.2 * w
+            torch.testing.assert_close(w - shrunk[name], step, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("M", [1, 2])
+def test_staleness_tells_all_policies_apart(M):
+    runs = [train(weights, M=M) for weights in POLICIES]
+    runs += [train(weights, M=M, delays=[0] * K) for weights in ["stash"]]
+    runs += [train(weights, M=M, delays=[2, 1, 0]) for weights in POLICIES[:3]]
+    for one, other in itertools.combinations(runs, 2):
+        assert distance(one, other) > 1e-6
+
+
+@pytest.mark.parametrize("weights", POLICIES)
+def test_running_statistics_move_once_per_batch(weights):
+    """Also where the forward is replayed. With no update in sight they are those of one pass through the net."""
+    model = batch_norm_net().double()
+    for x, _ in BATCHES:
+        model(x)
+    assert_close(train(weights, epochs=1, lr=[0.0] * 3), model.state_dict())
+
+
+def test_the_sum_of_micro_batches_is_their_mean_at_a_higher_learning_rate():
+    equal = BATCHES[:6]
+    options = {"M": 3, "loss_fn": LOSS}
+    mean = train_by_the_equations(modules(), [equal], lr=[0.3, 0.06], **options)
+    assert_close(train_by_the_equations(modules(), [equal], lr=[0.1, 0.02], reduction="sum", **options), mean)
+    uneven = [train(reduction=reduction, epochs=1, M=7) for reduction in ("mean", "sum")]
+    assert distance(*uneven) > 1e-3
+
+
+def test_the_learning_rate_can_depend_on_the_module():
+    lr, factors = [0.1, 0.2, 0.3, 0.1, 0.2, 0.3], [1.0, 0.5, 2.0]
+    expected = train(lr=lr, lr_factors=factors)
+    assert_close(train(lr=[], lr_of=lambda k, s: lr[s] * factors[k - 1]), expected)
+    assert distance(train(lr=lr), expected) > 1e-3
+
+
+def test_the_modules_of_the_caller_stay_as_they_are():
+    given = modules()
+    train_by_the_equations(given, [BATCHES], M=3, loss_fn=LOSS, lr=[0.1] * 3)
+    assert_close({n: t for m in given for n, t in m.state_dict().items()}, batch_norm_net().double().state_dict())
+
+
+def heads():
+    torch.manual_seed(5)
+    pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return [nn.Sequential(*pool, nn.BatchNorm1d(4), nn.Linear(4, NUM_CLASSES)).double() for _ in range(K - 1)]
+
+
+REUSE = [{2: [0, 0, 2, 1, 6, 6], 3: [1, 0, 5, 5]}, {1: [6, 5, 4, 3], 3: [3, 3, 1]}]
+
+
+@pytest.mark.parametrize("sources", [None, REUSE], ids=["in turn", "from replay buffers"])
+def test_greedy_training_is_a_separate_loop_of_torch_for_every_module(sources):
+    state, of_heads = train_greedily(
+        modules(),
+        heads(),
+        [BATCHES] * 2,
+        M=3,
+        loss_fn=LOSS,
+        lr=[0.1, 0.2, 0.3, 0.1, 0.2, 0.3],
+        momentum=0.9,
+        weight_decay=0.01,
+        sources=sources,
+    )
+    stream = [BATCHES, BATCHES]
+    for k, (module, head) in enumerate(zip(modules(), [*heads(), nn.Identity()], strict=True), start=1):
+        both = nn.ModuleList([module, head])
+        optimizer = torch.optim.SGD(both.parameters(), lr=1.0, momentum=0.9, weight_decay=0.01)
+        rates = iter([0.1, 0.2, 0.3, 0.1, 0.2, 0.3])
+        following = []
+        for epoch, steps in enumerate(stream):
+            if sources and k in sources[epoch]:
+                steps = [steps[i] for i in sources[epoch][k]]
+            outputs = []
+            for start in range(0, len(steps), 3):
+                group = steps[start : start + 3]
+                optimizer.zero_grad()
+                for x, target in group:
+                    outputs.append((module(x), target))
+                    (LOSS(head(outputs[-1][0]), target) * len(target) / sum(len(t) for _, t in group)).backward()
+                optimizer.param_groups[0]["lr"] = next(rates)
+                optimizer.step()
+            following.append([(y.detach(), target) for y, target in outputs])
+        stream = following
+        assert_close({n: state[n] for n in module.state_dict()}, module.state_dict())
+        if k < K:
+            assert_close(of_heads[k - 1], head.state_dict())
+    assert len(of_heads) == K - 1
+
+
+def test_what_the_replay_buffers_choose_matters():
+    options = {"M": 3, "loss_fn": LOSS, "lr": [0.1] * 6}
+    in_turn, _ = train_greedily(modules(), heads(), [BATCHES] * 2, **options)
+    itself, _ = train_greedily(modules(), heads(), [BATCHES] * 2, sources=[{2: range(7)}, {}], **options)
+    reused, _ = train_greedily(modules(), heads(), [BATCHES] * 2, sources=REUSE, **options)
+    assert_close(itself, in_turn)
+    assert distance(reused, in_turn) > 1e-3
