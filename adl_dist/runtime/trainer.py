@@ -212,6 +212,8 @@ class Trainer:
                 micro_batch_size=micro_batch_size,
                 accumulation_steps=self._method.micro_batches_per_update,
             )
+            if self.needs_data:
+                wiring.check_sizes(self._method, plan.segment(0, 0, 0).sizes, self._num_stages)
             worker = self._worker(world, store, train_feed, val_feed, choose)
         saving = None
         if folder is not None and world.rank == 0:

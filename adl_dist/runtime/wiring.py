@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from adl_dist.engine import Seat
+from adl_dist.errors import ConfigError
 from adl_dist.runtime.world import World
 from adl_dist.schedule import Method
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import Stage, build_head
+from adl_dist.stage import NORMALISES_SAMPLES, Stage, build_head
 from adl_dist.transport import LocalChannel, ProcessReceiver, ProcessSender, Receiver, Sender, TensorSpec
 
 Specs = list[TensorSpec]
@@ -79,6 +80,19 @@ def build_stage(
         learns_locally=method.row.local_losses,
         seed=seed,
     )
+
+
+def check_sizes(method: Method, sizes: Iterable[int], num_stages: int) -> None:
+    """Refuse micro-batches that a local loss cannot be made of.
+
+    Raises:
+        ConfigError: BatchNorm over the features of one single sample.
+    """
+    if method.row.local_losses and num_stages > 1 and method.head in NORMALISES_SAMPLES and 1 in sizes:
+        raise ConfigError(
+            f"a micro-batch of the training data holds a single sample, which BatchNorm in method.head={method.head} "
+            "cannot normalise; choose another train.batch_size, or method.head=linear"
+        )
 
 
 def to_channels_last(module: nn.Module) -> None:

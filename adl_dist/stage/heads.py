@@ -100,6 +100,8 @@ def linear(channels: int, size: int, num_classes: int) -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(channels * side**2, num_classes))
 
 
+# Heads with BatchNorm over [B, C], which is not defined for one sample.
+NORMALISES_SAMPLES = ("mlp_sr", "mlp")
 CLASSIFIERS = {"mlp_sr": mlp_sr, "mlp": mlp, "cnn": cnn, "linear": linear, "predsim": linear}
 
 

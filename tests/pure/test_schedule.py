@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from adl_dist.errors import ConfigError, ScheduleError
 from adl_dist.schedule import (
+    METHODS,
     Action,
     Op,
     Segment,
@@ -16,6 +17,8 @@ from adl_dist.schedule import (
     describe,
     evaluation_stream,
     format_stream,
+    forward_version,
+    greedy_streams,
     method,
     parse_stream,
     replay,
@@ -23,6 +26,7 @@ from adl_dist.schedule import (
     steady_staleness,
     training_stream,
 )
+from adl_dist.schedule.greedy import Buffer
 from adl_dist.schedule.replay import at_random, one_group_per_pair
 
 GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 5, 16), (1, 2, 3, 4)))  # K, N, M
@@ -158,6 +162,93 @@ def test_one_group_per_neighbour_pair_deadlocks(K):
     """Why transport/ builds one process group per directed edge."""
     with pytest.raises(ScheduleError, match=r"deadlock: .*stage 0 at RG0 \(RECV_GRAD\)"):
         check_rendezvous(streams(K, [2] * 8), group=one_group_per_pair)
+
+
+ALL = [
+    *((name, {}) for name in METHODS),
+    ("gpipe", {"recompute": "except_last"}),
+    ("adl", {"weights": "recompute"}),
+    ("adl", {"order": "backward_first"}),
+    ("dsp", {"activation_queue": 3, "gradient_queue": 2}),
+]
+
+
+@pytest.mark.parametrize("variant", ALL, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
+@pytest.mark.parametrize("K", [1, 2, 3, 5, 8])
+def test_no_method_deadlocks_even_without_buffers(variant, K):
+    name, options = variant
+    chosen = method(name, accumulation_steps=8, **options)
+    for sizes in ([8, 8, 8], [8, 3]):
+        made = streams(K, sizes, chosen)
+        check_rendezvous(made)
+        assert sum(1 for _ in replay(made)) == sum(map(len, made))
+
+
+@pytest.mark.parametrize("K", [2, 3, 5])
+@pytest.mark.parametrize(("size", "reuse", "speeds"), [(1, None, None), (4, 1, None), (3, 2, True)])
+def test_replay_buffers_never_deadlock_and_give_every_stage_as_many_steps_as_there_are_micro_batches(
+    K, size, reuse, speeds
+):
+    chosen = method(
+        "dgl", buffer_size=size, buffer_reuse=reuse, stage_speeds=[1 / (k + 1) for k in range(K)] if speeds else None
+    )
+    for seed in range(20):
+        made, origins = greedy_streams(chosen, num_stages=K, group_sizes=[1] * 17, seed=seed)
+        check_rendezvous(made)
+        assert sum(1 for _ in replay(made)) == sum(map(len, made))
+        for k, stream in enumerate(made):
+            assert [a.number for a in stream if a.op is Op.UPDATE] == list(range(17))
+            held, most = set(), 0
+            for op, number in stream:
+                if op is Op.KEEP:
+                    held.add(number)
+                elif op is Op.DROP:
+                    held.remove(number)
+                elif op is Op.PICK:
+                    assert number in held
+                most = max(most, len(held))
+            assert not held
+            assert k == 0 or most <= size + 1, "one more while the new one comes and the oldest goes"
+            assert all(0 <= b < 17 for b in origins[k])
+
+
+def test_a_replay_buffer_gives_the_entry_used_least_and_of_these_the_one_written_last():
+    buffer = Buffer(size=3, most_uses=None)
+    assert [buffer.write(entry) for entry in range(4)] == [None, None, None, 0]
+    assert [buffer.read() for _ in range(5)] == [3, 2, 1, 3, 2]
+    assert buffer.write(9) == 1
+    assert buffer.read() == 9
+
+
+def test_an_entry_is_used_no_more_often_than_allowed_until_nothing_more_will_come():
+    buffer = Buffer(size=2, most_uses=1)
+    buffer.write(0)
+    assert buffer.may_read(is_final=False)
+    buffer.read()
+    assert not buffer.may_read(is_final=False)
+    assert buffer.may_read(is_final=True)
+
+
+@pytest.mark.parametrize("variant", ALL, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
+def test_every_version_and_every_staleness_is_that_of_the_formula(variant):
+    """Counted in a replay: which weights each forward of each method sees, and which update it enters."""
+    name, options = variant
+    K, M, N = 4, 8, 30
+    chosen = method(name, accumulation_steps=M, **options)
+    delays = chosen.delays(K)
+    version, forced = [0] * K, [None] * K
+    for k, (op, b) in replay(streams(K, groups(N, M), chosen), choose=at_random(3)):
+        if op in (Op.FORWARD, Op.FORWARD_ONLY):
+            used = version[k] if forced[k] is None else forced[k]
+            assert used == forward_version(chosen, b, delay=delays[k])
+        elif op is Op.BACKWARD:
+            assert version[k] - forward_version(chosen, b, delay=delays[k]) == staleness(chosen, b, delay=delays[k])
+        elif op is Op.WEIGHTS:
+            assert version[k] - 1 <= b <= version[k], "two versions are enough"
+            forced[k] = b
+        elif op is Op.UPDATE:
+            version[k] += 1
+    assert version == [4] * K
 
 
 def test_a_receive_before_its_send_is_a_deadlock_that_names_every_stage():

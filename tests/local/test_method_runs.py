@@ -1,0 +1,213 @@
+"""What a run of each method measures, keeps and saves, against what its schedule predicts."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import METHODS, Op, figures, method, staleness
+from adl_dist.schedule.replay import in_turn
+from tests.support.runs import BALANCE, sgd, warm_up_schedule
+from tests.support.toys import FixedImages, batch_norm_net
+
+K = 4
+VARIANTS = [
+    *((name, {}) for name in METHODS),
+    ("adl", {"weights": "recompute"}),
+    ("adl", {"weights": "latest"}),
+    ("adl", {"delay": "minimal"}),
+    ("adl", {"order": "backward_first"}),
+    ("gpipe", {"recompute": "except_last"}),
+    ("dsp", {"activation_queue": 2}),
+    ("dgl", {"head": "linear", "buffer_size": 3}),
+]
+
+
+def told(variant):
+    name, options = variant
+    return " ".join([name, *map(str, options.values())])
+
+
+def trainer_of(name, options, M, K=K):
+    return adl_dist.Trainer(
+        batch_norm_net(dropout=0.2),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        method=method(name, accumulation_steps=M, **options),
+        num_stages=K,
+        balance=BALANCE[K],
+        lr_schedule=warm_up_schedule,
+    )
+
+
+@pytest.mark.parametrize("M", [3, 4])
+@pytest.mark.parametrize("variant", VARIANTS, ids=told)
+def test_recorded_staleness_is_the_predicted_one_for_every_micro_batch(variant, M, tmp_path):
+    name, options = variant
+    N = 26
+    trainer_of(name, options, M).fit(
+        FixedImages(N * 2), epochs=1, batch_size=2 * M, run_dir=tmp_path, quiet=True, tensorboard=False
+    )
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    chosen = method(name, accumulation_steps=M, **options)
+    for k, delay in enumerate(chosen.delays(K)):
+        groups = [r for r in records if r["name"] == "stage/staleness" and r["stage"] == k]
+        assert len(groups) == -(-N // M), "every stage makes ceil(N / M) updates"
+        got = [value for r in groups for value in r["by_offset"]]
+        assert got == [staleness(chosen, b, delay=delay) for b in range(N)]
+
+
+class Watching:
+    """Looks at what the stages hold between any two actions of a run in one process."""
+
+    def __init__(self, trainer):
+        self.trainer, self.seats = trainer, {}
+        self.most = {k: [0, 0, 0] for k in range(K)}
+
+    def __call__(self, runnable):
+        for k, seat in self.seats.items():
+            kept = seat.stage.in_flight.values()
+            graphs = sum(m.outs is not None for m in kept)
+            inputs = sum(m.outs is None for m in kept) + len(seat.buffer)
+            now = graphs, inputs, seat.stage._policy.num_copies if seat.stage._policy else 0
+            self.most[k] = [max(pair) for pair in zip(self.most[k], now, strict=True)]
+        return in_turn(runnable)
+
+
+@pytest.mark.parametrize("M", [1, 2, 4])
+@pytest.mark.parametrize("variant", VARIANTS, ids=told)
+def test_graphs_inputs_and_weight_copies_held_are_those_that_the_schedule_predicts(variant, M, monkeypatch):
+    """Memory follows from these three (2(K-1-k)+1 graphs and ceil(d/M) copies of the weights for ADL)."""
+    name, options = variant
+    if name == "2bw" and M < K - 1:
+        pytest.skip("2bw needs M of at least the delay of stage 0")
+    trainer = trainer_of(name, options, M)
+    watching = Watching(trainer)
+    from adl_dist.runtime import wiring
+
+    make = wiring.local_seats
+    monkeypatch.setattr(wiring, "local_seats", lambda *a, **o: watching.seats.update(make(*a, **o)) or watching.seats)
+    trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, choose=watching, quiet=True)
+    chosen = method(name, accumulation_steps=M, **options)
+    for figure in figures(chosen, num_stages=K, num_micro_batches=24):
+        expected = [figure.graphs, figure.inputs, figure.weight_copies]
+        assert watching.most[figure.stage] == expected, f"stage {figure.stage}"
+
+
+class Alive:
+    """Counts the bytes that autograd keeps for backwards, parameters aside."""
+
+    def __init__(self, parameters):
+        self.skip = {p.untyped_storage().data_ptr() for p in parameters}
+        self.count, self.bytes, self.most = {}, 0, 0
+
+    def pack(self, tensor):
+        return Held(self, tensor)
+
+
+class Held:
+    def __init__(self, alive, tensor):
+        self.alive, self.tensor = alive, tensor
+        self.key = tensor.untyped_storage().data_ptr()
+        if self.key in alive.skip:
+            return
+        if alive.count.setdefault(self.key, 0) == 0:
+            alive.bytes += tensor.untyped_storage().nbytes()
+            alive.most = max(alive.most, alive.bytes)
+        alive.count[self.key] += 1
+
+    def __del__(self):
+        if self.key in self.alive.skip:
+            return
+        self.alive.count[self.key] -= 1
+        if self.alive.count[self.key] == 0:
+            self.alive.bytes -= self.tensor.untyped_storage().nbytes()
+
+
+def activation_bytes(name, M, *, batch, stage, **options):
+    """The most bytes that the graphs of one stage hold at a time."""
+    from adl_dist.schedule import streams_of
+    from adl_dist.stage import Stage
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    made = Stage(
+        module,
+        index=1,
+        is_last=False,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+        weights=method(name, accumulation_steps=M, **options).weights,
+    )
+    made.begin(0, training=True)
+    alive = Alive(module.parameters())
+    x = torch.ones(batch // M, 16)
+    streams = streams_of(method(name, accumulation_steps=M, **options), num_stages=K, num_micro_batches=8 * M)
+    with torch.autograd.graph.saved_tensors_hooks(alive.pack, lambda held: held.tensor):
+        for op, number in streams[stage]:
+            if op in (Op.FORWARD, Op.FORWARD_ONLY):
+                made.forward(number, (x.clone(),), None, keep_graph=op is Op.FORWARD)
+            elif op is Op.RECOMPUTE:
+                made.recompute(number)
+            elif op is Op.BACKWARD:
+                made.backward(number, (torch.ones(batch // M, 16),))
+    return alive.most
+
+
+@pytest.mark.parametrize("stage", range(K - 1))
+def test_activation_memory_is_2_k_minus_1_minus_k_plus_1_over_m_of_a_batch(stage):
+    """ADL at K = M = 4: 1.75, 1.25, 0.75 of what BP keeps of a whole batch; M divides memory, too."""
+    whole = activation_bytes("bp", 1, batch=64, stage=stage)
+    share = (2 * (K - 1 - stage) + 1) / 4
+    assert activation_bytes("adl", 4, batch=64, stage=stage, weights="latest") == pytest.approx(share * whole, rel=0.02)
+    recomputed = activation_bytes("adl", 4, batch=64, stage=stage, weights="recompute")
+    assert recomputed == pytest.approx(whole / 4, rel=0.02), "one graph at a time"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=told)
+def test_a_run_that_is_resumed_ends_in_the_same_bits(variant, tmp_path):
+    name, options = variant
+    data = FixedImages(29)
+
+    def fit(epochs, run_dir):
+        trainer = trainer_of(name, options, 3)
+        trainer.fit(data, epochs=epochs, batch_size=9, run_dir=run_dir, quiet=True, tensorboard=False)
+        return trainer.full_state_dict()
+
+    expected = fit(3, tmp_path / "straight")
+    fit(1, tmp_path / "resumed")
+    got = fit(3, tmp_path / "resumed")
+    for tensor_name in expected:
+        assert torch.equal(got[tensor_name], expected[tensor_name]), tensor_name
+
+
+def test_heads_are_saved_but_are_no_part_of_the_model(tmp_path):
+    trainer = trainer_of("dgl", {}, 2)
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, quiet=True, tensorboard=False)
+    assert trainer.full_state_dict().keys() == batch_norm_net().state_dict().keys()
+    from torch.distributed.checkpoint import FileSystemReader
+
+    (path,) = (tmp_path / "checkpoints").glob("update-*")
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    assert any(key.startswith("head0:") for key in stored)
+    assert any(key.startswith("optimizer.head0:") for key in stored)
+    plain = trainer_of("adl", {}, 2)
+    plain.load_checkpoint(path)  # of whatever method
+    assert torch.equal(plain.full_state_dict()["1.conv.weight"], trainer.full_state_dict()["1.conv.weight"])
+
+
+def test_a_micro_batch_of_one_sample_is_refused_by_heads_that_normalise_samples():
+    with pytest.raises(ConfigError, match=r"single sample.*method.head=mlp_sr.*choose another train.batch_size"):
+        trainer_of("dgl", {}, 1).fit(FixedImages(17), epochs=1, batch_size=8, quiet=True)
+    trainer_of("dgl", {"head": "linear"}, 1).fit(FixedImages(17), epochs=1, batch_size=8, quiet=True)
+
+
+def test_local_losses_are_recorded_of_each_stage_but_the_last(tmp_path):
+    trainer = trainer_of("dgl", {"head": "linear"}, 2)
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, quiet=True, tensorboard=False)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {r["stage"] for r in records if r["name"] == "stage/local_loss"} == {0, 1, 2}
+    assert {r["stage"] for r in records if r["name"] == "train/loss"} == {3}
