@@ -32,6 +32,7 @@ def agree(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     sample: tuple[Tensor, Tensor] | None,
     device: torch.device,
+    check: Callable[[int, Specs], None] = lambda stage, outs: None,
 ) -> tuple[dict[int, Specs], Specs]:
     """Settle what arrives at each stage of this process.
 
@@ -42,6 +43,7 @@ def agree(
         loss_fn: of the last stage.
         sample: input [1, ...] and target [1, ...] as the first stage will get them; on stage 0's process only.
         device: where the modules are.
+        check: refuses what a stage sends on, by raising.
 
     Returns:
         The acts that arrive at each stage k of this process and at k + 1, by stage (K: the model's output);
@@ -61,6 +63,8 @@ def agree(
         try:
             is_last = stage == num_stages - 1
             outs = _try_out(modules[stage], stage, acts[stage], target if is_last else None, loss_fn, device)
+            if not is_last:
+                check(stage, outs)
         except AdlError as error:
             refuse(store, error, stages=range(stage + 1, num_stages + 1))
             raise

@@ -37,6 +37,7 @@ from adl_dist.runtime.world import (
     single_process,
 )
 from adl_dist.schedule import Method, in_turn
+from adl_dist.stage import check_outs
 from adl_dist.transport import TensorSpec
 
 logger = logging.getLogger("adl_dist")
@@ -391,6 +392,7 @@ class Trainer:
             loss_fn=self._loss_fn,
             sample=_common_sample(train_feed, val_feed),
             device=world.device,
+            **({"check": check_outs} if self._method.row.local_losses else {}),
         )
         num_outputs = agreement.num_outputs(store, self._num_stages)
         stages = {

@@ -49,13 +49,16 @@ def build_stage(
         seed: of the run.
 
     Raises:
-        ConfigError: a local loss cannot be made from ``outs``.
+        ConfigError: local losses, but no classes.
     """
     is_last = k == num_stages - 1
     head = None
+    if method.row.local_losses and num_stages > 1 and num_classes is None:  # on every rank alike
+        raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
     if method.row.local_losses and not is_last:
+        assert num_classes is not None
         like = next(module.parameters(), torch.empty(0))
-        head = build_head(method.head, outs, num_classes=num_classes, stage=k, seed=stream_seed(seed, "head", k))
+        head = build_head(method.head, outs[0], num_classes=num_classes, seed=stream_seed(seed, "head", k))
         head = head.to(like.device, like.dtype)
         if channels_last:
             to_channels_last(head)

@@ -87,8 +87,9 @@ class Method:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All hyper-parameters that mean something to this method."""
-        return {"name": self.name, **{name: getattr(self, name) for name in self.row.options}}
+        """All hyper-parameters that mean something to this method, as plain values."""
+        values = {"name": self.name, **{name: getattr(self, name) for name in self.row.options}}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
     def micro_batches_per_update(self) -> int:
@@ -197,7 +198,8 @@ class Method:
         if isinstance(value, int):
             return [value] * num_hops
         if len(value) != num_hops:
-            raise ConfigError(f"method.{name}={list(value)} has {len(value)} numbers, but {num_hops + 1} stages have {num_hops}")
+            told = f"has {len(value)} numbers, but {num_hops + 1} stages have {num_hops}"
+            raise ConfigError(f"method.{name}={list(value)} {told}")
         return list(value)
 
     def _refuse_dead_options(self) -> None:

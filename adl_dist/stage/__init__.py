@@ -1,7 +1,16 @@
 """One stage's mathematics: forward, delayed backward, weight versions, update. Knows no rank."""
 
-from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
+from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head, check_outs
 from adl_dist.stage.stage import Stage, may_start_in_place, packed, unpacked
 from adl_dist.stage.tally import Tally
 
-__all__ = ["NORMALISES_SAMPLES", "Stage", "Tally", "build_head", "may_start_in_place", "packed", "unpacked"]
+__all__ = [
+    "NORMALISES_SAMPLES",
+    "Stage",
+    "Tally",
+    "build_head",
+    "check_outs",
+    "may_start_in_place",
+    "packed",
+    "unpacked",
+]

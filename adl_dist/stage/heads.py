@@ -105,35 +105,37 @@ NORMALISES_SAMPLES = ("mlp_sr", "mlp")
 CLASSIFIERS = {"mlp_sr": mlp_sr, "mlp": mlp, "cnn": cnn, "linear": linear, "predsim": linear}
 
 
-def build_head(name: str, outs: Sequence[Spec], *, num_classes: int | None, stage: int, seed: int) -> nn.Module:
-    """Make the head called ``name``, its weights drawn by ``seed`` and nothing else.
-
-    Args:
-        name: a key of ``CLASSIFIERS``.
-        outs: what the stage sends on: one tensor, of images [C, H, W] or of features [C] per sample.
-        num_classes: that the model tells apart; None if it does no such thing.
-        stage: for messages.
-        seed: of the weights.
-
-    Returns:
-        A module that takes (output, target, loss_fn) and returns a scalar.
+def check_outs(stage: int, outs: Sequence[Spec]) -> None:
+    """Check that a head can be put on what ``stage`` sends on.
 
     Raises:
-        ConfigError: no head can be put there.
+        ConfigError: it is not one tensor of images or features.
     """
     shapes = [spec.shape for spec in outs]
-    if num_classes is None:
-        raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
     if len(shapes) != 1 or len(shapes[0]) not in (1, 3):
         found = ", ".join(str(["B", *shape]) for shape in shapes)
         raise ConfigError(
             f"method=dgl puts a head on what stage {stage} sends on, which must be one tensor [B, C, H, W] or [B, C]; "
             f"found {found}: choose another partition.balance"
         )
-    channels, size = shapes[0][0], max(shapes[0][1:], default=1)
+
+
+def build_head(name: str, out: Spec, *, num_classes: int, seed: int) -> nn.Module:
+    """Make the head called ``name``, its weights drawn by ``seed`` and nothing else.
+
+    Args:
+        name: a key of ``CLASSIFIERS``.
+        out: what the stage sends on: images [C, H, W] or features [C] per sample.
+        num_classes: that the model tells apart.
+        seed: of the weights.
+
+    Returns:
+        A module that takes (output, target, loss_fn) and returns a scalar.
+    """
+    channels, size = out.shape[0], max(out.shape[1:], default=1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if len(shapes[0]) == 1:
+        if len(out.shape) == 1:
             classifier: nn.Module = nn.Linear(channels, num_classes)
             project: nn.Module = nn.Linear(channels, channels)
         else:

@@ -12,6 +12,7 @@ from adl_dist.schedule import METHODS, Op, figures, method, staleness
 from adl_dist.schedule.replay import in_turn
 from tests.support.runs import BALANCE, sgd, warm_up_schedule
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.tuples import tuple_net
 
 K = 4
 VARIANTS = [
@@ -20,6 +21,7 @@ VARIANTS = [
     ("adl", {"weights": "latest"}),
     ("adl", {"delay": "minimal"}),
     ("adl", {"order": "backward_first"}),
+    ("adl", {"lr_index": "slot", "lr_factors": [2.0, 1.0, 1.0, 0.5]}),
     ("gpipe", {"recompute": "except_last"}),
     ("dsp", {"activation_queue": 2}),
     ("dgl", {"head": "linear", "buffer_size": 3}),
@@ -211,3 +213,17 @@ def test_local_losses_are_recorded_of_each_stage_but_the_last(tmp_path):
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {r["stage"] for r in records if r["name"] == "stage/local_loss"} == {0, 1, 2}
     assert {r["stage"] for r in records if r["name"] == "train/loss"} == {3}
+
+
+def test_a_head_needs_one_tensor_of_images_or_features_and_a_model_with_classes():
+    def fit(model, data, loss_fn=None):
+        trainer = adl_dist.Trainer(
+            model, loss_fn=loss_fn or nn.CrossEntropyLoss(), optimizer=sgd, method=method("dgl"), num_stages=2
+        )
+        trainer.fit(data, epochs=1, batch_size=8, quiet=True)
+
+    with pytest.raises(ConfigError, match=r"stage 0 sends on.*found \['B', 3, 6, 6\], \['B', 4\], \['B'\]"):
+        fit(tuple_net(), FixedImages(16))
+    pixels = [(torch.zeros(2, 6, 6), torch.zeros(6, 6, dtype=torch.long)) for _ in range(16)]
+    with pytest.raises(ConfigError, match=r"needs a model that returns \[B, classes\]"):
+        fit(nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 1)), pixels)

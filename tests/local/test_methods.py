@@ -299,7 +299,7 @@ def heads_of(K, name):
     for k, module in enumerate(modules_of(K)[:-1]):
         x = module(x)
         seed = stream_seed(0, "head", k)
-        heads.append(build_head(name, [TensorSpec.of(x)], num_classes=NUM_CLASSES, stage=k, seed=seed).double())
+        heads.append(build_head(name, TensorSpec.of(x), num_classes=NUM_CLASSES, seed=seed).double())
     return heads
 
 
