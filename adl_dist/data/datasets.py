@@ -71,14 +71,15 @@ def cifar100(root: str = "datasets", augment: bool = True, download: bool = Fals
     return _cifar(CIFAR100, "CIFAR-100", CIFAR100_STATISTICS, root=root, augment=augment, download=download)
 
 
-def imagefolder(root: str, augment: bool = True, image_size: int = 32) -> Datasets:
+def imagefolder(root: str, augment: bool = True, image_size: int = 32, cache: bool = False) -> Datasets:
     """Small images in ``root/train/<class>/`` and ``root/val/<class>/`` (or ``root/test/<class>/``).
 
     Args:
         root: holds the two folders, with the same classes.
-        augment: pad by 4, crop, and flip training images.
+        augment: pad by an eighth of the size, crop, and flip training images.
         image_size: height and width in pixels, at most 64. The shorter side of an image is resized to it, the
             longer one cropped.
+        cache: keep images in memory once they have been decoded and resized (in each of ``data.num_workers``).
 
     Raises:
         ConfigError: an ``image_size`` out of range.
@@ -101,13 +102,13 @@ def imagefolder(root: str, augment: bool = True, image_size: int = 32) -> Datase
                 f"{name} dataset: expected a folder {expected} in {folder}, with one folder for each class, got none; "
                 "set data.root to the folder that holds the training and the validation images"
             )
-    resize = v2.Resize(image_size)
-    fit = [resize, v2.CenterCrop(image_size)]
-    augmented = [resize, *_crop_and_flip(image_size)] if augment else fit
+    fit = [v2.CenterCrop(image_size)]
+    augmented = _crop_and_flip(image_size) if augment else fit
+    load = _Resized(image_size, cache=cache)
     try:
         datasets = (
-            ImageFolder(str(train), _transform(CIFAR10_STATISTICS, augmented)),
-            ImageFolder(str(validation), _transform(CIFAR10_STATISTICS, fit)),
+            ImageFolder(str(train), _transform(CIFAR10_STATISTICS, augmented), loader=load),
+            ImageFolder(str(validation), _transform(CIFAR10_STATISTICS, fit), loader=load),
         )
     except FileNotFoundError as error:
         raise DataError(f"{folder}: expected images in one folder for each class: {_one_line(error)}") from error
@@ -157,6 +158,25 @@ def synthetic(
         _Synthetic(num_samples, patterns, image_size, seed, "synthetic train"),
         _Synthetic(num_validation, patterns, image_size, seed, "synthetic validation"),
     )
+
+
+class _Resized:
+    """Reads an image and resizes its shorter side."""
+
+    def __init__(self, size: int, *, cache: bool) -> None:
+        from torchvision.transforms import v2
+
+        self._resize = v2.Resize(size)
+        self._kept: dict[str, Any] | None = {} if cache else None
+
+    def __call__(self, path: str) -> Any:
+        from torchvision.datasets.folder import default_loader
+
+        if self._kept is None:
+            return self._resize(default_loader(path))
+        if path not in self._kept:
+            self._kept[path] = self._resize(default_loader(path))
+        return self._kept[path]
 
 
 class _Synthetic(Dataset[tuple[Tensor, int]]):
@@ -221,7 +241,7 @@ def _cifar(kind: Any, name: str, statistics: Any, *, root: str, augment: bool, d
 def _crop_and_flip(image_size: int) -> list[Any]:
     from torchvision.transforms import v2
 
-    return [v2.RandomCrop(image_size, padding=4), v2.RandomHorizontalFlip()]
+    return [v2.RandomCrop(image_size, padding=image_size // 8), v2.RandomHorizontalFlip()]
 
 
 def _transform(statistics: Any, geometry: list[Any]) -> Any:

@@ -45,13 +45,14 @@ class BasicBlock(nn.Module):
         return out
 
 
-def cifar_resnet(depth: int, num_classes: int = 10, in_channels: int = 3) -> nn.Sequential:
-    """ResNet-(6n+2): three layers of n blocks with 16, 32 and 64 channels, shortcuts of option A.
+def cifar_resnet(depth: int, num_classes: int = 10, in_channels: int = 3, width: int = 16) -> nn.Sequential:
+    """ResNet-(6n+2): three layers of n blocks, shortcuts of option A.
 
     Args:
         depth: 6n+2 with n >= 1: 20, 32, 44, 56, 110, ...
         num_classes: outputs.
         in_channels: 3 for colour, 1 for grey. Images may have any size from 4x4.
+        width: channels of the first layer; the others have twice and four times as many. The paper's is 16.
 
     Returns:
         float[B, in_channels, H, W] -> float[B, num_classes], in units ``stem``, ``layer1_0`` ...
@@ -69,7 +70,11 @@ def cifar_resnet(depth: int, num_classes: int = 10, in_channels: int = 3) -> nn.
     def shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
         return nn.Identity() if stride == 1 else OptionA(in_channels, out_channels)
 
-    return _resnet([16, 32, 64], [num_blocks] * 3, shortcut, num_classes=num_classes, in_channels=in_channels)
+    if width < 1:
+        raise ConfigError(f"model.width must be at least 1, got {width}")
+    return _resnet(
+        [width, 2 * width, 4 * width], [num_blocks] * 3, shortcut, num_classes=num_classes, in_channels=in_channels
+    )
 
 
 def cifar_resnet18(num_classes: int = 10, in_channels: int = 3) -> nn.Sequential:

@@ -462,6 +462,21 @@ def test_an_image_folder_gives_images_of_one_size_whatever_theirs(validation_nam
     torch.testing.assert_close(x[1], expected.reshape(3, 1, 1).expand(3, 24, 24))
 
 
+def test_a_cached_image_folder_gives_the_same_images_and_reads_each_file_once(tmp_path):
+    root = write_images(tmp_path, ["train/cat", "train/dog", "val/cat", "val/dog"])
+
+    def images(dataset):
+        return [x for epoch in range(2) for x, _ in Loader(dataset, seed=0, shuffle=True).batches(epoch, [1, 1])]
+
+    expected = images(imagefolder(root, image_size=24)[0])
+    cached, _ = imagefolder(root, image_size=24, cache=True)
+    for got, image in zip(images(cached), expected, strict=True):
+        assert torch.equal(got, image)
+    for file in tmp_path.glob("train/*/one.png"):
+        file.unlink()
+    assert torch.equal(images(cached)[0], expected[0])
+
+
 @pytest.mark.parametrize(
     ("folders", "message"),
     [

@@ -38,6 +38,14 @@ def test_parameter_counts_are_the_published_ones(model, millions):
     assert round(sum(p.numel() for p in model().parameters()) / 1e6, 3) == millions
 
 
+def test_width_makes_a_resnet_as_narrow_and_no_shallower():
+    narrow, wide = cifar_resnet(32, width=8), cifar_resnet(32)
+    assert [name for name, _ in narrow.named_parameters()] == [name for name, _ in wide.named_parameters()]
+    assert [narrow.get_submodule(f"layer{i}_0").conv2.out_channels for i in (1, 2, 3)] == [8, 16, 32]
+    with pytest.raises(ConfigError, match=r"model\.width must be at least 1, got 0"):
+        cifar_resnet(32, width=0)
+
+
 def test_shortcut_option_a_is_every_second_pixel_between_zero_channels():
     x = images(2, 4, 5, 6)
     expected = torch.zeros(2, 8, 3, 3)

@@ -77,6 +77,32 @@ def test_the_cause_of_a_failure_is_known_on_every_rank_before_its_victims():
     assert "boom on stage 1" in text[text.index("victim-rank0") :], "through the control plane"
 
 
+def a_head_where_none_can_be():
+    import adl_dist
+    from tests.support.runs import sgd
+    from tests.support.toys import FixedImages
+    from tests.support.tuples import tuple_net
+
+    trainer = adl_dist.Trainer(
+        tuple_net(),
+        loss_fn=torch.nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        method=adl_dist.method("dgl"),
+        num_stages=2,
+        timeout_seconds=20,
+    )
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, quiet=True)
+
+
+def test_a_method_that_does_not_fit_the_model_is_refused_on_every_rank():
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(2, a_head_where_none_can_be)
+    text = str(failure.value)
+    assert "still ran" not in text
+    for rank in ("cause-rank0", "victim-rank1"):
+        assert "must be one tensor [B, C, H, W] or [B, C]" in text[text.index(rank) :]
+
+
 def different_jobs():
     import os
 
