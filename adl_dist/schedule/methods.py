@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.rows import (
+    ANYONES_DELAYS,
     DELAYS,
     METHODS,
     DelayRule,
@@ -78,7 +79,7 @@ class Method:
         for name in ("delay", "lr_factors", "stage_speeds", "activation_queue", "gradient_queue"):
             if isinstance(value := getattr(self, name), list):
                 self._set(name, tuple(value))
-        if self.delay not in (None, "decoupled") and (self.activation_queue, self.gradient_queue) != (1, 1):
+        if self.delay not in (None, "queues") and (self.activation_queue, self.gradient_queue) != (1, 1):
             raise ConfigError("method.delay and the queues of dsp say the same in two ways; give one of them")
         for name in ("accumulation_steps", "weights", "delay"):
             if getattr(self, name) is None:
@@ -110,19 +111,14 @@ class Method:
                 each other for ever.
         """
         K, M = num_stages, self.micro_batches_per_update
-        if isinstance(self.delay, str):
+        if self.delay == "queues":
+            p, q = (self._per_hop(name, K - 1) for name in ("activation_queue", "gradient_queue"))
+            delays = [sum(p[k:]) + sum(q[k:]) for k in range(K)]
+        elif isinstance(self.delay, str):
             delays = [DELAYS[self.delay](k, K, M) for k in range(K)]
         else:
             assert self.delay is not None
             delays = list(self.delay)
-        if self.name == "dsp" and self.delay == "decoupled":
-            hops = [
-                p + q
-                for p, q in zip(
-                    self._per_hop("activation_queue", K - 1), self._per_hop("gradient_queue", K - 1), strict=True
-                )
-            ]
-            delays = [sum(hops[k:]) for k in range(K)]
         if len(delays) != K:
             raise ConfigError(f"method.delay={delays} has {len(delays)} numbers, but there are {K} stages; give {K}")
         if self.order == "backward_first":
@@ -218,7 +214,7 @@ class Method:
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"method.{name}: there is no '{value}'; choose one of {', '.join(choices)}")
-        rules = [rule for rule in DELAYS if rule != "group" or self.row.delay == "group"]
+        rules = list(dict.fromkeys((*ANYONES_DELAYS, self.row.delay)))
         if isinstance(self.delay, str) and self.delay not in rules:
             raise ConfigError(f"method.delay: there is no '{self.delay}'; choose one of {', '.join(rules)}, or a list")
         for name in ("activation_queue", "gradient_queue"):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Weights = Literal["stash", "latest", "recompute", "2bw"]
-DelayRule = Literal["decoupled", "minimal", "none", "group"]
+DelayRule = Literal["decoupled", "minimal", "none", "group", "queues"]
+ANYONES_DELAYS = ("decoupled", "minimal", "none")  # the other rules belong to one method each
 Recompute = Literal["never", "except_last", "always"]
 Order = Literal["forward_first", "backward_first"]
 Reduction = Literal["mean", "sum"]
@@ -28,6 +29,7 @@ DELAYS: dict[str, Callable[[int, int, int], int]] = {
     "none": lambda k, K, M: 0,
     # All forwards of a group come first.
     "group": lambda k, K, M: M - 1,
+    # "queues" follows from the lengths of DSP's queues, which only the method knows.
 }
 
 ANY = ("accumulation_steps", "reduction", "lr_index", "lr_factors")
@@ -68,7 +70,7 @@ METHODS = {
     "fdg": Row(summary="Fully Decoupled with Delayed Gradients (Zhuang et al., TNNLS 2021)", delay="decoupled"),
     "dsp": Row(
         summary="Diversely Stale Parameters (Xu et al., CVPR 2020)",
-        delay="decoupled",
+        delay="queues",
         weights="recompute",
         options=(*STALE, "activation_queue", "gradient_queue"),
     ),
