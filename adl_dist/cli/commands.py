@@ -19,7 +19,6 @@ from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.launch import launch_local
 from adl_dist.runtime.run_folder import RunFolder, newest_checkpoint
 from adl_dist.runtime.world import launched_rank, launched_world_size
-from adl_dist.schedule import describe
 
 _setting_up = True  # until this rank meets the others, all ranks find the same errors
 
@@ -108,16 +107,6 @@ def export(words: list[str]) -> None:
             unfinished.unlink()
         raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
     _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict(torch.load('{out}')) takes them")
-
-
-def schedule(words: list[str]) -> None:
-    """``adl-dist schedule``: the tick table and the staleness of each stage."""
-    config, _ = compose_run(words)
-    method = config.method.chosen()
-    num_stages = config.partition.num_stages
-    # Enough to show warm-up, one steady group and the drain.
-    num_micro_batches = 2 * num_stages + 2 * method.micro_batches_per_update
-    _say(describe(method, num_stages=num_stages, num_micro_batches=num_micro_batches))
 
 
 def is_told_elsewhere(error: AdlError) -> bool:

@@ -80,7 +80,7 @@ def compose_run(words: Sequence[str]) -> tuple[RunConfig, Plain]:
     if config.run_dir is None:
         config.run_dir = _default_run_dir(config, choices)
     # Of the method's keys those that mean something to it, with what they stand for.
-    method = {k: list(v) if isinstance(v, tuple) else v for k, v in config.method.chosen().settings.items()}
+    method = config.method.chosen().settings
     return config, {**{str(k): v for k, v in plain.items()}, "method": method, "run_dir": config.run_dir}
 
 

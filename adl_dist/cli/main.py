@@ -1,5 +1,6 @@
 """``adl-dist COMMAND``: dispatch, and the one place where errors become exit codes."""
 
+import importlib
 import logging
 import os
 import signal
@@ -21,7 +22,8 @@ adl-dist COMMAND [KEY=VALUE ...]
   export      write one plain state_dict:  adl-dist export run_dir=runs/NAME out=model.pt
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
 
-adl-dist train --help lists the keys. Under torchrun, `python -m adl_dist train ...` is one rank of K.
+adl-dist train --help lists the keys; adl-dist schedule --help its flags: pictures, JSON, predicted speed.
+Under torchrun, `python -m adl_dist train ...` is one rank of K.
 """
 
 logger = logging.getLogger("adl_dist")
@@ -51,7 +53,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(USAGE)
         return 0 if words else 2
     command = _commands().get(words[0])
-    if command and words[0] != "train" and {"-h", "--help"} & set(words):
+    if command and words[0] not in ("train", "schedule") and {"-h", "--help"} & set(words):
         sys.stdout.write(USAGE)
         return 0
     try:
@@ -96,15 +98,21 @@ def _log_file() -> str | None:
 
 
 def _commands() -> dict[str, Callable[[list[str]], None]]:
-    # Imported late: torch takes seconds, and the usage text needs none of it.
-    from adl_dist.cli import commands
-
     return {
-        "train": commands.train,
-        "evaluate": commands.evaluate,
-        "export": commands.export,
-        "schedule": commands.schedule,
+        "train": _late("commands", "train"),
+        "evaluate": _late("commands", "evaluate"),
+        "export": _late("commands", "export"),
+        "schedule": _late("schedule", "schedule"),
     }
+
+
+def _late(module: str, name: str) -> Callable[[list[str]], None]:
+    """A command, imported when it is called: torch takes seconds, which usage texts and schedules need not wait."""
+
+    def call(words: list[str]) -> None:
+        getattr(importlib.import_module(f"adl_dist.cli.{module}"), name)(words)
+
+    return call
 
 
 def print_keys() -> None:

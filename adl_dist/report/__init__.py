@@ -1,6 +1,7 @@
-"""What a run tells: metrics.jsonl, TensorBoard, the live line and the final table. Knows no rank."""
+"""What a run tells: metrics.jsonl, TensorBoard, the live line and the final table; pictures of schedules. No ranks."""
 
+from adl_dist.report.picture import draw
 from adl_dist.report.progress import Progress, final_table
 from adl_dist.report.recorder import Recorder
 
-__all__ = ["Progress", "Recorder", "final_table"]
+__all__ = ["Progress", "Recorder", "draw", "final_table"]

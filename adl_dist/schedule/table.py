@@ -96,26 +96,36 @@ def _held(method: Method, stream: list[Action], delay: int) -> tuple[int, int, i
     return most
 
 
-def describe(method: Method, *, num_stages: int, num_micro_batches: int) -> str:
+def title(method: Method, *, num_stages: int, num_micro_batches: int) -> str:
+    """Name and settings in one line."""
+    M, weights = method.micro_batches_per_update, method.weights if "weights" in method.row.options else "present"
+    told = f"K = {num_stages} stages, M = {M}, {weights} weights, {num_micro_batches} micro-batches"
+    return f"{method.row.summary}: {told}"
+
+
+def tick_words(method: Method, *, num_stages: int, num_micro_batches: int) -> list[dict[int, list[str]]]:
+    """For each stage what it does in each tick, as printed, like ``{4: ["F4", "B0"]}``."""
+    streams = streams_of(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
+    return [{tick: list(map(str, row[tick])) for tick in sorted(row)} for row in ticks(streams)]
+
+
+def describe(method: Method, *, num_stages: int, num_micro_batches: int, width: int | None = None) -> str:
     """The tick table of all stages and each stage's figures.
 
     A message takes one tick. Processes keep the order of a row, not its columns: nothing in a run waits for a tick.
+
+    Args:
+        method: whose schedule.
+        num_stages: K.
+        num_micro_batches: of the segment that is shown.
+        width: of the screen; a wider table is cut into blocks of ticks. None: it is never cut.
     """
-    streams = streams_of(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
-    rows = [
-        [" ".join(str(a) for a in row.get(tick, ())) for tick in range(max(row, default=-1) + 1)]
-        for row in ticks(streams)
-    ]
-    width = max(len(cell) for row in rows for cell in row)
-    header = [str(tick) for tick in range(max(map(len, rows)))]
-    M, weights = method.micro_batches_per_update, method.weights if "weights" in method.row.options else "present"
+    rows = tick_words(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
     lines = [
-        f"{method.row.summary}: K = {num_stages} stages, M = {M}, {weights} weights, {num_micro_batches} micro-batches",
+        title(method, num_stages=num_stages, num_micro_batches=num_micro_batches),
         "",
-        "tick     " + "  ".join(cell.ljust(width) for cell in header).rstrip(),
-        *(f"stage {k}".ljust(9) + "  ".join(cell.ljust(width) for cell in row).rstrip() for k, row in enumerate(rows)),
-        "",
-        _legend(streams),
+        *_tick_table(rows, width),
+        _legend(rows),
         "",
         "stage  delay  graphs  inputs  weight copies  staleness mean  max  by offset (updates)",
     ]
@@ -127,8 +137,31 @@ def describe(method: Method, *, num_stages: int, num_micro_batches: int) -> str:
     return "\n".join(lines)
 
 
-def _legend(streams: list[list[Action]]) -> str:
-    ops = {action.op for stream in streams for action in stream}
+def _tick_table(rows: list[dict[int, list[str]]], width: int | None) -> list[str]:
+    num_ticks = max((max(row) + 1 for row in rows if row), default=0)
+    columns = [[str(tick), *(" ".join(row.get(tick, ())) for row in rows)] for tick in range(num_ticks)]
+    heads = ["tick", *(f"stage {k}" for k in range(len(rows)))]
+    head = max(map(len, heads)) + 2
+    blocks: list[list[list[str]]] = [[]]
+    used = head
+    for column in columns:
+        size = max(map(len, column)) + 2
+        if blocks[-1] and width is not None and used + size - 2 > width:
+            blocks.append([])
+            used = head
+        blocks[-1].append([cell.ljust(size) for cell in column])
+        used += size
+    lines = []
+    if len(blocks) > 1:
+        lines += [f"The table is wider than the screen ({width} columns): it goes on in {len(blocks)} blocks.", ""]
+    for block in blocks:
+        lines += [(name.ljust(head) + "".join(column[i] for column in block)).rstrip() for i, name in enumerate(heads)]
+        lines.append("")
+    return lines
+
+
+def _legend(rows: list[dict[int, list[str]]]) -> str:
+    ops = {word.rstrip("0123456789") for row in rows for words in row.values() for word in words}
     words = {
         Op.FORWARD: "F forward",
         Op.FORWARD_ONLY: "N forward that keeps its input only",
@@ -136,5 +169,5 @@ def _legend(streams: list[list[Action]]) -> str:
         Op.BACKWARD: "B backward",
         Op.UPDATE: "U update",
     }
-    told = ", ".join(text for op, text in words.items() if op in ops)
+    told = ", ".join(text for op, text in words.items() if op.value in ops)
     return f"{told}; the number is the micro-batch, of U the group"

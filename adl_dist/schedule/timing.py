@@ -185,6 +185,8 @@ def streams_of(method: Method, *, num_stages: int, num_micro_batches: int) -> li
 def _per_update(method: Method, costs: Costs, num_groups: int) -> tuple[float, list[float]]:
     """Time, and busy time of each stage, that an update adds."""
     K, M = len(costs.forward), method.micro_batches_per_update
+    if method.row.flush:
+        num_groups = 4  # stage 0 begins and ends each group, so none depends on the one before
 
     def run(groups: int) -> tuple[float, list[float]]:
         spans = simulate(streams_of(method, num_stages=K, num_micro_batches=groups * M), costs)

@@ -33,6 +33,19 @@ def test_every_choice_of_every_group_composes(group, choice):
     assert plain["run_dir"].startswith("runs/")
 
 
+@pytest.mark.parametrize("experiment", sorted(p.stem for p in (CONF / "experiment").glob("*.yaml")))
+def test_what_an_experiment_says_holds(experiment):
+    said = yaml.safe_load((CONF / "experiment" / f"{experiment}.yaml").read_text())
+    _, plain = compose_run([f"experiment={experiment}", "hydra.mode=RUN"])
+    checked = 0
+    for node, keys in said.items():
+        if node in plain and isinstance(keys, dict):
+            for key, value in keys.items():
+                assert plain[node][key] == value, f"{node}.{key}"
+                checked += 1
+    assert checked
+
+
 def test_the_tests_read_the_configuration_of_the_checkout():
     assert config_folder() == CONF
 

@@ -1,0 +1,158 @@
+"""Compares the runs of a sweep: one table for people, one for programs, one figure."""
+
+import csv
+import json
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from adl_dist import __version__
+from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run
+
+NOTHING = "."
+MINUS = "\u2212"
+
+
+def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, device: str | None = None) -> None:
+    """Write comparison.md, comparison.csv, curves.svg and curves.png.
+
+    Args:
+        folder: where to.
+        runs: all runs of the sweep, in the order of the table.
+        command: that they came from.
+        device: the accelerator that they ran on, if any.
+    """
+    from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
+
+    measure = ACCURACY if any(run.curve(ACCURACY.name) for run in runs) else LOSS
+    runs = sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
+    text = f"{_table(runs, measure)}\n\n{_origin(runs, command, device)}\n"
+    _write(folder / "comparison.md", lambda path: path.write_text(text))
+    _write(folder / "comparison.csv", lambda path: _write_csv(path, runs))
+    figure = draw_curves(runs, measure)
+    for suffix in (".svg", ".png"):
+        _write(folder / f"curves{suffix}", lambda path: save_figure(figure, path))
+
+
+def _table(runs: Sequence[Run], measure: Measure) -> str:
+    stages = sorted({run.num_stages for run in runs})
+    labels = list(dict.fromkeys(run.label for run in runs))
+    cells: dict[tuple[str, int], list[Run]] = {}
+    for run in runs:
+        cells.setdefault((run.label, run.num_stages), []).append(run)
+    references = [label for label in labels if any(r.label == label and r.method["name"] == REFERENCE for r in runs)]
+    head = ["method", *(part for K in stages for part in (f"K = {K}", f"to {REFERENCE}"))]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for label in labels:
+        row = [label]
+        for K in stages:
+            own = cells.get((label, K), [])
+            row += [_cell(own, measure), _difference(own, [cells.get((r, K), []) for r in references], measure)]
+        rows.append(row)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    what = measure.name.replace("/", " ")
+    spread = f"{what.capitalize()} after the last epoch: median over the seeds that came there (min to max, seeds)."
+    points = "percentage points" if measure.scale == 100 else "the loss itself"
+    told = f"`to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} with the same M if there is one."
+    return "\n".join([*lines, "", f"{spread} {told if references else ''}".strip()])
+
+
+def _cell(runs: Sequence[Run], measure: Measure) -> str:
+    if not runs:
+        return "not run"
+    values = [value for run in runs if (value := measure.of(run)) is not None]
+    parts = []
+    if values:
+        low, middle, high = map(measure.text, (min(values), statistics.median(values), max(values)))
+        parts.append(f"{middle}{measure.unit} ({low} to {high}, {len(values)})")
+    for status in ("diverged", "failed"):
+        if number := sum(run.status == status for run in runs):
+            parts.append(f"**{number} of {len(runs)} {status}**")
+    return ", ".join(parts) or "no validation"
+
+
+def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measure: Measure) -> str:
+    if not runs or runs[0].method["name"] == REFERENCE:
+        return NOTHING
+    there = [reference for reference in references if reference]
+    # A micro-batch's size changes what BatchNorm does, so M should be the same.
+    same = [r for r in there if r[0].accumulation_steps == runs[0].accumulation_steps]
+    own, theirs = (
+        [value for run in some if (value := measure.of(run)) is not None] for some in (runs, (same or there or [[]])[0])
+    )
+    if not own or not theirs:
+        return NOTHING
+    difference = statistics.median(own) - statistics.median(theirs)
+    return f"{MINUS if difference < 0 else '+'}{measure.text(abs(difference))}"
+
+
+def _origin(runs: Sequence[Run], command: str, device: str | None) -> str:
+    seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine = f"{cores} cores of {_cpu()}" + (f", {device}" if device else "")
+    return (
+        f"Command: `{command}`\n\n"
+        f"{len(runs)} runs, seeds {seeds}; Python {platform.python_version()}, torch {version('torch')}, "
+        f"adl_dist {__version__}; {machine}. Each run: `comparison.csv`; learning curves: `curves.svg`."
+    )
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _write_csv(path: Path, runs: Sequence[Run]) -> None:
+    rows = [_csv_row(run) for run in runs]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _csv_row(run: Run) -> dict[str, Any]:
+    """One run; what it does not have stays empty. Times and staleness are those since its last start."""
+    summary = run.summary
+    stages = summary.get("stages", [])
+    best = {
+        measure.key: measure.best((value for _, value in run.curve(measure.name)), default=None)
+        for measure in (ACCURACY, LOSS)
+    }
+    return {
+        "label": run.label,
+        "num_stages": run.num_stages,
+        "accumulation_steps": run.accumulation_steps,
+        "method": run.method["name"],
+        "settings": json.dumps({k: v for k, v in run.method.items() if k != "name"}),
+        "seed": run.seed,
+        "status": run.status,
+        "ended_at_update": run.ended_at_update,
+        "ended_in_epoch": run.ended_in_epoch,
+        "validation_accuracy": summary.get(ACCURACY.key),
+        "best_validation_accuracy": best[ACCURACY.key],
+        "validation_loss": summary.get(LOSS.key),
+        "best_validation_loss": best[LOSS.key],
+        "epochs": summary.get("epochs"),
+        "updates": summary.get("updates"),
+        "seconds": summary.get("seconds"),
+        "samples_per_second": summary.get("samples_per_second"),
+        "stage0_staleness_mean": stages[0]["staleness_mean"] if stages else None,
+        "peak_memory_bytes": max((stage["peak_memory_bytes"] for stage in stages), default=None),
+        "folder": run.folder,
+    }
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    """Whole or not at all."""
+    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
+        unfinished = Path(folder) / path.name
+        write(unfinished)
+        os.replace(unfinished, path)

@@ -1,0 +1,128 @@
+"""Draws the learning curves of a comparison: a panel per K, a colour per variant, a band over its seeds."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from adl_dist.report.runs import REFERENCE, Measure, Run
+
+# Okabe and Ito's colours, which the colour-blind tell apart, in as many styles as it takes; black is the reference.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+STYLES: Sequence[Any] = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E5E5E5",
+    "grid.linewidth": 0.6,
+    "svg.hashsalt": "adl_dist",  # the same picture is the same file
+}
+PANEL_INCHES = (3.9, 3.3)
+LEGEND_COLUMN_INCHES, LEGEND_ROW_INCHES = 1.65, 0.19
+MOST_COLUMNS = 3
+STEEP = 0.4  # of all epochs, which need not be in the picture
+CROSS: Mapping[str, Any] = {"marker": "X", "markersize": 7, "markeredgecolor": "white", "linestyle": "none"}
+
+
+def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
+    """Draw the median over seeds as a line and their range as a band; each diverged run on its own, up to a cross."""
+    labels = list(dict.fromkeys(run.label for run in runs))
+    looks = _looks(labels, {run.label for run in runs if run.method["name"] == REFERENCE})
+    stages = sorted({run.num_stages for run in runs})
+    columns = min(len(stages), MOST_COLUMNS)
+    rows = math.ceil(len(stages) / columns)
+    width = max(columns * PANEL_INCHES[0], 5.0)
+    legend_columns = min(len(labels), max(1, int(width / LEGEND_COLUMN_INCHES)))
+    legend_inches = LEGEND_ROW_INCHES * math.ceil((len(labels) + 1) / legend_columns) + 0.1
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, rows * PANEL_INCHES[1] + legend_inches), layout="constrained")
+        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+        for axes in panels[len(stages) :]:
+            axes.set_visible(False)
+        _set_range(panels[0], runs, measure)  # the panels share it
+        for place, (axes, K) in enumerate(zip(panels, stages, strict=False)):
+            _draw_panel(axes, [run for run in runs if run.num_stages == K], looks, measure)
+            axes.set_title(f"K = {K}", loc="left", fontweight="bold")
+            if place + columns >= len(stages):  # nothing below it
+                axes.set_xlabel("epoch")
+                axes.tick_params(labelbottom=True)
+            if place % columns == 0:
+                axes.set_ylabel(f"{measure.name.replace('/', ' ')}{' (%)' * (measure.scale == 100)}")
+        handles = [Line2D([], [], label=label, **looks[label]) for label in labels]
+        if any(run.status == "diverged" for run in runs):
+            handles.append(Line2D([], [], color="#555555", label="diverged", **CROSS))
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=legend_columns, frameon=False, handlelength=2.6
+        )
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Save ``figure`` as the suffix of ``path`` says; the same figure gives the same bytes."""
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _looks(labels: Sequence[str], references: set[str]) -> dict[str, dict[str, Any]]:
+    looks: dict[str, dict[str, Any]] = {}
+    others = 0
+    for label in labels:
+        if label in references:
+            colour, style, width = "black", STYLES[sum(known in references for known in looks) % len(STYLES)], 2.0
+        else:
+            colour, style, width = COLOURS[others % len(COLOURS)], STYLES[others // len(COLOURS) % len(STYLES)], 1.4
+            others += 1
+        looks[label] = {"color": colour, "linestyle": style, "linewidth": width}
+    return looks
+
+
+def _draw_panel(axes: Axes, runs: Sequence[Run], looks: Mapping[str, Mapping[str, Any]], measure: Measure) -> None:
+    for place, label in enumerate(reversed([label for label in looks if any(r.label == label for r in runs)])):
+        look, own = looks[label], [run for run in runs if run.label == label]
+        ends = [_scaled(run, measure) for run in own if run.status == "complete"]
+        epochs = sorted(set().union(*ends))
+        at = {epoch: [curve[epoch] for curve in ends if epoch in curve] for epoch in epochs}
+        axes.plot(epochs, [statistics.median(at[e]) for e in epochs], zorder=3 + 0.01 * place, **look)
+        low, high = [min(at[e]) for e in epochs], [max(at[e]) for e in epochs]
+        axes.fill_between(epochs, low, high, color=look["color"], alpha=0.3 / math.sqrt(len(looks)), linewidth=0)
+        for run in own:
+            if run.status == "diverged":
+                _draw_diverged(axes, run, look, measure)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _draw_diverged(axes: Axes, run: Run, look: Mapping[str, Any], measure: Measure) -> None:
+    curve = _scaled(run, measure)
+    axes.plot(list(curve), list(curve.values()), zorder=2.9, **{**look, "linewidth": 1.0, "alpha": 0.8})
+    low, high = axes.get_ylim()
+    worst = low if measure.best is max else high
+    # A run that ended before it was validated, or outside of the panel, has its cross on the edge.
+    end = max(curve, default=(run.ended_in_epoch or 0) + 1)
+    value = min(max(curve.get(end, worst), low), high)
+    axes.plot([end], [value], color=look["color"], zorder=5, clip_on=False, **CROSS)
+
+
+def _scaled(run: Run, measure: Measure) -> dict[int, float]:
+    return {epoch: value * measure.scale for epoch, value in run.curve(measure.name)}
+
+
+def _set_range(axes: Axes, runs: Sequence[Run], measure: Measure) -> None:
+    """Show the part where the curves differ: the first steep epochs may leave the panel."""
+    longest = max((epoch for run in runs for epoch in _scaled(run, measure)), default=1)
+    ends = [_scaled(run, measure) for run in runs if run.status == "complete"]
+    settled = [value for curve in ends for epoch, value in curve.items() if epoch > longest * STEEP]
+    low, high = min(settled, default=0.0), max(settled, default=measure.scale)
+    margin = 0.04 * (high - low) or 1e-3
+    axes.set_ylim(low - margin, high + margin)
+    if longest > 1:
+        axes.set_xlim(1, longest)

@@ -1,0 +1,285 @@
+"""A schedule as a picture: a lane for each stage, boxes for its work, arrows for what it sends."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from adl_dist.errors import ConfigError
+from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.methods import Method
+from adl_dist.schedule.streams import staleness
+from adl_dist.schedule.table import figures, title
+from adl_dist.schedule.timing import Costs, simulate, streams_of, ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".svg", ".png", ".pdf")
+MOST_TICKS = 400  # more is no picture any more
+
+# Okabe and Ito's colours, which colour-blind people tell apart: face, text.
+STYLES = {
+    Op.FORWARD: ("#56B4E9", "black", "forward"),
+    Op.FORWARD_ONLY: ("#C9E6F7", "black", "forward, input kept only"),
+    Op.RECOMPUTE: ("#F0E442", "black", "forward again"),
+    Op.BACKWARD: ("#E69F00", "black", "backward"),
+    Op.UPDATE: ("#333333", "white", "update"),
+}
+ACT, GRAD = "#0072B2", "#D55E00"
+# In a tick a backward is drawn as wide as two forwards, which is about what it costs.
+PARTS = {Op.FORWARD: 1, Op.FORWARD_ONLY: 1, Op.RECOMPUTE: 1, Op.BACKWARD: 2}
+FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
+
+# In inches.
+LANE, BOX = 0.95, 0.5
+UPDATE = 0.15
+LEFT, RIGHT, TOP, BOTTOM = 1.05, 0.2, 0.65, 0.9
+NARROWEST = 6.5  # what the words need
+LETTER = 0.0092  # width of a digit per point of its size
+WIDEST = 300.0
+
+
+class Box(NamedTuple):
+    """One piece of work where it is drawn."""
+
+    stage: int
+    action: Action
+    start: float
+    end: float
+
+
+def draw(method: Method, path: Path, *, num_stages: int, num_micro_batches: int, costs: Costs | None = None) -> None:
+    """Draw a schedule into a file, the same bytes for the same schedule.
+
+    Args:
+        method: whose schedule.
+        path: where to; what is there already is replaced.
+        num_stages: K.
+        num_micro_batches: of the segment that is drawn.
+        costs: what the axis then counts; None: ticks.
+
+    Raises:
+        ConfigError: another kind of file, too many ticks, or a place that cannot be written.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--out {path} must end in {', '.join(SUFFIXES)}; for example --out schedule.svg")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out {path} cannot be written: there is no folder {path.parent}; make it first")
+    from matplotlib import rc_context  # imported late: it costs half a second
+
+    # No random ids, no dates; letters as shapes, which look the same everywhere.
+    with rc_context({"svg.hashsalt": "adl_dist", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
+        figure = picture(method, num_stages=num_stages, num_micro_batches=num_micro_batches, costs=costs)
+        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
+        dpi = min(200.0, 30_000 / figure.get_figwidth())
+        unfinished = path.with_name(f".{path.stem}.saving{path.suffix}")
+        try:
+            figure.savefig(unfinished, dpi=dpi, metadata=metadata)
+            os.replace(unfinished, path)
+        except OSError as error:
+            raise ConfigError(f"--out {path} cannot be written: {error.strerror}; choose another place") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def picture(method: Method, *, num_stages: int, num_micro_batches: int, costs: Costs | None = None) -> "Figure":
+    """The picture itself; see :func:`draw`."""
+    from matplotlib.figure import Figure
+
+    streams = streams_of(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
+    table = ticks(streams)
+    num_ticks = max((max(row) + 1 for row in table if row), default=0)
+    if num_ticks > MOST_TICKS:
+        raise ConfigError(
+            f"a picture of {num_ticks} ticks cannot be read; expected at most {MOST_TICKS}: lower --micro-batches, "
+            f"which is {num_micro_batches}"
+        )
+    if costs is None:
+        boxes = list(_boxes_of_ticks(table))
+    else:
+        boxes = [Box(*span) for span in simulate(streams, costs) if span.action.op in STYLES]
+    length = max(box.end for box in boxes)
+    inches = min(_inches_per_unit(boxes, num_micro_batches), WIDEST / length)
+    shows_staleness = any(f.staleness_max for f in figures(method, num_stages=num_stages))
+
+    width, height = length * inches, num_stages * LANE
+    figure = Figure(figsize=(LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM))
+    figure_width, figure_height = figure.get_size_inches()
+    axes = figure.add_axes((LEFT / figure_width, BOTTOM / figure_height, width / figure_width, height / figure_height))
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    _lanes(axes, method, num_stages, width, shows_staleness)
+    _axis(axes, length, inches, num_ticks if costs is None else None)
+    _arrows(axes, streams, boxes, inches)
+    updates = {(box.stage, box.start): box for box in boxes if box.action.op is Op.UPDATE}
+    for box in boxes:
+        label = _staleness(method, box, num_stages) if shows_staleness else None
+        _box(axes, box, inches, label, update=updates.get((box.stage, box.end)))
+    _words(figure, method, boxes, num_stages, num_micro_batches, shows_staleness)
+    return figure
+
+
+def _boxes_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Box]:
+    replays = any(a.op is Op.RECOMPUTE for row in table for actions in row.values() for a in actions)
+    parts = 4 if replays else 3
+    for stage, row in enumerate(table):
+        for tick, actions in row.items():
+            end = float(tick)
+            for action in actions:
+                if action.op is Op.RECOMPUTE:
+                    end = tick + 1 / parts
+                elif action.op is Op.BACKWARD:
+                    end = tick + 1 - 2 / parts
+                start, end = end, end + PARTS.get(action.op, 0) / parts
+                yield Box(stage, action, start, end)
+
+
+def _inches_per_unit(boxes: Sequence[Box], num_micro_batches: int) -> float:
+    """So many that the usual forward holds its number."""
+    usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS])
+    usual = usual or max(box.end for box in boxes) / len(boxes)
+    return max(0.26, LETTER * 9 * len(str(num_micro_batches - 1)) + 0.1) / usual
+
+
+def _staleness(method: Method, box: Box, num_stages: int) -> int | None:
+    if box.action.op is not Op.BACKWARD:
+        return None
+    return staleness(method, box.action.number, delay=method.delay_of(box.stage, num_stages=num_stages))
+
+
+def _middle(stage: int) -> float:
+    return (stage + 0.5) * LANE
+
+
+def _lanes(axes: "Axes", method: Method, num_stages: int, width: float, shows_staleness: bool) -> None:
+    from matplotlib.patches import Rectangle
+
+    for f in figures(method, num_stages=num_stages):
+        middle = _middle(f.stage)
+        axes.add_patch(Rectangle((0, middle - BOX / 2), width, BOX, color="#EFEFEF", linewidth=0, zorder=0))
+        words = [f"delay {f.delay}", f"mean LoS {f.staleness_mean:.3g}"][: 1 + shows_staleness]
+        axes.text(-0.12, middle - 0.09 * len(words), f"stage {f.stage}", ha="right", va="center", fontsize=10)
+        for i, text in enumerate(words):
+            y = middle - 0.09 * len(words) + 0.18 * (i + 1)
+            axes.text(-0.12, y, text, ha="right", va="center", fontsize=8, color="#555555")
+    axes.set_yticks([])
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+
+
+def _axis(axes: "Axes", length: float, inches: float, num_ticks: int | None) -> None:
+    if num_ticks is None:
+        from matplotlib.ticker import MaxNLocator
+
+        found = MaxNLocator(nbins=max(4, int(length * inches))).tick_values(0, length)
+        places = [t for t in found if 0 <= t <= length + 1e-9]
+        axes.set_xticks([t * inches for t in places], [f"{t:g}" for t in places], fontsize=9)
+        axes.set_xlabel("time (unit of the costs)", fontsize=9, labelpad=3)
+        return
+    axes.set_xticks([(tick + 0.5) * inches for tick in range(num_ticks)], map(str, range(num_ticks)), fontsize=9)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel("tick", fontsize=9, labelpad=3)
+    for tick in range(num_ticks + 1):
+        axes.axvline(tick * inches, color="#C8C8C8", linewidth=0.6, zorder=0.5)
+
+
+def _arrows(axes: "Axes", streams: Sequence[Sequence[Action]], boxes: Sequence[Box], inches: float) -> None:
+    """From the work that made a message to the work that needs it."""
+    ends = (*FORWARDS, Op.BACKWARD)
+    made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
+    for stage, stream in enumerate(streams):
+        came = None
+        for op, number in stream:
+            if op in (Op.RECV_ACT, Op.PICK):
+                came = number
+            elif op in FORWARDS and came is not None:
+                _arrow(axes, made[stage - 1, True, came], made[stage, True, number], inches, ACT)
+            elif op is Op.RECV_GRAD:
+                _arrow(axes, made[stage + 1, False, number], made[stage, False, number], inches, GRAD)
+
+
+def _arrow(axes: "Axes", tail: Box, head: Box, inches: float, color: str) -> None:
+    down = 1 if head.stage > tail.stage else -1
+    inset = 0.04
+    axes.annotate(
+        "",
+        xytext=(tail.end * inches - inset, _middle(tail.stage) + down * BOX / 2),
+        xy=(head.start * inches + inset, _middle(head.stage) - down * BOX / 2),
+        arrowprops={
+            "arrowstyle": "-|>,head_length=0.35,head_width=0.14",
+            "color": color,
+            "linewidth": 0.9,
+            "linestyle": "-" if color == ACT else (0, (4, 1.6)),
+            "shrinkA": 0,
+            "shrinkB": 0,
+        },
+        zorder=3,
+    )
+
+
+def _box(axes: "Axes", box: Box, inches: float, label: int | None, update: Box | None) -> None:
+    from matplotlib.patches import Rectangle
+
+    face, ink, _ = STYLES[box.action.op]
+    left, right, middle = box.start * inches, box.end * inches, _middle(box.stage)
+    if box.action.op is Op.UPDATE:
+        left = right - max(right - left, UPDATE)  # what takes no time is drawn over the end of its backward
+    corner, room = (left, middle - BOX / 2), right - left
+    axes.add_patch(Rectangle(corner, room, BOX, facecolor=face, edgecolor="white", linewidth=0.8, zorder=2))
+    if box.action.op is Op.UPDATE:
+        _write(axes, (left + right) / 2, middle, f"U{box.action.number}", BOX, 7, ink, rotation=90)
+        return
+    if update is not None:
+        room -= max(0.0, UPDATE - (update.end - update.start) * inches)
+    center = left + room / 2
+    if label is None:
+        _write(axes, center, middle, str(box.action.number), room, 9, ink)
+    else:
+        _write(axes, center, middle - 0.09, str(box.action.number), room, 9, ink)
+        _write(axes, center, middle + 0.12, f"LoS {label}", room, 7, ink)
+
+
+def _write(axes: "Axes", x: float, y: float, text: str, room: float, size: float, ink: str, rotation: int = 0) -> None:
+    """Write as large as fits, or not at all."""
+    size = min(size, room / (LETTER * len(text)))
+    if size >= 4:
+        axes.text(x, y, text, ha="center", va="center_baseline", fontsize=size, color=ink, rotation=rotation, zorder=4)
+
+
+def _words(
+    figure: "Figure", method: Method, boxes: Sequence[Box], K: int, num_micro_batches: int, shows_staleness: bool
+) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    name, facts = title(method, num_stages=K, num_micro_batches=num_micro_batches).rsplit(": ", 1)
+    height, left = figure.get_figheight(), LEFT / figure.get_figwidth()
+    figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center")
+    figure.text(left, 1 - 0.47 / height, facts, fontsize=9, va="center", color="#333333")
+    ops = {box.action.op for box in boxes}
+    handles: list[Patch | Line2D] = [
+        Patch(color=face, label=text) for op, (face, _, text) in STYLES.items() if op in ops
+    ]
+    if K > 1:
+        handles.append(Line2D([], [], color=ACT, linewidth=1.2, label="activation"))
+        if method.row.local_losses is False:
+            handles.append(Line2D([], [], color=GRAD, linewidth=1.2, linestyle=(0, (4, 1.6)), label="gradient"))
+    figure.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(left, 0.24 / height),
+        ncols=len(handles),
+        frameon=False,
+        fontsize=8,
+        borderaxespad=0,
+        borderpad=0,
+        handlelength=1.4,
+        columnspacing=1.3,
+    )
+    note = "Numbers: micro-batch; of U the group of micro-batches."
+    if shows_staleness:
+        note += " LoS: updates of the stage between a micro-batch's forward and its own update."
+    figure.text(left, 0.12 / height, note, fontsize=7, va="center", color="#333333")

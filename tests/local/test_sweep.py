@@ -1,0 +1,200 @@
+"""Several runs in one command: interrupted, gone on with, compared; what cannot be run is refused before any starts."""
+
+import csv
+import json
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from adl_dist.cli import jobs, sweep
+from adl_dist.cli.compose import compose_run
+from adl_dist.errors import ConfigError
+from adl_dist.runtime import checkpoint
+from tests.support.commands import Outcome, in_process, left_behind, shows, snapshot
+from tests.support.kill import HOLD, Command
+
+BP, WILD = '++sweep.variants.bp=["method=bp"]', '++sweep.variants.wild=["method=fdg","optimizer.lr=1e6"]'
+WORDS = [
+    *("--multirun", BP, WILD, "seed=0,1", "sweep.jobs=1"),
+    *("model._target_=tests.support.kill.net_with_dropout", "data._target_=tests.support.kill.held_images"),
+    *("train.batch_size=16", "train.epochs=3"),
+    *("runtime.processes=false", "runtime.threads=1", "runtime.tensorboard=false"),
+]
+FIRST, SECOND = "bp/k2-seed0", "bp/k2-seed1"
+pytestmark = pytest.mark.timeout(300)  # six runs start, each in seconds of its own
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A sweep that was interrupted in its third run, and the same command again."""
+
+    run_dir: Path
+    words: list[str]
+    interrupted: int
+    message: str
+    left: list[str]
+    finished_before: dict[str, dict[str, str]]
+    again: Outcome
+
+    def rows(self) -> list[dict[str, str]]:
+        with (self.run_dir / "comparison.csv").open() as file:
+            return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    with Command(WORDS, folder=folder) as command:
+        run_dir = command.run_dir
+        command.wait_for("the first run", (run_dir / FIRST / "summary.json").is_file)
+        (folder / HOLD).touch()  # the next bp run comes as far as its third epoch
+        saved = run_dir / SECOND / "checkpoints"
+        command.wait_for("a checkpoint", lambda: len(checkpoint.complete(saved)) == 2)
+        command.interrupt()
+        code, message = command.finish(seconds=20), command.err
+    (folder / HOLD).unlink()
+    left = left_behind(folder, seconds=1)
+    before = {name: snapshot(run_dir / name) for name in (FIRST, "wild/k2-seed0")}
+    words = ["train", *WORDS, "sweep.jobs=2", f"run_dir={run_dir}"]
+    return Swept(run_dir, words, code, message, left, before, in_process(*words))
+
+
+@needs_proc
+def test_an_interrupted_sweep_leaves_no_process_behind_and_says_how_to_go_on(swept):
+    assert swept.interrupted == 128 + signal.SIGINT
+    assert swept.left == []
+    shows(swept.message, ["interrupted", "the same command goes on"])
+
+
+def test_the_same_command_runs_what_is_left_and_nothing_twice(swept):
+    assert swept.again.code == 0, swept.again
+    shows(
+        swept.again.out,
+        ["4 runs", "2 of them to do", "  bp  K=2 seed 1: ", "  wild  K=2 seed 1: diverged at update", "4/4"],
+    )
+    assert {name: snapshot(swept.run_dir / name) for name in swept.finished_before} == swept.finished_before
+
+
+def test_a_run_that_was_interrupted_goes_on_from_its_checkpoint(swept):
+    shows((swept.run_dir / SECOND / jobs.LOG).read_text(), ["resumed from", "update-00000016"])
+
+
+def test_a_complete_sweep_writes_the_comparison_again_and_runs_nothing(swept):
+    before = snapshot(swept.run_dir)
+    for name in ("comparison.md", "comparison.csv", "curves.svg", "curves.png"):
+        (swept.run_dir / name).unlink()
+    again = in_process(*swept.words)
+    assert again.code == 0, again
+    shows(again.out, ["0 of them to do"])
+    assert snapshot(swept.run_dir) == before
+
+
+def test_the_table_for_programs_says_what_the_summaries_of_the_runs_say(swept):
+    rows = [row for row in swept.rows() if row["status"] == "complete"]
+    assert [(row["label"], row["num_stages"], row["seed"]) for row in rows] == [("bp", "2", "0"), ("bp", "2", "1")]
+    for row in rows:
+        summary = json.loads((Path(row["folder"]) / "summary.json").read_text())
+        for name in ("validation_accuracy", "validation_loss", "epochs", "updates", "seconds", "samples_per_second"):
+            assert float(row[name]) == summary[name], name
+        assert float(row["stage0_staleness_mean"]) == summary["stages"][0]["staleness_mean"]
+
+
+def test_the_table_for_people_holds_the_median_of_the_summaries(swept):
+    text = (swept.run_dir / "comparison.md").read_text()
+    values = [
+        100 * json.loads((swept.run_dir / n / "summary.json").read_text())["validation_accuracy"]
+        for n in (FIRST, SECOND)
+    ]
+    cell = f"{sum(values) / 2:.2f} % ({min(values):.2f} to {max(values):.2f}, 2)"
+    line = next(line for line in text.splitlines() if line.startswith("| bp "))
+    shows(line, [cell])
+    shows(text, ["adl-dist train --multirun", "seeds 0, 1", "torch"])
+
+
+def test_a_run_that_diverges_is_a_result_and_the_others_are_there(swept):
+    assert [row["status"] for row in swept.rows()] == ["complete", "complete", "diverged", "diverged"]
+    told = json.loads((swept.run_dir / "wild/k2-seed1" / jobs.OUTCOME).read_text())
+    assert told["status"] == "diverged"
+    log = (swept.run_dir / "wild/k2-seed1" / jobs.LOG).read_text()
+    shows(log, [f"at update {told['update']} (epoch {told['epoch']})"])
+    shows((swept.run_dir / "comparison.md").read_text(), ["**2 of 2 diverged**"])
+
+
+def test_a_run_of_a_sweep_is_the_run_that_its_words_alone_give(swept):
+    request = sweep.requested(swept.words[1:])
+    theirs = yaml.safe_load((swept.run_dir / SECOND / "config.yaml").read_text())
+    _, plain = compose_run([*request.words, *request.variants["bp"], "seed=1", f"run_dir={swept.run_dir / SECOND}"])
+    assert theirs == plain
+    assert (theirs["method"]["name"], theirs["seed"]) == ("bp", 1)
+
+
+def test_a_run_that_fails_is_told_with_its_log_and_the_others_go_on(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *seed=0*) kill -9 $$;; esac\necho said; exit 3\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    run_dir = tmp_path / "run"
+    outcome = in_process("train", "-m", "seed=0,1", "runtime.processes=false", f"run_dir={run_dir}")
+    assert outcome.code == 1, outcome
+    log = run_dir / "adl-M4/k2-seed1" / jobs.LOG
+    assert log.read_text() == "said\n"
+    shows(outcome.out, ["killed by SIGKILL", f"exit code 3; see {log}", "**2 of 2 failed**"])
+    again = in_process("train", "-m", "seed=0,1", "runtime.processes=false", f"run_dir={run_dir}")
+    shows(again.out, ["2 of them to do"])  # the cause may have been mended
+
+
+REFUSED = [
+    (["train.epochs=1,2"], ["train.epochs=1,2 gives several values", "one run", "--multirun"]),
+    (["sweep.jobs=2"], ["sweep.jobs=2 means nothing to a single run", "--multirun"]),
+    (["-m", "seed=0,0"], ["would both be written to"]),
+    (["-m", "seed=interval(0,1)"], ["cannot be enumerated", "seed=A,B"]),
+    (["-m", "sweep.jobs=0"], ["sweep.jobs must be at least 1, got 0"]),
+    (["-m", "sweep.job=2"], ["there is no key 'sweep.job'", "did you mean 'sweep.jobs'?"]),
+    (["-m", "seed=0,1", "partition.num_stages=2,9"], ["K=9", "partition.num_stages=9 needs at least 9 units"]),
+    (["-m", '++sweep.variants.x=["method.wieghts=latest"]'], ["x: ", "did you mean 'method.weights'?"]),
+    (["-m", '++sweep.variants.x=["method=bp","method.weights=latest"]'], ["x: ", "means nothing to method=bp"]),
+    (["-m", '++sweep.variants.x=["method=bp"]', "method=adl,fdg"], ["'x'", "method is also given for all variants"]),
+    (["-m", '++sweep.variants.x=["seed=0,1"]'], ["'x'", "seed=0,1 gives several values"]),
+]
+
+
+@pytest.mark.parametrize(("words", "parts"), REFUSED, ids=lambda words: words[-1])
+def test_a_sweep_that_cannot_be_run_is_refused_before_any_run_starts(words, parts, tmp_path, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr(sweep, "run_side_by_side", never)
+    shows(in_process("train", *words, f"run_dir={tmp_path / 'run'}").refusal(), parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_replace_what_the_experiment_sweeps_over_the_same_key():
+    request = sweep.requested(["experiment=compare", "seed=range(5,8)"])
+    assert request.swept == {
+        "seed": ["seed=5", "seed=6", "seed=7"],
+        "partition.num_stages": ["partition.num_stages=2", "partition.num_stages=4"],
+    }
+    assert sweep.requested(["experiment=compare", "seed=3"]).swept.keys() == {"partition.num_stages"}
+    assert str(request.run_dir) == "runs/compare-digits-resnet8"
+
+
+def test_one_run_of_an_experiment_that_sweeps_can_be_asked_for():
+    assert sweep.requested(["experiment=compare", "hydra.mode=RUN"]) is None
+    assert sweep.requested([]) is None
+
+
+@pytest.mark.parametrize("experiment", ["compare", "claim"])
+def test_every_variant_of_an_experiment_composes_for_the_most_stages(experiment):
+    request = sweep.requested([f"experiment={experiment}"])
+    for own in request.variants.values():
+        compose_run([*request.words, *own, request.swept["partition.num_stages"][-1]])
+
+
+def test_two_sweeps_in_one_folder_are_refused(tmp_path):
+    with sweep._own(tmp_path), pytest.raises(ConfigError, match="another sweep is running here"), sweep._own(tmp_path):
+        pass
