@@ -29,7 +29,7 @@ def train(words: list[str]) -> None:
     if "--help" in words or "-h" in words:
         from adl_dist.cli.main import print_keys
 
-        print_keys()
+        print_keys([word for word in words if word not in ("--help", "-h")])
         return
     if (several := sweep.requested(words)) is not None:
         raise SystemExit(sweep.run(several))

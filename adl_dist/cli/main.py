@@ -22,7 +22,9 @@ adl-dist COMMAND [KEY=VALUE ...]
   export      write one plain state_dict:  adl-dist export run_dir=runs/NAME out=model.pt
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
 
-adl-dist train --help lists the keys; adl-dist schedule --help its flags: pictures, JSON, predicted speed.
+adl-dist train --help lists the keys, also those of another method: adl-dist train --help method=fr
+adl-dist train --multirun KEY=A,B runs all combinations and compares them
+adl-dist schedule --help lists its flags: pictures, JSON, predicted speed
 Under torchrun, `python -m adl_dist train ...` is one rank of K.
 """
 
@@ -115,14 +117,16 @@ def _late(module: str, name: str) -> Callable[[list[str]], None]:
     return call
 
 
-def print_keys() -> None:
-    """Print every key with its default, as the default files have them."""
+def print_keys(words: Sequence[str] = ()) -> None:
+    """Print every key with what it is after ``words``; without any, its default."""
     from adl_dist.cli.compose import compose_run, config_folder
 
-    _, plain = compose_run([])
-    sys.stdout.write("Keys and their defaults (KEY=VALUE changes one; nested keys are joined by dots):\n\n")
+    _, plain = compose_run([*words, "hydra.mode=RUN"])
+    told = f"after {' '.join(words)}" if words else "by default"
+    sys.stdout.write(f"Keys and what they are {told} (KEY=VALUE changes one; nested keys are joined by dots):\n\n")
     sys.stdout.write(yaml.safe_dump(plain, sort_keys=False))
     sys.stdout.write("\nGroups (GROUP=CHOICE):\n")
     for group in sorted(path for path in Path(config_folder()).iterdir() if path.is_dir()):
         choices = ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
         sys.stdout.write(f"  {group.name:<12}{choices}\n")
+    sys.stdout.write("\nadl-dist train --multirun KEY=A,B ... runs all combinations and compares them.\n")

@@ -1,0 +1,113 @@
+"""``adl-dist schedule`` as a user calls it."""
+
+import json
+import sys
+
+import pytest
+
+from adl_dist.cli.schedule import read_costs
+from adl_dist.schedule import Costs
+from tests.support.commands import as_command, in_process, shows
+
+SMALL = ("method=adl", "partition.num_stages=3", "method.accumulation_steps=2")
+
+
+def done(*words):
+    outcome = in_process("schedule", *words)
+    assert (outcome.code, outcome.err) == (0, "")
+    return outcome.out
+
+
+def test_without_flags_the_table_of_ticks_is_printed():
+    lines = done(*SMALL).splitlines()
+    assert "10 micro-batches" in lines[0]
+    assert " ".join(next(line for line in lines if line.startswith("stage 2 ")).split()[2:7]) == "F0 B0 F1 B1 U0"
+
+
+def test_flags_and_overrides_may_come_in_any_order():
+    assert done("--micro-batches", "4", *SMALL) == done(SMALL[0], "--micro-batches=4", *SMALL[1:])
+
+
+def test_costs_add_time_bubble_speed_up_and_busy_shares():
+    told = done(*SMALL, "--costs", "{forward: 1, backward: [2, 2, 1], link: 0.5}")
+    shows(told, ["time per update  6\n", "bubble           11.1%", "speed-up         3.33", "stage 2 66.7%"])
+
+
+def test_costs_may_be_a_file(tmp_path):
+    file = tmp_path / "costs.yaml"
+    file.write_text("forward: 1\nbackward: [2, 2, 2]\nupdate: 0.1\n")
+    expected = Costs(forward=[1, 1, 1], backward=[2, 2, 2], update=[0.1] * 3, link=[0, 0])
+    assert read_costs(str(file), num_stages=3) == expected
+
+
+def test_json_is_one_object_that_says_what_the_table_says():
+    facts = json.loads(done(*SMALL, "--json", "--micro-batches", "4", "--costs", "{forward: 1, backward: 2}"))
+    assert (facts["num_stages"], facts["accumulation_steps"], facts["num_micro_batches"]) == (3, 2, 4)
+    assert (facts["method"]["name"], facts["method"]["weights"]) == ("adl", "stash")
+    assert [stage["staleness_by_offset"] for stage in facts["stages"]] == [[2, 2], [1, 1], [0, 0]]
+    assert [stage["graphs"] for stage in facts["stages"]] == [5, 3, 1]
+    assert facts["ticks"][2]["3"] == ["F1", "B1", "U0"]
+    assert facts["speed"]["speed_up"] == pytest.approx(3)
+    assert "speed" not in json.loads(done(*SMALL, "--json"))
+
+
+def test_out_writes_a_picture_and_names_it(tmp_path):
+    path = tmp_path / "a.svg"
+    assert str(path) in done(*SMALL, "--out", str(path))
+    assert path.read_text().startswith("<?xml")
+
+
+def test_json_stays_alone_on_standard_output_when_a_picture_is_made(tmp_path):
+    json.loads(done(*SMALL, "--json", "--out", str(tmp_path / "a.png")))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_help_tells_the_flags_without_a_traceback():
+    shows(done("--help"), ["--micro-batches", "--costs", "--out", "--json", "--paper", "KEY=VALUE"])
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--foo"], ["--foo", "adl-dist schedule --help"]),
+        (["--js"], ["--js", "adl-dist schedule --help"]),
+        (["--micro-batches", "many"], ["--micro-batches", "'many'"]),
+        (["--micro-batches", "0"], ["--micro-batches 0 must be from 1"]),
+        (["--costs", "{forward: 1}"], ["lacks backward"]),
+        (["--costs", "{forward: 1, backward: 2, lunch: 3}"], ["there is no 'lunch'", "link"]),
+        (["--costs", "{forward:1}"], ["a space after a colon"]),
+        (["--costs", "{forward: [1, 2, 3], backward: 2}"], ["forward=[1, 2, 3] has 3 numbers", "2 stages"]),
+        (["--costs", "{forward: 1, backward: 2, link: [1, 2]}"], ["link=[1, 2] has 2 numbers", "1 links"]),
+        (["--costs", "{forward: -1, backward: 2}"], ["forward=-1 must be a number of at least 0"]),
+        (["--costs", "{forward: true, backward: 2}"], ["forward=True must be a number"]),
+        (["--costs", "{forward: 1, backward: .inf}"], ["backward=inf must be a number"]),
+        (["--costs", "{forward: 0, backward: 0}"], ["forward and backward time"]),
+        (["--costs", "{forward: ["], ["is not YAML"]),
+        (["--costs", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+        (["--out", "a.jpg"], ["a.jpg must end in .svg, .png, .pdf"]),
+        (["--out", "/nowhere/a.svg"], ["there is no folder /nowhere"]),
+        (["--out", "a.svg", "--micro-batches", "999"], ["at most 400", "--micro-batches"]),
+        (["--paper", "--json"], ["--paper", "takes nothing else"]),
+        (["method=nosuch"], ["method=nosuch"]),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(words, parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = in_process("schedule", *words)
+    shows(outcome.refusal(), parts)
+    assert outcome.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_paper_prints_the_measured_speed_ups_beside_the_models(monkeypatch):
+    monkeypatch.setattr("adl_dist.cli.schedule.PAPER_N", 60)  # the numbers themselves are tested elsewhere
+    lines = [line.split() for line in done("--paper").splitlines()]
+    assert ["ddg", "1.32", "1.57", "1.68", "1.50", "1.80", "2.00"] in lines
+    assert ["adl", "1.92", "2.69", "3.32", "2.00", "3.00", "4.00"] in lines
+    assert sum(line[:1] == ["2(K-k)"] for line in lines) == 3
+
+
+def test_a_schedule_is_printed_without_torch():
+    code = "import sys; sys.modules['torch'] = None; from adl_dist.cli import main; main(['schedule'])"
+    outcome = as_command(sys.executable, "-c", code)
+    assert (outcome.code, outcome.err) == (0, "")
