@@ -52,7 +52,9 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
         row = [label]
         for K in stages:
             own = cells.get((label, K), [])
-            row += [_cell(own, measure), _difference(own, [cells.get((r, K), []) for r in references], measure)]
+            # What the reference computes does not depend on K, so any will do if there is none with this one.
+            there = [cells.get((r, K)) or next(cells[r, k] for k in stages if (r, k) in cells) for r in references]
+            row += [_cell(own, measure), _difference(own, there, measure)]
         rows.append(row)
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
@@ -65,7 +67,7 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
 
 def _cell(runs: Sequence[Run], measure: Measure) -> str:
     if not runs:
-        return "not run"
+        return NOTHING
     values = [value for run in runs if (value := measure.of(run)) is not None]
     parts = []
     if values:
