@@ -101,7 +101,7 @@ def requested(words: Sequence[str]) -> Request | None:
     overrides = [parse(word, several=True) for word in several]
     swept = {override.key_or_group: _values(override) for override in overrides}
     for label, variant in config.variants.items():
-        _check_variant(label, variant, fixed=given - swept.keys())
+        _check_variant(label, variant, fixed=(given | params.keys()) - {STAGES})
     choices = composed.hydra.runtime.choices
     nodes = [choices.experiment or "sweep", *(named(n, composed, choices) for n in ("data", "model") if n not in swept)]
     kept = [w for w in single if w not in of_the_sweep and parsed[w].key_or_group not in ("hydra.mode", "run_dir")]
@@ -183,18 +183,18 @@ def _check_variant(label: str, variant: Sequence[str], *, fixed: set[str]) -> No
 
 
 def _planned(request: Request) -> list[Planned]:
-    plan, checked, folders = [], set(), dict[Path, str]()
+    plan, checked, folders = list[Planned](), set(), dict[Path, str]()
     # Seeds last, so that an interrupted sweep has something of everything.
     keys = sorted(request.swept, key=lambda key: key != SEED)
     for values in itertools.product(*(request.swept[key] for key in keys)):
         for variant, own in request.variants.items():
-            # What a variant says itself holds for it, like the one K of a method whose values do not depend on K.
-            settled = {parse(word).key_or_group for word in own}
-            met = {key: word for key, word in zip(keys, values, strict=True) if key not in settled}
+            # A method whose values do not depend on K may settle on one; it then meets the others only once.
+            settled = STAGES in {parse(word).key_or_group for word in own}
+            met = {key: word for key, word in zip(keys, values, strict=True) if not (settled and key == STAGES)}
             rows = [word for key, word in met.items() if key not in (STAGES, SEED)]
             planned = _plan_one(request, variant, rows, [*request.words, *own, *met.values()])
             config, folder, title = planned.config, planned.job.folder, planned.job.title
-            if any(planned.job == other.job for other in plan):
+            if settled and any(planned.job == other.job for other in plan):
                 continue
             if folder in folders:
                 raise ConfigError(f"{title} and {folders[folder]} would both be written to {folder}; leave one away")

@@ -198,3 +198,14 @@ def test_every_variant_of_an_experiment_composes_for_the_most_stages(experiment)
 def test_two_sweeps_in_one_folder_are_refused(tmp_path):
     with sweep._own(tmp_path), pytest.raises(ConfigError, match="another sweep is running here"), sweep._own(tmp_path):
         pass
+
+
+def test_a_variant_that_settles_on_one_k_meets_the_seeds_but_not_the_other_ks():
+    words = ["--multirun", "partition.num_stages=2,3", "seed=0,1", "runtime.processes=false"]
+    one, all_ = (
+        '++sweep.variants.bp=["method=bp","partition.num_stages=1"]',
+        '++sweep.variants.fdg=["method=fdg"]',
+    )
+    plan = sweep._planned(sweep.requested([*words, one, all_]))
+    ran = [(p.label, p.config.partition.num_stages, p.config.seed) for p in plan]
+    assert sorted(ran) == sorted([("bp", 1, 0), ("bp", 1, 1), *(("fdg", K, seed) for K in (2, 3) for seed in (0, 1))])
