@@ -67,7 +67,7 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
 
 def _cell(runs: Sequence[Run], measure: Measure) -> str:
     if not runs:
-        return NOTHING
+        return "not run"
     values = [value for run in runs if (value := measure.of(run)) is not None]
     parts = []
     if values:

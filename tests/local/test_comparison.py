@@ -89,10 +89,10 @@ def test_runs_that_diverged_are_counted_in_the_table_and_are_no_part_of_the_medi
     assert sum(",diverged,11,1,,0.5," in line for line in written) == 1
 
 
-def test_a_variant_that_was_not_run_with_some_k_says_so(runs):
+def test_a_variant_that_was_not_run_with_some_k_is_compared_with_bp_of_any_k(runs):
     runs.add("bp", 0.9)
     runs.add("adl", 0.9, K=4)
-    assert runs.table()[1]["adl"] == ["not run", ".", "90.00 % (90.00 to 90.00, 1)", "."]
+    assert runs.table()[1]["adl"] == ["not run", ".", "90.00 % (90.00 to 90.00, 1)", "+0.00"]
 
 
 def test_without_classes_runs_are_compared_by_their_loss(runs):
