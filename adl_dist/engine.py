@@ -98,6 +98,8 @@ def step(action: Action, seat: Seat) -> None:
         case Op.PASS_TARGET:
             seat.senders["label"].send(b, held.pop("target"))
         case Op.SEND_GO:
+            if stage.is_last:
+                stage.wait_for_device()  # on a GPU the forward is only launched by now
             seat.senders["go"].send(b, (torch.zeros(seat.work.sizes[b], dtype=torch.uint8),))
         case Op.RECV_GO:
             seat.receivers["go"].recv(b)

@@ -183,6 +183,8 @@ def parse(word: str, *, several: bool = False) -> Override:
             f"{word} gives several values, but one command is one run; add --multirun to run them all; a list is "
             f"written {key}=[1,2]"
         )
+    if key == "method.name":
+        raise ConfigError(f"{word}: choose a method by method=NAME, which brings its settings along")
     if key.partition(".")[0] == "hydra" and word not in ("hydra.mode=RUN", "hydra.mode=MULTIRUN"):
         raise ConfigError(f"there is no key '{key}'; adl-dist train --help lists all keys")
     if (config_folder() / key).is_dir() and not override.is_delete() and not isinstance(override.value(), str | dict):

@@ -51,11 +51,6 @@ class MethodConfig:
     stage_speeds: list[float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("activation_queue", "gradient_queue"):
-            if not _is_whole(value := getattr(self, name)) and not _are_whole(value):
-                raise ConfigError(f"method.{name}={value!r} is neither a whole number nor a list of some, like [1,2]")
-        if not isinstance(self.delay, str | None) and not _are_whole(self.delay):
-            raise ConfigError(f"method.delay={self.delay!r} is neither a rule nor a list like [2,1,0]")
         self.chosen()
 
     def chosen(self) -> Method:
@@ -76,7 +71,8 @@ class PartitionConfig:
 
     def __post_init__(self) -> None:
         _at_least("partition.num_stages", self.num_stages, 1)
-        if self.balance != "even" and not _are_whole(self.balance):
+        is_list = isinstance(self.balance, list) and all(type(n) is int for n in self.balance)
+        if self.balance != "even" and not is_list:
             raise ConfigError(
                 f"partition.balance={self.balance!r} is neither 'even' nor a list of units per stage, like [3,2]"
             )
@@ -163,14 +159,6 @@ class RunConfig:
                 f"train.batch_size={self.train.batch_size} leaves no sample for each of "
                 f"method.accumulation_steps={steps} micro-batches; use train.batch_size>={steps}"
             )
-
-
-def _is_whole(value: object) -> bool:
-    return type(value) is int
-
-
-def _are_whole(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_whole, value))
 
 
 def _at_least(name: str, value: int, smallest: int) -> None:

@@ -32,7 +32,7 @@ def agree(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     sample: tuple[Tensor, Tensor] | None,
     device: torch.device,
-    check: Callable[[int, Specs], None] = lambda stage, outs: None,
+    check: Callable[[int, Specs], None] | None = None,
 ) -> tuple[dict[int, Specs], Specs]:
     """Settle what arrives at each stage of this process.
 
@@ -63,7 +63,7 @@ def agree(
         try:
             is_last = stage == num_stages - 1
             outs = _try_out(modules[stage], stage, acts[stage], target if is_last else None, loss_fn, device)
-            if not is_last:
+            if check is not None and not is_last:
                 check(stage, outs)
         except AdlError as error:
             refuse(store, error, stages=range(stage + 1, num_stages + 1))

@@ -72,6 +72,12 @@ def load(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
             prefix = f"optimizer.{name}."
             for key in (k for k in stored if k.startswith(prefix) and "." not in k[len(prefix) :]):
                 state[key] = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
+    for name, tensor in state.items():
+        if name.startswith("head") and (name not in stored or stored[name].size != tensor.shape):
+            raise CheckpointError(
+                f"{path} holds local losses of another cut or head ({name} does not fit); go on with the partition and "
+                "method.head that it was made with, or start anew with init_from= in another run_dir"
+            )
     with _explained(path):
         dcp.load(state, checkpoint_id=path, no_dist=not distributed)
     for stage in stages:

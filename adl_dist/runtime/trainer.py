@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,7 @@ class Trainer:
                 every_epochs=checkpoint_every_epochs,
                 keep=keep_checkpoints,
                 signature=self._signature,
-                optimizer=type(worker.stages[0].optimizer).__name__,
+                optimizer=type(self._optimizer([nn.Parameter(torch.zeros(1))])).__name__,
             )
         self._schedule_learning_rates(worker, plan, store)
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
@@ -392,8 +393,9 @@ class Trainer:
             loss_fn=self._loss_fn,
             sample=_common_sample(train_feed, val_feed),
             device=world.device,
-            **({"check": check_outs} if self._method.row.local_losses else {}),
+            check=partial(check_outs, self._method.head) if self._method.row.local_losses else None,
         )
+        wiring.check_targets(self._method, target)
         num_outputs = agreement.num_outputs(store, self._num_stages)
         stages = {
             k: wiring.build_stage(
@@ -405,6 +407,8 @@ class Trainer:
                 optimizer=self._optimizer,
                 outs=acts[k + 1],
                 num_classes=num_outputs,
+                device=world.device,
+                dtype=self._dtype,
                 channels_last=self._channels_last,
                 seed=self._seed,
             )
@@ -439,7 +443,9 @@ class Trainer:
                     updates_per_epoch=int(store.get("updates_per_epoch")),
                     total_updates=int(store.get("total_updates")),
                 )
-                fast_forward(stage.lr_schedule, self._method.lr_lead(stage.index, num_stages=self._num_stages))
+                lead = self._method.lr_lead(stage.index, num_stages=self._num_stages)
+                stage.lr_updates = int(store.get("total_updates")) - lead
+                fast_forward(stage.lr_schedule, min(lead, int(store.get("total_updates"))))
 
     def _settings(self, batch_size: int | None = None, shuffle: bool | None = None) -> dict[str, Any]:
         """What two ranks, or a run and its continuation, must have in common."""

@@ -31,6 +31,8 @@ def build_stage(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     outs: Specs,
     num_classes: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
     channels_last: bool,
     seed: int,
 ) -> Stage:
@@ -45,7 +47,9 @@ def build_stage(
         optimizer: makes the optimizer of one stage.
         outs: what goes downstream.
         num_classes: of the model's output, if it is [B, classes].
-        channels_last: for the head, as for the module.
+        device: of the stage.
+        dtype: of its parameters.
+        channels_last: whether it stores images so.
         seed: of the run.
 
     Raises:
@@ -57,28 +61,20 @@ def build_stage(
         raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
     if method.row.local_losses and not is_last:
         assert num_classes is not None
-        like = next(module.parameters(), torch.empty(0))
         head = build_head(method.head, outs[0], num_classes=num_classes, seed=stream_seed(seed, "head", k))
-        head = head.to(like.device, like.dtype)
+        head = head.to(device, dtype)
         if channels_last:
             to_channels_last(head)
-    factor = method.lr_factor(k, num_stages=num_stages)
-
-    def scaled(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        made = optimizer(parameters)
-        for group in made.param_groups:
-            group["lr"] = group["lr"] * factor
-        return made
-
     assert method.weights is not None
     return Stage(
         module,
         index=k,
         is_last=is_last,
         loss_fn=loss_fn,
-        optimizer=scaled,
+        optimizer=optimizer,
         weights=method.weights,
         gradient_shrink=method.gradient_shrink,
+        lr_factor=method.lr_factor(k, num_stages=num_stages),
         head=head,
         learns_locally=method.row.local_losses,
         seed=seed,
@@ -95,6 +91,19 @@ def check_sizes(method: Method, sizes: Iterable[int], num_stages: int) -> None:
         raise ConfigError(
             f"a micro-batch of the training data holds a single sample, which BatchNorm in method.head={method.head} "
             "cannot normalise; choose another train.batch_size, or method.head=linear"
+        )
+
+
+def check_targets(method: Method, target: Specs) -> None:
+    """Refuse targets that a local loss cannot be made of.
+
+    Raises:
+        ConfigError: similarities of targets that are no classes.
+    """
+    if method.row.local_losses and method.head == "predsim" and (target[0].is_floating_point or target[0].shape):
+        raise ConfigError(
+            f"method.head=predsim compares samples by their class, but the targets are {target[0]}; expected one whole "
+            "number per sample: choose another method.head"
         )
 
 
@@ -145,13 +154,12 @@ def process_seat(
     senders: dict[str, Sender] = {}
 
     def send(what: str, specs: Specs) -> None:
-        # In training no more than d + 1 micro-batches are in flight, so a send never waits; where nothing comes back,
-        # as in evaluation, the bound keeps stage 0 from running away.
-        most = method.delay_of(0, num_stages=num_stages) + 2
+        most = method.max_pending(num_stages)
         senders[what] = ProcessSender(world.edges[what, k], specs, what=what, max_pending=most)
 
     def receive(what: str, source: int, specs: Specs) -> None:
-        device = torch.device("cpu") if what == "go" else world.device
+        # Labels go on to the next stage from the CPU; whoever computes with one moves it.
+        device = torch.device("cpu") if what in ("go", "label") else world.device
         receivers[what] = ProcessReceiver(world.edges[what, source], specs, what=what, device=device)
 
     if k < last:

@@ -102,7 +102,8 @@ class LocalWorker:
         for stage in self.stages:
             stage.version = update
             if stage.lr_schedule is not None:
-                fast_forward(stage.lr_schedule, update)
+                done = update if stage.lr_updates is None else min(update, stage.lr_updates)
+                fast_forward(stage.lr_schedule, done)
 
     def _order(self, work: Mapping[int, Work]) -> Iterator[tuple[int, Action]]:
         """What happens next here: one stage's own stream, or an interleaving of all of them."""
@@ -130,6 +131,8 @@ class LocalWorker:
                 for seat in self.seats.values():
                     seat.drain()
             finally:
+                for seat in self.seats.values():
+                    seat.stage.end()
                 if batches is not None:
                     batches.close()
 
@@ -144,7 +147,7 @@ class LocalWorker:
         """Hand ``order`` through; after each update, report the group that it closed."""
         for k, action in order:
             stage = self.seats[k].stage
-            learning_rate = stage.optimizer.param_groups[0]["lr"] if stage.optimizer else None
+            learning_rate = stage.learning_rate
             yield k, action
             if action.op is Op.UPDATE:
                 tally, stage.tally = stage.tally, Tally()
@@ -170,7 +173,7 @@ def _records(tally: Tally, learning_rate: float | None, seconds: float, *, is_la
         n = numbers["num_samples"]
         yield {"name": "train/loss", "value": numbers["loss_sum"] / n, "num_samples": n, "elapsed_seconds": seconds}
         if learning_rate is not None:
-            yield {"name": "train/learning_rate", "value": float(learning_rate)}
+            yield {"name": "train/learning_rate", "value": learning_rate}
         if "num_correct" in numbers:
             yield {"name": "train/accuracy", "value": numbers["num_correct"] / n}
 

@@ -61,11 +61,18 @@ class World:
     def connect_more(self, links: Iterable[str]) -> None:
         """Make the edges of ``links`` that are not there yet; every rank calls it with the same."""
         missing = [link for link in links if link not in self._links]
-        if missing:
+        if not missing:
+            return
+        try:
             self.edges |= connect_edges(
                 self.size, missing, backend=self.backend, device=self.device, timeout=self.timeout
             )
-            self._links |= set(missing)
+        except RuntimeError as error:
+            raise ChannelError(
+                f"rank {self.rank} could not connect the edges for {', '.join(missing)}: {_first_line(error)}; a peer "
+                "is gone or silent, and its own log, logs/rankR.log, says why"
+            ) from error
+        self._links |= set(missing)
 
     def fresh_store(self) -> dist.Store:
         """The store of the next job; what one before it settled must not answer for it."""

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args
+from typing import Any
 
 from adl_dist.errors import ConfigError
+from adl_dist.schedule.options import CHOICES, TYPES
 from adl_dist.schedule.rows import (
     ANYONES_DELAYS,
     DELAYS,
@@ -71,7 +72,7 @@ class Method:
     row: Row = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.name not in METHODS:
+        if not isinstance(self.name, str) or self.name not in METHODS:
             raise ConfigError(f"method.name: there is no '{self.name}'; choose one of {', '.join(METHODS)}")
         row = METHODS[self.name]
         self._set("row", row)
@@ -111,25 +112,16 @@ class Method:
                 each other for ever.
         """
         K, M = num_stages, self.micro_batches_per_update
-        if self.delay == "queues":
-            p, q = (self._per_hop(name, K - 1) for name in ("activation_queue", "gradient_queue"))
-            delays = [sum(p[k:]) + sum(q[k:]) for k in range(K)]
-        elif isinstance(self.delay, str):
-            delays = [DELAYS[self.delay](k, K, M) for k in range(K)]
-        else:
-            assert self.delay is not None
-            delays = list(self.delay)
-        if len(delays) != K:
-            raise ConfigError(f"method.delay={delays} has {len(delays)} numbers, but there are {K} stages; give {K}")
-        if self.order == "backward_first":
-            # Backward, update, forward of one tick, over and over, is the order in which the same backward belongs
-            # to the tick before.
-            delays = [max(d - 1, 0) for d in delays]
+        delays = self._nominal_delays(K)
         if any(d < 0 for d in delays) or delays != sorted(delays, reverse=True):
             raise ConfigError(
                 f"method.delay={delays} is impossible: each stage must have at least the delay of the next one, and "
                 "none below 0, or both would wait for each other; for example " + str(list(range(K - 1, -1, -1)))
             )
+        if self.order == "backward_first":
+            # Backward, update, forward of one tick, over and over, is the order in which the same backward belongs
+            # to the tick before.
+            delays = [max(d - 1, 0) for d in delays]
         if self.weights == "2bw" and delays[0] > M:
             raise ConfigError(
                 f"method.weights=2bw needs method.accumulation_steps (M) of at least the delay of stage 0, or the "
@@ -137,9 +129,30 @@ class Method:
             )
         return delays
 
+    def _nominal_delays(self, num_stages: int) -> list[int]:
+        K, M = num_stages, self.micro_batches_per_update
+        if self.delay == "queues":
+            p, q = (self._per_hop(name, K - 1) for name in ("activation_queue", "gradient_queue"))
+            return [sum(p[k:]) + sum(q[k:]) for k in range(K)]
+        if isinstance(self.delay, str):
+            return [DELAYS[self.delay](k, K, M) for k in range(K)]
+        assert self.delay is not None
+        if len(self.delay) != K:
+            told = f"has {len(self.delay)} numbers, but there are {K} stages; give {K}"
+            raise ConfigError(f"method.delay={list(self.delay)} {told}")
+        return list(self.delay)
+
     def delay_of(self, stage: int, *, num_stages: int) -> int:
         """The delay of one stage; see :meth:`delays`."""
         return self.delays(num_stages)[stage]
+
+    def max_pending(self, num_stages: int) -> int:
+        """Messages under way on an edge beyond which a send waits for the oldest.
+
+        Where gradients come back, no more than d + 1 micro-batches are in flight and a send never waits; where none do,
+        as in evaluation, this keeps stage 0 from running away, but not from filling the pipeline.
+        """
+        return max(self.delays(num_stages)[0], 2 * (num_stages - 1)) + 2
 
     def recomputes(self, place: int, group_size: int, delay: int) -> bool:
         """Whether a stage of ``delay`` replays the forward of micro-batch ``place`` of a group of ``group_size``."""
@@ -150,13 +163,19 @@ class Method:
     def lr_lead(self, stage: int, *, num_stages: int) -> int:
         """Updates by which the learning rate of ``stage`` runs ahead: 0 but for ``lr_index=slot``.
 
-        Update s of stage k happens in slot (s+1)M - 1 + k + d_k of the common clock, whose rate is that of update
-        floor(slot / M).
+        All stages share a clock of slots, in each of which they may do a forward and a backward, and its rate is that
+        of update floor(slot / M). Micro-batch b reaches stage k in slot b + k (with DSP's queues b + p_0 + .. +
+        p_k-1, with a locked forward b) and comes back d slots later, where the group's last one brings the update.
+        Where the backward comes first, the last stage, which has its own in the same slot, updates in the next.
         """
         if self.lr_index == "update":
             return 0
-        M = self.micro_batches_per_update
-        return (M - 1 + stage + self.delay_of(stage, num_stages=num_stages)) // M
+        K, M = num_stages, self.micro_batches_per_update
+        arrives = 0 if self.row.forward_lock else sum(self._per_hop("activation_queue", K - 1)[:stage])
+        slot = M - 1 + arrives + self._nominal_delays(K)[stage]
+        if self.order == "backward_first" and stage == K - 1:
+            slot += 1
+        return slot // M
 
     def lr_factor(self, stage: int, *, num_stages: int) -> float:
         """What the learning rate of ``stage`` is multiplied by."""
@@ -210,6 +229,9 @@ class Method:
                 )
 
     def _check(self) -> None:
+        for name, (what, fits) in TYPES.items():
+            if not fits(value := getattr(self, name)):
+                raise ConfigError(f"method.{name} must be {what}, got {value!r}")
         self._at_least("accumulation_steps", self.micro_batches_per_update, 1)
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
@@ -217,6 +239,11 @@ class Method:
         rules = list(dict.fromkeys((*ANYONES_DELAYS, self.row.delay)))
         if isinstance(self.delay, str) and self.delay not in rules:
             raise ConfigError(f"method.delay: there is no '{self.delay}'; choose one of {', '.join(rules)}, or a list")
+        if self.lr_index == "slot" and self.delay != self.row.delay:
+            raise ConfigError(
+                f"method.lr_index=slot needs the clock of method.delay={self.row.delay}; with method.delay="
+                f"{self.delay} stages share none: leave one of them away"
+            )
         for name in ("activation_queue", "gradient_queue"):
             value = getattr(self, name)
             for number in (value,) if isinstance(value, int) else value:
@@ -238,16 +265,6 @@ class Method:
     def _at_least(self, name: str, value: int, smallest: int) -> None:
         if value < smallest:
             raise ConfigError(f"method.{name} must be at least {smallest}, got {value}")
-
-
-CHOICES = {
-    "weights": get_args(Weights),
-    "order": get_args(Order),
-    "reduction": get_args(Reduction),
-    "lr_index": get_args(LrIndex),
-    "recompute": get_args(Recompute),
-    "head": get_args(Head),
-}
 
 
 def method(name: str, **options: Any) -> Method:

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from adl_dist.errors import ScheduleError
-from adl_dist.schedule.actions import LINKS, RECEIVES, Action, receiver
+from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
 
 Streams = Sequence[Sequence[Action]]
 Edge = tuple[str, int]  # what is carried, and the stage that receives it
@@ -73,16 +73,23 @@ def one_group_per_pair(what: str, low: int, high: int) -> Hashable:
     return low, high
 
 
-def check_rendezvous(streams: Streams, *, group: Callable[[str, int, int], Hashable] = one_group_per_direction) -> None:
+def check_rendezvous(
+    streams: Streams,
+    *,
+    group: Callable[[str, int, int], Hashable] = one_group_per_direction,
+    max_pending: int | None = None,
+) -> None:
     """Prove that the streams finish even if no message is ever buffered.
 
     The model is that of NCCL: on one communicator a rank's operations run in the order in which they
-    were issued, and each finishes only together with its partner at the head of the peer's queue. A send
-    does not block the host, a receive does. gloo buffers, and so hides such deadlocks.
+    were issued, and each finishes only together with its partner at the head of the peer's queue. A
+    receive blocks the host, a send only if too many of its edge are under way. gloo buffers, and so hides
+    such deadlocks.
 
     Args:
         streams: the actions of stages 0..K-1.
         group: names the communicator that carries ``what`` between two stages.
+        max_pending: sends under way on an edge that do not block the host; None: any number.
 
     Raises:
         ScheduleError: the stages wait for each other; the text says for what.
@@ -104,6 +111,10 @@ def check_rendezvous(streams: Streams, *, group: Callable[[str, int, int], Hasha
         queues[key, stage].append((link.what, action.op in LINKS, action.number))
         issued.add((stage, action))
 
+    def pending(stage: int, op: Op) -> int:
+        what = LINKS[op].what
+        return sum(m[:2] == (what, True) for (_, k), queue in queues.items() if k == stage for m in queue)
+
     moved = True
     while moved:
         moved = False
@@ -114,6 +125,8 @@ def check_rendezvous(streams: Streams, *, group: Callable[[str, int, int], Hasha
                 if is_message and (k, action) not in issued:
                     issue(k, action)
                 if action.op in RECEIVES and (k, action) not in received:
+                    break
+                if action.op in LINKS and max_pending is not None and pending(k, action.op) > max_pending:
                     break
                 cursor[k] += 1
                 moved = True

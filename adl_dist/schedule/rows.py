@@ -32,8 +32,9 @@ DELAYS: dict[str, Callable[[int, int, int], int]] = {
     # "queues" follows from the lengths of DSP's queues, which only the method knows.
 }
 
-ANY = ("accumulation_steps", "reduction", "lr_index", "lr_factors")
+ANY = ("accumulation_steps", "reduction", "lr_factors")
 STALE = (*ANY, "weights", "delay", "order", "gradient_shrink")
+CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,22 +66,32 @@ class Row:
 
 METHODS = {
     "adl": Row(
-        summary="Accumulated Decoupled Learning (Zhuang et al., ICML 2021)", delay="decoupled", accumulation_steps=4
+        summary="Accumulated Decoupled Learning (Zhuang et al., ICML 2021)",
+        delay="decoupled",
+        accumulation_steps=4,
+        options=CLOCKED,
     ),
-    "fdg": Row(summary="Fully Decoupled with Delayed Gradients (Zhuang et al., TNNLS 2021)", delay="decoupled"),
+    "fdg": Row(
+        summary="Fully Decoupled with Delayed Gradients (Zhuang et al., TNNLS 2021)", delay="decoupled", options=CLOCKED
+    ),
     "dsp": Row(
         summary="Diversely Stale Parameters (Xu et al., CVPR 2020)",
         delay="queues",
         weights="recompute",
-        options=(*STALE, "activation_queue", "gradient_queue"),
+        options=(*CLOCKED, "activation_queue", "gradient_queue"),
     ),
     "ddg": Row(
         summary="Decoupled Parallel BP with Delayed Gradients (Huo et al., ICML 2018)",
         delay="minimal",
         forward_lock=True,
+        options=CLOCKED,
     ),
     "fr": Row(
-        summary="Features Replay (Huo et al., NeurIPS 2018)", delay="minimal", weights="recompute", forward_lock=True
+        summary="Features Replay (Huo et al., NeurIPS 2018)",
+        delay="minimal",
+        weights="recompute",
+        forward_lock=True,
+        options=CLOCKED,
     ),
     "dgl": Row(
         summary="Decoupled Greedy Learning (Belilovsky et al., ICML 2020)",

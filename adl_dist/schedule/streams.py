@@ -82,8 +82,6 @@ def _stretch(
                 yield Action(Op.SEND_GRAD, b)
             if tick - delay + 1 == num or group_of[order[tick - delay + 1]] != group_of[b]:
                 yield Action(Op.UPDATE, group_of[b])
-    if method.weights == "2bw" and groups:
-        yield Action(Op.WEIGHTS, len(groups))  # whoever looks at the model now sees the newest
 
 
 def evaluation_stream(stage: int, *, num_stages: int, num_micro_batches: int) -> Iterator[Action]:

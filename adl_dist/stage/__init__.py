@@ -1,7 +1,8 @@
 """One stage's mathematics: forward, delayed backward, weight versions, update. Knows no rank."""
 
+from adl_dist.stage.calls import may_start_in_place, packed, unpacked
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head, check_outs
-from adl_dist.stage.stage import Stage, may_start_in_place, packed, unpacked
+from adl_dist.stage.stage import Stage
 from adl_dist.stage.tally import Tally
 
 __all__ = [

@@ -58,8 +58,9 @@ class PredSim(nn.Module):
         if features.ndim == 4:
             # The unbiased deviation of a single pixel is not defined; such a map is its own feature.
             features = features.flatten(2).std(dim=2) if features[0, 0].numel() > 1 else features.flatten(1)
-        one_hot = F.one_hot(target, self.num_classes).to(features.dtype)
-        similar = F.mse_loss(similarities(features), similarities(one_hot))
+        known = (target >= 0) & (target < self.num_classes)  # the others are what the model's loss ignores
+        one_hot = F.one_hot(target[known], self.num_classes).to(features.dtype)
+        similar = F.mse_loss(similarities(features[known]), similarities(one_hot))
         return torch.lerp(predicted, similar, SIMILARITY_SHARE)
 
 
@@ -78,7 +79,9 @@ def mlp_sr(channels: int, size: int, num_classes: int) -> nn.Module:
 
 
 def mlp(channels: int, size: int, num_classes: int) -> nn.Module:
-    """MLP of DGL: as ``mlp_sr`` without the convolutions."""
+    """MLP of DGL: as ``mlp_sr`` without the convolutions; on features the layers alone."""
+    if size == 0:
+        return nn.Sequential(*_layers(channels), nn.Linear(channels, num_classes))
     return nn.Sequential(_reduce(size), *_mlp(channels), nn.Linear(4 * channels, num_classes))
 
 
@@ -96,20 +99,24 @@ def cnn(channels: int, size: int, num_classes: int) -> nn.Module:
 
 def linear(channels: int, size: int, num_classes: int) -> nn.Module:
     """A plain local classifier (Mostafa et al. 2018)."""
+    if size == 0:
+        return nn.Linear(channels, num_classes)
     side = min(size, 2)
     return nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(channels * side**2, num_classes))
 
 
-# Heads with BatchNorm over [B, C], which is not defined for one sample.
-NORMALISES_SAMPLES = ("mlp_sr", "mlp")
-CLASSIFIERS = {"mlp_sr": mlp_sr, "mlp": mlp, "cnn": cnn, "linear": linear, "predsim": linear}
+# Heads whose BatchNorm may meet a single value per channel if there is a single sample.
+NORMALISES_SAMPLES = ("mlp_sr", "mlp", "cnn")
+OF_IMAGES = ("mlp_sr", "cnn")
+# Each from (channels, height or width in pixels, classes); 0 pixels: features [B, C] instead of images.
+CLASSIFIERS = {"mlp_sr": mlp_sr, "mlp": mlp, "cnn": cnn, "linear": linear}
 
 
-def check_outs(stage: int, outs: Sequence[Spec]) -> None:
-    """Check that a head can be put on what ``stage`` sends on.
+def check_outs(name: str, stage: int, outs: Sequence[Spec]) -> None:
+    """Check that the head called ``name`` can be put on what ``stage`` sends on.
 
     Raises:
-        ConfigError: it is not one tensor of images or features.
+        ConfigError: it is not one tensor of images or features, or no images where convolutions need some.
     """
     shapes = [spec.shape for spec in outs]
     if len(shapes) != 1 or len(shapes[0]) not in (1, 3):
@@ -118,13 +125,18 @@ def check_outs(stage: int, outs: Sequence[Spec]) -> None:
             f"method=dgl puts a head on what stage {stage} sends on, which must be one tensor [B, C, H, W] or [B, C]; "
             f"found {found}: choose another partition.balance"
         )
+    if name in OF_IMAGES and len(shapes[0]) == 1:
+        raise ConfigError(
+            f"method.head={name} convolves images, but stage {stage} sends on features {['B', *shapes[0]]}; choose "
+            "method.head=mlp or linear, or another partition.balance"
+        )
 
 
 def build_head(name: str, out: Spec, *, num_classes: int, seed: int) -> nn.Module:
     """Make the head called ``name``, its weights drawn by ``seed`` and nothing else.
 
     Args:
-        name: a key of ``CLASSIFIERS``.
+        name: a key of ``CLASSIFIERS``, or ``predsim``.
         out: what the stage sends on: images [C, H, W] or features [C] per sample.
         num_classes: that the model tells apart.
         seed: of the weights.
@@ -132,18 +144,15 @@ def build_head(name: str, out: Spec, *, num_classes: int, seed: int) -> nn.Modul
     Returns:
         A module that takes (output, target, loss_fn) and returns a scalar.
     """
-    channels, size = out.shape[0], max(out.shape[1:], default=1)
+    channels, size = out.shape[0], max(out.shape[1:], default=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if len(out.shape) == 1:
-            classifier: nn.Module = nn.Linear(channels, num_classes)
-            project: nn.Module = nn.Linear(channels, channels)
-        else:
-            classifier = CLASSIFIERS[name](channels, size, num_classes)
-            project = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         if name == "predsim":
-            return PredSim(classifier, project, num_classes)
-        return LocalLoss(classifier)
+            project: nn.Module = nn.Linear(channels, channels, bias=False)
+            if len(out.shape) == 3:
+                project = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+            return PredSim(linear(channels, size, num_classes), project, num_classes)
+        return LocalLoss(CLASSIFIERS[name](channels, size, num_classes))
 
 
 def _reduce(size: int) -> nn.Module:
@@ -159,6 +168,8 @@ def _conv(channels: int, *, kernel_size: int) -> nn.Module:
 
 
 def _mlp(channels: int) -> list[nn.Module]:
-    width = 4 * channels
-    layers = [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(3)]
-    return [nn.AdaptiveAvgPool2d(2), nn.Flatten(), *layers]
+    return [nn.AdaptiveAvgPool2d(2), nn.Flatten(), *_layers(4 * channels)]
+
+
+def _layers(width: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(3)]

@@ -1,6 +1,7 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import DivergedError
 from adl_dist.seeds import stream_seed
+from adl_dist.stage.calls import Tensors, may_start_in_place, packed, torch_seed, unpacked
 from adl_dist.stage.tally import Tally
 from adl_dist.stage.weights import TwoVersions, weight_policy
-
-Tensors = tuple[Tensor, ...]
 
 
 @dataclass
@@ -22,9 +22,11 @@ class InFlight:
     """A micro-batch between its forward and its backward."""
 
     acts: Tensors  # what came in; their .grad is sent upstream
-    target: Tensor | None  # where there is a loss and the forward is replayed
-    outs: Tensors | None  # what went out, or the scalar loss, with the graph behind it; None: to be recomputed
+    target: Tensor | None  # where there is a loss
     version: int  # updates that had led to the weights of the forward
+    outs: Tensors | None = None  # what went out, or the scalar loss, with the graph behind it; None: to be recomputed
+    scored: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
+    buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
 
 
 class Stage:
@@ -49,6 +51,7 @@ class Stage:
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         weights: str = "stash",
         gradient_shrink: float = 1.0,
+        lr_factor: float = 1.0,
         head: nn.Module | None = None,
         learns_locally: bool = False,
         seed: int = 0,
@@ -63,6 +66,7 @@ class Stage:
             optimizer: makes the optimizer of this stage's parameters.
             weights: the weight policy, a key of ``POLICIES``.
             gradient_shrink: beta; scales what comes from downstream.
+            lr_factor: scales every learning rate, whatever the schedule says.
             head: (what goes downstream, target, loss_fn) to the stage's own loss; for all stages but the last if
                 they learn locally.
             learns_locally: no gradient goes upstream.
@@ -79,11 +83,12 @@ class Stage:
         # A stage of nothing but pooling or activations has no parameters, and torch has no optimizer for it.
         self.optimizer = optimizer(parameters) if parameters else None
         self.lr_schedule: LRScheduler | None = None
+        self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
         self._policy = weight_policy(weights, self._trained, self.optimizer) if self.optimizer else None
         self._forward_version: int | None = None  # None: the newest
         self._first_version = 0  # of the segment
         self._loss_fn = loss_fn
-        self._gradient_shrink, self._learns_locally = gradient_shrink, learns_locally
+        self._gradient_shrink, self._lr_factor, self._learns_locally = gradient_shrink, lr_factor, learns_locally
         self._seed = seed
         self._epoch = self._first_micro_batch = 0
         # An in-place operation on what came in would overwrite a leaf, and in one process also what the
@@ -94,6 +99,11 @@ class Stage:
     def has_loss(self) -> bool:
         """Whether this stage computes a loss: the model's, or one of its own."""
         return self.is_last or self.head is not None
+
+    @property
+    def learning_rate(self) -> float | None:
+        """Of the next update, of the first parameter group; None without parameters."""
+        return float(self.optimizer.param_groups[0]["lr"]) * self._lr_factor if self.optimizer else None
 
     @property
     def head_prefix(self) -> str:
@@ -116,6 +126,17 @@ class Stage:
             # What an interrupted segment, or the user before us, left there belongs to no group.
             self.in_flight.clear()
             self._trained.zero_grad()
+
+    def end(self) -> None:
+        """Leave a segment, also one that failed: whoever looks at the module now sees the newest weights."""
+        if isinstance(self._policy, TwoVersions):
+            self._policy.use(self.version, newest=self.version)
+
+    def wait_for_device(self) -> None:
+        """Return when what was launched on a GPU is done."""
+        device = next(self._trained.parameters(), torch.empty(0)).device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def use_weights(self, num_updates: int) -> None:
         """Forward from here on with the weights after ``num_updates`` updates of the segment."""
@@ -141,27 +162,33 @@ class Stage:
             if self.index > 0:
                 wanted = not self._learns_locally
                 leaves = tuple(a.detach().requires_grad_(wanted and a.is_floating_point()) for a in acts)
+            if target is not None:
+                target = target.to(acts[0].device, non_blocking=True)
+            version = self.version if self._forward_version is None else self._forward_version
+            kept = self.in_flight[micro_batch] = InFlight(leaves, target, version)
+            given = leaves
+            if not keep_graph:  # the module may overwrite what it is given, and its buffers, which the replay needs
+                given = tuple(leaf.clone() for leaf in leaves)
+                kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
             self._seed_dropout(micro_batch, leaves)
             with torch.set_grad_enabled(keep_graph):
-                outs = self._call(leaves)
-                ends = (self._score(outs, target),) if self.has_loss else outs
-            version = self.version if self._forward_version is None else self._forward_version
-            self.in_flight[micro_batch] = InFlight(
-                leaves, None if keep_graph else target, ends if keep_graph else None, version
-            )
+                outs = self._call(given)
+                ends = (self._loss(outs, target),) if self.has_loss else outs
+            if self.has_loss:
+                kept.scored = outs[0].detach() if self.is_last else None, ends[0].detach()
+            kept.outs = ends if keep_graph else None
             return () if self.is_last else tuple(out.detach() for out in outs)
 
     def recompute(self, micro_batch: int) -> None:
         """Replay a forward from its stored input with the present weights, and keep the graph.
 
-        Dropout draws what it drew. Buffers, among them BatchNorm's running statistics, stay as they are: they
-        moved in the forward.
+        Dropout draws what it drew, and the module sees the buffers that the forward saw. What it makes of them is
+        thrown away: BatchNorm's running statistics moved in the forward.
         """
         with self.tally.busy():
             kept = self.in_flight[micro_batch]
             self._seed_dropout(micro_batch, kept.acts)
-            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            outs = self._call(kept.acts, buffers)
+            outs = self._call(kept.acts, kept.buffers)
             kept.outs = (self._loss(outs, kept.target),) if self.has_loss else outs
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
@@ -185,6 +212,9 @@ class Stage:
             if paired:
                 torch.autograd.backward([out for out, _ in paired], [grad for _, grad in paired])
             self.tally.staleness.append(self.version - kept.version)
+            if kept.scored is not None:
+                assert kept.target is not None
+                self.tally.score(kept.scored[0], kept.target, kept.scored[1])
             if self.index == 0 or self._learns_locally:
                 return ()
             return tuple(
@@ -205,9 +235,10 @@ class Stage:
         with self.tally.busy():
             if self._policy is not None:
                 graphs = {kept.version for kept in self.in_flight.values() if kept.outs is not None}
-                self._policy.step(self.version, in_flight=graphs)
+                with self._scaled_learning_rates():
+                    self._policy.step(self.version, in_flight=graphs)
             self.version += 1
-            if self.lr_schedule is not None:
+            if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
                 self.lr_schedule.step()
 
     @torch.no_grad()
@@ -217,8 +248,21 @@ class Stage:
             outs = self._call(acts)
             if not self.is_last:
                 return outs
-            self._score(outs, target)
+            assert target is not None
+            target = target.to(outs[0].device, non_blocking=True)
+            self.tally.score(outs[0], target, self._loss(outs, target))
             return ()
+
+    @contextmanager
+    def _scaled_learning_rates(self) -> Iterator[None]:
+        # Around the step, not once and for all: some schedules set the learning rate, whatever it was.
+        groups = self.optimizer.param_groups if self.optimizer and self._lr_factor != 1.0 else []
+        before = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * self._lr_factor
+        yield
+        for group, rate in zip(groups, before, strict=True):
+            group["lr"] = rate
 
     def _seed_dropout(self, micro_batch: int, acts: Tensors) -> None:
         of_epoch = self._first_micro_batch + micro_batch
@@ -231,41 +275,9 @@ class Stage:
             return unpacked(self.module(packed(acts)))
         return unpacked(torch.func.functional_call(self.module, buffers, (packed(acts),)))
 
-    def _score(self, outs: Tensors, target: Tensor | None) -> Tensor:
-        assert target is not None
-        target = target.to(outs[0].device, non_blocking=True)
-        loss = self._loss(outs, target)
-        self.tally.score(outs[0] if self.is_last else None, target, loss)
-        return loss
-
     def _loss(self, outs: Tensors, target: Tensor | None) -> Tensor:
         assert target is not None
-        target = target.to(outs[0].device, non_blocking=True)
         if self.is_last:
             return self._loss_fn(packed(outs), target)
         assert self.head is not None
         return self.head(packed(outs), target, self._loss_fn)  # type: ignore[no-any-return]
-
-
-def packed(tensors: Tensors) -> Any:
-    """What a unit of an ``nn.Sequential`` is called with: a tensor, or a tuple of several."""
-    return tensors[0] if len(tensors) == 1 else tensors
-
-
-def unpacked(out: Any) -> Tensors:
-    """What a unit returned, as a tuple of tensors."""
-    return (out,) if isinstance(out, Tensor) else tuple(out)
-
-
-def torch_seed(seed: int, device: torch.device) -> None:
-    """Seed the generator that random operations on ``device`` draw from, and no other."""
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
-
-
-def may_start_in_place(module: nn.Module) -> bool:
-    """Whether the first operation of ``module`` may overwrite what it is given."""
-    first = next(module.children(), module) if isinstance(module, nn.Sequential) else module
-    return any(getattr(part, "inplace", False) is True for part in first.modules())

@@ -91,7 +91,7 @@ class ProcessSender:
         Args:
             edge: where to.
             specs: what was agreed for this edge.
-            what: ``act``, ``grad`` or ``target``, for messages.
+            what: is carried, for messages.
             max_pending: micro-batches sent and not yet taken by the peer before a send waits; more than stage 0
                 ever has in flight, or the wait could close a cycle of stages that wait for each other.
         """

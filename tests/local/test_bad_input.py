@@ -58,7 +58,7 @@ NONSENSE = [
     ("optimizer=sdg", ["there is no optimizer=sdg", "choose one of adamw, custom, sgd"]),
     ("model=null", ["model=null is no choice of model", "choose one of", "resnet8"]),
     ("model=[resnet8,resnet20]", ["is no choice of model", "choose one of", "resnet8"]),
-    ("method.name=adll", ["method.name", "there is no 'adll'", "choose one of adl"]),
+    ("method.name=adll", ["method.name=adll", "choose a method by method=NAME"]),
     # wrong types
     ("train.batch_size=abc", ["train.batch_size=abc", "'abc'", "Integer"]),
     ("train.epochs=1.5", ["train.epochs=1.5", "Integer"]),

@@ -63,6 +63,9 @@ class SymbolicStage:
         assert len(self.in_flight) <= self.delay + 1
         return () if self.is_last else (hash((weights, acts)),)
 
+    def wait_for_device(self):
+        pass
+
     def recompute(self, b):
         acts, target, weights = self.in_flight[b]
         assert weights is None

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.errors import ConfigError
+from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.schedule import METHODS, Op, figures, method, staleness
 from adl_dist.schedule.replay import in_turn
 from tests.support.runs import BALANCE, sgd, warm_up_schedule
@@ -169,19 +169,33 @@ def test_activation_memory_is_2_k_minus_1_minus_k_plus_1_over_m_of_a_batch(stage
     assert recomputed == pytest.approx(whole / 4, rel=0.02), "one graph at a time"
 
 
+class Unplugged(FixedImages):
+    """Data that are gone after so many samples."""
+
+    def __init__(self, num_samples, *, after):
+        super().__init__(num_samples)
+        self.left = after
+
+    def __getitem__(self, index):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("unplugged")
+        return super().__getitem__(index)
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=told)
 def test_a_run_that_is_resumed_ends_in_the_same_bits(variant, tmp_path):
     name, options = variant
-    data = FixedImages(29)
 
-    def fit(epochs, run_dir):
+    def fit(data, run_dir):
         trainer = trainer_of(name, options, 3)
-        trainer.fit(data, epochs=epochs, batch_size=9, run_dir=run_dir, quiet=True, tensorboard=False)
+        trainer.fit(data, epochs=3, batch_size=9, run_dir=run_dir, quiet=True, tensorboard=False)
         return trainer.full_state_dict()
 
-    expected = fit(3, tmp_path / "straight")
-    fit(1, tmp_path / "resumed")
-    got = fit(3, tmp_path / "resumed")
+    expected = fit(FixedImages(29), tmp_path / "straight")
+    with pytest.raises(Exception, match="unplugged"):
+        fit(Unplugged(29, after=40), tmp_path / "resumed")  # in the second epoch
+    got = fit(FixedImages(29), tmp_path / "resumed")
     for tensor_name in expected:
         assert torch.equal(got[tensor_name], expected[tensor_name]), tensor_name
 
@@ -227,3 +241,63 @@ def test_a_head_needs_one_tensor_of_images_or_features_and_a_model_with_classes(
     pixels = [(torch.zeros(2, 6, 6), torch.zeros(6, 6, dtype=torch.long)) for _ in range(16)]
     with pytest.raises(ConfigError, match=r"needs a model that returns \[B, classes\]"):
         fit(nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 1)), pixels)
+
+
+def test_a_loss_belongs_to_the_update_that_its_micro_batch_enters_also_with_a_delay_on_the_last_stage(tmp_path):
+    trainer = trainer_of("adl", {"delay": [4, 3]}, 2, K=2)
+    trainer.fit(FixedImages(24), epochs=1, batch_size=4, run_dir=tmp_path, quiet=True, tensorboard=False)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [(r["update"], r["num_samples"]) for r in records if r["name"] == "train/loss"]
+    assert losses == [(update, 4) for update in range(6)]
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest", "2bw"])
+def test_after_an_error_the_module_holds_the_weights_that_the_optimizer_steps(weights):
+    trainer = trainer_of("adl", {"weights": weights, "delay": "minimal"}, 3, K=3)
+    made = []
+    trainer._optimizer, make = lambda p: made.append(make(p)) or made[-1], trainer._optimizer
+    with pytest.raises(Exception, match="unplugged"):
+        trainer.fit(Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, quiet=True)
+    stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
+    assert {id(p) for module in trainer._modules.values() for p in module.parameters()} <= stepped
+
+
+def test_a_stage_without_parameters_has_a_head_of_the_runs_dtype():
+    trainer = adl_dist.Trainer(
+        nn.Sequential(nn.Flatten(), nn.Linear(72, 5)),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        method=method("dgl", head="linear"),
+        num_stages=2,
+        dtype=torch.float64,
+    )
+    trainer.fit(FixedImages(8, dtype=torch.float64), epochs=1, batch_size=4, quiet=True)
+
+
+def test_convolving_heads_want_images_and_similarities_want_classes():
+    def fit(head, targets, loss_fn):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5))
+        trainer = adl_dist.Trainer(model, loss_fn=loss_fn, optimizer=sgd, method=method("dgl", head=head), num_stages=2)
+        data = [(torch.ones(2, 6, 6), target) for target in targets]
+        trainer.fit(data, epochs=1, batch_size=4, quiet=True)
+
+    with pytest.raises(
+        ConfigError, match=r"method.head=cnn convolves images, but stage 0 sends on features \['B', 72\]"
+    ):
+        fit("cnn", [0] * 8, nn.CrossEntropyLoss())
+    with pytest.raises(ConfigError, match=r"method.head=predsim compares samples by their class, but the targets are"):
+        fit("predsim", [torch.full((5,), 0.2)] * 8, nn.CrossEntropyLoss())
+    fit("predsim", [0, 1, 2, -100] * 2, nn.CrossEntropyLoss())
+
+
+def test_local_losses_of_another_cut_are_refused_by_name(tmp_path):
+    def fit(K, epochs):
+        trainer = trainer_of("dgl", {"head": "linear"}, 2, K=K)
+        config = {"the": "same"}
+        trainer.fit(
+            FixedImages(16), epochs=epochs, batch_size=8, run_dir=tmp_path, quiet=True, tensorboard=False, config=config
+        )
+
+    fit(2, 1)
+    with pytest.raises(CheckpointError, match=r"holds local losses of another cut or head \(head1:"):
+        fit(3, 2)

@@ -77,7 +77,7 @@ def test_the_file_of_a_method_lists_what_means_something_to_it_with_its_own_defa
 @pytest.mark.parametrize("name", METHODS)
 def test_a_key_that_means_nothing_to_a_method_is_refused(name):
     others = {
-        "weights": "latest", "delay": "minimal", "gradient_shrink": 0.5, "order": "backward_first",
+        "lr_index": "slot", "weights": "latest", "delay": "minimal", "gradient_shrink": 0.5, "order": "backward_first",
         "recompute": "always", "activation_queue": 2, "gradient_queue": 2, "head": "cnn", "buffer_size": 3,
         "buffer_reuse": 1, "stage_speeds": [1.0, 2.0],
     }  # fmt: skip
@@ -93,8 +93,14 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
         (["method.delay=[1,2]"], "each stage must have at least the delay of the next one"),
         (["method.delay=[3,2,1]"], "has 3 numbers, but there are 2 stages; give 2"),
         (["method.delay=fast"], "choose one of decoupled, minimal, none, or a list"),
-        (["method.delay=[1,a]"], "neither a rule nor a list"),
-        (["method.delay=2"], "neither a rule nor a list"),
+        (["method.delay=[1,a]"], r"method.delay must be a rule or a list of whole numbers, .* got \(1, 'a'\)"),
+        (["method.delay=2"], "method.delay must be a rule or a list of whole numbers, .* got 2"),
+        (["method.delay=[0,-3]", "method.order=backward_first"], r"method.delay=\[0, -3\] is impossible"),
+        (["method.delay=minimal", "method.lr_index=slot"], "needs the clock of method.delay=decoupled"),
+        (["method=dsp", "method.gradient_queue=1.5"], "method.gradient_queue must be a whole number or a list"),
+        (["method.gradient_shrink=inf"], "method.gradient_shrink must be a finite number, got inf"),
+        (["method.lr_factors=[1,nan]"], "method.lr_factors must be a list of finite numbers"),
+        (["method.name=fr"], "choose a method by method=NAME"),
         (["method=2bw", "partition.num_stages=4", "method.accumulation_steps=2"], "use method.accumulation_steps=3"),
         (["method=dsp", "method.activation_queue=0"], "method.activation_queue must be at least 1, got 0"),
         (["method=dsp", "method.delay=minimal", "method.gradient_queue=2"], "say the same in two ways"),

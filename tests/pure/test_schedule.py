@@ -181,7 +181,59 @@ def test_no_method_deadlocks_even_without_buffers(variant, K):
     for sizes in ([8, 8, 8], [8, 3]):
         made = streams(K, sizes, chosen)
         check_rendezvous(made)
+        check_rendezvous(made, max_pending=chosen.max_pending(K))
         assert sum(1 for _ in replay(made)) == sum(map(len, made))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 5), st.data())
+def test_no_list_of_delays_deadlocks_even_with_as_few_sends_under_way_as_we_allow(K, M, data):
+    delays = sorted(data.draw(st.lists(st.integers(0, 12), min_size=K, max_size=K)), reverse=True)
+    weights = data.draw(st.sampled_from(["stash", "recompute"]))
+    order = data.draw(st.sampled_from(["forward_first", "backward_first"]))
+    chosen = method("adl", accumulation_steps=M, delay=delays, weights=weights, order=order)
+    made = streams(K, groups(25, M), chosen)
+    check_rendezvous(made, max_pending=chosen.max_pending(K))
+
+
+def test_too_few_sends_under_way_deadlock():
+    """The bound is not there for nothing: stage 0 waits for room, stage 1 for the gradient behind it."""
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check_rendezvous(streams(4, [1] * 20), max_pending=0)
+
+
+@pytest.mark.parametrize("K", [2, 5])
+def test_evaluation_never_deadlocks(K):
+    plans = [list(evaluation_stream(k, num_stages=K, num_micro_batches=40)) for k in range(K)]
+    for name in METHODS:
+        check_rendezvous(plans, max_pending=method(name, accumulation_steps=8).max_pending(K))
+
+
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("K", [2, 4])
+def test_backward_first_is_the_order_of_the_authors_mode_b(K, M):
+    """Written out slot by slot: backward, step, forward; the last module forward, backward, step."""
+    N = 12 * M
+    made = streams(K, [M] * 12, method("adl", accumulation_steps=M, order="backward_first"))
+    for k in range(K):
+        delay, expected = 2 * (K - 1 - k), []
+        for slot in range(N + delay):
+            forward = [f"F{slot}"] if slot < N else []
+            b = slot - delay
+            backward = [f"B{b}"] + ([f"U{b // M}"] if (b + 1) % M == 0 else []) if b >= 0 else []
+            expected += forward + backward if k == K - 1 else backward + forward
+        assert [str(a) for a in made[k] if a.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE)] == expected
+
+
+def test_stages_get_their_turns_as_often_as_their_speeds_say():
+    chosen = method("dgl", buffer_size=3, stage_speeds=[1, 0.25])
+    shares = []
+    for seed in range(30):
+        made, _ = greedy_streams(chosen, num_stages=2, group_sizes=[1] * 200, seed=seed)
+        # While both have work left: how many steps of stage 1 there are for each that arrives from stage 0.
+        seen = [a.op for a in made[1] if a.op in (Op.RECV_ACT, Op.UPDATE)][:150]
+        shares.append(seen.count(Op.UPDATE) / seen.count(Op.RECV_ACT))
+    assert statistics.mean(shares) == pytest.approx(0.25, abs=0.03)
 
 
 @pytest.mark.parametrize("K", [2, 3, 5])
@@ -337,6 +389,15 @@ def test_arguments_out_of_range_are_refused(stage, sizes):
         ("sgd", {}, "there is no 'sgd'; choose one of adl"),
         ("adl", {"accumulation_steps": 0}, r"accumulation_steps must be at least 1, got 0"),
         ("adl", {"weights": "old"}, "there is no 'old'; choose one of stash, latest, recompute, 2bw"),
+        (["adl"], {}, r"there is no '\['adl'\]'"),
+        ("adl", {"accumulation_steps": 2.5}, "accumulation_steps must be a whole number, got 2.5"),
+        ("adl", {"accumulation_steps": True}, "accumulation_steps must be a whole number, got True"),
+        ("adl", {"accumulation_steps": "4"}, "accumulation_steps must be a whole number, got '4'"),
+        ("adl", {"delay": 2}, "delay must be a rule or a list of whole numbers"),
+        ("adl", {"delay": [2.5, 0]}, "delay must be a rule or a list of whole numbers"),
+        ("adl", {"lr_factors": 2}, "lr_factors must be a list of finite numbers"),
+        ("dgl", {"stage_speeds": 2, "buffer_size": 2}, "stage_speeds must be a list of finite numbers"),
+        ("dgl", {"buffer_size": 2.5}, "buffer_size must be a whole number"),
         ("adl", {"steps": 4}, "unknown option steps; adl takes accumulation_steps, reduction"),
     ],
 )

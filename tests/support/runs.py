@@ -28,32 +28,9 @@ def warm_up_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_schedul
 sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
 
 
-def train(
-    K: int,
-    M: int,
-    dtype: torch.dtype,
-    *,
-    method: str = "adl",
-    options: Mapping[str, Any] | None = None,
-    dropout: float = 0.0,
-    channels_last: bool = False,
-    choose: Callable[[Sequence[int]], int] = in_turn,
-    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
-    shuffle: bool = False,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Train the toy net; return its full state and the summary."""
-    trainer, summary = trained(
-        K,
-        M,
-        dtype,
-        method=method,
-        options=options,
-        dropout=dropout,
-        channels_last=channels_last,
-        choose=choose,
-        optimizer=optimizer,
-        shuffle=shuffle,
-    )
+def train(K: int, M: int, dtype: torch.dtype, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Train the toy net as :func:`trained` does; return its full state and the summary."""
+    trainer, summary = trained(K, M, dtype, **options)
     return trainer.full_state_dict(), summary
 
 

@@ -1,0 +1,32 @@
+"""How a module is called: one tensor or several, seeded, and what it may do to what it is given."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Tensors = tuple[Tensor, ...]
+
+
+def packed(tensors: Tensors) -> Any:
+    """What a unit of an ``nn.Sequential`` is called with: a tensor, or a tuple of several."""
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def unpacked(out: Any) -> Tensors:
+    """What a unit returned, as a tuple of tensors."""
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
+def torch_seed(seed: int, device: torch.device) -> None:
+    """Seed the generator that random operations on ``device`` draw from, and no other."""
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def may_start_in_place(module: nn.Module) -> bool:
+    """Whether the first operation of ``module`` may overwrite what it is given."""
+    first = next(module.children(), module) if isinstance(module, nn.Sequential) else module
+    return any(getattr(part, "inplace", False) is True for part in first.modules())
