@@ -37,8 +37,10 @@ CROSS: Mapping[str, Any] = {"marker": "X", "markersize": 7, "markeredgecolor": "
 def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
     """Draw the median over seeds as a line and their range as a band; each diverged run on its own, up to a cross."""
     labels = list(dict.fromkeys(run.label for run in runs))
-    looks = _looks(labels, {run.label for run in runs if run.method["name"] == REFERENCE})
-    stages = sorted({run.num_stages for run in runs})
+    references = [run for run in runs if run.method["name"] == REFERENCE]
+    looks = _looks(labels, {run.label for run in references})
+    # What the reference computes does not depend on K: it needs no panel of its own, and is in every other.
+    stages = sorted({run.num_stages for run in runs if run not in references} or {run.num_stages for run in runs})
     columns = min(len(stages), MOST_COLUMNS)
     rows = math.ceil(len(stages) / columns)
     width = max(columns * PANEL_INCHES[0], 5.0)
@@ -51,7 +53,10 @@ def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
             axes.set_visible(False)
         _set_range(panels[0], runs, measure)  # the panels share it
         for place, (axes, K) in enumerate(zip(panels, stages, strict=False)):
-            _draw_panel(axes, [run for run in runs if run.num_stages == K], looks, measure)
+            own = [run for run in runs if run.num_stages == K]
+            known = {run.label for run in own}
+            anyones = [run for run in references if run.label not in known]
+            _draw_panel(axes, [*own, *anyones], looks, measure)
             axes.set_title(f"K = {K}", loc="left", fontweight="bold")
             if place + columns >= len(stages):  # nothing below it
                 axes.set_xlabel("epoch")
