@@ -1,6 +1,7 @@
 """Datasets, and a loader whose samples, order and augmentation are functions of (seed, epoch, index) alone."""
 
-from adl_dist.data.datasets import cifar10, cifar100, digits, imagefolder, synthetic
+from adl_dist.data.datasets import cifar10, cifar100, digits, synthetic
+from adl_dist.data.folders import imagefolder, imagenet
 from adl_dist.data.loader import Loader, check_dataset, epoch_order
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "digits",
     "epoch_order",
     "imagefolder",
+    "imagenet",
     "synthetic",
 ]

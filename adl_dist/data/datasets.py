@@ -14,15 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from adl_dist.data.transforms import (
+    CIFAR10_STATISTICS,
+    CIFAR100_STATISTICS,
+    DIGITS_STATISTICS,
+    Statistics,
+    crop_and_flip,
+    transform,
+)
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 
 Datasets = tuple[Dataset[Any], Dataset[Any]]
-
-CIFAR10_STATISTICS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # mean and standard deviation per channel
-CIFAR100_STATISTICS = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
-DIGITS_STATISTICS = ((0.3053,), (0.3760,))
-LARGEST_SMALL_IMAGE = 64  # pixels; beyond it, training wants ImageNet's transforms
 
 
 def digits(augment: bool = True) -> Datasets:
@@ -71,56 +74,6 @@ def cifar100(root: str = "datasets", augment: bool = True, download: bool = Fals
     return _cifar(CIFAR100, "CIFAR-100", CIFAR100_STATISTICS, root=root, augment=augment, download=download)
 
 
-def imagefolder(root: str, augment: bool = True, image_size: int = 32, cache: bool = False) -> Datasets:
-    """Small images in ``root/train/<class>/`` and ``root/val/<class>/`` (or ``root/test/<class>/``).
-
-    Args:
-        root: holds the two folders, with the same classes.
-        augment: pad by an eighth of the size, crop, and flip training images.
-        image_size: height and width in pixels, at most 64. The shorter side of an image is resized to it, the
-            longer one cropped.
-        cache: keep images in memory once they have been decoded and resized (in each of ``data.num_workers``).
-
-    Raises:
-        ConfigError: an ``image_size`` out of range.
-        DataError: a folder is missing, holds no images, or the two hold different classes.
-    """
-    from torchvision.datasets import ImageFolder
-    from torchvision.transforms import v2
-
-    if not 1 <= image_size <= LARGEST_SMALL_IMAGE:
-        raise ConfigError(
-            f"data.image_size={image_size}: imagefolder takes images of 1 to {LARGEST_SMALL_IMAGE} pixels; the "
-            "transforms for larger ones (random resized crops, as for ImageNet) are not there yet"
-        )
-    folder = Path(root).expanduser().absolute()
-    train = folder / "train"
-    validation = folder / "val" if (folder / "val").is_dir() else folder / "test"
-    for path, name, expected in ((train, "train", "train"), (validation, "validation", "val or test")):
-        if not path.is_dir():
-            raise DataError(
-                f"{name} dataset: expected a folder {expected} in {folder}, with one folder for each class, got none; "
-                "set data.root to the folder that holds the training and the validation images"
-            )
-    fit = [v2.CenterCrop(image_size)]
-    augmented = _crop_and_flip(image_size) if augment else fit
-    load = _Resized(image_size, cache=cache)
-    try:
-        datasets = (
-            ImageFolder(str(train), _transform(CIFAR10_STATISTICS, augmented), loader=load),
-            ImageFolder(str(validation), _transform(CIFAR10_STATISTICS, fit), loader=load),
-        )
-    except FileNotFoundError as error:
-        raise DataError(f"{folder}: expected images in one folder for each class: {_one_line(error)}") from error
-    if datasets[0].classes != datasets[1].classes:
-        odd = sorted(set(datasets[0].classes) ^ set(datasets[1].classes))
-        raise DataError(
-            f"{folder}: expected the same classes in {train.name} and {validation.name}, but only one of them has "
-            f"{', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}; class indices would not agree"
-        )
-    return datasets
-
-
 def synthetic(
     num_samples: int = 1024,
     num_validation: int = 256,
@@ -158,25 +111,6 @@ def synthetic(
         _Synthetic(num_samples, patterns, image_size, seed, "synthetic train"),
         _Synthetic(num_validation, patterns, image_size, seed, "synthetic validation"),
     )
-
-
-class _Resized:
-    """Reads an image and resizes its shorter side."""
-
-    def __init__(self, size: int, *, cache: bool) -> None:
-        from torchvision.transforms import v2
-
-        self._resize = v2.Resize(size)
-        self._kept: dict[str, Any] | None = {} if cache else None
-
-    def __call__(self, path: str) -> Any:
-        from torchvision.datasets.folder import default_loader
-
-        if self._kept is None:
-            return self._resize(default_loader(path))
-        if path not in self._kept:
-            self._kept[path] = self._resize(default_loader(path))
-        return self._kept[path]
 
 
 class _Synthetic(Dataset[tuple[Tensor, int]]):
@@ -217,19 +151,19 @@ class _Images(Dataset[tuple[Tensor, int]]):
         return self._transform(self._images[index]), self._targets[index]
 
 
-def _cifar(kind: Any, name: str, statistics: Any, *, root: str, augment: bool, download: bool) -> Datasets:
+def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: bool, download: bool) -> Datasets:
     folder = Path(root).expanduser().absolute()
     by_hand = f"unpack {kind.url} in {folder}, so that {folder / kind.base_folder} exists"
-    train_transform = _transform(statistics, _crop_and_flip(32) if augment else [])
+    train_transform = transform(statistics, crop_and_flip(32) if augment else [])
     try:
         return (
             kind(str(folder), train=True, transform=train_transform, download=download),
-            kind(str(folder), train=False, transform=_transform(statistics, [])),
+            kind(str(folder), train=False, transform=transform(statistics, [])),
         )
     except (OSError, RuntimeError, HTTPException) as error:
         if download:
             raise DataError(
-                f"{name} could not be downloaded to {folder}: {_one_line(error)}; check network and disk, or {by_hand}"
+                f"{name} could not be downloaded to {folder}: {one_line(error)}; check network and disk, or {by_hand}"
             ) from error
         found = "files are missing or damaged" if (folder / kind.base_folder).is_dir() else "nothing was found"
         raise DataError(
@@ -238,19 +172,6 @@ def _cifar(kind: Any, name: str, statistics: Any, *, root: str, augment: bool, d
         ) from error
 
 
-def _crop_and_flip(image_size: int) -> list[Any]:
-    from torchvision.transforms import v2
-
-    return [v2.RandomCrop(image_size, padding=image_size // 8), v2.RandomHorizontalFlip()]
-
-
-def _transform(statistics: Any, geometry: list[Any]) -> Any:
-    """PIL image -> normalised float32[C, H, W]; ``geometry`` comes first, because PIL is faster than tensors at it."""
-    from torchvision.transforms import v2
-
-    to_float = [v2.ToImage(), v2.ToPureTensor(), v2.ToDtype(torch.float32, scale=True)]
-    return v2.Compose([*geometry, *to_float, v2.Normalize(*statistics)])
-
-
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """What ``error`` says, without its line breaks."""
     return " ".join(str(error).split()) or type(error).__name__

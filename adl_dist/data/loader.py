@@ -82,6 +82,8 @@ class Loader:
     ) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield one epoch's micro-batches; workers live from the first one until the generator ends or is closed.
 
+        Each worker loads up to two micro-batches ahead, torch's default.
+
         Args:
             epoch: e, counted from 0 over the run.
             sizes: samples in each micro-batch; samples beyond their sum are not visited.
@@ -98,13 +100,14 @@ class Loader:
         micro_batches = _MicroBatches(
             self._dataset, seed=self._seed, epoch=epoch, indices=self._indices(epoch, sizes, first_sample)
         )
+        num_workers = min(self._num_workers, len(sizes))  # the one sample that shapes are agreed with needs one
         iterator = iter(
             DataLoader(
                 micro_batches,
                 batch_size=None,  # an element of the dataset is a whole micro-batch already
-                num_workers=self._num_workers,
+                num_workers=num_workers,
                 pin_memory=self._pin_memory,
-                multiprocessing_context=_worker_context() if self._num_workers else None,
+                multiprocessing_context=_worker_context() if num_workers else None,
                 worker_init_fn=_end_with_parent,
                 # Its draws seed the workers, which seed anew for each sample. Without it they would come from the
                 # process's global stream and move it.

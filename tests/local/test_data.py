@@ -22,13 +22,23 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, IterableDataset
 
-from adl_dist.data import Loader, check_dataset, cifar10, cifar100, digits, epoch_order, imagefolder, synthetic
-from adl_dist.data.datasets import CIFAR10_STATISTICS, CIFAR100_STATISTICS, DIGITS_STATISTICS
+from adl_dist.data import (
+    Loader,
+    check_dataset,
+    cifar10,
+    cifar100,
+    digits,
+    epoch_order,
+    imagefolder,
+    imagenet,
+    synthetic,
+)
+from adl_dist.data.transforms import CIFAR10_STATISTICS, CIFAR100_STATISTICS, DIGITS_STATISTICS
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 
-# Every worker imports this file, so what takes a second to import (torchvision, scikit-learn) is imported in tests.
-# On a machine with one core torch advises against two workers; two are the point here.
+# Every worker imports this file, so what is slow to import (torchvision, scikit-learn, Hydra) is imported in tests.
+# torch advises against more workers than there are cores; here they are the point.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
@@ -80,7 +90,7 @@ def global_streams():
 
 
 @pytest.mark.parametrize("sizes", [[20], [1] * 20, [8, 8, 4], [3, 9, 1, 7]])
-@WORKERS
+@pytest.mark.parametrize("num_workers", [0, 1, 4])
 def test_neither_workers_nor_sizes_change_order_or_augmentation(sizes, num_workers):
     x, y = joined(loaded(sizes, num_workers=num_workers))
     expected_x, expected_y = joined(loaded([5, 5, 5, 5]))
@@ -186,6 +196,14 @@ def test_workers_end_with_their_generator():
         assert len(multiprocessing.active_children()) == 2
         finish(batches)
         assert multiprocessing.active_children() == []
+
+
+def test_no_worker_is_started_that_would_have_no_micro_batch_to_load():
+    for sizes in ([2], [2, 2]):
+        batches = Loader(Augmented(), seed=1, shuffle=False, num_workers=4).batches(0, sizes)
+        next(batches)
+        assert len(multiprocessing.active_children()) == len(sizes)
+        batches.close()
 
 
 def load_and_die():
@@ -490,13 +508,159 @@ def test_an_image_folder_that_lacks_something_says_what(folders, message, tmp_pa
         imagefolder(write_images(tmp_path, folders))
 
 
-def test_an_image_folder_without_images_or_with_large_ones_is_refused(tmp_path):
+def test_an_image_folder_without_images_is_refused(tmp_path):
     (tmp_path / "train/cat").mkdir(parents=True)
     (tmp_path / "val/cat").mkdir(parents=True)
     with pytest.raises(DataError, match="expected images in one folder for each class: Found no valid file"):
         imagefolder(str(tmp_path))
-    with pytest.raises(ConfigError, match=r"data\.image_size=224: imagefolder takes images of 1 to 64 pixels"):
-        imagefolder(str(tmp_path), image_size=224)
+
+
+@pytest.mark.parametrize("content", [b"no image at all", b"cut off"])
+def test_an_image_that_cannot_be_read_is_named(content, tmp_path):
+    root = pathlib.Path(write_photographs(tmp_path))
+    path = root / "train/cat/grey.jpg"
+    path.write_bytes(path.read_bytes()[:900] if content == b"cut off" else content)
+    with pytest.raises(DataError, match=rf"^{re.escape(str(path))}: expected an image, but .*; replace or remove .*$"):
+        list(Loader(imagefolder(str(root))[0], seed=0, shuffle=False).batches(0, [4]))
+
+
+# Large images. Everything that is compared with is written out in torchvision's own transforms.
+
+
+def write_photographs(root):
+    """JPEGs of noise: longer and shorter than 224, upright and not, colour and grey; the same in train and val."""
+    random_bytes = np.random.RandomState(0)
+    images = {"cat/upright": (320, 240, 3), "cat/grey": (90, 120), "dog/small": (100, 70, 3), "dog/flat": (230, 500, 3)}
+    for name, shape in images.items():
+        image = Image.fromarray(random_bytes.randint(0, 256, shape, dtype=np.uint8))
+        for folder in ("train", "val"):
+            (root / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            image.save(root / folder / f"{name}.jpg")
+    return str(root)
+
+
+def by_hand(path, geometry, mean, std):
+    from torchvision.transforms import v2
+
+    to_float = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
+    return v2.Compose([*geometry, *to_float])(Image.open(path).convert("RGB"))
+
+
+CIFAR10S = ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616])
+IMAGENETS = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+
+
+@pytest.mark.parametrize(
+    ("image_size", "resized", "statistics"),
+    [(24, 24, CIFAR10S), (64, 64, CIFAR10S), (65, 74, IMAGENETS), (96, 110, IMAGENETS), (224, 256, IMAGENETS)],
+)
+def test_validation_images_are_resized_cropped_and_normalised_as_the_field_does(
+    image_size, resized, statistics, tmp_path
+):
+    from torchvision.models import ResNet18_Weights
+    from torchvision.transforms import v2
+
+    root = write_photographs(tmp_path)
+    geometry = [v2.Resize(resized), v2.CenterCrop(image_size)]
+    for dataset in (imagefolder(root, image_size=image_size)[1], imagefolder(root, False, image_size)[0]):
+        ((x, y),) = Loader(dataset, seed=0, shuffle=False).batches(0, [4])
+        assert (x.shape, x.dtype, y.tolist()) == ((4, 3, image_size, image_size), torch.float32, [0, 0, 1, 1])
+        for image, (path, _) in zip(x, dataset.samples, strict=True):
+            assert torch.equal(image, by_hand(path, geometry, *statistics))
+            if image_size == 224:  # what torchvision's own ImageNet models are validated with
+                preset = ResNet18_Weights.IMAGENET1K_V1.transforms()
+                torch.testing.assert_close(image, preset(Image.open(path).convert("RGB")))
+
+
+@pytest.mark.parametrize(
+    ("image_size", "cache", "num_workers"), [(24, False, 0), (24, True, 0), (224, False, 1), (224, True, 0)]
+)
+def test_training_images_are_padded_and_cropped_if_small_and_cropped_and_resized_if_large(
+    image_size, cache, num_workers, tmp_path
+):
+    from torchvision.transforms import v2
+
+    train, _ = imagefolder(write_photographs(tmp_path), image_size=image_size, cache=cache)
+    geometry = [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()]
+    if image_size == 24:
+        geometry = [v2.Resize(24), v2.RandomCrop(24, padding=3), v2.RandomHorizontalFlip()]
+    for epoch in range(2):
+        ((x, _),) = Loader(train, seed=3, shuffle=False, num_workers=num_workers).batches(epoch, [4])
+        for index, (image, (path, _)) in enumerate(zip(x, train.samples, strict=True)):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(stream_seed(3, "sample", epoch, index))
+                expected = by_hand(path, geometry, *(CIFAR10S if image_size == 24 else IMAGENETS))
+            assert torch.equal(image, expected)
+
+
+def built(*overrides):
+    """The datasets that the command line makes."""
+    from adl_dist.cli.build import build_data
+    from adl_dist.cli.compose import compose_run
+
+    config, _ = compose_run([*overrides])
+    return build_data(config)
+
+
+@pytest.mark.parametrize("image_size", [24, 96])
+def test_a_users_own_statistics_take_the_place_of_the_default_ones(image_size, tmp_path):
+    data = ["data=imagefolder", f"data.root={write_photographs(tmp_path)}", f"data.image_size={image_size}"]
+    _, plain = built(*data, "data.mean=[0,0,0]", "data.std=[1,1,1]")
+    for of_its_own in (["data.mean=[0.5,0.25,0]", "data.std=[0.5,2,1]"], []):
+        _, validation = built(*data, *of_its_own)
+        mean, std = ([0.5, 0.25, 0], [0.5, 2, 1]) if of_its_own else CIFAR10S if image_size == 24 else IMAGENETS
+        for (image, _), (values, _) in zip(validation, plain, strict=True):
+            assert torch.equal(image, (values - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])
+            assert values.min() >= 0
+            assert 0.5 < values.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": 0}, r"data\.image_size must be at least 1 pixel, got 0"),
+        ({"mean": [0.5] * 3}, r"data\.std=None: expected three numbers above 0, .*go together, for example .*0\.247"),
+        ({"std": [0.5] * 3}, r"data\.mean=None: expected three numbers, "),
+        ({"mean": [0.5], "std": [0.5]}, r"data\.mean=\[0\.5\]: expected three numbers, of red, green and blue"),
+        ({"mean": 0.5, "std": 0.5}, r"data\.mean=0\.5: expected three numbers"),
+        ({"mean": [0, 0, float("nan")], "std": [1, 1, 1]}, r"data\.mean=\[0, 0, nan\]: expected three numbers"),
+        ({"mean": [0, 0, 0], "std": [1, 0, 1]}, r"data\.std=\[1, 0, 1\]: expected three numbers above 0"),
+        ({"mean": [0, 0, 0], "std": [1, "a", 1]}, r"data\.std=\[1, 'a', 1\]: expected three numbers above 0"),
+    ],
+)
+def test_an_image_folder_of_impossible_size_or_statistics_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        imagefolder("nowhere", **arguments)
+
+
+def test_imagenet_is_a_folder_of_large_images_whatever_their_size(tmp_path):
+    from torchvision.transforms import v2
+
+    root = write_photographs(tmp_path)
+    data = built("data=imagenet", f"data.root={root}", "data.num_classes=2")
+    for dataset, same in zip(data, imagefolder(root, image_size=224), strict=True):
+        ((x, y),), ((expected, classes),) = (Loader(d, seed=0, shuffle=True).batches(0, [4]) for d in (dataset, same))
+        assert torch.equal(x, expected)
+        assert torch.equal(y, classes)
+    _, small = imagenet(root, image_size=56, num_classes=2)
+    path = small.samples[0][0]
+    assert torch.equal(small[0][0], by_hand(path, [v2.Resize(64), v2.CenterCrop(56)], *IMAGENETS))
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        ([], "train dataset: expected a folder train in {root}, .*; set data.root to "),
+        (["train/n01/", "val"], "{root}: expected images in one folder .* any class folder in {root}/val"),
+        (["train/n01/", "val/n01"], "{root}/train: expected a folder for each of 1000 .* 1; .* data.num_classes=1 if"),
+    ],
+    ids=["nothing", "validation images not in folders", "too few classes"],
+)
+def test_an_imagenet_that_lacks_something_says_what_and_how_to_make_it(folders, message, tmp_path):
+    write_images(tmp_path, folders)
+    unpack = r"ILSVRC2012_devkit_t12.tar.gz .* to {root} and run there: python -c \".*ImageNet\('\.', s\)[^\n]*\"$"
+    with pytest.raises(DataError, match=f"^ImageNet: {message}.*{unpack}".format(root=re.escape(str(tmp_path)))):
+        imagenet(str(tmp_path))
 
 
 def test_made_up_images_are_the_same_in_any_order_and_differ_between_samples():

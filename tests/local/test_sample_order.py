@@ -1,0 +1,113 @@
+"""Whole runs meet the samples that (seed, epoch, index) say, in that order and with that augmentation, and no others.
+
+Seen where the first stage gets them. What the loader alone promises is in test_data.py.
+"""
+
+import hashlib
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import adl_dist
+from adl_dist.data import epoch_order
+from adl_dist.seeds import stream_seed
+
+# torch advises against more workers than there are cores.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+SEED, NUM_SAMPLES, BATCH_SIZE = 5, 22, 12  # the last update has 10: uneven micro-batches for M = 3 and 4
+
+
+class Augmented(Dataset):
+    """Images cropped, flipped and dimmed, with draws from all three global streams.
+
+    torchvision's transforms draw from torch's. Without them a worker starts in a tenth of the time.
+    """
+
+    def __init__(self):
+        self.images = torch.rand(NUM_SAMPLES, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        top, left = torch.randint(9, (2,)).tolist()
+        image = self.images[index, :, top : top + 16, left : left + 16] * random.random()
+        return image.flip(2) if np.random.rand() < 0.5 else image, index % 2
+
+
+class Writing(nn.Module):
+    """Writes down what it is trained on, sample by sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def forward(self, x):
+        if self.training and x.any():  # a model is tried out with zeros
+            self.given += hashes(x)
+        return x
+
+
+def hashes(images):
+    return [hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest() for image in images]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Hashes of the samples of two epochs, each drawn by itself with neither loader nor trainer."""
+    dataset, images = Augmented(), []
+    for epoch in range(2):
+        for index in epoch_order(NUM_SAMPLES, seed=SEED, epoch=epoch, shuffle=True):
+            seed = stream_seed(SEED, "sample", epoch, index)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+            images.append(dataset[index][0])
+    assert len(set(hashes(images))) == 2 * NUM_SAMPLES
+    return hashes(images)
+
+
+def given(K, M, *, epochs=2, **options):
+    """Train; return the hashes of what the first stage got, in the order in which it came."""
+    writing = Writing()
+    model = nn.Sequential(
+        nn.Sequential(writing, nn.Conv2d(3, 4, 3, stride=3)),
+        nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)),
+    )
+    trainer = adl_dist.Trainer(
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+        method=adl_dist.method("adl", accumulation_steps=M),
+        num_stages=K,
+        seed=SEED,
+        threads=1,
+    )
+    trainer.fit(Augmented(), epochs=epochs, batch_size=BATCH_SIZE, quiet=True, tensorboard=False, **options)
+    return writing.given
+
+
+@pytest.mark.parametrize("K", [1, 2, 3])
+@pytest.mark.parametrize("M", [1, 2, 3, 4])
+def test_no_number_of_stages_and_no_size_of_micro_batches_changes_a_sample(K, M, expected):
+    assert given(K, M) == expected
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize(("K", "M"), [(2, 3), (3, 4)])
+def test_no_number_of_workers_changes_a_sample(num_workers, K, M, expected):
+    assert given(K, M, num_workers=num_workers) == expected
+
+
+@pytest.mark.parametrize("stop", [{"epochs": 1}, {"max_updates": 1}], ids=["between epochs", "in mid-epoch"])
+@pytest.mark.parametrize("num_workers", [0, 4])
+def test_a_run_that_goes_on_meets_what_it_would_have_met(stop, num_workers, expected, tmp_path):
+    before = given(3, 2, run_dir=tmp_path, **stop)
+    after = given(3, 2, run_dir=tmp_path, num_workers=num_workers, resume="auto")
+    assert len(before) == (NUM_SAMPLES if "epochs" in stop else BATCH_SIZE)
+    assert before + after == expected
