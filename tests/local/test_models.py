@@ -6,10 +6,23 @@ import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.nn import functional as F
 
+from adl_dist.cli.build import build_model
+from adl_dist.cli.compose import compose_run
 from adl_dist.errors import ConfigError
-from adl_dist.models import cifar_resnet, cifar_resnet18
-from adl_dist.models.cifar import OptionA
+from adl_dist.models import (
+    cifar_resnet,
+    cifar_resnet18,
+    cifar_resnet34,
+    se_resnet18,
+    torchvision_model,
+    wide_resnet,
+)
+from adl_dist.models.from_torchvision import builder_of
+from adl_dist.models.resnet import OptionA
+from adl_dist.models.se import SqueezeExcitation
+from adl_dist.models.wide import PreActivationBlock
 
 
 @pytest.fixture(autouse=True)
@@ -23,19 +36,29 @@ def images(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(
-    ("model", "millions"),
-    [
-        (lambda: cifar_resnet(20), 0.270),
-        (lambda: cifar_resnet(32), 0.464),
-        (lambda: cifar_resnet(56), 0.853),
-        (lambda: cifar_resnet(110), 1.728),
-        (lambda: cifar_resnet18(), 11.174),
-    ],
-    ids=["resnet20", "resnet32", "resnet56", "resnet110", "resnet18"],
-)
-def test_parameter_counts_are_the_published_ones(model, millions):
-    assert round(sum(p.numel() for p in model().parameters()) / 1e6, 3) == millions
+COUNTS = {
+    "resnet20": 269_722,
+    "resnet32": 464_154,
+    "resnet44": 658_586,
+    "resnet56": 853_018,
+    "resnet98": 1_533_530,
+    "resnet110": 1_727_962,
+    "resnet164": 2_602_906,
+    "resnet1202": 19_421_274,
+    "resnet18": 11_173_962,
+    "resnet34": 21_282_122,
+    "wrn28_10": 36_479_194,
+    "se_resnet18 data.num_classes=1000": 11_776_552,
+    "torchvision data.num_classes=1000": 11_689_512,
+}
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_parameter_counts_are_the_published_ones(preset):
+    config, _ = compose_run([*f"model={preset}".split(), "data.in_channels=3"])
+    with torch.device("meta"):
+        model = build_model(config)
+    assert sum(p.numel() for p in model.parameters()) == COUNTS[preset]
 
 
 def test_width_makes_a_resnet_as_narrow_and_no_shallower():
@@ -46,16 +69,40 @@ def test_width_makes_a_resnet_as_narrow_and_no_shallower():
         cifar_resnet(32, width=0)
 
 
-def test_shortcut_option_a_is_every_second_pixel_between_zero_channels():
+@pytest.mark.parametrize(("shortcut", "before"), [("A", 2), ("A_after", 0)])
+def test_shortcut_option_a_is_every_second_pixel_and_zeros_on_both_sides_or_after(shortcut, before):
     x = images(2, 4, 5, 6)
     expected = torch.zeros(2, 8, 3, 3)
     for b in range(2):
         for c in range(4):
             for row in range(3):
                 for column in range(3):
-                    expected[b, 2 + c, row, column] = x[b, c, 2 * row, 2 * column]
+                    expected[b, before + c, row, column] = x[b, c, 2 * row, 2 * column]
 
-    assert torch.equal(OptionA(4, 8)(x), expected)
+    model = cifar_resnet(8, width=4, shortcut=shortcut)
+    assert isinstance(model.layer2_0.shortcut, OptionA)
+    assert torch.equal(model.layer2_0.shortcut(x), expected)
+
+
+def test_shortcut_a_after_is_that_of_the_code_of_ddg():
+    x = images(2, 4, 7, 6)
+    theirs = torch.cat([halved := nn.AvgPool2d(1, stride=2)(x), halved.mul(0)], dim=1)
+    assert torch.equal(cifar_resnet(8, width=4, shortcut="A_after").layer2_0.shortcut(x), theirs)
+
+
+def test_shortcut_b_adds_a_1x1_convolution_and_batch_norm_to_the_two_blocks_that_halve():
+    names = {name for name, _ in cifar_resnet(14, shortcut="B").named_parameters()}
+    added = names - {name for name, _ in cifar_resnet(14).named_parameters()}
+    assert added == {f"layer{i}_0.shortcut.{name}" for i in (2, 3) for name in ("conv.weight", "bn.weight", "bn.bias")}
+    assert cifar_resnet(14, shortcut="B")(images(2, 3, 9, 9)).shape == (2, 10)
+
+
+def test_pool_size_6_sees_the_upper_left_6_by_6_of_the_8_by_8_that_cifar_comes_to():
+    model = cifar_resnet(8, pool_size=6).eval()
+    maps = model[:-1](x := images(2, 3, 32, 32))
+    seen = maps[:, :, :6, :6].mean((2, 3))
+    torch.testing.assert_close(model(x), F.linear(seen, model.head.fc.weight, model.head.fc.bias))
+    assert not torch.allclose(model(x), cifar_resnet(8).eval()(x))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -77,13 +124,19 @@ def test_units_are_stem_blocks_and_head_in_order():
     assert [name for name, _ in cifar_resnet(14).named_children()] == [
         "stem", "layer1_0", "layer1_1", "layer2_0", "layer2_1", "layer3_0", "layer3_1", "head",
     ]  # fmt: skip
-    assert len(cifar_resnet18()) == 1 + 8 + 1
+    assert len(cifar_resnet18()) == len(se_resnet18()) == 1 + 8 + 1
+    assert len(cifar_resnet34()) == 1 + 3 + 4 + 6 + 3 + 1
+    assert len(wide_resnet(widen_factor=1)) == 1 + 12 + 1
 
 
-@pytest.mark.parametrize("make", [lambda: cifar_resnet(8), cifar_resnet18], ids=["resnet8", "resnet18"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: cifar_resnet(8), cifar_resnet18, lambda: wide_resnet(10, 2, dropout=0.5), se_resnet18],
+    ids=["resnet8", "resnet18", "wrn10_2", "se_resnet18"],
+)
 def test_no_unit_ends_or_begins_with_an_operation_in_place(make):
     """Between two units there may be a cut: what came in is someone else's, what goes out is on its way."""
-    x = images(2, 3, 8, 8)
+    x = images(2, 3, 32, 32)
     for name, unit in make().named_children():
         received = x.detach().requires_grad_() * 1  # not a leaf, which autograd itself would protect
         x = unit(received)
@@ -99,9 +152,19 @@ def test_each_layer_but_the_first_halves_the_image_and_doubles_the_channels():
     assert shapes == [(16, 32, 32)] * 3 + [(32, 16, 16)] * 2 + [(64, 8, 8)] * 2
 
 
-def test_every_parameter_gets_a_gradient_from_grey_images_of_8_by_8():
-    model = cifar_resnet(20, num_classes=4, in_channels=1)
-    out = model(images(5, 1, 8, 8))
+@pytest.mark.parametrize(
+    ("make", "side"),
+    [
+        (lambda **counts: cifar_resnet(20, **counts), 8),
+        (lambda **counts: wide_resnet(16, 2, **counts), 8),
+        (cifar_resnet34, 8),
+        (se_resnet18, 64),
+    ],
+    ids=["resnet20", "wrn16_2", "resnet34", "se_resnet18"],
+)
+def test_every_parameter_gets_a_gradient_from_small_grey_images(make, side):
+    model = make(num_classes=4, in_channels=1)
+    out = model(images(5, 1, side, side))
     out.square().sum().backward()
 
     assert out.shape == (5, 4)
@@ -116,8 +179,19 @@ def test_convolutions_start_with_he_initialisation_over_the_fan_out():
         assert conv.weight.std().item() == pytest.approx(expected, rel=0.02)
 
 
-def test_memory_format_channels_last_survives_every_unit():
-    model, x = cifar_resnet(8).to(memory_format=torch.channels_last), images(2, 3, 8, 8)
+@pytest.mark.parametrize("make", [lambda **init: cifar_resnet(20, **init), cifar_resnet18], ids=["resnet20", "18"])
+def test_init_torch_leaves_the_convolutions_as_torch_made_them(make):
+    convs = [m for m in make(init="torch").modules() if isinstance(m, nn.Conv2d)]
+    for conv in convs:
+        bound = 1 / math.sqrt(conv.in_channels * conv.kernel_size[0] ** 2)  # uniform within, says torch
+        assert bound * 0.9 < conv.weight.abs().max().item() <= bound
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: cifar_resnet(8), lambda: wide_resnet(10, 2), se_resnet18], ids=["resnet8", "wrn10_2", "se"]
+)
+def test_memory_format_channels_last_survives_every_unit(make):
+    model, x = make().to(memory_format=torch.channels_last), images(2, 3, 32, 32)
     x = x.contiguous(memory_format=torch.channels_last)
     for name, unit in list(model.named_children())[:-1]:
         x = unit(x)
@@ -135,5 +209,137 @@ def test_a_depth_that_is_not_6n_plus_2_is_refused_with_the_nearest_that_are(dept
 def test_counts_below_one_are_refused():
     with pytest.raises(ConfigError, match=r"model\.num_classes and model\.in_channels must be at least 1, got 0 and 3"):
         cifar_resnet(20, num_classes=0)
-    with pytest.raises(ConfigError, match="got 10 and 0"):
-        cifar_resnet18(in_channels=0)
+    for make in (cifar_resnet18, cifar_resnet34, wide_resnet, se_resnet18):
+        with pytest.raises(ConfigError, match="got 10 and 0"):
+            make(num_classes=10, in_channels=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cifar_resnet(20, shortcut="C"), "there is no model.shortcut=C; choose one of A, A_after, B"),
+        (lambda: cifar_resnet(20, pool_size=0), "model.pool_size must be a whole number of at least 1, or null, got 0"),
+        (lambda: cifar_resnet(20, pool_size="6"), "model.pool_size must be a whole number .* got '6'"),
+        (lambda: cifar_resnet34(init="xavier"), "there is no model.init=xavier; choose one of he, torch"),
+        (lambda: wide_resnet(26), r"model.depth=26 is not 6n\+4 with n >= 1; the nearest that is: 22 and 28"),
+        (lambda: wide_resnet(4), r"model.depth=4 is not 6n\+4 .*: 10$"),
+        (lambda: wide_resnet(10, 0), "model.widen_factor must be at least 1, got 0"),
+        (lambda: wide_resnet(10, 1, dropout=1.0), "model.dropout must be at least 0 and below 1, got 1.0"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused_with_those_that_are(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(("channels", "stride"), [((4, 4), 1), ((4, 8), 1), ((4, 8), 2)])
+def test_a_wide_block_is_the_papers_equation(channels, stride):
+    block = PreActivationBlock(*channels, stride, dropout=0.3).eval()
+    state, x = dict(block.named_parameters()), images(2, 4, 5, 5)
+
+    activated = F.relu(x / math.sqrt(1 + 1e-5))  # BatchNorm at its beginning: mean 0, variance 1
+    inner = F.relu(F.conv2d(activated, state["conv1.weight"], stride=stride, padding=1) / math.sqrt(1 + 1e-5))
+    residual = F.conv2d(inner, state["conv2.weight"], padding=1)
+    around = x if channels == (4, 4) else F.conv2d(activated, state["projection.weight"], stride=stride)
+
+    torch.testing.assert_close(block(x), residual + around)
+
+
+def test_dropout_of_a_wide_block_is_in_its_residual_alone_and_in_training_alone():
+    x = images(2, 4, 5, 5)
+    block = PreActivationBlock(4, 4, 1, dropout=1.0)
+    assert torch.equal(block(x), x)
+    assert not torch.equal(block.eval()(x), x)
+    dropouts = [m.p for m in wide_resnet(10, 1, dropout=0.3).modules() if isinstance(m, nn.Dropout)]
+    assert dropouts == [0.3] * 3
+
+
+def test_squeeze_and_excitation_scales_channels_by_a_gate_of_their_means():
+    gate, x = SqueezeExcitation(32), images(2, 32, 3, 5)
+    expected = torch.empty_like(x)
+    for b in range(2):
+        means = torch.stack([x[b, c].mean() for c in range(32)])
+        scale = 1 / (1 + torch.exp(-gate.fc2.weight @ (gate.fc1.weight @ means).clamp(min=0)))
+        for c in range(32):
+            expected[b, c] = scale[c] * x[b, c]
+
+    assert gate.fc1.weight.shape == (2, 32)  # reduction 16
+    torch.testing.assert_close(gate(x), expected)
+
+
+def test_se_resnet18_with_gates_at_one_half_is_torchvisions_resnet18_with_half_the_residuals():
+    theirs = torchvision.models.resnet18(num_classes=7)
+    ours = se_resnet18(num_classes=7)
+    names = [name for name in ours.state_dict() if ".se." not in name]
+    values = theirs.state_dict().values()
+    ours.load_state_dict(dict(zip(names, values, strict=True)), strict=False)
+    for module in ours.modules():
+        if isinstance(module, SqueezeExcitation):
+            nn.init.zeros_(module.fc2.weight)  # sigmoid(0) is 1/2, exactly
+    for name, parameter in theirs.named_parameters():
+        if "bn2" in name:
+            parameter.data /= 2
+
+    x = images(2, 3, 64, 64)
+    assert torch.equal(ours(x), theirs(x))
+
+
+def test_every_classification_builder_of_torchvision_is_taken_and_builds():
+    names = torchvision.models.list_models(module=torchvision.models)
+    first_of_each_family = {builder_of(name).__module__: name for name in reversed(names)}
+    assert len(names) >= 80
+    for family, name in first_of_each_family.items():
+        # RegNet computes its widths on tensors and so does not build on the meta device.
+        with torch.device("cpu" if family.endswith("regnet") else "meta"):
+            model = torchvision_model("regnet_x_400mf" if family.endswith("regnet") else name, num_classes=7)
+        assert [p.shape[0] for p in model.parameters() if p.dim()][-1] == 7, name
+
+
+@pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
+def test_networks_with_auxiliary_heads_come_without_them_and_without_a_warning(name):
+    model = torchvision_model(name, num_classes=3)
+    assert model.training
+    side = 75 if name == "inception_v3" else 32
+    assert model(images(2, 3, side, side)).shape == (2, 3)
+    with torch.device("meta"):
+        heads = [n for n, _ in torchvision_model(name, aux_logits=True).named_children() if "aux" in n.lower()]
+    assert heads
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("resnet51", {}, "model.name=resnet51 is not one of torchvision's .* did you mean resnet50 or"),
+        (5, {}, "model.name=5 is not one of torchvision's .* see torchvision.models.list_models"),
+        ("fcn_resnet50", {}, "model.name=fcn_resnet50 is one of torchvision.models.segmentation; only classification"),
+        ("quantized_resnet18", {}, "is one of torchvision.models.quantization; only classification"),
+        ("resnet18", {"num_classes": 0}, "model.num_classes must be at least 1, got 0"),
+        ("resnet18", {"width_per_grup": 1}, "no key 'model.width_per_grup'; did you mean 'model.width_per_group'"),
+        # ConvNeXt and MobileNetV3 would swallow what they do not know.
+        ("convnext_tiny", {"dropuot": 0.1}, "no key 'model.dropuot'; torchvision's convnext_tiny takes block_setting"),
+        ("resnet18", {"weights": "DEFAULT"}, "model.weights is not taken: nothing is downloaded; .* init_from=PATH"),
+        ("resnet18", {"groups": 2}, "refuses model.groups=2: ValueError: BasicBlock only supports groups=1"),
+    ],
+)
+def test_what_torchvision_cannot_build_is_refused_with_the_reason(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        torchvision_model(name, **options)
+
+
+def test_options_reach_torchvisions_builder():
+    with torch.device("meta"):
+        assert torchvision_model("vit_b_16", image_size=32).encoder.pos_embedding.shape[1] == 5
+        assert torchvision_model("mobilenet_v3_small", width_mult=2.0).features[0][0].out_channels == 32
+
+
+def test_weights_of_a_torchvision_model_go_in_by_init_from(tmp_path):
+    words = ["model=torchvision", "model.name=squeezenet1_1", "data.num_classes=4", "seed=1"]
+    weights = torchvision.models.squeezenet1_1(num_classes=4).state_dict()
+    torch.save(weights, tmp_path / "state.pt")
+
+    drawn = build_model(compose_run(words)[0]).state_dict()
+    loaded = build_model(compose_run([*words, f"init_from={tmp_path / 'state.pt'}"])[0]).state_dict()
+
+    assert not torch.equal(drawn["features.0.weight"], weights["features.0.weight"])
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)

@@ -1,0 +1,89 @@
+"""Any classification network of torchvision, by the name of its builder."""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from adl_dist.errors import ConfigError
+
+# Networks with auxiliary heads, in training only: their output then is a tuple, which cross-entropy does not take.
+# Of their initialisation torchvision warns that it will change, unless it is asked for.
+_WITH_HEADS = ("googlenet", "inception_v3")
+_FOR_THEM = {"aux_logits": False, "init_weights": True}
+# The class of these swallows any option; these their builders do read before.
+_MOBILENET_V3 = ("mobilenet_v3_large", "mobilenet_v3_small")
+_FOR_MOBILENET_V3 = ["width_mult", "reduced_tail", "dilated"]
+# What builders take to download weights.
+_WEIGHTS = ("weights", "pretrained", "progress")
+
+
+def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.Module:
+    """Build a classification network of torchvision with weights drawn anew; nothing is downloaded.
+
+    GoogLeNet and Inception v3 come without their auxiliary heads unless ``aux_logits=True`` asks for them: with
+    them their output in training is a tuple, which needs a loss of its own.
+
+    Args:
+        name: of the builder, like ``resnet50`` or ``vit_b_16``.
+        num_classes: outputs.
+        **options: what the builder takes besides, like ``dropout`` or ``image_size``.
+
+    Returns:
+        float[B, 3, H, W] -> float[B, num_classes].
+
+    Raises:
+        ConfigError: an unknown name, the name of another kind of network, an option that the builder refuses.
+    """
+    builder = builder_of(name)
+    if num_classes < 1:
+        raise ConfigError(f"model.num_classes must be at least 1, got {num_classes}")
+    taken = _options_of(name, builder)
+    for option in options:
+        if option in _WEIGHTS:
+            raise ConfigError(
+                f"model.{option} is not taken: nothing is downloaded; save the weights by torch.save as a state_dict "
+                "and give init_from=PATH"
+            )
+        if option not in taken:
+            close = difflib.get_close_matches(option, taken, n=1)
+            hint = f"; did you mean 'model.{close[0]}'?" if close else ""
+            raise ConfigError(f"there is no key 'model.{option}'{hint}; torchvision's {name} takes {', '.join(taken)}")
+    ours = _FOR_THEM if name in _WITH_HEADS else {}
+    try:
+        return builder(weights=None, num_classes=num_classes, **{**ours, **options})
+    except Exception as error:  # torchvision's own code: say what it said
+        given = ", ".join(f"model.{key}={value}" for key, value in options.items()) or "its arguments"
+        raise ConfigError(f"torchvision's {name} refuses {given}: {type(error).__name__}: {error}") from error
+
+
+def builder_of(name: str) -> Callable[..., nn.Module]:
+    """The function of torchvision that builds ``name``.
+
+    Raises:
+        ConfigError: an unknown name, or the name of another kind of network.
+    """
+    from torchvision import models  # late: it takes a second
+
+    known = models.list_models(module=models)
+    if name in known:
+        return models.get_model_builder(name)  # type: ignore[no-any-return]
+    if name in models.list_models():
+        kind = models.get_model_builder(name).__module__.split(".")[2]
+        raise ConfigError(
+            f"model.name={name} is one of torchvision.models.{kind}; only classification builders are taken, those "
+            "of torchvision.models itself, like resnet50"
+        )
+    close = difflib.get_close_matches(str(name).lower(), known)
+    hint = f"did you mean {' or '.join(close)}?" if close else "see torchvision.models.list_models()"
+    raise ConfigError(f"model.name={name} is not one of torchvision's {len(known)} classification builders; {hint}")
+
+
+def _options_of(name: str, builder: Callable[..., nn.Module]) -> list[str]:
+    """The names that ``builder`` hands to its class, and what it takes besides. Its own signature says nothing."""
+    made = inspect.signature(builder).return_annotation
+    parameters = inspect.signature(made).parameters.values()
+    more = _FOR_MOBILENET_V3 if name in _MOBILENET_V3 else []
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] + more
