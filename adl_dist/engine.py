@@ -38,17 +38,17 @@ class Seat:
     held: dict[str, Tensors] = field(default_factory=dict)
     buffer: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
 
-    def open(self, work: Work) -> None:
-        """Begin a segment."""
+    def open(self, work: Work, *, training: bool) -> None:
+        """Begin a segment of training or of evaluation."""
         self.work = work
         self.held.clear()
         self.buffer.clear()
         for sender in self.senders.values():
-            sender.open(work.sizes)
+            sender.open(work.sizes, training=training)
         for what, receiver in self.receivers.items():
             order = [a.number for a in work.stream if a.op in RECEIVES and RECEIVES[a.op].what == what]
             from_upstream = what in ("act", "label")
-            receiver.open(work.sizes_upstream if from_upstream else work.sizes, order)
+            receiver.open(work.sizes_upstream if from_upstream else work.sizes, order, training=training)
 
     def drain(self) -> None:
         """Return when everything sent has left."""

@@ -41,17 +41,19 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         ConfigError, PartitionError, CheckpointError: see the message.
     """
     model = build_model(config)
-    balance = config.partition.balance
+    balance: Any = config.partition.balance
     method = config.method.chosen()
     if num_stages is not None:
         method = Method(name="bp", accumulation_steps=method.micro_batches_per_update)
     return Trainer(
         model,
-        loss_fn=_loss(config),
-        optimizer=_optimizer(config),
+        loss_fn=build_loss(config),
+        optimizer=build_optimizer(config),
         method=method,
         num_stages=config.partition.num_stages if num_stages is None else num_stages,
-        balance=None if balance == "even" or num_stages is not None else balance,
+        balance=balance if num_stages is None else "even",
+        grain=config.partition.grain.value if config.partition.grain and num_stages is None else None,
+        speeds=config.partition.speeds if num_stages is None else None,
         lr_schedule=_lr_schedule(config),
         seed=config.seed,
         device=config.runtime.device.value,
@@ -104,7 +106,7 @@ def check_targets(config: RunConfig) -> None:
     """
     for name, node in (("data", data_arguments(config)), ("model", config.model), ("loss", config.loss)):
         _bind(name, node)
-    optimizer = _optimizer(config)([nn.Parameter(torch.zeros(1))])
+    optimizer = build_optimizer(config)([nn.Parameter(torch.zeros(1))])
     epoch = 1000  # any length will do: the data is not there yet
     total = epoch * config.train.epochs
     build_lr_schedule(_lr_schedule(config), optimizer, updates_per_epoch=epoch, total_updates=total)
@@ -127,7 +129,12 @@ def data_arguments(config: RunConfig) -> dict[str, Any]:
     return {k: v for k, v in node.items() if k not in OF_THE_MODEL or taken is None or k in taken}
 
 
-def _loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor]:
+def build_loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss, from (output, target) to its mean over the samples.
+
+    Raises:
+        ConfigError: the target cannot be called like that, or returns nothing to call.
+    """
     loss_fn = _call("loss", config.loss)
     if not callable(loss_fn):
         raise ConfigError(
@@ -137,7 +144,12 @@ def _loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor]:
     return loss_fn  # type: ignore[no-any-return]
 
 
-def _optimizer(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+def build_optimizer(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """What makes the optimizer of some parameters.
+
+    Raises:
+        ConfigError: the target cannot be called like that; later, that it refuses its arguments.
+    """
     target, arguments = _bind("optimizer", config.optimizer, "params")
     name = config.optimizer["_target_"]
 

@@ -205,9 +205,11 @@ def _default_run_dir(config: RunConfig, choices: Mapping[str, str]) -> str:
 
 
 def named(node: str, config: Any, choices: Mapping[str, str]) -> str:
-    """What folders call the choice of ``node``."""
-    choice = choices[node]
-    return str(getattr(config, node)["_target_"]).rpartition(".")[2] if choice == "custom" else choice
+    """What folders call the choice of ``node``: of a target that makes many, with the ``name`` that it is given."""
+    choice, chosen = choices[node], getattr(config, node)
+    if choice == "custom":
+        choice = str(chosen["_target_"]).rpartition(".")[2]
+    return f"{choice}-{chosen['name']}" if "name" in chosen else choice
 
 
 def readable(error: Exception, words: Sequence[str]) -> str:

@@ -26,6 +26,13 @@ class Dtype(enum.Enum):
     float64 = "float64"
 
 
+class Grain(enum.Enum):
+    """How finely a model may be cut."""
+
+    layer = "layer"
+    block = "block"
+
+
 # Not frozen: OmegaConf makes a nested frozen dataclass read-only, and Hydra cannot compose a group over it.
 
 
@@ -68,13 +75,16 @@ class PartitionConfig:
 
     num_stages: int = 2
     balance: Any = "even"
+    grain: Grain | None = None
+    speeds: list[float] | None = None
 
     def __post_init__(self) -> None:
         _at_least("partition.num_stages", self.num_stages, 1)
-        is_list = isinstance(self.balance, list) and all(type(n) is int for n in self.balance)
-        if self.balance != "even" and not is_list:
+        kinds = {type(entry) for entry in self.balance} if isinstance(self.balance, list) else set()
+        if self.balance not in ("even", "auto") and kinds not in ({int}, {str}):
             raise ConfigError(
-                f"partition.balance={self.balance!r} is neither 'even' nor a list of units per stage, like [3,2]"
+                f"partition.balance={self.balance!r} is none of 'auto', 'even', a list of units per stage, like [3,2], "
+                "and a list of the units where stages 1.. begin, like [layer2.0]"
             )
 
 

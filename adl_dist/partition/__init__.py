@@ -1,5 +1,21 @@
-"""From a model to K stages."""
+"""From a model to K stages: read it as a chain of units, measure them, cut it where it is best."""
 
-from adl_dist.partition.cut import cut, even_balance, units_of
+from adl_dist.partition.balance import Balance, best_balance, evaluate_balance
+from adl_dist.partition.chain import Chain, linearise
+from adl_dist.partition.costs import Held, Machine, UnitCost
+from adl_dist.partition.cut import checked_sizes, cut, even_balance, even_sizes
 
-__all__ = ["cut", "even_balance", "units_of"]
+__all__ = [
+    "Balance",
+    "Chain",
+    "Held",
+    "Machine",
+    "UnitCost",
+    "best_balance",
+    "checked_sizes",
+    "cut",
+    "evaluate_balance",
+    "even_balance",
+    "even_sizes",
+    "linearise",
+]

@@ -1,32 +1,36 @@
-"""Cuts a sequential model into K stages without renaming a single parameter."""
+"""Cuts a model into K stages without renaming a single parameter."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from torch import nn
 
 from adl_dist.errors import PartitionError
+from adl_dist.partition.balance import best_balance
+from adl_dist.partition.chain import Chain, linearise, place_of
+from adl_dist.partition.costs import Held, UnitCost
 
 
-def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The pieces between which ``model`` can be cut, with their names, in the order they run.
+def cut(
+    model: nn.Module, *, num_stages: int, balance: Sequence[int] | Sequence[str] | None = None, grain: str = "block"
+) -> list[nn.Module]:
+    """Cut ``model`` into stages that together hold exactly its parameters and buffers.
 
-    A plain ``nn.Sequential`` has one unit per child, a child that stands twice having two; any other module,
-    also a Sequential with a ``forward`` or hooks of its own, is one unit.
+    The state_dict keys of the stages are those of the uncut model: their disjoint union is its state_dict.
+
+    Args:
+        model: any module that torch.fx can trace; an ``nn.Sequential`` is not traced at grain ``block``.
+        num_stages: K.
+        balance: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
+        grain: of the units; see :func:`linearise`.
+
+    Raises:
+        PartitionError: it cannot be traced, has too few units, or cannot be cut there.
     """
-    if is_plain_sequential(model):
-        return [(name, child) for name, child in model._modules.items() if child is not None]
-    return [("", model)]
-
-
-def is_plain_sequential(model: nn.Module) -> bool:
-    """Whether running the children one after the other is all that ``model`` does."""
-    return (
-        isinstance(model, nn.Sequential)
-        and type(model).forward is nn.Sequential.forward
-        and not model._forward_hooks
-        and not model._forward_pre_hooks
-    )
+    if num_stages == 1 and balance is None:
+        return [model]
+    chain = linearise(model, grain=grain)
+    sizes = even_sizes(chain, num_stages) if balance is None else checked_sizes(chain, num_stages, balance)
+    return [model] if num_stages == 1 else chain.pieces(sizes)
 
 
 def even_balance(num_units: int, num_stages: int) -> list[int]:
@@ -38,56 +42,76 @@ def even_balance(num_units: int, num_stages: int) -> list[int]:
     if num_stages > num_units:
         raise PartitionError(
             f"partition.num_stages={num_stages} needs at least {num_stages} units, but the model has {num_units}; "
-            f"use at most partition.num_stages={num_units}, or hand over an nn.Sequential of more blocks"
+            f"use at most partition.num_stages={num_units}, or partition.grain=layer, which looks inside of blocks"
         )
     few, extra = divmod(num_units, num_stages)
     return [few + (stage >= num_stages - extra) for stage in range(num_stages)]
 
 
-def cut(model: nn.Module, *, num_stages: int, balance: Sequence[int] | None = None) -> list[nn.Module]:
-    """Cut ``model`` into stages that together hold exactly its modules.
-
-    The state_dict keys of the stages are those of the uncut model: their disjoint union is its state_dict.
-
-    Args:
-        model: an ``nn.Sequential`` (or, for one stage, any module).
-        num_stages: K.
-        balance: units of each stage; None: as even as can be.
+def even_sizes(chain: Chain, num_stages: int) -> list[int]:
+    """Units of each stage, as equal as can be where the chain can be cut.
 
     Raises:
-        PartitionError: too few units, a balance that does not add up, a parameter shared by two stages.
+        PartitionError: fewer units than stages, or too few possible cuts.
     """
-    units = units_of(model)
-    if num_stages > 1 and not is_plain_sequential(model):
-        kind = "has a forward or hooks of its own" if isinstance(model, nn.Sequential) else "is not an nn.Sequential"
+    sizes = even_balance(len(chain.units), num_stages)
+    if not any(cut in chain.forbidden for cut in _cuts(sizes)):
+        return sizes
+    num_places = len(chain.units) - 1 - len(chain.forbidden)
+    if num_places < num_stages - 1:
+        reason = next(iter(chain.forbidden.values()))
         raise PartitionError(
-            f"{type(model).__name__} cannot be cut into {num_stages} stages: it {kind}, so where one block ends is not "
-            "known; hand over an nn.Sequential of its blocks, or use partition.num_stages=1"
+            f"partition.num_stages={num_stages}: the model has {num_places} place(s) where it can be cut; among the "
+            f"others, {reason}; use at most partition.num_stages={num_places + 1}, or untie them"
         )
-    sizes = even_balance(len(units), num_stages) if balance is None else list(balance)
-    if len(sizes) != num_stages or sum(sizes) != len(units) or min(sizes, default=0) < 1:
+    same = [
+        UnitCost(name=name, forward=1.0, backward=0.0, may_cut=unit not in chain.forbidden)
+        for unit, name in enumerate(chain.units)
+    ]
+    return best_balance(same, num_stages=num_stages, held=[Held(graphs=1)] * num_stages).sizes
+
+
+def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequence[str]) -> list[int]:
+    """The units of each stage that a user's ``balance`` means.
+
+    Args:
+        chain: to be cut.
+        num_stages: K.
+        balance: K numbers of units, or K - 1 names of the units (or blocks) where the next stage begins.
+
+    Raises:
+        PartitionError: it does not fit the chain, or asks for a cut that cannot be made.
+    """
+    num_units = len(chain.units)
+    if balance and all(isinstance(entry, str) for entry in balance):
+        begins = [place_of(str(name), chain.units) for name in balance]
+        if len(begins) != num_stages - 1 or begins != sorted({*begins}) or 0 in begins:
+            raise PartitionError(
+                f"partition.balance=[{', '.join(map(str, balance))}] does not fit: expected {num_stages - 1} names, of "
+                f"the units where stages 1 to {num_stages - 1} begin, in the order they run"
+            )
+        ends = [*begins, num_units]
+        sizes = [end - begin for begin, end in zip([0, *begins], ends, strict=True)]
+    else:
+        sizes = [int(size) for size in balance]
+    if len(sizes) != num_stages or sum(sizes) != num_units or min(sizes, default=0) < 1:
         raise PartitionError(
             f"partition.balance={sizes} does not fit: expected {num_stages} numbers, each at least 1, that add up to "
-            f"the model's {len(units)} units ({', '.join(name for name, _ in units)}), got {len(sizes)} that add up "
-            f"to {sum(sizes)}"
+            f"the model's {num_units} units ({_some(chain.units)}), got {len(sizes)} that add up to {sum(sizes)}"
         )
-    if num_stages == 1:
-        return [model]
-    stages, start = [], 0
-    for size in sizes:
-        stages.append(nn.Sequential(OrderedDict(units[start : start + size])))
-        start += size
-    _refuse_shared_tensors(stages)
-    return list(stages)
+    for cut in _cuts(sizes):
+        if cut in chain.forbidden:
+            raise PartitionError(
+                f"the model cannot be cut behind {chain.units[cut]}: {chain.forbidden[cut]}; choose a "
+                "partition.balance that keeps both on one stage, or untie them"
+            )
+    return sizes
 
 
-def _refuse_shared_tensors(stages: Sequence[nn.Module]) -> None:
-    home: dict[int, tuple[int, str]] = {}
-    for stage, module in enumerate(stages):
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            other, first_name = home.setdefault(id(tensor), (stage, name))
-            if other != stage:
-                raise PartitionError(
-                    f"'{first_name}' on stage {other} and '{name}' on stage {stage} are one and the same tensor; "
-                    "choose a partition.balance that keeps both on one stage, or untie them"
-                )
+def _cuts(sizes: Sequence[int]) -> list[int]:
+    """The units behind which ``sizes`` cut."""
+    return [sum(sizes[: stage + 1]) - 1 for stage in range(len(sizes) - 1)]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 12 else [*names[:6], "...", *names[-3:]])

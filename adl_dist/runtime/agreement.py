@@ -6,9 +6,8 @@ reason instead, so the error is readable on both sides; in gloo a mismatch would
 """
 
 import json
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,12 +15,22 @@ from torch import Tensor, nn
 
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.runtime.control import StageFailed
-from adl_dist.stage import may_start_in_place, packed, unpacked
-from adl_dist.transport import TensorSpec
+from adl_dist.runtime.trial import try_out
+from adl_dist.transport import Specs, TensorSpec
 
-NUM_TRIAL_SAMPLES = 2
 
-Specs = list[TensorSpec]
+class Agreed(NamedTuple):
+    """What a process knows after the agreement.
+
+    Attributes:
+        acts: what arrives at each stage k of this process and at k + 1 (K: the model's output).
+        target: what the loss takes beside the output.
+        overwrites: for each act of each stage of this process, whether the stage's module writes to it.
+    """
+
+    acts: dict[int, Specs]
+    target: TensorSpec
+    overwrites: dict[int, list[bool]]
 
 
 def agree(
@@ -32,8 +41,8 @@ def agree(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     sample: tuple[Tensor, Tensor] | None,
     device: torch.device,
-    check: Callable[[int, Specs], None] | None = None,
-) -> tuple[dict[int, Specs], Specs]:
+    check: Callable[[int, Sequence[TensorSpec]], None] | None = None,
+) -> Agreed:
     """Settle what arrives at each stage of this process.
 
     Args:
@@ -45,34 +54,30 @@ def agree(
         device: where the modules are.
         check: refuses what a stage sends on, by raising.
 
-    Returns:
-        The acts that arrive at each stage k of this process and at k + 1, by stage (K: the model's output);
-        and the target's spec.
-
     Raises:
         ConfigError: a part of the model does not take what it gets, or returns no batch of tensors.
         StageFailed: another stage found so.
         ChannelError: no answer from another stage in time.
     """
     if sample is not None:
-        _publish(store, 0, {"act": [TensorSpec.of(sample[0])], "target": [TensorSpec.of(sample[1])]})
+        _publish(store, 0, Specs.always([TensorSpec.of(sample[0])]), TensorSpec.of(sample[1]))
     acts: dict[int, Specs] = {}
+    overwrites: dict[int, list[bool]] = {}
     for stage in sorted(modules):
-        told = _await(store, stage, by=max(stage - 1, 0))
-        acts[stage], target = told["act"], told["target"]
+        acts[stage], target = _await(store, stage, by=max(stage - 1, 0))
         try:
             is_last = stage == num_stages - 1
-            outs = _try_out(modules[stage], stage, acts[stage], target if is_last else None, loss_fn, device)
+            found = try_out(modules[stage], stage, acts[stage], target if is_last else None, loss_fn, device)
             if check is not None and not is_last:
-                check(stage, outs)
+                check(stage, found.outs.training)
         except AdlError as error:
             refuse(store, error, stages=range(stage + 1, num_stages + 1))
             raise
-        acts[stage + 1] = outs
-        _publish(store, stage + 1, {"act": outs, "target": target})
+        acts[stage + 1], overwrites[stage] = found
+        _publish(store, stage + 1, found.outs, target)
     # Nobody starts before the last stage has agreed: a refusal downstream is told upstream, too.
     _await(store, num_stages, by=num_stages - 1)
-    return acts, target
+    return Agreed(acts, target, overwrites)
 
 
 def check_same(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str, Any]) -> None:
@@ -93,66 +98,9 @@ def check_same(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str
             )
 
 
-def _try_out(
-    module: nn.Module,
-    stage: int,
-    arriving: Specs,
-    target: Specs | None,
-    loss_fn: Callable[[Any, Tensor], Tensor],
-    device: torch.device,
-) -> Specs:
-    told = f"stage {stage} ({_units(module)}) gets {', '.join(map(str, arriving))}"
-    acts = [spec.empty(NUM_TRIAL_SAMPLES, device).zero_() for spec in arriving]
-    if stage > 0:
-        acts = [a.requires_grad_(a.is_floating_point()) for a in acts]
-    was_training = module.training
-    module.eval()  # running statistics must not move
-    try:
-        # A graph is built, because an in-place operation on the stage's input fails only then.
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            copies = stage > 0 and may_start_in_place(module)
-            out = module(packed(tuple(act.clone() if copies else act for act in acts)))
-    except Exception as error:  # the user's own forward can raise anything
-        raise ConfigError(f"{told} and fails on it: {type(error).__name__}: {error}") from error
-    finally:
-        module.train(was_training)
-    outs = unpacked(out)
-    if not isinstance(out, Tensor) and len(outs) == 1:
-        raise ConfigError(f"{told} and returns a {type(out).__name__} of one tensor; return the tensor itself")
-    for tensor in outs:
-        if not isinstance(tensor, Tensor) or tensor.shape[:1] != (NUM_TRIAL_SAMPLES,):
-            found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ConfigError(
-                f"{told} and returns {found} for {NUM_TRIAL_SAMPLES} samples; expected tensors whose first "
-                "dimension is the batch"
-            )
-    specs = [TensorSpec.of(tensor) for tensor in outs]
-    if target is not None:
-        _try_loss(stage, specs, out, target[0], loss_fn)
-    return specs
-
-
-def _try_loss(stage: int, specs: Specs, out: Any, target: TensorSpec, loss_fn: Callable[[Any, Tensor], Tensor]) -> None:
-    got = f"{', '.join(map(str, specs))} and {target}"
-    if getattr(loss_fn, "reduction", "mean") == "sum":
-        raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
-            loss = loss_fn(out, target.empty(NUM_TRIAL_SAMPLES, unpacked(out)[0].device).zero_())
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise ConfigError(
-            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
-            "loss._target_ (loss_fn), or mend the model's output or the targets"
-        ) from error
-    if loss.ndim > 0:
-        raise ConfigError(
-            f"stage {stage}: the loss has shape {list(loss.shape)} for {got}; expected one number, the mean over "
-            "the samples"
-        )
-
-
-def _publish(store: dist.Store, stage: int, told: Mapping[str, Specs]) -> None:
-    store.set(f"arrives/{stage}", json.dumps({k: [spec.to_json() for spec in v] for k, v in told.items()}))
+def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec) -> None:
+    told = {mode: [spec.to_json() for spec in specs] for mode, specs in acts._asdict().items()}
+    store.set(f"arrives/{stage}", json.dumps({**told, "target": target.to_json()}))
 
 
 def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
@@ -169,9 +117,10 @@ def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: 
         store.set(key, told)
 
 
-def _await(store: dist.Store, stage: int, *, by: int) -> dict[str, Specs]:
+def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec]:
     told = _read(store, f"arrives/{stage}", by)
-    return {what: [TensorSpec.from_json(spec) for spec in specs] for what, specs in told.items()}
+    acts = Specs(*(tuple(map(TensorSpec.from_json, told[mode])) for mode in Specs._fields))
+    return acts, TensorSpec.from_json(told["target"])
 
 
 def _read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
@@ -185,11 +134,6 @@ def _read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
     return told
 
 
-def _units(module: nn.Module) -> str:
-    names = [name for name, _ in module.named_children()] or [type(module).__name__]
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -197,5 +141,5 @@ def _short(value: object) -> str:
 
 def num_outputs(store: dist.Store, num_stages: int) -> int | None:
     """Classes that the agreed model tells apart; None if its output is not [B, classes]."""
-    out = _await(store, num_stages, by=num_stages - 1)["act"][0]
+    out = _await(store, num_stages, by=num_stages - 1)[0].evaluation[0]
     return out.shape[0] if len(out.shape) == 1 else None

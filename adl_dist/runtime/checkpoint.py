@@ -5,32 +5,33 @@
         .metadata  __0_0.distcp ... what torch.distributed.checkpoint writes
     checkpoints/.saving-...         unfinished (.removing-...: half removed); gone at the next start
 
-Keys are ``model.<name>`` for parameters and buffers and ``optimizer.<name>.<state>`` for optimizer state, so
-how the model was cut leaves no trace in them; only the heads of local losses are a stage's own, and their names
-begin with ``head<k>:``. Learning rates are not stored: a schedule is a function of the update index alone.
+How the model was cut leaves no trace in the tensors' names, see :mod:`adl_dist.runtime.stage_state`; the manifest tells
+it. Learning rates are not stored: a schedule is a function of the update index and of the cut in use.
 """
 
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
 
-from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.errors import ChannelError, CheckpointError, ConfigError
+from adl_dist.runtime import stage_state
 from adl_dist.stage import Stage
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 # Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
-# "of" is what the position refers to: sizes of data and batches, length of the run, optimizer.
+# "of" is what the position refers to: sizes of data and batches, length of the run, optimizer; and the cut.
 FIELDS = {"format": int, "update": int, "epochs": int, "sample": int, "metrics": dict, "of": dict, "files": dict}
 
 Signature = dict[str, list[int]]
@@ -53,41 +54,31 @@ def signature(model: nn.Module) -> Signature:
 
 def save(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
     """Write the state of this process's stages; every process calls it with the same unfinished ``path``."""
-    state: dict[str, Any] = {}
-    for stage in stages:
-        state |= _tensors(stage)
-        state |= _optimizer_state(stage)
-    with _explained(path):
+    state = {key: value for stage in stages for key, value in stage_state.saved(stage).items()}
+    with _explained(path, distributed=distributed):
         dcp.save(state, checkpoint_id=path, no_dist=not distributed)
 
 
 def load(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
-    """Read the state of this process's stages from a complete checkpoint, whatever cut wrote it."""
+    """Read the state of this process's stages from a complete checkpoint, whatever cut wrote it.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds local losses that do not fit.
+        ChannelError: another rank has found so.
+    """
     stages = list(stages)
     stored = _stored(path)
-    state: dict[str, Any] = {}
-    for stage in stages:
-        state |= _tensors(stage)
-        for name, _ in stage.named_parameters():
-            prefix = f"optimizer.{name}."
-            for key in (k for k in stored if k.startswith(prefix) and "." not in k[len(prefix) :]):
-                state[key] = torch.empty(stored[key].size, dtype=stored[key].properties.dtype)
-    for name, tensor in state.items():
-        if name.startswith("head") and (name not in stored or stored[name].size != tensor.shape):
-            raise CheckpointError(
-                f"{path} holds local losses of another cut or head ({name} does not fit); go on with the partition and "
-                "method.head that it was made with, or start anew with init_from= in another run_dir"
-            )
-    with _explained(path):
-        dcp.load(state, checkpoint_id=path, no_dist=not distributed)
-    for stage in stages:
-        _restore_optimizer(stage, state)
+    state = stage_state.wanted(stages, stored)
+    planner = _Planner(lambda: stage_state.check_heads(path, stages, stored))
+    with _explained(path, distributed=distributed):
+        dcp.load(state, checkpoint_id=path, planner=planner, no_dist=not distributed)
+    stage_state.restore_optimizers(stages, state)
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
     """Read parameters and buffers of a model, or of a part of it, from a complete checkpoint."""
     state = {f"model.{name}": tensor for name, tensor in module.state_dict().items()}
-    with _explained(path):
+    with _explained(path, distributed=False):
         dcp.load(state, checkpoint_id=path, no_dist=True)
 
 
@@ -187,15 +178,20 @@ def check_signature(path: Path, expected: Signature) -> None:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn the failure of any rank into one readable error."""
+def _explained(path: Path, *, distributed: bool) -> Iterator[None]:
+    """Turn the failure of any rank into one readable error, on the rank that it is of."""
     try:
         with warnings.catch_warnings():
             # With no_dist=True one process saves alone, which is what was asked for.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
     except CheckpointException as error:  # a BaseException, and it wraps whatever went wrong
-        rank, (cause, _) = next(iter(error.failures.items()))
+        rank = min(error.failures)
+        cause = error.failures[rank][0]
+        if distributed and rank != dist.get_rank():
+            raise ChannelError(f"{path}: rank {rank} could not read or write it; see what it says") from error
+        if isinstance(cause, CheckpointError):
+            raise cause from None
         raise CheckpointError(
             f"{path} cannot be read or written: rank {rank}: {type(cause).__name__}: {cause}; an older checkpoint "
             "beside it, if there is one, is untouched"
@@ -215,38 +211,16 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {what}; {way_out}")
 
 
-def _tensors(stage: Stage) -> dict[str, Tensor]:
-    state = {f"model.{name}": tensor for name, tensor in stage.module.state_dict().items()}
-    if stage.head is not None:
-        state |= {f"{stage.head_prefix}{name}": tensor for name, tensor in stage.head.state_dict().items()}
-    return state
+class _Planner(dcp.DefaultLoadPlanner):
+    """Checks first, at a point where all ranks hear of a refusal: else the others would wait for this one."""
 
+    def __init__(self, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._check = check
 
-def _optimizer_state(stage: Stage) -> dict[str, Tensor]:
-    if stage.optimizer is None:
-        return {}
-    return {
-        f"optimizer.{name}.{key}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for name, parameter in stage.named_parameters()
-        for key, value in stage.optimizer.state.get(parameter, {}).items()
-        if value is not None
-    }
-
-
-def _restore_optimizer(stage: Stage, state: Mapping[str, Tensor]) -> None:
-    if stage.optimizer is None:
-        return
-    names = {id(parameter): name for name, parameter in stage.named_parameters()}
-    groups = stage.optimizer.param_groups
-    restored: dict[int, dict[str, Tensor]] = {}
-    for place, parameter in enumerate(p for group in groups for p in group["params"]):
-        prefix = f"optimizer.{names[id(parameter)]}."
-        kept = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        kept = {key: value for key, value in kept.items() if "." not in key}
-        if kept:
-            restored[place] = kept
-    # torch knows which state belongs on which device, and which counters stay on the CPU.
-    stage.optimizer.load_state_dict({"state": restored, "param_groups": stage.optimizer.state_dict()["param_groups"]})
+    def create_local_plan(self) -> LoadPlan:
+        self._check()
+        return super().create_local_plan()
 
 
 def _sync_folder(folder: Path) -> None:

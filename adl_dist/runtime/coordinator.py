@@ -58,7 +58,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Where and how often to save, and from what to go on. ``every_epochs`` = 0: only at the end."""
+    """Where and how often to save, and from what to go on. ``every_epochs`` = 0: only at the end. ``cut``: as made."""
 
     folder: RunFolder
     config: Mapping[str, Any]
@@ -67,6 +67,7 @@ class Saving:
     keep: int
     signature: checkpoint.Signature
     optimizer: str
+    cut: Mapping[str, Any]
 
 
 class Coordinator:
@@ -88,13 +89,12 @@ class Coordinator:
         """Run to the end and return the summary."""
         started = time.monotonic()
         self._resume()
-        while self._epoch < self._plan.epochs and self._update < self._plan.total_updates:
+        while not self._is_over:
             self._train_one()
             self._evaluate()
             self._refuse_divergence()
-            done = self._epoch == self._plan.epochs or self._update == self._plan.total_updates
             every = self._saving.every_epochs if self._saving else 0
-            if done or (every and self._epoch % every == 0):
+            if self._is_over or (every and self._epoch % every == 0):
                 self._save()
         summary = self._summary(time.monotonic() - started)
         if self._saving and (self._trained_samples or not (self._saving.folder.path / "summary.json").is_file()):
@@ -106,6 +106,10 @@ class Coordinator:
         self._evaluate()
         return self._metrics
 
+    @property
+    def _is_over(self) -> bool:
+        return self._epoch >= self._plan.epochs or self._update >= self._plan.total_updates
+
     def _resume(self) -> None:
         path = None
         if self._saving is not None:
@@ -113,8 +117,9 @@ class Coordinator:
             if path is not None:
                 self._go_on_from(path, self._saving)
             # Only now that all stages agree and the checkpoint has been read: a start that failed must not stand in
-            # the way of the corrected command.
-            self._saving.folder.claim(self._saving.config)
+            # the way of the corrected command. A run that is over keeps the settings that it was made with.
+            if not (self._is_over and self._saving.folder.is_claimed):
+                self._saving.folder.claim(self._saving.config)
         self._recorder.start(from_update=self._update)
         if path is not None:
             self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
@@ -126,6 +131,8 @@ class Coordinator:
         self._crew.call("load", path=str(path), update=manifest["update"])
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
+        if not self._is_over:
+            self._tell_of_another_cut(manifest["of"].get("cut", {}), saving.cut)
 
     def _identity(self) -> dict[str, Any]:
         assert self._saving is not None
@@ -151,6 +158,17 @@ class Coordinator:
                 f"note: the run is now {mine} updates long, not {theirs.get(name)}; a learning rate schedule that "
                 "depends on the length (cosine) follows the new one"
             )
+
+    def _tell_of_another_cut(self, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+        # An older checkpoint does not say how it was cut.
+        if differing := [name for name in mine if name in theirs and theirs[name] != mine[name]]:
+            shown = ", ".join(f"{name} was {theirs[name]} and is {mine[name]}" for name in differing)
+            note = (
+                f"note: the run goes on with another cut ({shown}); weights and optimizer state are carried over "
+                "exactly, but staleness and dropout streams are now those of the new cut, and values follow them"
+            )
+            self._progress.note(note)
+            logger.info(note)
 
     def _train_one(self) -> None:
         segment = self._plan.segment(self._epoch, self._sample, self._update)
@@ -213,7 +231,7 @@ class Coordinator:
             "epochs": self._epoch,
             "sample": self._sample,
             "metrics": self._metrics,
-            "of": self._identity(),
+            "of": {**self._identity(), "cut": dict(self._saving.cut)},
         }
         final = checkpoint.commit(path, manifest, keep=self._saving.keep)
         logger.info("saved %s", final)

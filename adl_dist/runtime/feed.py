@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from adl_dist.data import Loader
 from adl_dist.errors import DataError
+from adl_dist.transport import TensorSpec
 
 CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
@@ -39,13 +40,15 @@ class Feed:
         for micro_batch, (input_, target) in enumerate(self._loader.batches(epoch, sizes, first_sample=first_sample)):
             if self._num_classes is not None:
                 self._check(target, self._num_classes, f"micro-batch {micro_batch} of epoch {epoch}")
+            # To the device first: a conversion on the CPU would leave the pinned memory that the copy needs.
+            input_ = input_.to(self._device, non_blocking=True)
             if input_.is_floating_point():
                 input_ = input_.to(self._dtype)
             if target.is_floating_point():
                 target = target.to(self._dtype)
             if self._channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
-            yield input_.to(self._device, non_blocking=True), target
+            yield input_, target
 
     def _check(self, target: Tensor, num_classes: int, where: str) -> None:
         if target.is_floating_point() or target.ndim != 1:
@@ -57,3 +60,26 @@ class Feed:
                 f"so targets must be in [0, {num_classes}); set "
                 "data.num_classes (model.num_classes) to the number of classes, or mend the targets"
             )
+
+
+def common_sample(train_feed: Feed | None, val_feed: Feed | None) -> tuple[Tensor, Tensor] | None:
+    """A sample as both datasets give it, for the agreement on shapes; None where no data is fed."""
+    samples = [sample for feed in (train_feed, val_feed) if (sample := _first_sample(feed)) is not None]
+    specs = [tuple(str(TensorSpec.of(tensor)) for tensor in sample) for sample in samples]
+    if len(set(specs)) > 1:
+        raise DataError(
+            f"validation dataset: its samples are {' and '.join(specs[1])}, but those of the training dataset are "
+            f"{' and '.join(specs[0])}; give both the same shape and dtype"
+        )
+    return samples[0] if samples else None
+
+
+def _first_sample(feed: Feed | None) -> tuple[Tensor, Tensor] | None:
+    """Input and target of one sample as stage 0 will get them, for the agreement on shapes."""
+    if feed is None:
+        return None
+    batches = feed.batches(0, [1])
+    try:
+        return next(batches)
+    finally:
+        batches.close()

@@ -15,13 +15,18 @@ from adl_dist.runtime import checkpoint
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 
-# What may differ when a run goes on: how long, where, and how it is watched. (Another device or number of threads may
-# move the last bits; a schedule that depends on the length of the run follows the new length, and the run says so.)
+# What says where the model is cut: settings of the Python API, and keys of partition.* on the command line.
+CUT = ("num_stages", "balance", "grain", "speeds")
+# What may differ when a run goes on: how long, where, how it is watched, and how it is cut. (Another device or number
+# of threads may move the last bits; a schedule that depends on the length of the run follows the new length, and
+# another cut has a staleness of its own: of these two the run says so.)
 FREE_TO_CHANGE = {
     *("run_dir", "resume", "init_from", "train.epochs", "train.max_updates"),
     *("data.root", "data.download", "data.num_workers"),
     *("runtime.processes", "runtime.device", "runtime.threads", "runtime.timeout_seconds", "runtime.max_restarts"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
+    *CUT,
+    *(f"partition.{name}" for name in CUT),
 }
 
 
@@ -54,7 +59,7 @@ class RunFolder:
                 f"run_dir={self.path} already holds a run ({saved[-1].name}) and resume=never would write over it; "
                 "use resume=auto to go on with it, or another run_dir"
             )
-        if (self.path / CONFIG).is_file():
+        if self.is_claimed:
             self._recognise(self.path / CONFIG, config)
         if resume not in ("auto", "never"):
             if not Path(resume).is_dir():
@@ -108,6 +113,11 @@ class RunFolder:
     def claim(self, config: Mapping[str, Any]) -> None:
         """Write down whose run this is."""
         _write(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether it says whose run it is."""
+        return (self.path / CONFIG).is_file()
 
     def close(self) -> None:
         """Let others write here."""

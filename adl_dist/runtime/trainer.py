@@ -18,15 +18,15 @@ from torch.utils.data import Dataset
 from adl_dist.data import Loader, check_dataset
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.optim import build_lr_schedule, fast_forward
-from adl_dist.partition import cut
 from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import agreement, checkpoint, wiring
 from adl_dist.runtime.conduct import conduct
 from adl_dist.runtime.control import Result, StageFailed
 from adl_dist.runtime.coordinator import Coordinator, Plan, Saving, record_to
-from adl_dist.runtime.feed import Feed
+from adl_dist.runtime.feed import Feed, common_sample
+from adl_dist.runtime.placement import Placement
 from adl_dist.runtime.run_folder import RunFolder, make_folder
-from adl_dist.runtime.worker import LocalWorker, first_sample
+from adl_dist.runtime.worker import LocalWorker
 from adl_dist.runtime.world import (
     World,
     check_world_size,
@@ -39,7 +39,6 @@ from adl_dist.runtime.world import (
 )
 from adl_dist.schedule import Method, in_turn
 from adl_dist.stage import check_outs
-from adl_dist.transport import TensorSpec
 
 logger = logging.getLogger("adl_dist")
 
@@ -68,7 +67,9 @@ class Trainer:
         optimizer: OptimizerFactory,
         method: Method | None = None,
         num_stages: int = 1,
-        balance: Sequence[int] | None = None,
+        balance: str | Sequence[int] | Sequence[str] = "even",
+        grain: str | None = None,
+        speeds: Sequence[float] | None = None,
         lr_schedule: Callable[..., LRScheduler] | None = None,
         seed: int = 0,
         device: str = "cpu",
@@ -81,12 +82,16 @@ class Trainer:
         """Cut the model. Of K processes each keeps only its own stage.
 
         Args:
-            model: an ``nn.Sequential`` of blocks; any module if ``num_stages`` is 1.
+            model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks; it takes one tensor.
             loss_fn: (output, target) to the mean loss over the samples.
             optimizer: makes a torch optimizer from the parameters of one stage.
             method: from :func:`adl_dist.method`; None: ADL with M = 4.
             num_stages: K.
-            balance: units (children of ``model``) of each stage; None: even.
+            balance: ``even``; ``auto``: measured before the first step, once; units of each stage; or the names of the
+                units where stages 1..K-1 begin.
+            grain: of units: ``layer``, also inside of blocks, or ``block``; None: ``layer`` if ``balance`` is ``auto``
+                or names, else ``block``.
+            speeds: of the stages' devices, relative to the one that measures; None: all equal.
             lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
                 ``updates_per_epoch`` and ``total_updates`` if it takes them.
             seed: of data order, augmentation and dropout. Initial weights are the model's own.
@@ -124,17 +129,20 @@ class Trainer:
         self._threads, self._timeout_seconds = threads, timeout_seconds
 
         model = model.to(dtype)
-        modules = cut(model, num_stages=num_stages, balance=balance)
-        self._signature = checkpoint.signature(model)
-        self._home = {name: (k, t.dtype) for k, m in enumerate(modules) for name, t in m.state_dict().items()}
-        self._balance = [len(m) for m in modules if isinstance(m, nn.Sequential)] if num_stages > 1 else [1]
-        own = [launched_rank()] if self._distributed else range(num_stages)
-        self._modules = {k: modules[k] for k in own}
+        self._balance = balance if isinstance(balance, str) else list(balance)
+        self._placement = Placement(
+            model,
+            num_stages=num_stages,
+            balance=balance,
+            grain=grain,
+            speeds=speeds,
+            own=[launched_rank()] if self._distributed else range(num_stages),
+        )
 
     @property
     def needs_data(self) -> bool:
         """Whether this process feeds the pipeline; the others need no dataset."""
-        return 0 in self._modules
+        return 0 in self._placement.modules
 
     def fit(
         self,
@@ -216,7 +224,7 @@ class Trainer:
             )
             if self.needs_data:
                 wiring.check_sizes(self._method, plan.segment(0, 0, 0).sizes, self._num_stages)
-            worker = self._worker(world, store, train_feed, val_feed, choose)
+            worker = self._worker(world, store, train_feed, val_feed, micro_batch_size, folder, choose)
         saving = None
         if folder is not None and world.rank == 0:
             saving = Saving(
@@ -225,8 +233,13 @@ class Trainer:
                 resume=resume,
                 every_epochs=checkpoint_every_epochs,
                 keep=keep_checkpoints,
-                signature=self._signature,
+                signature=self._placement.signature,
                 optimizer=type(self._optimizer([nn.Parameter(torch.zeros(1))])).__name__,
+                cut={
+                    "num_stages": self._num_stages,
+                    "balance": self._placement.sizes,
+                    "grain": self._placement.grain,
+                },
             )
         self._schedule_learning_rates(worker, plan, store)
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
@@ -266,7 +279,7 @@ class Trainer:
                 micro_batch_size=batch_size,
                 accumulation_steps=1,
             )
-            worker = self._worker(world, store, None, feed, in_turn)
+            worker = self._worker(world, store, None, feed, batch_size, None, in_turn)
         recorder, progress = Recorder(None), Progress(num_stages=self._num_stages, quiet=True)
         with self._threads_set():
             return conduct(
@@ -282,17 +295,7 @@ class Trainer:
         Under torchrun every rank must call it, and every rank gets all of it.
         """
         self._join()
-        full: dict[str, Tensor] = {}
-        for name in self._signature:
-            stage, dtype = self._home[name]
-            if stage in self._modules:
-                tensor = self._modules[stage].state_dict()[name].detach().cpu().contiguous().clone()
-            else:
-                tensor = torch.empty(self._signature[name], dtype=dtype)
-            if self._distributed:
-                dist.broadcast(tensor, src=stage)
-            full[name] = tensor
-        return full
+        return self._placement.full_state_dict(distributed=self._distributed)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Read weights and running statistics from a checkpoint, whatever cut wrote it.
@@ -301,8 +304,8 @@ class Trainer:
             CheckpointError: damaged, no checkpoint, or of another model.
         """
         checkpoint.read_manifest(Path(path))
-        checkpoint.check_signature(Path(path), self._signature)
-        for module in self._modules.values():
+        checkpoint.check_signature(Path(path), self._placement.signature)
+        for module in self._placement.modules.values():
             checkpoint.load_weights(Path(path), module)
 
     def _check_lengths(self, epochs: int, batch_size: int, max_updates: int | None) -> int:
@@ -377,25 +380,40 @@ class Trainer:
         store: dist.Store,
         train_feed: Feed | None,
         val_feed: Feed | None,
+        micro_batch_size: int,
+        folder: RunFolder | None,
         choose: Callable[[Sequence[int]], int],
     ) -> LocalWorker:
-        for module in self._modules.values():
+        if isinstance(self._loss_fn, nn.Module):
+            self._loss_fn.to(world.device, self._dtype)
+        sample = common_sample(train_feed, val_feed)
+        self._placement.settle(
+            store,
+            method=self._method,
+            sample=sample,
+            micro_batch_size=micro_batch_size,
+            loss_fn=self._loss_fn,
+            optimizer=self._optimizer,
+            device=world.device,
+            channels_last=self._channels_last,
+            folder=folder.path if folder is not None else None,
+        )
+        modules = self._placement.modules
+        for module in modules.values():
             module.to(world.device)
             if self._channels_last:
                 wiring.to_channels_last(module)
-        if isinstance(self._loss_fn, nn.Module):
-            self._loss_fn.to(world.device, self._dtype)
         agreement.check_same(store, world.rank, world.size, self._settings())
-        acts, target = agreement.agree(
+        agreed = agreement.agree(
             store,
-            self._modules,
+            modules,
             num_stages=self._num_stages,
             loss_fn=self._loss_fn,
-            sample=_common_sample(train_feed, val_feed),
+            sample=sample,
             device=world.device,
             check=partial(check_outs, self._method.head) if self._method.row.local_losses else None,
         )
-        wiring.check_targets(self._method, target)
+        wiring.check_targets(self._method, agreed.target)
         num_outputs = agreement.num_outputs(store, self._num_stages)
         stages = {
             k: wiring.build_stage(
@@ -405,24 +423,25 @@ class Trainer:
                 method=self._method,
                 loss_fn=self._loss_fn,
                 optimizer=self._optimizer,
-                outs=acts[k + 1],
+                outs=agreed.acts[k + 1],
+                overwrites=agreed.overwrites[k],
                 num_classes=num_outputs,
                 device=world.device,
                 dtype=self._dtype,
                 channels_last=self._channels_last,
                 seed=self._seed,
             )
-            for k, module in self._modules.items()
+            for k, module in modules.items()
         }
         for feed in (train_feed, val_feed):
             if feed is not None and num_outputs is not None:
                 feed.expect_classes(self._loss_fn, num_outputs)
         seats = (
             wiring.process_seat(
-                world, stages[world.rank], acts, target, method=self._method, num_stages=self._num_stages
+                world, stages[world.rank], agreed.acts, agreed.target, method=self._method, num_stages=self._num_stages
             )
             if world.is_distributed
-            else wiring.local_seats(stages, acts, target, method=self._method)
+            else wiring.local_seats(stages, agreed.acts, agreed.target, method=self._method)
         )
         return LocalWorker(
             world, self._method, self._num_stages, self._seed, self._dtype, seats, train_feed, val_feed, choose
@@ -456,7 +475,7 @@ class Trainer:
             "seed": self._seed,
             "dtype": str(self._dtype).removeprefix("torch."),
             "channels_last": self._channels_last,
-            "model": {name: list(shape) for name, shape in self._signature.items()},
+            "model": {name: list(shape) for name, shape in self._placement.signature.items()},
         }
         if batch_size is not None:
             settings |= {"batch_size": batch_size, "shuffle": shuffle}
@@ -466,18 +485,6 @@ class Trainer:
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _common_sample(train_feed: Feed | None, val_feed: Feed | None) -> tuple[Tensor, Tensor] | None:
-    """A sample as both datasets give it, for the agreement on shapes; None where no data is fed."""
-    samples = [sample for feed in (train_feed, val_feed) if (sample := first_sample(feed)) is not None]
-    specs = [tuple(str(TensorSpec.of(tensor)) for tensor in sample) for sample in samples]
-    if len(set(specs)) > 1:
-        raise DataError(
-            f"validation dataset: its samples are {' and '.join(specs[1])}, but those of the training dataset are "
-            f"{' and '.join(specs[0])}; give both the same shape and dtype"
-        )
-    return samples[0] if samples else None
 
 
 def _log_to(path: Path) -> None:

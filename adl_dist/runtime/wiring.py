@@ -1,6 +1,6 @@
 """Builds stages as a method wants them, and joins them and their channels into seats."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,9 @@ from adl_dist.runtime.world import World
 from adl_dist.schedule import Method
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import NORMALISES_SAMPLES, Stage, build_head
-from adl_dist.transport import LocalChannel, ProcessReceiver, ProcessSender, Receiver, Sender, TensorSpec
+from adl_dist.transport import LocalChannel, ProcessReceiver, ProcessSender, Receiver, Sender, Specs, TensorSpec
 
-Specs = list[TensorSpec]
-
-
-GO = [TensorSpec((), "uint8")]  # carries nothing but that it has come
+GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
 
 
 def build_stage(
@@ -30,6 +27,7 @@ def build_stage(
     loss_fn: Callable[[Any, Tensor], Tensor],
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     outs: Specs,
+    overwrites: Sequence[bool],
     num_classes: int | None,
     device: torch.device,
     dtype: torch.dtype,
@@ -46,6 +44,7 @@ def build_stage(
         loss_fn: of the model; a local loss uses it on the output of its head.
         optimizer: makes the optimizer of one stage.
         outs: what goes downstream.
+        overwrites: for each act that arrives, whether the module writes to it.
         num_classes: of the model's output, if it is [B, classes].
         device: of the stage.
         dtype: of its parameters.
@@ -61,7 +60,7 @@ def build_stage(
         raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
     if method.row.local_losses and not is_last:
         assert num_classes is not None
-        head = build_head(method.head, outs[0], num_classes=num_classes, seed=stream_seed(seed, "head", k))
+        head = build_head(method.head, outs.training[0], num_classes=num_classes, seed=stream_seed(seed, "head", k))
         head = head.to(device, dtype)
         if channels_last:
             to_channels_last(head)
@@ -77,6 +76,7 @@ def build_stage(
         lr_factor=method.lr_factor(k, num_stages=num_stages),
         head=head,
         learns_locally=method.row.local_losses,
+        overwrites=overwrites,
         seed=seed,
     )
 
@@ -94,15 +94,15 @@ def check_sizes(method: Method, sizes: Iterable[int], num_stages: int) -> None:
         )
 
 
-def check_targets(method: Method, target: Specs) -> None:
+def check_targets(method: Method, target: TensorSpec) -> None:
     """Refuse targets that a local loss cannot be made of.
 
     Raises:
         ConfigError: similarities of targets that are no classes.
     """
-    if method.row.local_losses and method.head == "predsim" and (target[0].is_floating_point or target[0].shape):
+    if method.row.local_losses and method.head == "predsim" and (target.is_floating_point or target.shape):
         raise ConfigError(
-            f"method.head=predsim compares samples by their class, but the targets are {target[0]}; expected one whole "
+            f"method.head=predsim compares samples by their class, but the targets are {target}; expected one whole "
             "number per sample: choose another method.head"
         )
 
@@ -115,7 +115,7 @@ def to_channels_last(module: nn.Module) -> None:
 
 
 def local_seats(
-    stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: Specs, *, method: Method
+    stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: TensorSpec, *, method: Method
 ) -> dict[int, Seat]:
     """Seats of all K stages in one process.
 
@@ -125,7 +125,7 @@ def local_seats(
         target: what the loss takes beside the output.
         method: says what else travels.
     """
-    last = max(stages)
+    last, targets = max(stages), Specs.always([target])
     seats = {k: Seat(stage, receivers={}, senders={}) for k, stage in stages.items()}
 
     def join(what: str, source: int, to: int, specs: Specs) -> None:
@@ -134,21 +134,21 @@ def local_seats(
 
     for k in range(last):
         join("act", k, k + 1, acts[k + 1])
-        join("grad", k + 1, k, _with_gradient(acts[k + 1]))
+        join("grad", k + 1, k, acts[k + 1].of_gradients())
         if method.row.forward_lock:
             join("go", k + 1, k, GO)
         if method.row.local_losses:
-            join("label", k, k + 1, target)
+            join("label", k, k + 1, targets)
     if last > 0:
-        join("target", 0, last, target)
+        join("target", 0, last, targets)
     return seats
 
 
 def process_seat(
-    world: World, stage: Stage, acts: Mapping[int, Specs], target: Specs, *, method: Method, num_stages: int
+    world: World, stage: Stage, acts: Mapping[int, Specs], target: TensorSpec, *, method: Method, num_stages: int
 ) -> dict[int, Seat]:
     """The seat of the one stage of this process, connected to its neighbours'."""
-    k, last = world.rank, num_stages - 1
+    k, last, targets = world.rank, num_stages - 1, Specs.always([target])
     world.connect_more((["go"] if method.row.forward_lock else []) + (["label"] if method.row.local_losses else []))
     receivers: dict[str, Receiver] = {}
     senders: dict[str, Sender] = {}
@@ -164,14 +164,14 @@ def process_seat(
 
     if k < last:
         send("act", acts[k + 1])
-        receive("grad", k + 1, _with_gradient(acts[k + 1]))
+        receive("grad", k + 1, acts[k + 1].of_gradients())
     if k > 0:
         receive("act", k - 1, acts[k])
-        send("grad", _with_gradient(acts[k]))
+        send("grad", acts[k].of_gradients())
     if k == 0 and last > 0:
-        send("target", target)
+        send("target", targets)
     if k == last and last > 0:
-        receive("target", 0, target)
+        receive("target", 0, targets)
     if method.row.forward_lock:
         if k < last:
             receive("go", k + 1, GO)
@@ -179,11 +179,7 @@ def process_seat(
             send("go", GO)
     if method.row.local_losses:
         if k < last:
-            send("label", target)
+            send("label", targets)
         if k > 0:
-            receive("label", k - 1, target)
+            receive("label", k - 1, targets)
     return {k: Seat(stage, receivers=receivers, senders=senders)}
-
-
-def _with_gradient(specs: Specs) -> Specs:
-    return [spec for spec in specs if spec.is_floating_point]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from adl_dist import engine
 from adl_dist.engine import Seat
@@ -79,7 +78,7 @@ class LocalWorker:
         totals = {k: _Totals() for k in self.seats}
         start = time.perf_counter()
         order = self._watched(self._order(work), segment, totals, start, emit)
-        self._run(order, work, segment, self.train_feed)
+        self._run(order, work, segment, self.train_feed, training=True)
         seconds = time.perf_counter() - start
         return [
             {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **totals[k].result()}
@@ -94,7 +93,7 @@ class LocalWorker:
         for seat in self.seats.values():
             seat.stage.begin(0, training=False)
         work = evaluation_work(segment, num_stages=self.num_stages, stages=self.seats)
-        self._run(self._order(work), work, segment, self.validation_feed)
+        self._run(self._order(work), work, segment, self.validation_feed, training=False)
         return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
 
     def _load(self, path: str, update: int) -> None:
@@ -114,7 +113,13 @@ class LocalWorker:
             yield from ((stage, action) for action in of_stage.stream)
 
     def _run(
-        self, order: Iterable[tuple[int, Action]], work: Mapping[int, Work], segment: Segment, feed: Feed | None
+        self,
+        order: Iterable[tuple[int, Action]],
+        work: Mapping[int, Work],
+        segment: Segment,
+        feed: Feed | None,
+        *,
+        training: bool,
     ) -> None:
         batches = None
         if feed is not None:
@@ -126,7 +131,7 @@ class LocalWorker:
                 for k, seat in self.seats.items():
                     weights = work[k].loss_weights if seat.stage.has_loss else []
                     seat.loss_grads = [torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in weights]
-                    seat.open(work[k])
+                    seat.open(work[k], training=training)
                 engine.run(order, self.seats)
                 for seat in self.seats.values():
                     seat.drain()
@@ -208,14 +213,3 @@ def peak_memory_bytes() -> int:
         return int(torch.cuda.max_memory_allocated())
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB, but bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def first_sample(feed: Feed | None) -> tuple[Tensor, Tensor] | None:
-    """Input and target of one sample as stage 0 will get them, for the agreement on shapes."""
-    if feed is None:
-        return None
-    batches = feed.batches(0, [1])
-    try:
-        return next(batches)
-    finally:
-        batches.close()

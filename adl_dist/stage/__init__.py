@@ -1,6 +1,6 @@
 """One stage's mathematics: forward, delayed backward, weight versions, update. Knows no rank."""
 
-from adl_dist.stage.calls import may_start_in_place, packed, unpacked
+from adl_dist.stage.calls import packed, unpacked
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head, check_outs
 from adl_dist.stage.stage import Stage
 from adl_dist.stage.tally import Tally
@@ -11,7 +11,6 @@ __all__ = [
     "Tally",
     "build_head",
     "check_outs",
-    "may_start_in_place",
     "packed",
     "unpacked",
 ]

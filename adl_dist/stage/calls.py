@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Tensors = tuple[Tensor, ...]
 
@@ -14,8 +15,8 @@ def packed(tensors: Tensors) -> Any:
 
 
 def unpacked(out: Any) -> Tensors:
-    """What a unit returned, as a tuple of tensors."""
-    return (out,) if isinstance(out, Tensor) else tuple(out)
+    """What a unit returned, as a tuple of tensors; they may stand in tuples, lists and dictionaries."""
+    return (out,) if isinstance(out, Tensor) else tuple(tree_leaves(out))
 
 
 def torch_seed(seed: int, device: torch.device) -> None:
@@ -24,9 +25,3 @@ def torch_seed(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
-
-
-def may_start_in_place(module: nn.Module) -> bool:
-    """Whether the first operation of ``module`` may overwrite what it is given."""
-    first = next(module.children(), module) if isinstance(module, nn.Sequential) else module
-    return any(getattr(part, "inplace", False) is True for part in first.modules())

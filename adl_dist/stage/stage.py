@@ -1,6 +1,6 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import DivergedError
 from adl_dist.seeds import stream_seed
-from adl_dist.stage.calls import Tensors, may_start_in_place, packed, torch_seed, unpacked
+from adl_dist.stage.calls import Tensors, packed, torch_seed, unpacked
 from adl_dist.stage.tally import Tally
 from adl_dist.stage.weights import TwoVersions, weight_policy
 
@@ -54,6 +54,7 @@ class Stage:
         lr_factor: float = 1.0,
         head: nn.Module | None = None,
         learns_locally: bool = False,
+        overwrites: Sequence[bool] = (),
         seed: int = 0,
     ) -> None:
         """Take over ``module``.
@@ -70,6 +71,7 @@ class Stage:
             head: (what goes downstream, target, loss_fn) to the stage's own loss; for all stages but the last if
                 they learn locally.
             learns_locally: no gradient goes upstream.
+            overwrites: for each act, whether ``module`` writes to it; ``()``: to none.
             seed: the run's seed; dropout draws from (seed, epoch, stage, micro-batch).
         """
         self.index, self.is_last = index, is_last
@@ -92,8 +94,8 @@ class Stage:
         self._seed = seed
         self._epoch = self._first_micro_batch = 0
         # An in-place operation on what came in would overwrite a leaf, and in one process also what the
-        # upstream stage keeps for its backward.
-        self._copies_input = index > 0 and may_start_in_place(module)
+        # upstream stage keeps for its backward. The data's own input is nobody else's.
+        self._overwrites = tuple(overwrites) if index > 0 else ()
 
     @property
     def has_loss(self) -> bool:
@@ -172,8 +174,9 @@ class Stage:
                 kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
             self._seed_dropout(micro_batch, leaves)
             with torch.set_grad_enabled(keep_graph):
-                outs = self._call(given)
-                ends = (self._loss(outs, target),) if self.has_loss else outs
+                out = self._call(given)
+                outs = unpacked(out)
+                ends = (self._loss(out, target),) if self.has_loss else outs
             if self.has_loss:
                 kept.scored = outs[0].detach() if self.is_last else None, ends[0].detach()
             kept.outs = ends if keep_graph else None
@@ -188,8 +191,8 @@ class Stage:
         with self.tally.busy():
             kept = self.in_flight[micro_batch]
             self._seed_dropout(micro_batch, kept.acts)
-            outs = self._call(kept.acts, kept.buffers)
-            kept.outs = (self._loss(outs, kept.target),) if self.has_loss else outs
+            out = self._call(kept.acts, kept.buffers)
+            kept.outs = (self._loss(out, kept.target),) if self.has_loss else unpacked(out)
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
@@ -245,12 +248,13 @@ class Stage:
     def predict(self, acts: Tensors, target: Tensor | None) -> Tensors:
         """Forward one micro-batch for evaluation; the last stage scores it and returns nothing."""
         with self.tally.busy():
-            outs = self._call(acts)
+            out = self._call(acts)
+            outs = unpacked(out)
             if not self.is_last:
                 return outs
             assert target is not None
             target = target.to(outs[0].device, non_blocking=True)
-            self.tally.score(outs[0], target, self._loss(outs, target))
+            self.tally.score(outs[0], target, self._loss(out, target))
             return ()
 
     @contextmanager
@@ -268,16 +272,16 @@ class Stage:
         of_epoch = self._first_micro_batch + micro_batch
         torch_seed(stream_seed(self._seed, "dropout", self._epoch, self.index, of_epoch), acts[0].device)
 
-    def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Tensors:
-        if self._copies_input:
-            acts = tuple(act.clone() for act in acts)
+    def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Any:
+        if any(self._overwrites):
+            acts = tuple(act.clone() if mine else act for act, mine in zip(acts, self._overwrites, strict=True))
         if buffers is None:
-            return unpacked(self.module(packed(acts)))
-        return unpacked(torch.func.functional_call(self.module, buffers, (packed(acts),)))
+            return self.module(packed(acts))
+        return torch.func.functional_call(self.module, buffers, (packed(acts),))
 
-    def _loss(self, outs: Tensors, target: Tensor | None) -> Tensor:
+    def _loss(self, out: Any, target: Tensor | None) -> Tensor:
         assert target is not None
         if self.is_last:
-            return self._loss_fn(packed(outs), target)
+            return self._loss_fn(out, target)
         assert self.head is not None
-        return self.head(packed(outs), target, self._loss_fn)  # type: ignore[no-any-return]
+        return self.head(out, target, self._loss_fn)  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 from adl_dist.transport.channel import LocalChannel, Receiver, Sender
 from adl_dist.transport.process import ProcessReceiver, ProcessSender, connect_edges
-from adl_dist.transport.spec import TensorSpec
+from adl_dist.transport.spec import Specs, TensorSpec
 
 __all__ = [
     "LocalChannel",
@@ -10,6 +10,7 @@ __all__ = [
     "ProcessSender",
     "Receiver",
     "Sender",
+    "Specs",
     "TensorSpec",
     "connect_edges",
 ]

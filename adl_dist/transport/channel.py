@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from adl_dist.errors import ChannelError
-from adl_dist.transport.spec import TensorSpec
+from adl_dist.transport.spec import Specs
 
 Tensors = tuple[Tensor, ...]
 
@@ -15,8 +15,8 @@ Tensors = tuple[Tensor, ...]
 class Sender(Protocol):
     """The upstream end for acts and targets, the downstream end for grads."""
 
-    def open(self, sizes: Sequence[int]) -> None:
-        """Begin a segment whose micro-batches hold ``sizes`` samples."""
+    def open(self, sizes: Sequence[int], *, training: bool) -> None:
+        """Begin a segment whose micro-batches hold ``sizes`` samples, of training or of evaluation."""
         ...
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
@@ -31,7 +31,7 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The other end. Micro-batches arrive in the order in which they were sent."""
 
-    def open(self, sizes: Sequence[int], order: Sequence[int]) -> None:
+    def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
         """Begin a segment whose micro-batches hold ``sizes`` samples and arrive in ``order``."""
         ...
 
@@ -43,14 +43,16 @@ class Receiver(Protocol):
 class LocalChannel:
     """Both ends within one process: a queue. Same contract, same values, same memory format."""
 
-    def __init__(self, specs: Sequence[TensorSpec], *, what: str, edge: str) -> None:
-        self._specs, self._what, self._edge = tuple(specs), what, edge
+    def __init__(self, specs: Specs, *, what: str, edge: str) -> None:
+        self._agreed, self._what, self._edge = specs, what, edge
+        self._specs = specs.training
         self._sizes: Sequence[int] = ()
         self._queue: deque[tuple[int, Tensors]] = deque()
 
-    def open(self, sizes: Sequence[int], order: Sequence[int] = ()) -> None:
+    def open(self, sizes: Sequence[int], order: Sequence[int] = (), *, training: bool) -> None:
         """Begin a segment; see :class:`Sender`. The queue has the order of sending."""
         self._sizes = sizes
+        self._specs = self._agreed.training if training else self._agreed.evaluation
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Queue the tensors themselves: between processes, too, nobody writes to what was sent."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adl_dist.errors import ChannelError
 from adl_dist.schedule.actions import LINKS, receiver
-from adl_dist.transport.spec import TensorSpec
+from adl_dist.transport.spec import Specs
 
 Tensors = tuple[Tensor, ...]
 
@@ -85,7 +85,7 @@ def connect_edges(
 class ProcessSender:
     """Sends the tensors of each micro-batch to one peer."""
 
-    def __init__(self, edge: Edge, specs: Sequence[TensorSpec], *, what: str, max_pending: int) -> None:
+    def __init__(self, edge: Edge, specs: Specs, *, what: str, max_pending: int) -> None:
         """Take the sending end of ``edge``.
 
         Args:
@@ -95,20 +95,24 @@ class ProcessSender:
             max_pending: micro-batches sent and not yet taken by the peer before a send waits; more than stage 0
                 ever has in flight, or the wait could close a cycle of stages that wait for each other.
         """
-        self._edge, self._specs, self._what, self._max_pending = edge, tuple(specs), what, max_pending
+        self._edge, self._agreed, self._what, self._max_pending = edge, specs, what, max_pending
+        self._specs = specs.training
         self._sizes: Sequence[int] = ()
         # A send reads its buffer until its Work is done, so both are kept together until then.
         self._pending: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = deque()
 
-    def open(self, sizes: Sequence[int]) -> None:
+    def open(self, sizes: Sequence[int], *, training: bool) -> None:
         """Begin a segment; see :class:`Sender`."""
         self._sizes = sizes
+        self._specs = self._agreed.training if training else self._agreed.evaluation
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Start to send; return at once unless ``max_pending`` are under way."""
         size, works = self._sizes[micro_batch], []
         for place, (spec, tensor) in enumerate(zip(self._specs, tensors, strict=True)):
             wire = spec.as_wire(spec.fit(tensor, size, self._told(micro_batch)))
+            if spec.is_empty:
+                continue
             if self._edge.backend == "gloo" and wire.is_cuda:
                 wire = wire.to("cpu")  # gloo reads host memory only
             tag = micro_batch * len(self._specs) + place
@@ -148,16 +152,18 @@ class ProcessSender:
 class ProcessReceiver:
     """Receives the tensors of each micro-batch from one peer, posting receives ahead."""
 
-    def __init__(self, edge: Edge, specs: Sequence[TensorSpec], *, what: str, device: torch.device) -> None:
-        self._edge, self._specs, self._what, self._device = edge, tuple(specs), what, device
+    def __init__(self, edge: Edge, specs: Specs, *, what: str, device: torch.device) -> None:
+        self._edge, self._agreed, self._what, self._device = edge, specs, what, device
+        self._specs = specs.training
         self._sizes: Sequence[int] = ()
-        self._posted: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = deque()
+        self._posted: deque[tuple[int, list[tuple[dist.Work | None, Tensor]]]] = deque()
         self._to_post: deque[int] = deque()
 
-    def open(self, sizes: Sequence[int], order: Sequence[int]) -> None:
+    def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
         """Begin a segment; see :class:`Receiver`."""
         assert not self._posted, "the segment before was not received to its end"
         self._sizes, self._to_post = sizes, deque(order)
+        self._specs = self._agreed.training if training else self._agreed.evaluation
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for one micro-batch, with the receives of the next ones posted; see :class:`Receiver`."""
@@ -167,16 +173,21 @@ class ProcessReceiver:
         assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"
         for work, _ in works:
             try:
-                work.wait()
+                if work is not None:
+                    work.wait()
             except RuntimeError as error:
                 raise self._lost(micro_batch) from error
         return tuple(buffer.to(self._device, non_blocking=True) for _, buffer in works)
 
     def _post(self, micro_batch: int) -> None:
-        size, works = self._sizes[micro_batch], []
+        size = self._sizes[micro_batch]
+        works: list[tuple[dist.Work | None, Tensor]] = []
         device = torch.device("cpu") if self._edge.backend == "gloo" else self._device
         for place, spec in enumerate(self._specs):
             buffer = spec.empty(size, device, pinned=device != self._device)
+            if spec.is_empty:
+                works.append((None, buffer))
+                continue
             tag = micro_batch * len(self._specs) + place
             try:
                 work = dist.irecv(spec.as_wire(buffer), self._edge.sender, group=self._edge.group, tag=tag)

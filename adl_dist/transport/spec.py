@@ -1,8 +1,9 @@
 """What travels on an edge, agreed once at start-up."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,9 +84,30 @@ class TensorSpec:
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements: it tells a shape, and nothing of it is sent."""
+        return 0 in self.shape
+
+    @property
     def is_floating_point(self) -> bool:
         """Whether a gradient comes back for it."""
         return bool(getattr(torch, self.dtype).is_floating_point)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(['B', *map(str, self.shape)])}]"
+
+
+class Specs(NamedTuple):
+    """What travels on one edge: a model may send other tensors in evaluation than in training."""
+
+    training: tuple[TensorSpec, ...]
+    evaluation: tuple[TensorSpec, ...]
+
+    @classmethod
+    def always(cls, specs: Iterable[TensorSpec]) -> "Specs":
+        """The same in both."""
+        return cls(*[tuple(specs)] * 2)
+
+    def of_gradients(self) -> "Specs":
+        """What comes back for it."""
+        return Specs(*(tuple(spec for spec in specs if spec.is_floating_point) for specs in self))

@@ -132,20 +132,24 @@ NONSENSE = [
         ["ReduceLROnPlateau follows a metric", "use multistep or cosine"],
     ),
     # the cut
-    ("partition.num_stages=6", ["partition.num_stages=6", "has 5", "use at most partition.num_stages=5"]),
+    ("partition.num_stages=6", ["partition.num_stages=6", "has 5", "use at most partition.num_stages=5", "partition.grain=layer"]),
     ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
     ("partition.balance=[2,2,1]", ["balance=[2, 2, 1]", "expected 2 numbers", "got 3 that add up to 5"]),
     ("partition.balance=[5,0]", ["balance=[5, 0]", "each at least 1"]),
-    ("partition.balance=3", ["partition.balance=3", "neither 'even' nor a list", "like [3,2]"]),
-    ("partition.balance=evn", ["partition.balance='evn'", "neither 'even' nor a list", "like [3,2]"]),
-    ("partition.balance=[a,b]", ["partition.balance=['a', 'b']", "neither 'even' nor a list"]),
+    ("partition.balance=3", ["partition.balance=3", "none of 'auto', 'even'", "like [3,2]"]),
+    ("partition.balance=evn", ["partition.balance='evn'", "none of 'auto', 'even'", "like [3,2]"]),
+    ("partition.balance=[a,b]", ["there is no unit or block 'a'; near it are stem"]),
+    ("partition.balance=[layer1_0,layer2_0]", ["balance=[layer1_0, layer2_0]", "expected 1 names"]),
+    ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "none of 'auto', 'even'"]),
+    ("partition.grain=atom", ["partition.grain", "atom", "layer, block"]),
+    ("partition.speeds=[1,2]", ["partition.speeds weighs a measured cut", "partition.balance=auto"]),
     (
-        f"model._target_={USER}.NotSequential",
-        ["NotSequential cannot be cut into 2 stages", "hand over an nn.Sequential", "partition.num_stages=1"],
+        f"model._target_={USER}.Branching",
+        ["Branching cannot be traced", "user_code.py:", "if x.sum() > 0", "torch.fx.wrap", "nn.Sequential of units"],
     ),
     (
         f"model._target_={USER}.tied",
-        ["'1.1.weight' on stage 0 and '3.1.weight' on stage 1", "one and the same tensor", "partition.balance"],
+        ["'0.2.weight' and '3.0.weight' are one and the same tensor", "0 place"],
     ),
     # where from and where to
     (

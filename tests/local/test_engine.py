@@ -15,7 +15,9 @@ from adl_dist import engine
 from adl_dist.engine import Seat
 from adl_dist.schedule import METHODS, Segment, method, replay, training_work
 from adl_dist.schedule.replay import at_random
+from adl_dist.runtime.trial import try_out
 from adl_dist.stage import Stage
+from adl_dist.transport import Specs, TensorSpec
 
 
 class Queue:
@@ -24,7 +26,7 @@ class Queue:
     def __init__(self):
         self.waiting = deque()
 
-    def open(self, sizes, order=None):
+    def open(self, sizes, order=None, *, training):
         if order is not None:  # by the receiver
             self.order = deque(order)
 
@@ -97,7 +99,7 @@ def final_weights(chosen, K, group_sizes, choose):
     seats[0].senders["target"] = seats[K - 1].receivers["target"] = Queue()
     seats[0].batches = iter([(f"input {b}", f"target {b}") for b in range(num_micro_batches)])
     for k, seat in seats.items():
-        seat.open(work[k])
+        seat.open(work[k], training=True)
     engine.run(replay([work[k].stream for k in range(K)], choose=choose), seats)
     for seat in seats.values():
         assert not seat.stage.in_flight, "the stash is empty at the end"
@@ -267,10 +269,13 @@ def test_dropout_is_a_function_of_seed_epoch_stage_and_micro_batch_alone():
 
 
 def test_a_module_that_starts_in_place_leaves_the_tensor_that_came_in_alone():
+    module, spec = nn.Sequential(nn.ReLU(inplace=True)), Specs.always([TensorSpec((2,), "float32")])
+    found = try_out(module, 1, spec, None, nn.CrossEntropyLoss(), torch.device("cpu"))
     stage = Stage(
-        nn.Sequential(nn.ReLU(inplace=True)),
+        module,
         index=1,
         is_last=False,
+        overwrites=found.overwrites,
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
     )

@@ -259,7 +259,7 @@ def test_after_an_error_the_module_holds_the_weights_that_the_optimizer_steps(we
     with pytest.raises(Exception, match="unplugged"):
         trainer.fit(Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, quiet=True)
     stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
-    assert {id(p) for module in trainer._modules.values() for p in module.parameters()} <= stepped
+    assert {id(p) for module in trainer._placement.modules.values() for p in module.parameters()} <= stepped
 
 
 def test_a_stage_without_parameters_has_a_head_of_the_runs_dtype():

@@ -224,9 +224,12 @@ def test_a_cut_that_cannot_be_made_is_refused(K, balance, message):
 def test_a_parameter_shared_by_two_stages_is_refused_by_name():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, NUM_CLASSES))
     model[2].weight = model[0].weight
-    with pytest.raises(PartitionError, match=r"'0.weight' on stage 0 and '2.weight' on stage 1 are one and the same"):
-        cut(model, num_stages=2)
-    assert len(cut(model, num_stages=2, balance=[3, 1])) == 2
+    with pytest.raises(PartitionError, match=r"cannot be cut behind 1: '0.weight' and '2.weight' are one and the same"):
+        cut(model, num_stages=2, balance=[2, 2])
+    assert [len(stage) for stage in cut(model, num_stages=2, balance=[3, 1])] == [3, 1]
+    assert [len(stage) for stage in cut(model, num_stages=2)] == [3, 1], "an even cut keeps them together"
+    with pytest.raises(PartitionError, match=r"1 place.* where it can be cut.*'0.weight' and '2.weight' are one"):
+        cut(model, num_stages=3)
 
 
 def test_a_module_that_stands_twice_is_run_twice():
@@ -242,9 +245,11 @@ class Doubling(nn.Sequential):
         return super().forward(2 * x)
 
 
-def test_a_sequential_with_a_forward_of_its_own_is_not_cut():
-    with pytest.raises(PartitionError, match="it has a forward or hooks of its own"):
-        cut(Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), num_stages=2)
+def test_a_sequential_with_a_forward_of_its_own_is_cut_as_that_says():
+    model, x = Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
+    stages = cut(model, num_stages=2, balance=["1"])
+    assert [[*stage.state_dict()] for stage in stages] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    assert torch.equal(stages[1](stages[0](x)), model(x))
     assert len(cut(Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), num_stages=1)) == 1
 
 

@@ -7,7 +7,7 @@ from torch import nn
 import adl_dist
 from adl_dist.errors import ChannelError
 from adl_dist.partition import cut
-from adl_dist.transport import LocalChannel, TensorSpec
+from adl_dist.transport import LocalChannel, Specs, TensorSpec
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages
@@ -82,8 +82,8 @@ def test_free_strides_of_dimensions_of_size_1_arrive_as_those_that_a_fresh_tenso
     [(IMAGE[:, :2], r"float32\[2, 2, 4, 5\]"), (IMAGE[:1], r"float32\[1, 3, 4, 5\]"), (IMAGE.double(), "float64")],
 )
 def test_another_shape_or_dtype_than_agreed_names_edge_and_micro_batch_and_both_shapes(tensor, found):
-    channel = LocalChannel([TensorSpec((3, 4, 5), "float32")], what="act", edge="stage 0 -> stage 1")
-    channel.open([2] * 8)
+    channel = LocalChannel(Specs.always([TensorSpec((3, 4, 5), "float32")]), what="act", edge="stage 0 -> stage 1")
+    channel.open([2] * 8, training=True)
     with pytest.raises(
         ChannelError, match=rf"stage 0 -> stage 1: act of micro-batch 7 is {found}.*agreed for float32\[2, 3, 4, 5\]"
     ):
@@ -91,8 +91,8 @@ def test_another_shape_or_dtype_than_agreed_names_edge_and_micro_batch_and_both_
 
 
 def test_a_micro_batch_out_of_order_is_refused():
-    channel = LocalChannel([TensorSpec((3,), "float32")], what="grad", edge="stage 1 -> stage 0")
-    channel.open([1, 1])
+    channel = LocalChannel(Specs.always([TensorSpec((3,), "float32")]), what="grad", edge="stage 1 -> stage 0")
+    channel.open([1, 1], training=True)
     channel.send(1, (torch.zeros(1, 3),))
     with pytest.raises(ChannelError, match="expected the grad of micro-batch 0, got 1"):
         channel.recv(0)

@@ -400,6 +400,19 @@ def test_a_run_made_longer_ends_with_the_bits_of_one_that_was_as_long_from_the_s
     uninterrupted(name).assert_equal_to(tmp_path / "run")
 
 
+def test_processes_read_a_checkpoint_of_another_cut_and_write_one_for_another_as_one_process_does(
+    tmp_path: Path,
+) -> None:
+    mixed, alone = tmp_path / "mixed", tmp_path / "alone"
+    assert train_here(IMAGES, mixed, "partition.num_stages=3", "train.epochs=1") == 0
+    shutil.copytree(mixed, alone)
+    train_as_two_ranks(IMAGES, mixed, "train.epochs=2")
+    assert train_here(IMAGES, alone, "train.epochs=2") == 0
+    for folder in (mixed, alone):
+        assert train_here(IMAGES, folder, "partition.num_stages=3", "train.epochs=3") == 0
+    Uninterrupted(alone / "run").assert_equal_to(mixed / "run")
+
+
 # --- runs that are over ----------------------------------------------------------------------------------------------
 
 

@@ -22,22 +22,25 @@ def good() -> nn.Sequential:
     return nn.Sequential(*units())
 
 
-class NotSequential(nn.Module):
-    """A model whose blocks nobody can see."""
+class Branching(nn.Module):
+    """A model whose way depends on its input, so that nobody can see its blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*units())
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = -x
         out: Tensor = self.net(x)
         return out
 
 
 def tied() -> nn.Sequential:
+    """The first and the last unit share a tensor, so that there is no place to cut."""
     parts, shared = units(), nn.Linear(8, 8)
-    parts[1], parts[3] = nn.Sequential(nn.ReLU(), shared), nn.Sequential(nn.ReLU(), nn.Linear(8, 8))
-    parts[3][1].weight = shared.weight
+    parts[0], parts[-1] = nn.Sequential(parts[0], nn.ReLU(), shared), nn.Sequential(nn.Linear(8, 8), parts[-1])
+    parts[-1][0].weight = shared.weight
     return nn.Sequential(*parts)
 
 

@@ -1,0 +1,255 @@
+"""``adl-dist plan``: measures the model, cuts it, predicts what each method would do with it, and recommends one."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from adl_dist.cli import build
+from adl_dist.cli.compose import compose_run
+from adl_dist.cli.plan_report import facts_of, line_to_paste, report
+from adl_dist.cli.schema import Device, RunConfig
+from adl_dist.errors import ConfigError, DataError, PartitionError
+from adl_dist.partition import Machine, checked_sizes, linearise
+from adl_dist.partition.advice import advise, alternative
+from adl_dist.partition.chain import Chain
+from adl_dist.partition.predict import Prediction, predict
+from adl_dist.partition.profile import Profile
+from adl_dist.runtime.link import measure_link
+from adl_dist.runtime.placement import device_memory, take_profile
+from adl_dist.runtime.trainer import num_cores
+from adl_dist.runtime.wiring import to_channels_last
+from adl_dist.schedule import METHODS, Method, method
+
+PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs, if nothing is said: PCIe 4, cautiously
+BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+DEFAULT_METHODS = "bp,gpipe,1f1b,ddg,fr,fdg,adl"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"adl-dist plan: {message}; adl-dist plan --help lists what it takes")
+
+
+def plan(words: list[str]) -> None:
+    """Read the flags and do as they say."""
+    flags = _flags(words)
+    config, _ = compose_run(flags.overrides)
+    build.check_targets(config)
+    build.check_device(config)
+    grain = config.partition.grain.value if config.partition.grain else "layer"
+    num_devices = flags.devices or _devices(config)
+    stages = _numbers("--stages", flags.stages) if flags.stages else _up_to(num_devices, config)
+    methods = [_method(config, name) for name in flags.methods.split(",")]
+    device = torch.device(config.runtime.device.value)
+    with _threads(config.runtime.threads or max(1, num_cores() // max(stages))):
+        profiles, chain = _profiles(config, flags, methods, grain, device)
+        machine = _machine(flags, device)
+        chosen_steps = config.method.chosen().micro_batches_per_update
+        profile = profiles[chosen_steps]
+        other = alternative(profile, machine, num_devices=num_devices, accumulation_steps=chosen_steps)
+        told, refused = [], []
+        for num_stages in stages:
+            for each in methods:
+                try:
+                    sizes = _sizes(config, chain, num_stages)
+                    own = profiles[each.micro_batches_per_update]
+                    told.append(predict(own, each, num_stages=num_stages, machine=machine, sizes=sizes))
+                except (PartitionError, ConfigError) as error:
+                    refused.append(f"{each.name}, K = {num_stages}: {error}")
+    advice = advise(told, other)
+    line = None if advice.choice is None else line_to_paste(advice.choice, grain, flags.overrides)
+    if flags.out is not None:
+        _draw(flags.out, profile, advice.choice, config)
+    if flags.json:
+        facts = {
+            "profile": asdict(profile),
+            "machine": asdict(machine),
+            "predictions": [facts_of(prediction) for prediction in told],
+            "refused": refused,
+            "alternative": asdict(other),
+            "recommended": line,
+            "reason": advice.reason,
+        }
+        _say(json.dumps(facts))
+        return
+    _say(report(profile, machine, told, refused, other, with_units=flags.units))
+    _say(f"\nrecommended  {advice.reason}")
+    if line is not None:
+        _say(f"             {line}")
+    if flags.out is not None:
+        _say(f"picture      {flags.out}")
+
+
+def _flags(words: list[str]) -> argparse.Namespace:
+    parser = _Parser(
+        prog="adl-dist plan",
+        description="Measure the model on this machine, cut it, predict what each method would do, and recommend one.",
+        epilog="example: adl-dist plan model=resnet56 data=cifar10 --stages 2,4,8 --devices 8 --input 3,32,32",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="as of adl-dist train: model, data, batch size, M, optimizer")
+    add("--stages", metavar="K,K", help="numbers of stages; default: 2, 4, 8 .. as far as there are devices")
+    add("--methods", default=DEFAULT_METHODS, metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS}")
+    add("--devices", type=int, metavar="N", help="how many there will be; default: GPUs, or cores, of this machine")
+    add("--memory", metavar="SIZE", help="of each device, like 80GiB; default: the GPU's, no limit on the CPU")
+    add("--bandwidth", type=float, metavar="BYTES/S", help="of a link; default: measured on the CPU, 12e9 between GPUs")
+    add("--latency", type=float, metavar="S", help="of a message; default: measured on the CPU, 1e-5 between GPUs")
+    add("--input", metavar="C,H,W", help="shape of a sample, instead of looking at the data")
+    add("--profile", type=Path, metavar="FILE", help="keep the measurement there, and use it the next time")
+    add("--units", action="store_true", help="also print each unit")
+    add("--out", type=Path, metavar="FILE", help="draw what each unit costs: FILE.svg, FILE.png or FILE.pdf")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser.parse_intermixed_args(words)
+
+
+def _profiles(
+    config: RunConfig, flags: argparse.Namespace, methods: Sequence[Method], grain: str, device: torch.device
+) -> tuple[dict[int, Profile], Chain]:
+    """Measurements by M: the micro-batch of a batch is as much smaller."""
+    model = build.build_model(config).to(device, getattr(torch, config.dtype.value))
+    if config.runtime.channels_last:
+        to_channels_last(model)
+    chain = linearise(model, grain=grain)
+    sample = _sample(config, flags.input, device)
+    steps = {m.micro_batches_per_update for m in (*methods, config.method.chosen())}
+    profiles = {}
+    for M in sorted(steps):
+        size = config.train.batch_size // M
+        if size < 1:
+            raise ConfigError(
+                f"train.batch_size={config.train.batch_size} leaves no sample for each of {M} micro-batches"
+            )
+        kept_in = flags.profile
+        if kept_in is not None and len(steps) > 1:
+            kept_in = kept_in.with_name(f"{kept_in.stem}-{size}{kept_in.suffix}")
+        if not flags.json:
+            _say(f"measuring {len(chain.units)} units with {size} samples ...", to=sys.stderr)
+        profiles[M] = take_profile(
+            model,
+            chain,
+            grain=grain,
+            sample=sample,
+            micro_batch_size=size,
+            loss_fn=build.build_loss(config),
+            optimizer=build.build_optimizer(config),
+            device=device,
+            kept_in=kept_in,
+        )
+    return profiles, chain
+
+
+def _sample(config: RunConfig, shape: str | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Input [1, ...] and target [1, ...] as a stage 0 would get them."""
+    dtype = getattr(torch, config.dtype.value)
+    if shape is not None:
+        input_, target = torch.randn(1, *_numbers("--input", shape)), torch.zeros(1, dtype=torch.long)
+    else:
+        try:
+            train, _ = build.build_data(config)
+        except DataError as error:
+            raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
+        loaded = train[0]
+        input_, target = torch.as_tensor(loaded[0])[None], torch.as_tensor(loaded[1])[None]
+    if input_.is_floating_point():
+        input_ = input_.to(dtype)
+    if config.runtime.channels_last and input_.ndim == 4:
+        input_ = input_.contiguous(memory_format=torch.channels_last)
+    return input_.to(device), target.to(device)
+
+
+def _machine(flags: argparse.Namespace, device: torch.device) -> Machine:
+    memory = _bytes(flags.memory) if flags.memory else device_memory(device)
+    if flags.bandwidth is not None or flags.latency is not None or device.type == "cuda":
+        bandwidth = PAIR_LINK["bandwidth"] if flags.bandwidth is None else flags.bandwidth
+        latency = PAIR_LINK["latency"] if flags.latency is None else flags.latency
+        return Machine(memory_bytes=memory, bandwidth=bandwidth, latency=latency)
+    return Machine(memory_bytes=memory, **measure_link()._asdict())
+
+
+def _sizes(config: RunConfig, chain: Chain, num_stages: int) -> Sequence[int] | None:
+    """The cut that the user asks for; None: the best one."""
+    balance = config.partition.balance
+    if balance == "even":
+        return None  # the default of training; here the question is which cut is best
+    if isinstance(balance, list) and num_stages == config.partition.num_stages:
+        return checked_sizes(chain, num_stages, balance)
+    return None
+
+
+def _method(config: RunConfig, name: str) -> Method:
+    if name not in METHODS:
+        raise ConfigError(f"--methods: there is no method '{name}'; choose of {', '.join(METHODS)}")
+    if name == config.method.name:
+        return config.method.chosen()
+    row = METHODS[name]
+    steps = config.method.chosen().accumulation_steps
+    return method(name) if row.accumulation_steps == 1 else method(name, accumulation_steps=steps)
+
+
+def _draw(path: Path, profile: Profile, choice: Prediction | None, config: RunConfig) -> None:
+    from adl_dist.report.costs import draw_costs
+
+    units = profile.costs(1)
+    sizes = choice.balance.sizes if choice is not None else []
+    draw_costs(
+        path,
+        names=[unit.name for unit in units],
+        forward=[unit.forward for unit in units],
+        backward=[unit.backward for unit in units],
+        activation_bytes=[unit.activation_bytes for unit in units],
+        crossing_bytes=[unit.act_bytes for unit in units],
+        cuts=[sum(sizes[: k + 1]) - 1 for k in range(len(sizes) - 1)],
+        title=f"{config.model['_target_']}, micro-batches of {profile.of['micro_batch_size']}, {profile.of['device']}",
+    )
+
+
+def _devices(config: RunConfig) -> int:
+    return torch.cuda.device_count() if config.runtime.device is Device.cuda else num_cores()
+
+
+def _up_to(num_devices: int, config: RunConfig) -> list[int]:
+    powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
+    return sorted({*powers, config.partition.num_stages} - {1}) or [2]
+
+
+def _numbers(flag: str, text: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: expected whole numbers, separated by commas") from None
+    if min(numbers) < 1:
+        raise ConfigError(f"{flag} {text}: expected numbers of at least 1")
+    return numbers
+
+
+def _bytes(text: str) -> int:
+    for unit, factor in BYTES.items():
+        if text.endswith(unit):
+            try:
+                return int(float(text.removesuffix(unit)) * factor)
+            except ValueError:
+                break
+    raise ConfigError(f"--memory {text}: expected a number and a unit, like 80GiB (of {', '.join(BYTES)})")
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _say(text: str, to: Any = None) -> None:
+    (to or sys.stdout).write(text + "\n")

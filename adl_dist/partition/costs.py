@@ -1,0 +1,221 @@
+"""What a stage and a link cost, from what the units of the model cost.
+
+Whoever asks for a figure of a stage gets it from the same roundings: the seconds of its units are summed from left to
+right, never as a difference of two sums that start elsewhere, and bytes are whole numbers below 2**53, which floats
+hold exactly. So the figures of one stage and those of all stages that could be (:mod:`adl_dist.partition.balance`
+weighs them) are equal to the last bit, and are compared without a tolerance.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adl_dist.errors import ConfigError
+
+Floats = NDArray[np.float64]
+Figure = TypeVar("Figure", float, Floats)  # of one stage, or of many
+
+# Messages that a stage holds of what it receives (one taken, two posted ahead), and of what it sends (one under way).
+RECEIVED, SENT = 3, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCost:
+    """What one unit (a layer, or block) of the model costs for one micro-batch.
+
+    Attributes:
+        name: of the unit.
+        forward: seconds.
+        backward: seconds.
+        update: seconds of its share of one optimizer step, divided by M already.
+        parameter_bytes: of its parameters, once.
+        activation_bytes: kept from the forward to the backward.
+        held_before: of what crosses a cut right behind the unit, bytes that each graph before the cut holds beside its
+            activations.
+        held_behind: the same of each graph behind it.
+        act_bytes: of all tensors that cross a cut right behind the unit, forward.
+        grad_bytes: of the gradients that come back over that cut; 0: none do.
+        num_tensors: that cross that cut; as many gradients come back.
+        may_cut: whether a cut right behind the unit is possible at all.
+
+    Raises:
+        ConfigError: a number that is negative or not finite.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    update: float = 0.0
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    held_before: int = 0
+    held_behind: int = 0
+    act_bytes: int = 0
+    grad_bytes: int = 0
+    num_tensors: int = 1
+    may_cut: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "name":
+                _at_least_0(f"unit '{self.name}': {field.name}", getattr(self, field.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a method makes one stage hold at most.
+
+    Attributes:
+        graphs: micro-batches with all their activations; 2(K-1-k)+1 of ADL.
+        inputs: micro-batches with nothing but what came in.
+        weight_copies: weight versions beside the newest.
+        recomputes: share of the micro-batches that are forwarded twice.
+    """
+
+    graphs: int
+    inputs: int = 0
+    weight_copies: int = 0
+    recomputes: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The devices, and the links between two of them.
+
+    Attributes:
+        speeds: of each stage's device, relative to the one on which units were measured; None: all 1.
+        memory_bytes: of each device, or one number for all; None: no limit.
+        bandwidth: bytes per second of a link, each direction for itself.
+        latency: seconds of a message on its way; no cut is chosen by it, see :func:`link_time`.
+        seconds_per_byte: that a stage itself is busy with what it sends or receives (gloo on CPU copies).
+        seconds_per_message: the same for each tensor, whatever its size.
+
+    Raises:
+        ConfigError: a speed or bandwidth that is not above 0, or a time that is below.
+    """
+
+    speeds: Sequence[float] | None = None
+    memory_bytes: int | Sequence[int] | None = None
+    bandwidth: float = math.inf
+    latency: float = 0.0
+    seconds_per_byte: float = 0.0
+    seconds_per_message: float = 0.0
+
+    def __post_init__(self) -> None:
+        if any(not 0 < speed < math.inf for speed in self.speeds or ()):
+            raise ConfigError(f"machine.speeds must be finite and above 0, got {self.speeds}")
+        if not self.bandwidth > 0:
+            raise ConfigError(f"machine.bandwidth must be above 0, got {self.bandwidth}")
+        for name in ("latency", "seconds_per_byte", "seconds_per_message"):
+            _at_least_0(f"machine.{name}", getattr(self, name))
+
+
+def stage_time(
+    units: Sequence[UnitCost], start: int, stop: int, *, held: Held, speed: float, machine: Machine
+) -> float:
+    """Seconds for which a stage of ``units[start:stop]`` is busy with one micro-batch.
+
+    The work on its units, at the ``speed`` of its device, and its own part in the messages over both of its ends.
+    Nothing crosses before the first unit and behind the last.
+    """
+    *_, work = accumulate(unit_work(unit, held) for unit in units[start:stop])  # Python 3.12's sum() rounds otherwise
+    busy = busy_at_borders(units, machine)
+    return seconds_of(work, busy[start], busy[stop], speed)
+
+
+def link_time(unit: UnitCost, machine: Machine) -> float:
+    """Seconds for which a link behind ``unit`` is occupied by one micro-batch, in its busier direction.
+
+    Bytes over bandwidth, without the latency: receives are posted ahead and nobody waits for a send, so the next
+    message leaves while one is on its way. Latency delays all of them alike; it makes the pipeline longer to fill, but
+    not slower, while the method's delays leave room for it. What it costs where they do not, the timing model says
+    (:func:`adl_dist.schedule.speed`).
+    """
+    return max(unit.act_bytes, unit.grad_bytes) / machine.bandwidth
+
+
+def stage_memory(units: Sequence[UnitCost], start: int, stop: int, *, held: Held, optimizer_copies: float) -> int:
+    """Bytes that a stage of ``units[start:stop]`` holds at most.
+
+    The activations of each graph and what it holds at its two ends, what came in of each input; the parameters as
+    weights, as gradients, as each copy of the optimizer and as each older version; and the buffers of messages, three
+    of each received and one of each sent.
+    Not counted are what comes into the model itself and what an operation needs while it runs.
+
+    Args:
+        units: of the whole model.
+        start: the stage's first.
+        stop: behind the stage's last.
+        held: by the stage.
+        optimizer_copies: tensors of the optimizer's state per parameter: 1 of SGD with momentum, 2 of Adam.
+    """
+    activations = float(sum(unit.activation_bytes for unit in units[start:stop]))
+    parameters = float(sum(unit.parameter_bytes for unit in units[start:stop]))
+    at = bytes_at_borders(units)
+    messages = at.start_buffers[start] + at.stop_buffers[stop]
+    activations += at.start_held[start] + at.stop_held[stop]
+    return math.ceil(bytes_of(activations, parameters, at.came_in[start], messages, held, optimizer_copies))
+
+
+def seconds_of(work: Figure, busy_at_start: Figure, busy_at_stop: Figure, speed: float) -> Figure:
+    """Of a stage: its work on a device of ``speed``, and what its two ends take."""
+    return work / speed + busy_at_start + busy_at_stop
+
+
+def bytes_of(
+    activations: Figure, parameters: Figure, came_in: Figure, messages: Figure, held: Held, optimizer_copies: float
+) -> Figure:
+    """Of a stage; see :func:`stage_memory`."""
+    copies = 1 + 1 + optimizer_copies + held.weight_copies  # weights and gradients first
+    return held.graphs * activations + held.inputs * came_in + copies * parameters + messages
+
+
+def unit_work(unit: UnitCost, held: Held) -> float:
+    """Seconds that a stage of speed 1 works on ``unit`` for one micro-batch."""
+    return unit.forward * (1 + held.recomputes) + unit.backward + unit.update
+
+
+def busy_at_borders(units: Sequence[UnitCost], machine: Machine) -> list[float]:
+    """Seconds that a stage which starts or stops before unit 0, 1, .. n is busy with messages there."""
+
+    def busy(unit: UnitCost) -> float:
+        num_messages = unit.num_tensors * (2 if unit.grad_bytes else 1)
+        sent = unit.act_bytes + unit.grad_bytes
+        return machine.seconds_per_byte * sent + machine.seconds_per_message * num_messages
+
+    return _at_borders(units, busy)
+
+
+class BorderBytes(NamedTuple):
+    """Bytes that a stage holds because it starts or stops before unit 0, 1, .. n."""
+
+    came_in: list[float]  # of one micro-batch
+    start_held: list[float]  # by each graph
+    stop_held: list[float]
+    start_buffers: list[float]  # acts received, gradients sent
+    stop_buffers: list[float]  # gradients received, acts sent
+
+
+def bytes_at_borders(units: Sequence[UnitCost]) -> BorderBytes:
+    """What crosses each border between two units, as the stages on its two sides hold it."""
+    return BorderBytes(
+        came_in=_at_borders(units, lambda unit: unit.act_bytes),
+        start_held=_at_borders(units, lambda unit: unit.held_behind),
+        stop_held=_at_borders(units, lambda unit: unit.held_before),
+        start_buffers=_at_borders(units, lambda unit: RECEIVED * unit.act_bytes + SENT * unit.grad_bytes),
+        stop_buffers=_at_borders(units, lambda unit: RECEIVED * unit.grad_bytes + SENT * unit.act_bytes),
+    )
+
+
+def _at_borders(units: Sequence[UnitCost], of: Callable[[UnitCost], float]) -> list[float]:
+    return [0.0, *(float(of(unit)) for unit in units[:-1]), 0.0]
+
+
+def _at_least_0(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ConfigError(f"{name} must be finite and at least 0, got {value}")

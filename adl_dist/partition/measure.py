@@ -1,0 +1,261 @@
+"""Runs a model unit by unit, where it will be trained, and times it."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
+
+from adl_dist.partition.chain import Chain
+from adl_dist.partition.costs import UnitCost
+from adl_dist.partition.profile import Profile
+
+ROUNDS = 7  # after one to warm up
+SECONDS = 8.0  # no further round is started after so long
+
+
+def measure(
+    model: nn.Module,
+    chain: Chain,
+    *,
+    input_: Tensor,
+    target: Tensor,
+    loss_fn: Callable[[Any, Tensor], Tensor],
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
+    of: dict[str, Any],
+) -> Profile:
+    """Run ``model`` unit by unit, and as a whole, and time it. Its state is as before.
+
+    Args:
+        model: on its device; takes ``input_``.
+        chain: of it.
+        input_: of one micro-batch, [B, ...].
+        target: [B, ...] of its loss.
+        loss_fn: mean loss from (output, target); counted to the last unit.
+        optimizer: makes the optimizer of the whole model.
+        of: what is measured, for :attr:`Profile.of`.
+    """
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    was_training = model.training
+    pieces = [piece.train() for piece in chain.pieces([1] * len(chain.units))]
+    bench = _Bench(pieces, input_, target, loss_fn)
+    devices = [input_.device] if input_.is_cuda else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            model.train()
+            shapes = bench.look(model, chain)
+            rounds: list[tuple[list[float], list[float]]] = []
+            wholes: list[tuple[float, float]] = []
+            start = time.perf_counter()
+            while len(rounds) <= ROUNDS and (len(rounds) < 3 or time.perf_counter() - start < SECONDS):
+                rounds.append(bench.run())
+                wholes.append(_whole(model, input_, target, loss_fn))
+            update, copies = _update(model, optimizer, input_.device)
+    finally:
+        model.load_state_dict(state)
+        model.zero_grad()
+        model.train(was_training)
+    # The least of a unit, which is small enough to be interrupted as a whole; their sum is scaled to the model's median.
+    forward, backward = ([min(r[i][u] for r in rounds[1:]) for u in range(len(pieces))] for i in (0, 1))
+    parameter_bytes = [unit.parameter_bytes for unit in shapes]
+    share = update / max(1, sum(parameter_bytes))
+    return Profile(
+        of=of,
+        units=[
+            replace(unit, forward=f, backward=b, update=unit.parameter_bytes * share)
+            for unit, f, b in zip(shapes, forward, backward, strict=True)
+        ],
+        forward=statistics.median(w[0] for w in wholes[1:]),
+        backward=statistics.median(w[1] for w in wholes[1:]),
+        optimizer_copies=copies,
+    )
+
+
+class _Bench:
+    """The units of a model side by side, each with leaves of its own between it and its neighbours."""
+
+    def __init__(
+        self, pieces: Sequence[nn.Module], input_: Tensor, target: Tensor, loss_fn: Callable[[Any, Tensor], Tensor]
+    ) -> None:
+        self._pieces, self._input, self._target, self._loss_fn = pieces, input_, target, loss_fn
+        self._written: list[list[bool]] = []  # by unit and tensor: whether the unit writes to what it is given
+
+    def look(self, model: nn.Module, chain: Chain) -> list[UnitCost]:
+        """Everything but times: what each unit keeps and sends, and which of its inputs it overwrites."""
+        known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        size = self._input.shape[0]
+        saver: dict[int, int] = {}  # storage -> the unit that first saves it
+        saved_bytes = [0] * len(self._pieces)
+        seen: set[int] = set()
+        alive, crossing, parameter_bytes = [], [], []
+        arriving: Any = self._input
+        for unit, piece in enumerate(self._pieces):
+
+            def pack(tensor: Tensor, unit: int = unit) -> Tensor:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in known and storage.data_ptr() not in saver:
+                    saver[storage.data_ptr()] = unit
+                    saved_bytes[unit] += storage.nbytes()
+                return tensor
+
+            leaves = _leaves(arriving, with_gradient=unit > 0)
+            self._written.append(_written(piece, leaves))
+            # The leaves themselves are given, so that what two units save is one storage.
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                out = self._call(unit, self._given(unit, leaves))
+            alive.append((leaves, out))  # or a storage would be used again
+            parameters = [p for p in piece.parameters() if id(p) not in seen]
+            seen |= {id(p) for p in parameters}
+            parameter_bytes.append(sum(map(_bytes, parameters)))
+            crossing.append(out if isinstance(out, list | tuple) else (out,))
+            arriving = out
+        costs = []
+        for unit, name in enumerate(chain.units):
+            tensors = [t for t in crossing[unit] if isinstance(t, Tensor)]
+            firsts = [saver.get(t.untyped_storage().data_ptr()) for t in tensors]
+            whole = len(tensors) == len(crossing[unit]) and all(t.shape[:1] == (size,) for t in tensors)
+            last = unit == len(self._pieces) - 1
+            costs.append(
+                UnitCost(
+                    name=name,
+                    forward=0.0,
+                    backward=0.0,
+                    parameter_bytes=parameter_bytes[unit],
+                    activation_bytes=saved_bytes[unit],
+                    act_bytes=0 if last else sum(map(_bytes, tensors)),
+                    grad_bytes=0 if last else sum(_bytes(t) for t in tensors if t.is_floating_point()),
+                    num_tensors=1 if last else sum(1 for t in tensors if t.numel()),
+                    held_before=sum(_bytes(t) for t, f in zip(tensors, firsts, strict=True) if f is None or f > unit),
+                    held_behind=sum(_bytes(t) for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
+                    may_cut=whole and unit not in chain.forbidden,
+                )
+            )
+        return costs
+
+    def run(self) -> tuple[list[float], list[float]]:
+        """Seconds of each unit's forward and backward."""
+        forwards, backwards, kept = [], [], []
+        arriving: Any = self._input
+        for unit in range(len(self._pieces)):
+            leaves = _leaves(arriving, with_gradient=unit > 0)
+            given = self._given(unit, leaves)
+            start = self._now()
+            out = self._call(unit, given)
+            forwards.append(self._now() - start)
+            kept.append((leaves, out))
+            arriving = out
+        grads: list[Tensor | None] = [torch.ones_like(arriving)]
+        for piece, (leaves, out) in zip(reversed(self._pieces), reversed(kept), strict=True):
+            start = self._now()
+            grads = _backward(piece, tree_leaves(leaves), tree_leaves(out), grads)
+            backwards.append(self._now() - start)
+        return forwards, backwards[::-1]
+
+    def _call(self, unit: int, given: Any) -> Any:
+        out = self._pieces[unit](given)
+        return self._loss_fn(out, self._target) if unit == len(self._pieces) - 1 else out
+
+    def _given(self, unit: int, leaves: Any) -> Any:
+        """What the unit is called with: copies of what it overwrites."""
+        written = iter(self._written[unit])
+        return tree_map(lambda t: t.clone() if next(written) else t, leaves)
+
+    def _now(self) -> float:
+        if self._input.is_cuda:
+            torch.cuda.synchronize(self._input.device)
+        return time.perf_counter()
+
+
+def _backward(
+    piece: nn.Module, leaves: Sequence[Any], outs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """Gradients of the leaves; those of parameters are added to what they have, as they are in a group.
+
+    Not ``backward()``: it would copy a gradient that two leaves share, as the two summands of a residual do, which
+    within one graph are no leaves.
+    """
+    passed = {id(leaf): g for leaf, g in zip(outs, grads, strict=True) if g is not None and _among(leaf, leaves)}
+    roots = [
+        (o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o.requires_grad and id(o) not in passed
+    ]
+    wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+    parameters = [p for p in piece.parameters() if p.requires_grad]
+    found: Sequence[Tensor | None] = [None] * (len(wanted) + len(parameters))
+    if roots and found:
+        found = torch.autograd.grad(
+            [o for o, _ in roots], [*wanted, *parameters], [g for _, g in roots], allow_unused=True
+        )
+    for parameter, grad in zip(parameters, found[len(wanted) :], strict=True):
+        if grad is not None:
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+    of_leaf = {id(leaf): grad for leaf, grad in zip(wanted, found, strict=False)}
+    both = [(of_leaf.get(id(leaf)), passed.get(id(leaf))) for leaf in leaves]
+    return [a if b is None else b if a is None else a + b for a, b in both]
+
+
+def _among(tensor: Any, tensors: Sequence[Any]) -> bool:
+    return any(tensor is other for other in tensors)
+
+
+def _whole(
+    model: nn.Module, input_: Tensor, target: Tensor, loss_fn: Callable[[Any, Tensor], Tensor]
+) -> tuple[float, float]:
+    def now() -> float:
+        if input_.is_cuda:
+            torch.cuda.synchronize(input_.device)
+        return time.perf_counter()
+
+    start = now()
+    loss = loss_fn(model(input_), target)
+    middle = now()
+    loss.backward()
+    return middle - start, now() - middle
+
+
+def _update(
+    model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device
+) -> tuple[float, float]:
+    """Seconds of one step and of clearing the gradients; and bytes of state for each byte of parameters."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        return 0.0, 0.0
+    made, seconds = optimizer(parameters), []
+    for _ in range(4):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        made.step()
+        made.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    state = sum(_bytes(t) for kept in made.state.values() for t in kept.values() if isinstance(t, Tensor))
+    return statistics.median(seconds[1:]), state / sum(map(_bytes, parameters))
+
+
+def _leaves(values: Any, *, with_gradient: bool) -> Any:
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.detach().requires_grad_(with_gradient and value.is_floating_point())
+
+    return tree_map(leaf, values)
+
+
+def _written(piece: nn.Module, leaves: Any) -> list[bool]:
+    """For each of what a unit is given, whether it writes to it."""
+    probe = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(leaves)]
+    before = [t._version if isinstance(t, Tensor) else 0 for t in probe]
+    piece(tree_unflatten(probe, tree_structure(leaves)))
+    return [isinstance(t, Tensor) and t._version != version for t, version in zip(probe, before, strict=True)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

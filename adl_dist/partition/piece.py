@@ -1,0 +1,164 @@
+"""A stretch of a traced model as a module of its own, with the parameters' names as they were."""
+
+import operator
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor, fx, nn
+
+from adl_dist.errors import PartitionError
+from adl_dist.partition.trace import Trace
+
+
+class Crossing(NamedTuple):
+    """A value that is computed before a cut and needed behind it.
+
+    Attributes:
+        node: computes it.
+        outline: whether no more than its shape, dtype and device are needed; then no byte of it is sent.
+    """
+
+    node: fx.Node
+    outline: bool
+
+
+class Piece(nn.Module):
+    """One stage of a traced model; training and evaluation may run different operations.
+
+    Attributes:
+        unit_names: of the units that it holds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graphs: tuple[fx.Graph, fx.Graph],
+        unit_names: Sequence[str],
+        unlike: tuple[Set[nn.Module], Set[nn.Module]],
+    ) -> None:
+        """Take over from ``model`` what the graphs for training and evaluation call or read.
+
+        Args:
+            model: the whole one.
+            graphs: of this stage, for training and for evaluation.
+            unit_names: of the units that it holds.
+            unlike: modules that evaluate in training, and those that train in evaluation.
+        """
+        super().__init__()
+        self.training = model.training
+        nodes = [node for graph in graphs for node in graph.nodes]
+        for op in ("call_module", "get_attr"):  # a parameter may lie in a module that is taken over whole
+            for node in nodes:
+                if node.op == op:
+                    self.adopt(model, str(node.target))
+        self._unlike = unlike[0] & {*self.modules()}, unlike[1] & {*self.modules()}
+        self._unit_names = list(unit_names)
+        self._forwards = _compiled(self, graphs[0]), _compiled(self, graphs[1])
+
+    @property
+    def unit_names(self) -> list[str]:
+        """Of the units that it holds, in order."""
+        return self._unit_names
+
+    def forward(self, acts: Any) -> Any:
+        """From what crosses the cut before (a tensor, or a tuple of several) to what crosses the one behind."""
+        return self._forwards[0 if self.training else 1](self, acts)
+
+    def train(self, mode: bool = True) -> Self:
+        """As the model's own ``train()`` does it, which may leave layers frozen in the other mode."""
+        super().train(mode)
+        for module in self._unlike[0 if mode else 1]:
+            module.training = not mode
+        return self
+
+    def adopt(self, model: nn.Module, name: str) -> None:
+        """Hold the module, parameter, buffer or attribute ``name`` of ``model`` under the same name."""
+        *path, last = name.split(".")
+        source, here = model, self
+        for part in path:
+            source = getattr(source, part)
+            if part not in here._modules:
+                here.add_module(part, nn.Module().train(source.training))
+            here = here._modules[part]  # type: ignore[assignment]
+        if hasattr(here, last):
+            return
+        if not hasattr(source, last):
+            raise PartitionError(
+                f"'{name}' of the model's state is neither a parameter nor a buffer, so no stage can hold it; use "
+                "partition.grain=block, which leaves the module that makes it whole"
+            )
+        value = getattr(source, last)
+        if isinstance(value, nn.Module):
+            here.add_module(last, value)
+        elif last in source._parameters:
+            here.register_parameter(last, value)
+        elif last in source._buffers:
+            here.register_buffer(last, value, persistent=last not in source._non_persistent_buffers_set)
+        else:
+            setattr(here, last, value)
+
+
+def extract(
+    trace: Trace, steps: Sequence[fx.Node], arriving: Sequence[Crossing], leaving: Sequence[Crossing] | None
+) -> fx.Graph:
+    """The graph of one stage.
+
+    Args:
+        trace: of the whole model.
+        steps: those of the stage, in order.
+        arriving: what crosses the cut before it.
+        leaving: what crosses the cut behind it; None: it returns what the model returns.
+    """
+    graph = fx.Graph()
+    acts = graph.placeholder("acts")
+    values: dict[fx.Node, fx.Node] = {}
+    outlines: dict[fx.Node, fx.Node] = {}
+    stand_ins: dict[fx.Node, fx.Node] = {}
+    for place, (node, is_outline) in enumerate(arriving):
+        got = acts if len(arriving) == 1 else graph.call_function(operator.getitem, (acts, place))
+        (outlines if is_outline else values)[node] = got
+
+    def value(node: fx.Node) -> fx.Node:
+        if node not in values:  # a shape: computed anew in each stage that needs it
+            assert node in trace.shapes, f"{node} should have crossed the cut"
+            values[node] = graph.node_copy(node, shape_of)
+        return values[node]
+
+    def shape_of(node: fx.Node) -> fx.Node:
+        if node in values or node in trace.shapes:
+            return value(node)
+        if node not in stand_ins:
+            stand_ins[node] = graph.call_function(stand_in, (outlines[node],))
+        return stand_ins[node]
+
+    def send(crossing: Crossing) -> fx.Node:
+        if not crossing.outline:
+            return value(crossing.node)
+        if crossing.node in outlines:
+            return outlines[crossing.node]
+        return graph.call_function(outline, (value(crossing.node),))
+
+    for step in steps:
+        values[step] = graph.node_copy(step, value)
+    if leaving is None:
+        graph.output(fx.node.map_arg(trace.result, value))
+    else:
+        sent = tuple(send(crossing) for crossing in leaving)
+        graph.output(sent[0] if len(sent) == 1 else sent)
+    return graph
+
+
+def outline(x: Tensor) -> Tensor:
+    """A tensor without elements that tells shape, dtype and device of ``x`` [...]: [..., 0]."""
+    return x.detach().new_empty((*x.shape, 0))
+
+
+def stand_in(outline: Tensor) -> Tensor:
+    """A tensor [...] of one element in memory that answers for the one that ``outline`` [..., 0] was made of."""
+    return outline.detach().new_zeros(()).expand(outline.shape[:-1])
+
+
+def _compiled(piece: Piece, graph: fx.Graph) -> Callable[[nn.Module, Any], Any]:
+    graph.lint()
+    # The class that torch.fx generates; its instance is not used, because it would hold the state a second time.
+    return type(fx.GraphModule(piece, graph)).forward

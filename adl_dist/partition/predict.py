@@ -1,0 +1,132 @@
+"""What a method will do with a cut of a measured model: speed, memory, staleness."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
+from adl_dist.partition.costs import Held, Machine
+from adl_dist.partition.profile import Profile
+from adl_dist.schedule import Costs, Method, speed
+from adl_dist.schedule.table import figures
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Of one method on K stages.
+
+    Attributes:
+        method: whose schedule.
+        num_stages: K.
+        balance: the cut, with each stage's seconds and bytes.
+        images_per_second: in steady state.
+        speed_up: over backpropagation of the same micro-batches on one device.
+        bubble: share of the time in which a stage waits, averaged over stages.
+        staleness_mean: of each stage, updates.
+    """
+
+    method: Method
+    num_stages: int
+    balance: Balance
+    images_per_second: float
+    speed_up: float
+    bubble: float
+    staleness_mean: list[float]
+
+    @property
+    def convergence_factor(self) -> float:
+        """(1 + sum of mean staleness / M) / M: what Theorem 1 of the paper bounds the error with; 1/M without any."""
+        M = self.method.micro_batches_per_update
+        return (1 + sum(self.staleness_mean) / M) / M
+
+
+def held_by(method: Method, *, num_stages: int) -> list[Held]:
+    """What ``method`` makes each stage hold."""
+    M = method.micro_batches_per_update
+    return [
+        Held(
+            graphs=stage.graphs,
+            inputs=stage.inputs,
+            weight_copies=stage.weight_copies,
+            recomputes=sum(method.recomputes(place, M, stage.delay) for place in range(M)) / M,
+        )
+        for stage in figures(method, num_stages=num_stages)
+    ]
+
+
+def best_cut(profile: Profile, method: Method, *, num_stages: int, machine: Machine = UNIFORM) -> Balance:
+    """The best cut of the measured model for ``method``.
+
+    Raises:
+        PartitionError: no cut is possible, or none fits into memory.
+    """
+    return best_balance(
+        profile.costs(method.micro_batches_per_update),
+        num_stages=num_stages,
+        held=held_by(method, num_stages=num_stages),
+        machine=machine,
+        optimizer_copies=profile.optimizer_copies,
+    )
+
+
+def predict(
+    profile: Profile,
+    method: Method,
+    *,
+    num_stages: int,
+    machine: Machine = UNIFORM,
+    sizes: Sequence[int] | None = None,
+) -> Prediction:
+    """Predict a run of ``method``.
+
+    Args:
+        profile: measured with the run's micro-batch size.
+        method: to be run.
+        num_stages: K.
+        machine: to be run on.
+        sizes: units of each stage; None: those of the best cut.
+
+    Raises:
+        PartitionError: no cut is possible, or none fits into memory.
+    """
+    units, M = profile.costs(method.micro_batches_per_update), method.micro_batches_per_update
+    held = held_by(method, num_stages=num_stages)
+    if sizes is None:
+        balance = best_cut(profile, method, num_stages=num_stages, machine=machine)
+    else:
+        balance = evaluate_balance(units, sizes, held=held, machine=machine, optimizer_copies=profile.optimizer_copies)
+    costs = _costs(profile, balance, M, machine)
+    told = speed(method, costs)
+    size = profile.of["micro_batch_size"]
+    per_micro_batch = told.time_per_update / M
+    alone = profile.forward + profile.backward + sum(unit.update for unit in units)
+    return Prediction(
+        method=method,
+        num_stages=num_stages,
+        balance=balance,
+        images_per_second=size / per_micro_batch,
+        speed_up=alone / per_micro_batch,
+        bubble=told.bubble,
+        staleness_mean=[stage.staleness_mean for stage in figures(method, num_stages=num_stages)],
+    )
+
+
+def _costs(profile: Profile, balance: Balance, M: int, machine: Machine) -> Costs:
+    """Of the timing model: stages with their own part in the messages, links with their transfer time."""
+    units = profile.costs(M)
+    forward, backward, update, link = [], [], [], []
+    start = 0
+    for k, size in enumerate(balance.sizes):
+        stop = start + size
+        rate = machine.speeds[k] if machine.speeds else 1.0
+        own = units[start:stop]
+        before, behind = units[start - 1] if start else None, units[stop - 1] if stop < len(units) else None
+        messages = sum(machine.seconds_per_message * unit.num_tensors for unit in (before, behind) if unit is not None)
+        acts = sum(machine.seconds_per_byte * unit.act_bytes for unit in (before, behind) if unit is not None)
+        grads = sum(machine.seconds_per_byte * unit.grad_bytes for unit in (before, behind) if unit is not None)
+        forward.append(sum(unit.forward for unit in own) / rate + acts + messages)
+        backward.append(sum(unit.backward for unit in own) / rate + grads + messages)
+        update.append(sum(unit.update for unit in own) * M / rate)
+        if behind is not None:
+            link.append(machine.latency + max(behind.act_bytes, behind.grad_bytes) / machine.bandwidth)
+        start = stop
+    return Costs(forward=forward, backward=backward, update=update, link=link)

@@ -1,0 +1,66 @@
+"""What each unit of a model costs, as it was measured."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from adl_dist.errors import PartitionError
+from adl_dist.partition.costs import UnitCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measured costs of one micro-batch.
+
+    Attributes:
+        of: what was measured: model, batch, device, threads, versions. Costs of something else are not these.
+        units: of the chain; ``update`` is of one optimizer step, not divided by M.
+        forward: seconds of the whole model at once, with the loss.
+        backward: seconds of its backward.
+        optimizer_copies: bytes of the optimizer's state, for each byte of parameters.
+    """
+
+    of: dict[str, Any]
+    units: list[UnitCost]
+    forward: float
+    backward: float
+    optimizer_copies: float
+
+    def costs(self, accumulation_steps: int) -> list[UnitCost]:
+        """The units' costs with M micro-batches per update, so scaled that they add up to those of the whole model.
+
+        Measured one by one, units take a little longer than together: each is called and timed by itself.
+        """
+        forward = self.forward / sum(unit.forward for unit in self.units)
+        backward = self.backward / max(sum(unit.backward for unit in self.units), 1e-12)
+        return [
+            replace(
+                unit,
+                forward=unit.forward * forward,
+                backward=unit.backward * backward,
+                update=unit.update / accumulation_steps,
+            )
+            for unit in self.units
+        ]
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, whole or not at all."""
+        unfinished = path.with_name(f".{path.name}.saving")
+        unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        unfinished.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Profile":
+        """Read back :meth:`save`.
+
+        Raises:
+            PartitionError: it is no such file.
+        """
+        try:
+            told = json.loads(path.read_text())
+            return cls(**{**told, "units": [UnitCost(**unit) for unit in told["units"]]})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise PartitionError(
+                f"{path} is not a profile ({type(error).__name__}: {error}); remove it, and it is measured anew"
+            ) from error

@@ -1,0 +1,173 @@
+"""A model's forward as one list of operations, read by torch.fx.
+
+Three kinds of values are told apart, because they cross a cut in three ways. *Tensors* are sent. *Shapes* (sizes,
+numbers of dimensions, dtypes, and what Python computes from them) are computed anew wherever they are needed.
+*Constants* (parameters, buffers, and what is computed from nothing else, like a table of position biases) are computed
+where they are first used.
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from adl_dist.partition.tracer import has_hooks, symbolic
+
+_SHAPE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout"}
+_SHAPE_METHODS = {"size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "element_size", "type"}
+_OF_PYTHON = {"_operator", "builtins", "math"}
+# What computes nothing worth a unit of its own: views, bookkeeping, containers.
+_LIGHT = {
+    *("getitem", "getattr", "flatten", "reshape", "view", "view_as", "permute", "transpose", "movedim", "contiguous"),
+    *("expand", "expand_as", "squeeze", "unsqueeze", "chunk", "split", "unbind", "narrow", "select", "detach", "to"),
+    *("float", "type_as", "_assert", "unflatten", "swapaxes"),
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward.
+
+    Attributes:
+        graph: as torch.fx has read it, with one placeholder.
+        input: the placeholder.
+        result: what is returned: nodes, in whatever structure.
+        steps: the nodes that compute tensors, in an order in which they can run. Shapes are no steps.
+        shapes: the nodes that compute shapes.
+        constants: the steps that do not depend on the input.
+        unlike: modules that stay in the other mode: the model's own ``train()`` wants it so.
+    """
+
+    graph: fx.Graph
+    input: fx.Node
+    result: Any
+    steps: list[fx.Node]
+    shapes: set[fx.Node]
+    constants: set[fx.Node]
+    unlike: set[nn.Module]
+
+    def key(self) -> tuple[Any, ...]:
+        """What two traces of equal meaning have in common."""
+        place = {node: i for i, node in enumerate(self.graph.nodes)}
+
+        def plain(value: Any) -> Any:
+            return fx.node.map_arg(value, lambda node: f"%{place[node]}")
+
+        nodes = [(n.op, n.target, repr(plain(n.args)), repr(plain(n.kwargs))) for n in self.graph.nodes]
+        return nodes, self.unlike
+
+
+def is_plain_sequential(model: nn.Module) -> bool:
+    """Whether running the children one after the other is all that ``model`` does."""
+    return (
+        isinstance(model, nn.Sequential)
+        and type(model).forward is nn.Sequential.forward
+        and type(model).train is nn.Sequential.train
+        and not has_hooks(model)
+    )
+
+
+def read(model: nn.Module, *, grain: str) -> tuple[Trace, Trace]:
+    """Read the forward of ``model`` in training and in evaluation; one and the same trace twice if they agree.
+
+    Args:
+        model: takes one tensor; further arguments keep their defaults.
+        grain: ``layer``: down to single layers and operations; ``block``: no further than what the model itself and
+            its plain Sequentials call.
+
+    Raises:
+        PartitionError: it cannot be traced; names the line.
+    """
+    modes = {module: module.training for module in model.modules()}
+    try:
+        training = _trace(model.train(), grain)
+        evaluation = _trace(model.eval(), grain)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return training, training if training.key() == evaluation.key() else evaluation
+
+
+def is_light(node: fx.Node) -> bool:
+    """Whether ``node`` computes too little to be worth a unit of its own."""
+    if node.op == "call_module":
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op == "get_attr" or name in _LIGHT or isinstance(node.target, type)
+
+
+def _trace(model: nn.Module, grain: str) -> Trace:
+    graph = symbolic(model, grain=grain)
+    kinds = _kinds(graph)
+    (result,) = next(node for node in graph.nodes if node.op == "output").args
+    return Trace(
+        graph=graph,
+        input=next(iter(graph.nodes)),
+        result=result,
+        steps=_steps(graph, kinds),
+        shapes={node for node, kind in kinds.items() if kind == "shape"},
+        constants={node for node, kind in kinds.items() if kind == "constant"},
+        unlike={module for module in model.modules() if module.training != model.training},
+    )
+
+
+def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
+    kinds: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        given = {kinds[n] for n in node.all_input_nodes}
+        if node.op in ("placeholder", "output", "call_module") or node.target is torch._assert:
+            kinds[node] = "tensor"
+        elif node.op == "get_attr" or (given <= {"constant"} and not _writes(node)):
+            kinds[node] = "constant"
+        elif _asks_for_shape(node) or (given == {"shape"} and _is_of_python(node)):
+            kinds[node] = "shape"
+        else:
+            kinds[node] = "tensor"
+    return kinds
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether ``node`` is run for what it does to a tensor that is there, and so has its place."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _asks_for_shape(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        asks = node.target != "type" or len(node.args) + len(node.kwargs) == 1  # with a dtype, it converts
+        return asks and node.target in _SHAPE_METHODS and len(node.all_input_nodes) == 1
+    return node.op == "call_function" and node.target is getattr and node.args[1] in _SHAPE_ATTRIBUTES
+
+
+def _is_of_python(node: fx.Node) -> bool:
+    if node.op == "call_method":  # of a torch.Size or a number
+        return True
+    return getattr(node.target, "__module__", None) in _OF_PYTHON
+
+
+def _steps(graph: fx.Graph, kinds: Mapping[fx.Node, str]) -> list[fx.Node]:
+    steps: list[fx.Node] = []
+    taken: set[fx.Node] = set()
+
+    def take(node: fx.Node) -> None:
+        if node in taken or node.op in ("placeholder", "output") or kinds[node] == "shape":
+            return
+        taken.add(node)
+        for given in node.all_input_nodes:  # constants stand where they are first used
+            take(given)
+        steps.append(node)
+        for user in node.users:  # what a layer returns is taken apart at once, so that no container crosses a cut
+            part = user.target in (operator.getitem, getattr) and user.args[0] is node
+            if part and type(user.args[1]) in (int, str):
+                take(user)
+
+    for node in graph.nodes:
+        if node.op == "output":  # it may return a constant
+            for given in node.all_input_nodes:
+                take(given)
+        elif kinds[node] == "tensor":
+            take(node)
+    return steps

@@ -1,0 +1,178 @@
+"""Runs a forward on proxies, and refuses what torch.fx would get wrong without a word."""
+
+import inspect
+import math
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from adl_dist.errors import PartitionError
+
+
+def symbolic(model: nn.Module, *, grain: str) -> fx.Graph:
+    """The operations of ``model`` in its present mode, with one placeholder, its input. The model stays as it is.
+
+    Args:
+        model: takes one tensor; further arguments keep their defaults.
+        grain: see :func:`adl_dist.partition.trace.read`.
+
+    Raises:
+        PartitionError: it cannot be traced, or a cut model would do something else.
+    """
+    others = _defaults(model)
+    _check_hooks(model, type(model).__name__)
+    tracer = _Tracer(grain)
+    with _as_before(model):
+        try:
+            graph = tracer.trace(model, concrete_args=others)
+        except PartitionError:
+            raise
+        except Exception as error:  # the user's own forward, met by proxies, can raise anything
+            raise _refused(model, tracer.where, error) from error
+    _drop(graph, [node for node in graph.nodes if node.op == "placeholder"][1:])
+    return graph
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything is run before or after its forward or backward."""
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+
+
+class _Held(fx.Proxy):
+    """A parameter or a buffer: its shape is known, so that the forward may branch on it."""
+
+    def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: Tensor) -> None:
+        super().__init__(node, tracer)
+        self._tensor = tensor
+        self.shape, self.ndim = tensor.shape, tensor.ndim
+        self.size, self.dim, self.numel, self.nelement = tensor.size, tensor.dim, tensor.numel, tensor.nelement
+
+    def __len__(self) -> int:
+        return len(self._tensor)
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, grain: str) -> None:
+        super().__init__(autowrap_modules=(math,))
+        self._grain, self._with_gradient = grain, torch.is_grad_enabled()
+        self.where = ""  # the innermost module whose forward could not be read
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if self._grain == "block":
+            return type(m) is not nn.Sequential
+        # A module without children is one layer, whatever it does: it need not be traceable, keeps its switch
+        # between training and evaluation, and could not be cut anyway. torch's own are known not to be read.
+        of_torch = m.__module__.startswith("torch.nn") and not isinstance(m, nn.Sequential)
+        return of_torch or next(m.children(), None) is None
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        # Buffers, too: what the forward computes from one would be computed now, once and for all.
+        if isinstance(attr_val, Tensor):
+            for name, held in (*self.root.named_parameters(), *self.root.named_buffers()):
+                if held is attr_val:
+                    if name not in parameter_proxy_cache:
+                        node = self.create_node("get_attr", name, (), {})
+                        parameter_proxy_cache[name] = _Held(node, self, held)
+                    return parameter_proxy_cache[name]
+        return attr_val
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if torch.is_grad_enabled() != self._with_gradient and self.root.training:
+            raise RuntimeError("torch.no_grad would not be read; call .detach() on what is computed under it")
+        return super().create_node(kind, *args, **kwargs)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.is_leaf_module(m, name := self.path_of_module(m)):
+            _check_hooks(m, name)
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.where = self.where or self.path_of_module(m)
+            raise
+
+
+def _defaults(model: nn.Module) -> dict[str, Any]:
+    """Arguments of the forward beside its input."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not positional or needed not in ([], [positional[0].name]):
+        raise PartitionError(
+            f"{type(model).__name__}.forward takes {', '.join(p.name for p in parameters) or 'nothing'}; expected one "
+            "input, all else with defaults: wrap the model in a module whose forward takes one tensor"
+        )
+    return {p.name: p.default for p in [*positional[1:], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]}
+
+
+def _drop(graph: fx.Graph, placeholders: list[fx.Node]) -> None:
+    """Erase the placeholders of arguments that keep their defaults; torch.fx only checks those."""
+    for placeholder in placeholders:
+        doomed = [placeholder]
+        for node in doomed:
+            doomed += [user for user in node.users if user not in doomed]
+        for node in reversed(doomed):
+            graph.erase_node(node)
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Take back what the forward did beside computing, and refuse what a cut model would have to do each time."""
+    generators = torch.get_rng_state(), random.getstate()
+    holders = [
+        (name, holder, dict(holder))
+        for name, module in model.named_modules()
+        for holder in (module.__dict__, module._buffers)
+    ]
+    assigned: list[str] = []
+    try:
+        yield
+    finally:
+        draws = not torch.equal(torch.get_rng_state(), generators[0]) or random.getstate() != generators[1]
+        torch.set_rng_state(generators[0])
+        random.setstate(generators[1])
+        for name, holder, before in holders:
+            assigned += [
+                f"{name}.{key}".lstrip(".")
+                for key in holder
+                if isinstance(before.get(key), Tensor) and holder[key] is not before[key]
+            ]
+            for key in holder.keys() - before.keys():
+                if not key.startswith("_tensor_constant"):  # those are read by the graph
+                    del holder[key]
+            holder.update(before)
+    if draws:
+        raise PartitionError(
+            f"{type(model).__name__}.forward draws random numbers that do not depend on its input, and tracing would "
+            "draw them once and for all: hide the function that draws them from tracing by torch.fx.wrap"
+        )
+    if assigned:
+        raise PartitionError(
+            f"{type(model).__name__}.forward assigns to {', '.join(assigned)}, which a cut model would not: write to "
+            "the tensor in place, or do it in a layer of its own, a module without children"
+        )
+
+
+def _check_hooks(module: nn.Module, name: str) -> None:
+    if has_hooks(module):
+        raise PartitionError(
+            f"{name} has hooks, but is taken apart when the model is cut, so that they would never run: register them "
+            "on its layers, or write what they do into its forward"
+        )
+
+
+def _refused(model: nn.Module, where: str, error: Exception) -> PartitionError:
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = (f"{torch.__path__[0]}/", __file__, "<")
+    ours = [frame for frame in frames if frame.line and not frame.filename.startswith(theirs)]
+    line = f"{ours[-1].filename}:{ours[-1].lineno}: {ours[-1].line}" if ours else "its forward"
+    inside = f" ({where})" if where else ""
+    return PartitionError(
+        f"{type(model).__name__} cannot be traced, so where it can be cut is not known: {line}{inside}: "
+        f"{' '.join(str(error).split())[:200]}; hide the function that holds this line from tracing by torch.fx.wrap, "
+        "use partition.grain=block if the line lies inside of a block, or hand over an nn.Sequential of units"
+    )

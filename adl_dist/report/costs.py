@@ -1,0 +1,65 @@
+"""What each unit of a model costs, as bars."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from adl_dist.errors import ConfigError
+
+FORWARD, BACKWARD, CUT, MEMORY = "#56B4E9", "#E69F00", "#333333", "#009E73"
+SUFFIXES = (".svg", ".png", ".pdf")
+MOST_LABELS = 60
+
+
+def draw_costs(
+    path: Path,
+    *,
+    names: Sequence[str],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    activation_bytes: Sequence[int],
+    crossing_bytes: Sequence[int],
+    cuts: Sequence[int],
+    title: str,
+) -> None:
+    """Draw a bar for each unit: its time above, its memory and what would cross a cut behind it below.
+
+    Args:
+        path: FILE.svg, FILE.png or FILE.pdf; what is there already is replaced.
+        names: of the units.
+        forward: seconds.
+        backward: seconds.
+        activation_bytes: kept for the backward.
+        crossing_bytes: of a cut behind the unit.
+        cuts: units behind which a stage ends.
+        title: of the picture.
+
+    Raises:
+        ConfigError: another suffix, or the file cannot be written.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--out {path}: expected a name that ends in {', '.join(SUFFIXES)}")
+    from matplotlib.figure import Figure
+
+    places = range(len(names))
+    figure = Figure(figsize=(max(6.5, min(0.16 * len(names) + 1.5, 40.0)), 6.0), layout="constrained")
+    times, sizes = figure.subplots(2, 1, sharex=True)
+    first, second = ([1000 * seconds for seconds in each] for each in (forward, backward))
+    times.bar(places, first, color=FORWARD, label="forward")
+    times.bar(places, second, bottom=first, color=BACKWARD, label="backward")
+    times.set_ylabel("ms per micro-batch")
+    times.set_title(title, loc="left", fontsize="medium")
+    sizes.bar(places, [b / 1e6 for b in activation_bytes], color=MEMORY, label="activations kept")
+    crossing = [b / 1e6 for b in crossing_bytes]
+    sizes.step(places, crossing, where="mid", color=CUT, linewidth=1, label="crosses a cut behind")
+    sizes.set_ylabel("MB per micro-batch")
+    for axes in (times, sizes):
+        for place, cut in enumerate(cuts):
+            axes.axvline(cut + 0.5, color=CUT, linestyle="--", linewidth=1, label="" if place else "end of a stage")
+        axes.legend(fontsize="small", frameon=False)
+        axes.margins(x=0.01)
+    step = -(-len(names) // MOST_LABELS)
+    sizes.set_xticks(list(places)[::step], list(names)[::step], rotation=90, fontsize="x-small")
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise ConfigError(f"--out {path} cannot be written: {error.strerror}") from error

@@ -1,0 +1,127 @@
+"""One stage's part of the model run once on zeros: what it sends on, and whether it can be run at all."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from adl_dist.errors import ConfigError
+from adl_dist.stage import packed, unpacked
+from adl_dist.transport import Specs, TensorSpec
+
+NUM_SAMPLES = 2
+
+
+class Found(NamedTuple):
+    """What a trial has shown.
+
+    Attributes:
+        outs: what the module returns.
+        overwrites: for each act, whether the module writes to it.
+    """
+
+    outs: Specs
+    overwrites: list[bool]
+
+
+def try_out(
+    module: nn.Module,
+    stage: int,
+    arriving: Specs,
+    target: TensorSpec | None,
+    loss_fn: Callable[[Any, Tensor], Tensor],
+    device: torch.device,
+) -> Found:
+    """Run ``module`` in training and in evaluation, on zeros; its buffers stay as they are.
+
+    Args:
+        module: stage ``stage`` of the model, on ``device``.
+        stage: its index.
+        arriving: what it gets.
+        target: what the loss takes beside its output; None: this is not the last stage.
+        loss_fn: of the model.
+        device: where.
+
+    Raises:
+        ConfigError: it does not take what it gets, or returns no batch of tensors, or the loss fails on it.
+    """
+    outs, written = [], [False] * len(arriving.training)
+    was_training = module.training
+    try:
+        for specs, training in ((arriving.training, True), (arriving.evaluation, False)):
+            module.train(training)
+            told = f"stage {stage} ({_units(module)}) gets {', '.join(map(str, specs))}"
+            out, overwrites = _run(module, specs, told, device, with_gradient=stage > 0)
+            outs.append(_specs_of(out, told))
+            if training:
+                written = overwrites
+            elif len(overwrites) == len(written):
+                written = [a or b for a, b in zip(written, overwrites, strict=True)]
+            if target is not None:
+                _try_loss(stage, outs[-1], out, target, loss_fn)
+    finally:
+        module.train(was_training)
+    return Found(Specs(*outs), written)
+
+
+def _run(
+    module: nn.Module, specs: Sequence[TensorSpec], told: str, device: torch.device, *, with_gradient: bool
+) -> tuple[Any, list[bool]]:
+    # Clones: autograd would refuse an operation in place on a leaf, and this is where those are found.
+    acts = [spec.empty(NUM_SAMPLES, device).zero_() for spec in specs]
+    acts = [a.requires_grad_(with_gradient and a.is_floating_point()).clone() for a in acts]
+    before = [act._version for act in acts]
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # running statistics must not move
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+            out = torch.func.functional_call(module, buffers, (packed(tuple(acts)),))
+    except Exception as error:  # the user's own forward can raise anything
+        raise ConfigError(f"{told} and fails on it: {type(error).__name__}: {error}") from error
+    return out, [act._version != version for act, version in zip(acts, before, strict=True)]
+
+
+def _specs_of(out: Any, told: str) -> tuple[TensorSpec, ...]:
+    outs = unpacked(out)
+    if isinstance(out, tuple | list) and len(outs) == 1:
+        raise ConfigError(f"{told} and returns a {type(out).__name__} of one tensor; return the tensor itself")
+    for tensor in outs:
+        if not isinstance(tensor, Tensor) or tensor.shape[:1] != (NUM_SAMPLES,):
+            found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigError(
+                f"{told} and returns {found} for {NUM_SAMPLES} samples; expected tensors whose first dimension is the "
+                "batch; cut elsewhere: partition.balance=auto knows where"
+            )
+    return tuple(TensorSpec.of(tensor) for tensor in outs)
+
+
+def _try_loss(
+    stage: int,
+    specs: Sequence[TensorSpec],
+    out: Any,
+    target: TensorSpec,
+    loss_fn: Callable[[Any, Tensor], Tensor],
+) -> None:
+    got = f"{', '.join(map(str, specs))} and {target}"
+    if getattr(loss_fn, "reduction", "mean") == "sum":
+        raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
+            loss = loss_fn(out, target.empty(NUM_SAMPLES, unpacked(out)[0].device).zero_())
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
+            "loss._target_ (loss_fn), or mend the model's output or the targets"
+        ) from error
+    if loss.ndim > 0:
+        raise ConfigError(
+            f"stage {stage}: the loss has shape {list(loss.shape)} for {got}; expected one number, the mean over "
+            "the samples"
+        )
+
+
+def _units(module: nn.Module) -> str:
+    names = getattr(module, "unit_names", None) or [name for name, _ in module.named_children()]
+    names = names or [type(module).__name__]
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
