@@ -22,6 +22,7 @@ from adl_dist.partition.advice import advise, alternative
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.predict import Prediction, predict
 from adl_dist.partition.profile import Profile
+from adl_dist.report.costs import check_suffix, draw_costs
 from adl_dist.runtime.link import measure_link
 from adl_dist.runtime.placement import device_memory, take_profile
 from adl_dist.runtime.trainer import num_cores
@@ -49,9 +50,11 @@ def plan(words: list[str]) -> None:
     stages = _numbers("--stages", flags.stages) if flags.stages else _up_to(num_devices, config)
     methods = [_method(config, name) for name in flags.methods.split(",")]
     device = torch.device(config.runtime.device.value)
+    machine = _machine(flags, device)
+    if flags.out is not None:
+        check_suffix(flags.out)
     with _threads(config.runtime.threads or max(1, num_cores() // max(stages))):
         profiles, chain = _profiles(config, flags, methods, grain, device)
-        machine = _machine(flags, device)
         chosen_steps = config.method.chosen().micro_batches_per_update
         profile = profiles[chosen_steps]
         other = alternative(profile, machine, num_devices=num_devices, accumulation_steps=chosen_steps)
@@ -196,8 +199,6 @@ def _method(config: RunConfig, name: str) -> Method:
 
 
 def _draw(path: Path, profile: Profile, choice: Prediction | None, config: RunConfig) -> None:
-    from adl_dist.report.costs import draw_costs
-
     units = profile.costs(1)
     sizes = choice.balance.sizes if choice is not None else []
     draw_costs(

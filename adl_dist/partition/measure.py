@@ -41,7 +41,7 @@ def measure(
         of: what is measured, for :attr:`Profile.of`.
     """
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     pieces = [piece.train() for piece in chain.pieces([1] * len(chain.units))]
     bench = _Bench(pieces, input_, target, loss_fn)
     devices = [input_.device] if input_.is_cuda else []
@@ -59,8 +59,9 @@ def measure(
     finally:
         model.load_state_dict(state)
         model.zero_grad()
-        model.train(was_training)
-    # The least of a unit, which is small enough to be interrupted as a whole; their sum is scaled to the model's median.
+        for module, mode in modes.items():
+            module.training = mode
+    # The least: a unit is so short that what is slower was interrupted. Their sum is scaled to the median of the whole.
     forward, backward = ([min(r[i][u] for r in rounds[1:]) for u in range(len(pieces))] for i in (0, 1))
     parameter_bytes = [unit.parameter_bytes for unit in shapes]
     share = update / max(1, sum(parameter_bytes))

@@ -97,7 +97,9 @@ def predict(
     costs = _costs(profile, balance, M, machine)
     told = speed(method, costs)
     size = profile.of["micro_batch_size"]
-    per_micro_batch = told.time_per_update / M
+    # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
+    of_stages = told.time_per_update / M
+    per_micro_batch = max(of_stages, *balance.link_seconds, 0.0)
     alone = profile.forward + profile.backward + sum(unit.update for unit in units)
     return Prediction(
         method=method,
@@ -105,7 +107,7 @@ def predict(
         balance=balance,
         images_per_second=size / per_micro_batch,
         speed_up=alone / per_micro_batch,
-        bubble=told.bubble,
+        bubble=1 - (1 - told.bubble) * of_stages / per_micro_batch,
         staleness_mean=[stage.staleness_mean for stage in figures(method, num_stages=num_stages)],
     )
 

@@ -10,6 +10,16 @@ SUFFIXES = (".svg", ".png", ".pdf")
 MOST_LABELS = 60
 
 
+def check_suffix(path: Path) -> None:
+    """Refuse a name whose format is not known.
+
+    Raises:
+        ConfigError: another suffix than those.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--out {path}: expected a name that ends in {', '.join(SUFFIXES)}")
+
+
 def draw_costs(
     path: Path,
     *,
@@ -36,8 +46,7 @@ def draw_costs(
     Raises:
         ConfigError: another suffix, or the file cannot be written.
     """
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--out {path}: expected a name that ends in {', '.join(SUFFIXES)}")
+    check_suffix(path)
     from matplotlib.figure import Figure
 
     places = range(len(names))

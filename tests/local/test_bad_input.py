@@ -132,7 +132,7 @@ NONSENSE = [
         ["ReduceLROnPlateau follows a metric", "use multistep or cosine"],
     ),
     # the cut
-    ("partition.num_stages=6", ["partition.num_stages=6", "has 5", "use at most partition.num_stages=5", "partition.grain=layer"]),
+    ("partition.num_stages=6", ["partition.num_stages=6", "has 5", "partition.num_stages=5, or partition.grain=layer"]),
     ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
     ("partition.balance=[2,2,1]", ["balance=[2, 2, 1]", "expected 2 numbers", "got 3 that add up to 5"]),
     ("partition.balance=[5,0]", ["balance=[5, 0]", "each at least 1"]),

@@ -1,0 +1,221 @@
+"""What is measured of a model, and the cut that follows from it."""
+
+import json
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition import linearise
+from adl_dist.partition.measure import measure
+from adl_dist.partition.profile import Profile
+from adl_dist.schedule import method
+from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def profile_of(model, input_, target=None, *, grain="layer", optimizer=sgd):
+    target = torch.zeros(len(input_), dtype=torch.long) if target is None else target
+    chain = linearise(model, grain=grain)
+    told = measure(
+        model, chain, input_=input_, target=target, loss_fn=LOSS, optimizer=optimizer, of={"micro_batch_size": 4}
+    )
+    return {unit.name: unit for unit in told.units}, told
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+
+
+class Slow(nn.Module):
+    """Sleeps in forward and in backward."""
+
+    def __init__(self, forward, backward=0.0):
+        super().__init__()
+        self.seconds = forward, backward
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return Sleep.apply(self.linear(x), *self.seconds)
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds)
+        return grad, None, None
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Transposing(nn.Module):
+    """Between its two layers stands a tensor whose first dimension is not the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.first(x).transpose(0, 1)
+        return torch.tanh(self.second(x)).transpose(0, 1)
+
+
+def test_bytes_of_a_perceptron_are_those_counted_by_hand():
+    units, told = profile_of(perceptron(), torch.randn(4, 6))
+    first, relu, last = (units[name] for name in "012")
+    assert [u.parameter_bytes for u in (first, relu, last)] == [4 * (6 * 8 + 8), 0, 4 * (8 * 5 + 5)]
+    assert [u.act_bytes for u in (first, relu, last)] == [4 * 4 * 8, 4 * 4 * 8, 0]
+    assert [u.grad_bytes for u in (first, relu, last)] == [4 * 4 * 8, 4 * 4 * 8, 0]
+    # A linear layer keeps its input, ReLU its output (which is the next layer's input, and counted once), the loss
+    # its logarithms (4 x 5 floats), targets (4 longs) and total weight (1 float).
+    assert [u.activation_bytes for u in (first, relu)] == [4 * 4 * 6, 4 * 4 * 8]
+    assert last.activation_bytes >= 4 * 4 * 5
+    # Behind the first layer nobody keeps what crosses, but the graphs on both sides hold it; behind ReLU, it does.
+    assert (first.held_before, first.held_behind) == (4 * 4 * 8, 4 * 4 * 8)
+    assert (relu.held_before, relu.held_behind) == (0, 4 * 4 * 8)
+    assert told.optimizer_copies == 1.0
+    assert profile_of(perceptron(), torch.randn(4, 6), optimizer=torch.optim.Adam)[1].optimizer_copies == pytest.approx(
+        2.0, rel=0.1
+    )
+
+
+def test_two_tensors_cross_inside_of_a_residual_block_and_one_behind_it():
+    units, _ = profile_of(nn.Sequential(Residual(), nn.Linear(6, 5)), torch.randn(4, 6))
+    assert {name: (u.num_tensors, u.act_bytes) for name, u in units.items()} == {
+        "0.first": (2, 192),
+        "0.tanh": (2, 192),
+        "0.second": (2, 192),
+        "0.add": (1, 96),
+        "1": (1, 0),
+    }
+
+
+def test_where_something_without_a_batch_would_cross_no_cut_is_made():
+    units, _ = profile_of(Transposing(), torch.randn(4, 6))
+    assert {name: u.may_cut for name, u in units.items()} == {"first": False, "second": False, "tanh": False}
+
+
+def test_measuring_leaves_weights_statistics_mode_and_random_streams_as_they_were():
+    model = batch_norm_net(dropout=0.5).eval()
+    model[2].norm.train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    random = torch.get_rng_state()
+    profile_of(model, torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(0)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_times_are_those_of_each_unit():
+    model = nn.Sequential(nn.Linear(4, 4), Slow(0.02, 0.03), nn.Linear(4, 5))
+    units, told = profile_of(model, torch.randn(4, 4), grain="block")
+    assert units["1"].forward == pytest.approx(0.02, rel=0.2)
+    assert units["1"].backward == pytest.approx(0.03, rel=0.2)
+    assert max(u.forward + u.backward for name, u in units.items() if name != "1") < 0.01
+    assert (told.forward, told.backward) == (pytest.approx(0.02, rel=0.2), pytest.approx(0.03, rel=0.2))
+
+
+def trainer_of(model, **changed):
+    return adl_dist.Trainer(
+        model,
+        **{
+            "loss_fn": LOSS,
+            "optimizer": sgd,
+            "method": method("adl", accumulation_steps=2),
+            "num_stages": 2,
+            "balance": "auto",
+            **changed,
+        },
+    )
+
+
+def slow_in_the_middle():
+    flat = nn.Sequential(nn.Flatten(), nn.Linear(72, 4))
+    return nn.Sequential(flat, Slow(0.002), Slow(0.002), Slow(0.002), Slow(0.012), nn.Linear(4, NUM_CLASSES))
+
+
+def fit(trainer, run_dir=None, **changed):
+    return trainer.fit(
+        FixedImages(8), batch_size=4, quiet=True, tensorboard=False, **{"epochs": 1, "run_dir": run_dir, **changed}
+    )
+
+
+def test_auto_cuts_before_the_slow_unit_and_keeps_what_it_measured(tmp_path, caplog):
+    trainer = trainer_of(slow_in_the_middle(), grain="block")
+    with caplog.at_level(logging.INFO, logger="adl_dist"):
+        fit(trainer, tmp_path)
+    assert trainer._placement.sizes == [4, 2]
+    profile = Profile.load(tmp_path / "profile.json")
+    assert [unit.name for unit in profile.units] == ["0", "1", "2", "3", "4", "5"]
+    assert set(trainer.full_state_dict()) == set(slow_in_the_middle().state_dict())
+
+    # The same command cuts by the same measurement, whatever it would measure now.
+    told = json.loads((tmp_path / "profile.json").read_text())
+    told["units"][0]["forward"] = 100.0
+    (tmp_path / "profile.json").write_text(json.dumps(told))
+    again = trainer_of(slow_in_the_middle(), grain="block")
+    fit(again, tmp_path, epochs=2)
+    assert again._placement.sizes == [1, 5]
+
+
+def test_a_slower_device_gets_less():
+    trainer = trainer_of(slow_in_the_middle(), grain="block", speeds=[1.0, 6.0])
+    fit(trainer)
+    assert trainer._placement.sizes[0] < 4
+
+
+def test_before_a_measured_cut_is_settled_the_whole_state_is_there():
+    model = batch_norm_net()
+    trainer = trainer_of(model)
+    state = trainer.full_state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert trainer.needs_data
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"speeds": [1.0]}, r"partition\.speeds=\[1\.0\] must be 2 numbers"),
+        ({"speeds": [1.0, 0.0]}, "above 0"),
+        ({"balance": "even", "speeds": [1.0, 2.0]}, r"needs partition\.balance=auto"),
+        ({"balance": "best"}, "none of auto, even"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_is_measured(changed, said):
+    with pytest.raises(ConfigError, match=said):
+        trainer_of(batch_norm_net(), **changed)
+
+
+def test_more_stages_than_units_are_refused_before_anything_is_measured():
+    with pytest.raises(PartitionError, match="needs at least 9 units, but the model has 7"):
+        trainer_of(batch_norm_net(), num_stages=9, grain="block")
+
+
+def test_a_file_that_is_no_profile_is_named(tmp_path):
+    (tmp_path / "profile.json").write_text("{}")
+    with pytest.raises(PartitionError, match=r"profile\.json is not a profile .* remove it"):
+        fit(trainer_of(batch_norm_net()), tmp_path)

@@ -1,0 +1,184 @@
+"""Predictions from known costs, the advice that follows, and ``adl-dist plan`` as a user calls it."""
+
+import json
+
+import pytest
+
+from adl_dist.partition import Machine, UnitCost
+from adl_dist.partition.advice import advise, alternative
+from adl_dist.partition.predict import predict
+from adl_dist.partition.profile import Profile
+from adl_dist.schedule import method
+from tests.support.commands import in_process, shows, words
+
+SMALL = (
+    *("model=resnet8", "data=synthetic", "data.image_size=8", "train.batch_size=16", "runtime.threads=1"),
+    *("--bandwidth", "1e9", "--latency", "1e-5"),
+)
+
+
+def known(num_units=8, *, forward=1.0, backward=2.0, update=0.0, **of_unit):
+    units = [
+        UnitCost(name=f"u{i}", forward=forward, backward=backward, update=update, **of_unit) for i in range(num_units)
+    ]
+    return Profile(
+        of={"micro_batch_size": 10},
+        units=units,
+        forward=forward * num_units,
+        backward=backward * num_units,
+        optimizer_copies=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "K", "speed_up"),
+    [
+        ("adl", 2, 2.0),
+        ("adl", 4, 4.0),
+        ("bp", 4, 1.0),
+        ("gpipe", 2, 4 / (4 + 1) * 2),  # M / (M + K - 1) of K
+        ("1f1b", 4, 4 / (4 + 3) * 4),
+    ],
+)
+def test_of_equal_units_and_free_links_the_speed_up_is_the_textbooks(name, K, speed_up):
+    told = predict(known(), method(name, accumulation_steps=4), num_stages=K)
+    assert told.speed_up == pytest.approx(speed_up)
+    assert told.images_per_second == pytest.approx(10 / 24 * speed_up)
+    assert told.balance.sizes == [8 // K] * K
+
+
+def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
+    told = known(8)
+    slow = Profile(of=told.of, units=told.units, forward=4.0, backward=32.0, optimizer_copies=1.0)
+    assert [(u.forward, u.backward) for u in slow.costs(1)] == [(0.5, 4.0)] * 8
+
+
+def test_the_factor_is_that_of_theorem_1():
+    told = predict(known(), method("adl", accumulation_steps=4), num_stages=4)
+    assert told.staleness_mean == [1.5, 1.0, 0.5, 0.0]  # 2(K-1-k)/M
+    assert told.convergence_factor == pytest.approx((1 + (1.5 + 1.0 + 0.5) / 4) / 4)
+    assert predict(known(), method("gpipe", accumulation_steps=4), num_stages=4).convergence_factor == 1 / 4
+
+
+def test_memory_counts_graphs_weight_versions_gradients_and_optimizer_state():
+    told = predict(
+        known(4, activation_bytes=100, parameter_bytes=10), method("adl", accumulation_steps=4), num_stages=2
+    )
+    # Stage 0: 3 graphs of 2 units; weights, gradients, momentum and one older version.
+    assert told.balance.stage_bytes == [3 * 200 + 4 * 20, 200 + 3 * 20]
+
+
+def test_a_slow_link_and_messages_that_occupy_a_stage_cost_what_they_take():
+    profile = known(4, act_bytes=8, grad_bytes=8)
+    adl = method("adl", accumulation_steps=4)
+    assert predict(profile, adl, num_stages=2, machine=Machine(bandwidth=0.5)).images_per_second == pytest.approx(
+        10 / 16
+    )
+    busy = predict(profile, adl, num_stages=2, machine=Machine(seconds_per_byte=0.1))
+    assert busy.images_per_second == pytest.approx(10 / (6 + 1.6))
+
+
+def advice_for(profile, *, devices, machine=None, names=("adl",), stages=(2,)):
+    machine = machine or Machine()
+    told = [
+        predict(profile, method(n, accumulation_steps=4), num_stages=K, machine=machine) for n in names for K in stages
+    ]
+    return advise(told, alternative(profile, machine, num_devices=devices, accumulation_steps=4))
+
+
+def test_with_one_device_that_holds_the_model_there_is_nothing_to_gain():
+    told = advice_for(known(), devices=1)
+    assert told.choice is None
+    assert "one device, and the model fits" in told.reason
+
+
+def test_with_fast_links_and_few_parameters_the_answer_is_ddp():
+    told = advice_for(known(), devices=2)
+    assert told.choice is None
+    assert told.reason.startswith("use DDP: 2 replicas make 1 images/s")
+
+
+def test_with_many_parameters_on_a_slow_link_the_answer_is_adl():
+    """8 units x 100 bytes take 2 x (1/2) x 800 / 8 = 100 s of a ring; the backward of half a batch takes 32 s."""
+    told = advice_for(known(parameter_bytes=100, act_bytes=8, grad_bytes=8), devices=2, machine=Machine(bandwidth=8.0))
+    assert told.choice is not None
+    assert (told.choice.method.name, told.choice.num_stages) == ("adl", 2)
+    assert told.reason.startswith(f"{10 / 12 / (40 / (16 + 100)):.2f} times as fast as DDP")
+
+
+def test_a_model_that_fits_on_no_device_is_cut():
+    profile = known(4, activation_bytes=100, parameter_bytes=1000, act_bytes=1, grad_bytes=1)
+    told = advice_for(profile, devices=2, machine=Machine(memory_bytes=9_000))
+    assert told.choice is not None
+    assert "does not fit on one device" in told.reason
+
+
+def test_what_is_too_stale_is_not_recommended_however_fast():
+    told = advice_for(known(16), devices=16, names=("adl", "1f1b"), stages=(16,))
+    assert predict(known(16), method("adl", accumulation_steps=3), num_stages=16).staleness_mean[0] == 10
+    assert told.choice is None or max(told.choice.staleness_mean) <= 7.5
+    stale = predict(known(16), method("adl", accumulation_steps=3), num_stages=16)
+    chosen = advise([stale], alternative(known(16), Machine(), num_devices=16, accumulation_steps=3))
+    assert chosen.choice is None
+
+
+def done(*words):
+    outcome = in_process("plan", *words)
+    assert outcome.code == 0, outcome.err
+    return outcome.out
+
+
+def test_the_plan_of_a_small_model_tells_all_that_was_asked_for_and_its_line_trains(tmp_path):
+    told = done(*SMALL, "--stages", "2,3", "--methods", "bp,gpipe,adl,fr", "--devices", "3", "--units")
+    shows(told, ["method ", "adl        2  4 ", "adl        3  4 ", "gpipe      3  4 ", "fr         2  1 "])
+    shows(told, ["stem.conv", "layer3_0.add", "without a pipeline: one device", "DDP on 3", "recommended"])
+    facts = json.loads(done(*SMALL, "--stages", "2", "--methods", "adl", "--json", "--memory", "1MiB"))
+    (adl,) = facts["predictions"] or [None]
+    assert sum(adl["balance"]["sizes"]) == len(facts["profile"]["units"])
+    sizes = ",".join(map(str, adl["balance"]["sizes"]))
+    cut = [f"partition.balance=[{sizes}]", "partition.grain=layer"]
+    assert in_process(*words(tmp_path / "run", *cut)).code == 0
+
+
+def test_a_model_that_fits_on_one_device_nowhere_gets_a_line_to_paste():
+    base = (*SMALL, "--stages", "2", "--methods", "adl", "--devices", "2")
+    facts = json.loads(done(*base, "--json"))
+    largest = max(facts["predictions"][0]["balance"]["stage_bytes"])
+    between = (largest + facts["alternative"]["bytes"]) // 2
+    if largest < facts["alternative"]["bytes"]:
+        told = done(*base, "--memory", f"{between / 1e6:.6f}MB")
+        shows(told, ["does not fit", "adl-dist train model=resnet8", "method=adl", "partition.num_stages=2"])
+    too_small = done(*base, "--memory", "1kB")
+    shows(too_small, ["not possible: adl, K = 2", "neither a cut nor the whole model fits"])
+
+
+def test_a_measurement_is_kept_and_used_again(tmp_path):
+    file = tmp_path / "p.json"
+    first = done(*SMALL, "--stages", "2", "--methods", "adl", "--profile", str(file))
+    assert done(*SMALL, "--stages", "2", "--methods", "adl", "--profile", str(file)) == first
+
+
+def test_the_shape_of_a_sample_stands_in_for_data_that_is_not_there(tmp_path):
+    missing = ("model=resnet8", "data=imagefolder", f"data.root={tmp_path}", "--bandwidth", "1e9", "--stages", "2")
+    shows(in_process("plan", *missing).refusal(), ["expected a folder train", "--input 3,224,224"])
+    assert "input [3, 8, 8]" in done(*missing, "--input", "3,8,8", "--methods", "adl")
+
+
+def test_the_picture_shows_every_unit(tmp_path):
+    done(*SMALL, "--stages", "2", "--methods", "adl", "--out", str(tmp_path / "units.svg"))
+    assert (tmp_path / "units.svg").read_text().count("<path") > 2 * 30, "two bars for each of 30 units"
+
+
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [
+        (("--stages", "a"), ["--stages a", "whole numbers"]),
+        (("--stages", "0"), ["at least 1"]),
+        (("--methods", "adl,nope"), ["no method 'nope'", "gpipe"]),
+        (("--memory", "12"), ["--memory 12", "80GiB"]),
+        (("--out", "x.txt", "--stages", "2", "--methods", "adl"), ["x.txt", ".svg"]),
+        (("--nonsense",), ["adl-dist plan", "--nonsense"]),
+    ],
+)
+def test_a_mistake_is_one_line(extra, parts):
+    shows(in_process("plan", *SMALL, *extra).refusal(), parts)
