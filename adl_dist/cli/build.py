@@ -18,7 +18,8 @@ from torch.utils.data import Dataset
 from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
-from adl_dist.runtime.trainer import Trainer, num_cores
+from adl_dist.runtime.trainer import Trainer
+from adl_dist.runtime.world import num_cores
 from adl_dist.schedule import Method
 
 # Keys of data.* that speak to us; the two that describe the data reach its target only if that takes them.

@@ -34,6 +34,7 @@ class Placement:
         signature: names and shapes of all parameters and buffers of the uncut model.
         modules: the parts of the model that this process holds, by stage; the whole model until it is settled.
         sizes: units of each stage; None: not settled.
+        told: what a measured cut came out as, on the rank that measured.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Placement:
         self._chain: Chain | None = None
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
+        self.told = ""
         self._home: dict[str, tuple[int, torch.dtype]] = {}
         if num_stages > 1 or not (balance is None or isinstance(balance, str)):
             self._chain = linearise(model, grain=self.grain)
@@ -146,7 +148,8 @@ class Placement:
         )
         store.set("balance", json.dumps(balance.sizes))
         shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in balance.stage_seconds)
-        logger.info("partition: %s units per stage, predicted %s ms per micro-batch", balance.sizes, shown)
+        self.told = f"measured cut: {balance.sizes} units per stage, {shown} ms per micro-batch"
+        logger.info(self.told)
         self._settle(balance.sizes)
 
     def _settle(self, sizes: list[int]) -> None:

@@ -35,6 +35,7 @@ from adl_dist.runtime.world import (
     disconnect,
     launched_rank,
     launched_world_size,
+    num_cores,
     single_process,
 )
 from adl_dist.schedule import Method, in_turn
@@ -244,6 +245,8 @@ class Trainer:
         self._schedule_learning_rates(worker, plan, store)
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
         progress = Progress(num_stages=self._num_stages, quiet=quiet)
+        if self._placement.told and world.rank == 0:
+            progress.note(self._placement.told)
         with self._threads_set():
             try:
                 return conduct(
@@ -480,11 +483,6 @@ class Trainer:
         if batch_size is not None:
             settings |= {"batch_size": batch_size, "shuffle": shuffle}
         return settings
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _log_to(path: Path) -> None:
