@@ -60,21 +60,22 @@ def agree(
         ChannelError: no answer from another stage in time.
     """
     if sample is not None:
-        _publish(store, 0, Specs.always([TensorSpec.of(sample[0])]), TensorSpec.of(sample[1]))
+        _publish(store, 0, Specs.always([TensorSpec.of(sample[0])]), TensorSpec.of(sample[1]), [False])
     acts: dict[int, Specs] = {}
     overwrites: dict[int, list[bool]] = {}
     for stage in sorted(modules):
-        acts[stage], target = _await(store, stage, by=max(stage - 1, 0))
+        acts[stage], target, shared = _await(store, stage, by=max(stage - 1, 0))
         try:
             is_last = stage == num_stages - 1
-            found = try_out(modules[stage], stage, acts[stage], target if is_last else None, loss_fn, device)
+            loss_target = target if is_last else None
+            found = try_out(modules[stage], stage, acts[stage], loss_target, loss_fn, device, shared)
             if check is not None and not is_last:
                 check(stage, found.outs.training)
         except AdlError as error:
             refuse(store, error, stages=range(stage + 1, num_stages + 1))
             raise
-        acts[stage + 1], overwrites[stage] = found
-        _publish(store, stage + 1, found.outs, target)
+        acts[stage + 1], overwrites[stage] = found.outs, found.overwrites
+        _publish(store, stage + 1, found.outs, target, found.shared)
     # Nobody starts before the last stage has agreed: a refusal downstream is told upstream, too.
     _await(store, num_stages, by=num_stages - 1)
     return Agreed(acts, target, overwrites)
@@ -98,9 +99,9 @@ def check_same(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str
             )
 
 
-def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec) -> None:
+def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec, shared: Sequence[bool]) -> None:
     told = {mode: [spec.to_json() for spec in specs] for mode, specs in acts._asdict().items()}
-    store.set(f"arrives/{stage}", json.dumps({**told, "target": target.to_json()}))
+    store.set(f"arrives/{stage}", json.dumps({**told, "target": target.to_json(), "shared": list(shared)}))
 
 
 def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
@@ -117,10 +118,10 @@ def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: 
         store.set(key, told)
 
 
-def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec]:
+def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec, list[bool]]:
     told = _read(store, f"arrives/{stage}", by)
     acts = Specs(*(tuple(map(TensorSpec.from_json, told[mode])) for mode in Specs._fields))
-    return acts, TensorSpec.from_json(told["target"])
+    return acts, TensorSpec.from_json(told["target"]), list(told["shared"])
 
 
 def _read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:

@@ -20,10 +20,13 @@ class Found(NamedTuple):
     Attributes:
         outs: what the module returns.
         overwrites: for each act, whether the module writes to it.
+        shared: for each out, whether it is a view of the same memory as another tensor that crosses a cut. Behind the
+            cut they are two: a write to one would not be seen in the other.
     """
 
     outs: Specs
     overwrites: list[bool]
+    shared: list[bool]
 
 
 def try_out(
@@ -33,6 +36,7 @@ def try_out(
     target: TensorSpec | None,
     loss_fn: Callable[[Any, Tensor], Tensor],
     device: torch.device,
+    shared: Sequence[bool] = (),
 ) -> Found:
     """Run ``module`` in training and in evaluation, on zeros; its buffers stay as they are.
 
@@ -43,35 +47,46 @@ def try_out(
         target: what the loss takes beside its output; None: this is not the last stage.
         loss_fn: of the model.
         device: where.
+        shared: for each act, what the trial of the stage before has found.
 
     Raises:
-        ConfigError: it does not take what it gets, or returns no batch of tensors, or the loss fails on it.
+        ConfigError: it does not take what it gets, writes to a shared act, or returns no batch of tensors; or the loss
+            fails on it.
     """
-    outs, written = [], [False] * len(arriving.training)
+    outs: list[tuple[TensorSpec, ...]] = []
+    written, shared_outs = [False] * len(arriving.training), list[bool]()
+    shared = list(shared) or [False] * len(written)
     was_training = module.training
     try:
         for specs, training in ((arriving.training, True), (arriving.evaluation, False)):
             module.train(training)
             told = f"stage {stage} ({_units(module)}) gets {', '.join(map(str, specs))}"
-            out, overwrites = _run(module, specs, told, device, with_gradient=stage > 0)
+            acts = _zeros(specs, device, with_gradient=stage > 0)
+            out, overwrites = _run(module, acts, told, device)
             outs.append(_specs_of(out, told))
             if training:
-                written = overwrites
+                written, shared_outs = overwrites, _shared(unpacked(out), acts, shared)
+                if any(a and b for a, b in zip(written, shared, strict=True)):
+                    raise ConfigError(
+                        f"{told} and writes in place to one that shares its memory with another, which would not see "
+                        "it; cut elsewhere, or replace the operation by one that does not work in place"
+                    )
             elif len(overwrites) == len(written):
                 written = [a or b for a, b in zip(written, overwrites, strict=True)]
             if target is not None:
                 _try_loss(stage, outs[-1], out, target, loss_fn)
     finally:
         module.train(was_training)
-    return Found(Specs(*outs), written)
+    return Found(Specs(*outs), written, shared_outs)
 
 
-def _run(
-    module: nn.Module, specs: Sequence[TensorSpec], told: str, device: torch.device, *, with_gradient: bool
-) -> tuple[Any, list[bool]]:
-    # Clones: autograd would refuse an operation in place on a leaf, and this is where those are found.
+def _zeros(specs: Sequence[TensorSpec], device: torch.device, *, with_gradient: bool) -> list[Tensor]:
+    # Clones: autograd would refuse an operation in place on a leaf, and those are to be found.
     acts = [spec.empty(NUM_SAMPLES, device).zero_() for spec in specs]
-    acts = [a.requires_grad_(with_gradient and a.is_floating_point()).clone() for a in acts]
+    return [a.requires_grad_(with_gradient and a.is_floating_point()).clone() for a in acts]
+
+
+def _run(module: nn.Module, acts: Sequence[Tensor], told: str, device: torch.device) -> tuple[Any, list[bool]]:
     before = [act._version for act in acts]
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # running statistics must not move
     try:
@@ -80,6 +95,15 @@ def _run(
     except Exception as error:  # the user's own forward can raise anything
         raise ConfigError(f"{told} and fails on it: {type(error).__name__}: {error}") from error
     return out, [act._version != version for act, version in zip(acts, before, strict=True)]
+
+
+def _shared(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequence[bool]) -> list[bool]:
+    memory = [out.untyped_storage().data_ptr() for out in outs]
+    of_acts = {act.untyped_storage().data_ptr() for act, is_shared in zip(acts, shared, strict=True) if is_shared}
+    return [
+        bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts)
+        for out, mine in zip(outs, memory, strict=True)
+    ]
 
 
 def _specs_of(out: Any, told: str) -> tuple[TensorSpec, ...]:
