@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from adl_dist.cli import build
 from adl_dist.cli.compose import compose_run
+from adl_dist.cli.plan_check import check_cases, checked
 from adl_dist.cli.plan_report import facts_of, line_to_paste, report
 from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import ConfigError, DataError, PartitionError
@@ -54,7 +55,8 @@ def plan(words: list[str]) -> None:
     if flags.out is not None:
         check_suffix(flags.out)
     with _threads(config.runtime.threads or max(1, num_cores() // max(stages))):
-        profiles, chain = _profiles(config, flags, methods, grain, device)
+        measure = _measurer(config, flags, methods, grain, device)
+        profiles, chain = measure()
         chosen_steps = config.method.chosen().micro_batches_per_update
         profile = profiles[chosen_steps]
         other = alternative(profile, machine, num_devices=num_devices, accumulation_steps=chosen_steps)
@@ -89,6 +91,15 @@ def plan(words: list[str]) -> None:
         _say(f"             {line}")
     if flags.out is not None:
         _say(f"picture      {flags.out}")
+    if flags.check is not None:
+        cases = check_cases(config, flags.overrides, grain, chain, machine)
+        threads = config.runtime.threads or max(1, num_cores() // config.partition.num_stages)
+
+        def measured() -> Profile:
+            with _threads(threads):
+                return measure()[0][chosen_steps]
+
+        _say("\n" + checked(cases, measured, repetitions=flags.check, batch_size=config.train.batch_size))
 
 
 def _flags(words: list[str]) -> argparse.Namespace:
@@ -110,44 +121,46 @@ def _flags(words: list[str]) -> argparse.Namespace:
     add("--profile", type=Path, metavar="FILE", help="keep the measurement there, and use it the next time")
     add("--units", action="store_true", help="also print each unit")
     add("--out", type=Path, metavar="FILE", help="draw what each unit costs: FILE.svg, FILE.png or FILE.pdf")
+    add("--check", type=int, metavar="N", help="also train as predicted, N times, and print what is measured beside it")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_intermixed_args(words)
 
 
-def _profiles(
+def _measurer(
     config: RunConfig, flags: argparse.Namespace, methods: Sequence[Method], grain: str, device: torch.device
-) -> tuple[dict[int, Profile], Chain]:
-    """Measurements by M: the micro-batch of a batch is as much smaller."""
+) -> Callable[[], tuple[dict[int, Profile], Chain]]:
+    """A function that measures. It returns measurements by M: the micro-batch of a batch is as much smaller."""
     model = build.build_model(config).to(device, getattr(torch, config.dtype.value))
     if config.runtime.channels_last:
         to_channels_last(model)
     chain = linearise(model, grain=grain)
     sample = _sample(config, flags.input, device)
     steps = {m.micro_batches_per_update for m in (*methods, config.method.chosen())}
-    profiles = {}
-    for M in sorted(steps):
-        size = config.train.batch_size // M
-        if size < 1:
-            raise ConfigError(
-                f"train.batch_size={config.train.batch_size} leaves no sample for each of {M} micro-batches"
-            )
-        kept_in = flags.profile
+    loss_fn, optimizer = build.build_loss(config), build.build_optimizer(config)
+    for M in steps:
+        if config.train.batch_size < M:
+            batch = config.train.batch_size
+            raise ConfigError(f"train.batch_size={batch} leaves no sample for each of {M} micro-batches")
+
+    def measured(M: int) -> Profile:
+        size, kept_in = config.train.batch_size // M, flags.profile
         if kept_in is not None and len(steps) > 1:
             kept_in = kept_in.with_name(f"{kept_in.stem}-{size}{kept_in.suffix}")
         if not flags.json:
             _say(f"measuring {len(chain.units)} units with {size} samples ...", to=sys.stderr)
-        profiles[M] = take_profile(
+        return take_profile(
             model,
             chain,
             grain=grain,
             sample=sample,
             micro_batch_size=size,
-            loss_fn=build.build_loss(config),
-            optimizer=build.build_optimizer(config),
+            loss_fn=loss_fn,
+            optimizer=optimizer,
             device=device,
             kept_in=kept_in,
         )
-    return profiles, chain
+
+    return lambda: ({M: measured(M) for M in sorted(steps)}, chain)
 
 
 def _sample(config: RunConfig, shape: str | None, device: torch.device) -> tuple[Tensor, Tensor]:

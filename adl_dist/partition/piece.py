@@ -114,6 +114,8 @@ def extract(
     values: dict[fx.Node, fx.Node] = {}
     outlines: dict[fx.Node, fx.Node] = {}
     stand_ins: dict[fx.Node, fx.Node] = {}
+    if len(arriving) > 1:
+        acts = graph.call_function(several, (acts, len(arriving)))
     for place, (node, is_outline) in enumerate(arriving):
         got = acts if len(arriving) == 1 else graph.call_function(operator.getitem, (acts, place))
         (outlines if is_outline else values)[node] = got
@@ -146,6 +148,20 @@ def extract(
         sent = tuple(send(crossing) for crossing in leaving)
         graph.output(sent[0] if len(sent) == 1 else sent)
     return graph
+
+
+def several(acts: Sequence[Any], count: int) -> Sequence[Any]:
+    """``acts``, which are as many as there should be.
+
+    Raises:
+        PartitionError: something that crosses the cut holds several tensors, which were taken out of it on the way.
+    """
+    if len(acts) != count:
+        raise PartitionError(
+            f"{count} values cross this cut, but {len(acts)} tensors, for one of the values is a list or a tuple; cut "
+            "elsewhere, or take it apart where it is made"
+        )
+    return acts
 
 
 def outline(x: Tensor) -> Tensor:

@@ -1,0 +1,144 @@
+"""``adl-dist plan --check``: runs what was predicted, and sets what is measured beside it."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from adl_dist.cli.schema import RunConfig
+from adl_dist.errors import ConfigError
+from adl_dist.partition import Chain, Machine, even_sizes
+from adl_dist.partition.predict import Prediction, predict
+from adl_dist.partition.profile import Profile
+from adl_dist.runtime.world import num_cores
+from adl_dist.schedule import Method
+
+SECONDS = 15.0  # of one run, about
+FEWEST = 12  # updates of one run
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One way to train, run several times.
+
+    Attributes:
+        title: for people.
+        words_of: of ``adl-dist train``, for the sizes of a cut.
+        predict: what a measurement makes of it.
+        predicted: images per second, of each repetition.
+        measured: the same, as measured.
+        stage_bytes: predicted memory of each stage.
+        grown_bytes: of each repetition what each stage's process grew by while it trained.
+        weight_bytes: of each stage, held before it trained.
+    """
+
+    title: str
+    words_of: Callable[[Sequence[int]], Sequence[str]]
+    predict: Callable[..., Prediction]
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+    stage_bytes: list[int] = field(default_factory=list)
+    grown_bytes: list[list[int]] = field(default_factory=list)
+    weight_bytes: list[int] = field(default_factory=list)
+
+    def ratio(self) -> float:
+        """Measured over predicted images per second, medians."""
+        return statistics.median(self.measured) / statistics.median(self.predicted)
+
+
+def check_cases(config: RunConfig, overrides: Sequence[str], grain: str, chain: Chain, machine: Machine) -> list[Case]:
+    """The configured method with the best cut and with an even one, and backpropagation on one device."""
+    method, K = config.method.chosen(), config.partition.num_stages
+    threads = config.runtime.threads or max(1, num_cores() // K)
+    kept = [word for word in overrides if not word.startswith(("partition.", "runtime.threads="))]
+    kept.append(f"runtime.threads={threads}")
+    even = even_sizes(chain, K)
+
+    def cut(sizes: Sequence[int]) -> list[str]:
+        return [*kept, f"partition.num_stages={K}", f"partition.grain={grain}", f"partition.balance={list(sizes)}"]
+
+    bp = Method(name="bp", accumulation_steps=method.micro_batches_per_update)
+    alone = [word for word in kept if not word.startswith("method")]
+    alone += ["method=bp", f"method.accumulation_steps={bp.accumulation_steps}", "partition.num_stages=1"]
+    title = f"{method.name}, K = {K}"
+    ours = partial(predict, method=method, num_stages=K, machine=machine)
+    return [
+        Case(title=f"{title}, best cut", words_of=cut, predict=ours),
+        Case(title=f"{title}, even cut", words_of=cut, predict=partial(ours, sizes=even)),
+        Case(title="bp, one device", words_of=lambda sizes: alone, predict=partial(predict, method=bp, num_stages=1)),
+    ]
+
+
+def checked(cases: Sequence[Case], measure: Callable[[], Profile], *, repetitions: int, batch_size: int) -> str:
+    """Measure the model, run each case, and again, so that predictions and runs see the same state of the machine.
+
+    Returns:
+        A table for people.
+    """
+    sizes: dict[str, list[int]] = {}
+    for _ in range(repetitions):
+        profile = measure()
+        for case in cases:
+            prediction = case.predict(profile)
+            if case.title in sizes:  # the same cut in each repetition
+                prediction = case.predict(profile, sizes=sizes[case.title])
+            sizes[case.title] = prediction.balance.sizes
+            case.predicted.append(prediction.images_per_second)
+            case.stage_bytes = prediction.balance.stage_bytes
+            case.weight_bytes = _weights(profile, prediction.balance.sizes)
+            updates = max(FEWEST, round(SECONDS * prediction.images_per_second / batch_size))
+            summary = _train([*case.words_of(prediction.balance.sizes), f"train.max_updates={updates}"])
+            case.measured.append(summary["samples_per_second"])
+            case.grown_bytes.append([s["peak_memory_bytes"] - s["start_memory_bytes"] for s in summary["stages"]])
+    return table(cases)
+
+
+def table(cases: Sequence[Case]) -> str:
+    """Medians, and the spread of what was measured."""
+    lines = [
+        "run                       predicted images/s  measured (least .. most)       ratio  memory (MB) of each stage"
+    ]
+    for case in cases:
+        grown = [statistics.median(stage) for stage in zip(*case.grown_bytes, strict=True)]
+        memory = ", ".join(
+            f"{told / 1e6:.0f} predicted, {(own + weights) / 1e6:.0f} measured"
+            for told, own, weights in zip(case.stage_bytes, grown, case.weight_bytes, strict=True)
+        )
+        spread = f"{statistics.median(case.measured):.0f} ({min(case.measured):.0f} .. {max(case.measured):.0f})"
+        lines.append(
+            f"{case.title:<26}{statistics.median(case.predicted):<20.0f}{spread:<31}{case.ratio():<7.2f}{memory}"
+        )
+    return "\n".join(lines)
+
+
+def _weights(profile: Profile, sizes: Sequence[int]) -> list[int]:
+    ends = list(accumulate(sizes))
+    return [
+        sum(unit.parameter_bytes for unit in profile.units[end - size : end])
+        for end, size in zip(ends, sizes, strict=True)
+    ]
+
+
+def _train(words: Sequence[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        own = [f"run_dir={folder}/run", "runtime.tensorboard=false", "runtime.checkpoint_every_epochs=0"]
+        done = subprocess.run(
+            [sys.executable, "-m", "adl_dist", "train", *words, *own, "train.epochs=100000"],
+            env={**os.environ},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            raise ConfigError(f"--check: adl-dist train {' '.join(words)} failed: {said[-1] if said else 'no word'}")
+        summary: dict[str, Any] = json.loads((Path(folder) / "run" / "summary.json").read_text())
+        return summary
