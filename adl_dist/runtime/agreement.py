@@ -18,6 +18,8 @@ from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.trial import try_out
 from adl_dist.transport import Specs, TensorSpec
 
+SIZES = "sizes"
+
 
 class Agreed(NamedTuple):
     """What a process knows after the agreement.
@@ -116,6 +118,23 @@ def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: 
     told = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
     for key in [f"arrives/{stage}" for stage in stages] + [f"fingerprint/{rank}"] * (rank is not None):
         store.set(key, told)
+    if rank == 0:
+        store.set(SIZES, told)
+
+
+def publish_sizes(store: dist.Store, sizes: Sequence[int]) -> None:
+    """Tell the other ranks the cut that rank 0 has measured."""
+    store.set(SIZES, json.dumps({"sizes": list(sizes)}))
+
+
+def await_sizes(store: dist.Store) -> list[int]:
+    """Take what rank 0 has published.
+
+    Raises:
+        StageFailed: it could not measure, or found no cut.
+        ChannelError: no answer in time.
+    """
+    return [int(size) for size in _read(store, SIZES, 0)["sizes"]]
 
 
 def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec, list[bool]]:

@@ -1,6 +1,5 @@
 """Which units of the model are on which stage, and which stages are in this process."""
 
-import json
 import logging
 import platform
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +16,7 @@ from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linear
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut
 from adl_dist.partition.profile import Profile
+from adl_dist.runtime import agreement
 from adl_dist.runtime.checkpoint import signature
 from adl_dist.runtime.wiring import to_channels_last
 from adl_dist.schedule import Method
@@ -117,13 +117,14 @@ class Placement:
 
         Raises:
             PartitionError: no cut is possible, or none fits into memory.
+            StageFailed, ChannelError: the rank that measures did not come to an end.
         """
         if self.sizes is not None:
             return
         assert self._model is not None
         assert self._chain is not None
         if sample is None:
-            self._settle([int(size) for size in json.loads(store.get("balance"))])
+            self._settle(agreement.await_sizes(store))
             return
         self._model.to(device)
         if channels_last:
@@ -146,7 +147,7 @@ class Placement:
             num_stages=self._num_stages,
             machine=Machine(speeds=self._speeds, memory_bytes=memory),
         )
-        store.set("balance", json.dumps(balance.sizes))
+        agreement.publish_sizes(store, balance.sizes)
         shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in balance.stage_seconds)
         self.told = f"measured cut: {balance.sizes} units per stage, {shown} ms per micro-batch"
         logger.info(self.told)

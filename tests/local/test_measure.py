@@ -133,10 +133,10 @@ def test_measuring_leaves_weights_statistics_mode_and_random_streams_as_they_wer
 def test_times_are_those_of_each_unit():
     model = nn.Sequential(nn.Linear(4, 4), Slow(0.02, 0.03), nn.Linear(4, 5))
     units, told = profile_of(model, torch.randn(4, 4), grain="block")
-    assert units["1"].forward == pytest.approx(0.02, rel=0.2)
-    assert units["1"].backward == pytest.approx(0.03, rel=0.2)
+    assert 0.02 <= units["1"].forward < 0.04
+    assert 0.03 <= units["1"].backward < 0.06
     assert max(u.forward + u.backward for name, u in units.items() if name != "1") < 0.01
-    assert (told.forward, told.backward) == (pytest.approx(0.02, rel=0.2), pytest.approx(0.03, rel=0.2))
+    assert (told.forward >= 0.02, told.backward >= 0.03) == (True, True)
 
 
 def trainer_of(model, **changed):

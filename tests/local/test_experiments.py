@@ -1,0 +1,164 @@
+"""The ADL paper's experiments: each sweep is the runs of its table, with the paper's settings and the authors' cuts."""
+
+import functools
+import re
+import shlex
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from adl_dist.cli import build, sweep
+from adl_dist.cli.compose import compose_run, config_folder
+from adl_dist.partition import cut
+
+FILES = {path.stem: path for path in sorted((config_folder() / "experiment").glob("*.yaml"))}
+PAGE = Path(__file__).parents[2] / "docs" / "experiments.md"
+BLOCK = re.compile(r"layer\d+[._]\d+")  # as names of parameters begin
+PAPER = sorted(name for name in FILES if name.startswith("table"))
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the paper shows.
+
+    Attributes:
+        of: data and network, as run folders are named.
+        runs: (method, M, K) of each number, for one seed.
+        cuts: residual blocks on each stage by the authors' code, for each K.
+    """
+
+    of: str
+    runs: list[tuple[str, int, int]]
+    cuts: dict[int, list[int]] = field(default_factory=dict)
+
+
+def row(network, *blocks, dsp=False):
+    K = len(blocks)
+    stale = [(name, 1, K) for name in ("ddg", "dgl", "fr", *["dsp"] * dsp)]
+    return Table(f"cifar10-{network}", [("bp", 1, 1), *stale, ("gpipe", 4, K), ("adl", 4, K)], {K: list(blocks)})
+
+
+def adl_and_bp(network, *cuts):
+    runs = [("bp", 1, 1), *(("adl", 4, len(blocks)) for blocks in cuts)]
+    return Table(f"imagenet-{network}", runs, {len(blocks): blocks for blocks in cuts})
+
+
+RESNET56_K16 = [0, *[2] * 13, 1, 0]
+OF_18_K8, OF_18_K10 = [0, *[1] * 6, 2], [0, *[1] * 8, 0]
+TABLES = {
+    "table2a": Table("cifar10-resnet56", [("adl", M, 16) for M in range(1, 13)], {16: RESNET56_K16}),
+    "table2b_resnet56_k2": row("resnet56", 13, 14),
+    "table2b_resnet56_k3": row("resnet56", 9, 9, 9),
+    "table2b_resnet56_k4": row("resnet56", 6, 7, 7, 7),
+    "table2b_resnet56_k8": row("resnet56", 2, 4, 4, 4, 4, 4, 4, 1),
+    "table2b_resnet56_k16": row("resnet56", *RESNET56_K16),
+    "table2b_resnet110_k2": row("resnet110", 27, 27),
+    "table2b_resnet110_k8": row("resnet110", 6, 7, 7, 7, 7, 7, 7, 6),
+    "table2b_resnet98_k4": row("resnet98", 12, 13, 12, 11, dsp=True),
+    "table2b_resnet98_k8": row("resnet98", 6, 7, 5, 7, 7, 5, 7, 4),
+    "table2b_resnet34_k12": row("resnet34", 0, *[1] * 7, 2, 2, 2, 3),
+    "table2b_resnet164_k4": row("resnet164", 12, 10, 21, 38, dsp=True),
+    "table2b_resnet164_k10": row("resnet164", 6, 6, 6, 9, 6, 6, 6, 9, 12, 15),
+    "table2c": adl_and_bp("torchvision-resnet18", [0, 4, 4], [0, 2, 2, 4], OF_18_K8, OF_18_K10),
+    "table2c_resnet50": adl_and_bp("torchvision-resnet50", [2, 3, 4, 7]),
+    "table2c_se_resnet18": adl_and_bp("se_resnet18", OF_18_K8, OF_18_K10),
+    "table3": Table(
+        "synthetic-torchvision-resnet101",
+        [
+            ("bp", 4, 1),
+            ("dsp", 4, 4),
+            *((name, 4, K) for name in ("ddg", "fr", "dgl", "gpipe", "adl") for K in (2, 3, 4)),
+        ],
+    ),
+    "table4": Table(
+        "synthetic-resnet18",
+        [*((name, 1, 4) for name in ("bp", "ddg", "fr", "dgl")), ("gpipe", 4, 4), ("adl", 4, 4)],
+        {4: [0, 2, 2, 4]},
+    ),
+}
+SEEDS = ["seed=0", "seed=1", "seed=2"]
+# Section 6: rate, weight decay, epochs, where the rate falls.
+RECIPES = {"cifar10": (0.1, 5e-4, 300, [150, 225, 275]), "imagenet": (0.05, 1e-4, 90, [30, 60, 80])}
+
+
+@functools.cache
+def request_of(experiment):
+    return sweep.requested([f"experiment={experiment}"])
+
+
+@functools.cache
+def planned(experiment):
+    """All runs of one seed, checked but for the building of their trainers, which takes long for what it adds."""
+    request = request_of(experiment)
+    one_seed = {key: values[:1] if key == "seed" else values for key, values in request.swept.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "trainer", lambda *_, **__: None)
+        return sweep._planned(replace(request, swept=one_seed, run_dir=Path("nowhere")))
+
+
+def test_every_table_of_the_paper_has_its_experiments():
+    assert sorted(TABLES) == PAPER
+
+
+@pytest.mark.parametrize("experiment", PAPER)
+def test_an_experiment_is_the_runs_of_its_table(experiment):
+    table, request = TABLES[experiment], request_of(experiment)
+    methods = [run.config.method.chosen() for run in planned(experiment)]
+    stages = [run.config.partition.num_stages for run in planned(experiment)]
+    ran = [(m.name, m.micro_batches_per_update, K) for m, K in zip(methods, stages, strict=True)]
+    assert sorted(ran) == sorted(table.runs)
+    assert request.swept.get("seed") == (SEEDS if "table2" in experiment else None)
+    assert str(request.run_dir) == f"runs/{experiment}-{table.of}"
+
+
+@pytest.mark.parametrize("experiment", [name for name in PAPER if name.startswith("table2")])
+def test_an_experiment_trains_as_the_paper_says(experiment):
+    for run in planned(experiment):
+        config = run.config
+        assert config.optimizer["_target_"] == "torch.optim.SGD"
+        assert (config.optimizer["momentum"], config.train.batch_size, config.train.max_updates) == (0.9, 128, None)
+        schedule = config.lr_schedule
+        assert (schedule["_target_"], schedule["warmup_epochs"]) == ("adl_dist.optim.multistep", 3)
+        settings = (config.optimizer["lr"], config.optimizer["weight_decay"], config.train.epochs)
+        assert (*settings, schedule["milestones"]) == RECIPES[TABLES[experiment].of.partition("-")[0]]
+
+
+@pytest.mark.parametrize("experiment", [name for name in PAPER if TABLES[name].cuts])
+def test_the_cut_of_an_experiment_is_that_of_the_authors_code(experiment):
+    cuts = {}
+    for run in planned(experiment):
+        partition = run.config.partition
+        if partition.num_stages > 1 and partition.num_stages not in cuts:
+            assert isinstance(partition.balance, list)
+            with torch.device("meta"):
+                model = build.build_model(run.config)
+            stages = cut(model, num_stages=partition.num_stages, balance=partition.balance, grain=partition.grain.value)
+            blocks = [{found[0] for name in stage.state_dict() if (found := BLOCK.match(name))} for stage in stages]
+            cuts[partition.num_stages] = [len(names) for names in blocks]
+    assert cuts == TABLES[experiment].cuts
+
+
+@pytest.mark.parametrize("experiment", FILES)
+def test_the_header_of_an_experiment_gives_commands_that_work_and_the_page_agrees(experiment):
+    head = re.match(r"# @package _global_\n((?:#.*\n)+)", FILES[experiment].read_text())[1]
+    commands = re.findall(r"^#.*?adl-dist train (.*)", head, re.MULTILINE)
+    assert all(f"experiment={experiment}" in command for command in commands)
+    assert commands
+    for command in commands:
+        sweep.requested(shlex.split(command))
+    (entry,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{experiment}` |")]
+    assert "# Costs: " in head
+    if experiment in PAPER:
+        runs = len(planned(experiment)) * (len(SEEDS) if "table2" in experiment else 1)
+        assert f"# Costs: {runs} runs" in head
+        assert f"{runs} runs" in entry
+        numbers = re.findall(r"\d+\.\d+", re.search(r"# Paper: (.*?)# Run:", head, re.DOTALL)[1])
+        assert sorted(numbers) == sorted(re.findall(r"\d+\.\d+", entry))
+        assert "# Ours:  " in head
+
+
+def test_two_networks_of_torchvision_have_run_folders_of_their_own():
+    names = [compose_run(["model=torchvision", f"model.name={name}"])[0].run_dir for name in ("resnet18", "vgg11")]
+    assert names == [f"runs/digits-torchvision-{name}-adl-k2-m4-seed0" for name in ("resnet18", "vgg11")]
