@@ -92,7 +92,7 @@ def best_balance(
     _check_places(units, num_stages)
     busy = np.array(busy_at_borders(units, machine))
     came_in, start_held, stop_held, start_buffers, stop_buffers = map(np.array, bytes_at_borders(units))
-    messages = start_buffers[:-1, None] + stop_buffers[1:]
+    messages = start_buffers[:-1, None] + stop_buffers[1:] + _maxima([unit.work_bytes for unit in units])
     activations = _sums([unit.activation_bytes for unit in units]) + (start_held[:-1, None] + stop_held[1:])
     parameters = _sums([unit.parameter_bytes for unit in units])
     holds_units = np.tri(len(units), dtype=bool).T
@@ -193,6 +193,11 @@ def _best(
 def _sums(values: Sequence[float]) -> Floats:
     """Entry [i, j] is the sum of values i to j, added from left to right as :func:`stage_time` does."""
     return np.cumsum(np.triu(np.tile(np.array(values, dtype=np.float64), (len(values), 1))), axis=1)
+
+
+def _maxima(values: Sequence[float]) -> Floats:
+    """Entry [i, j] is the largest of values i to j."""
+    return np.maximum.accumulate(np.triu(np.tile(np.array(values, dtype=np.float64), (len(values), 1))), axis=1)
 
 
 def _of_each_device(num_stages: int, held: Sequence[Held], machine: Machine) -> tuple[Sequence[float], Sequence[float]]:

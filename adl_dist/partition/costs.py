@@ -35,6 +35,7 @@ class UnitCost:
         update: seconds of its share of one optimizer step, divided by M already.
         parameter_bytes: of its parameters, once.
         activation_bytes: kept from the forward to the backward.
+        work_bytes: for the moment of its backward: gradients of its parameters, of what comes in and of what goes out.
         held_before: of what crosses a cut right behind the unit, bytes that each graph before the cut holds beside its
             activations.
         held_behind: the same of each graph behind it.
@@ -53,6 +54,7 @@ class UnitCost:
     update: float = 0.0
     parameter_bytes: int = 0
     activation_bytes: int = 0
+    work_bytes: int = 0
     held_before: int = 0
     held_behind: int = 0
     act_bytes: int = 0
@@ -144,8 +146,8 @@ def stage_memory(units: Sequence[UnitCost], start: int, stop: int, *, held: Held
 
     The activations of each graph and what it holds at its two ends, what came in of each input; the parameters as
     weights, as gradients, as each copy of the optimizer and as each older version; and the buffers of messages, three
-    of each received and one of each sent.
-    Not counted are what comes into the model itself and what an operation needs while it runs.
+    of each received and one of each sent; and the work of one backward at a time.
+    What comes into the model itself is counted where a unit keeps it.
 
     Args:
         units: of the whole model.
@@ -157,7 +159,7 @@ def stage_memory(units: Sequence[UnitCost], start: int, stop: int, *, held: Held
     activations = float(sum(unit.activation_bytes for unit in units[start:stop]))
     parameters = float(sum(unit.parameter_bytes for unit in units[start:stop]))
     at = bytes_at_borders(units)
-    messages = at.start_buffers[start] + at.stop_buffers[stop]
+    messages = at.start_buffers[start] + at.stop_buffers[stop] + max(unit.work_bytes for unit in units[start:stop])
     activations += at.start_held[start] + at.stop_held[stop]
     return math.ceil(bytes_of(activations, parameters, at.came_in[start], messages, held, optimizer_copies))
 

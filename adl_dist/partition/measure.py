@@ -93,7 +93,7 @@ class _Bench:
         saver: dict[int, int] = {}  # storage -> the unit that first saves it
         saved_bytes = [0] * len(self._pieces)
         seen: set[int] = set()
-        alive, crossing, parameter_bytes = [], [], []
+        alive, crossing, parameter_bytes, came_in = [], [], [], []
         arriving: Any = self._input
         for unit, piece in enumerate(self._pieces):
 
@@ -109,6 +109,7 @@ class _Bench:
             # The leaves themselves are given, so that what two units save is one storage.
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 out = self._call(unit, self._given(unit, leaves))
+            came_in.append(sum(_bytes(t) for t in tree_leaves(leaves) if isinstance(t, Tensor)))
             alive.append((leaves, out))  # or a storage would be used again
             parameters = [p for p in piece.parameters() if id(p) not in seen]
             seen |= {id(p) for p in parameters}
@@ -131,6 +132,7 @@ class _Bench:
                     act_bytes=0 if last else sum(map(_bytes, tensors)),
                     grad_bytes=0 if last else sum(_bytes(t) for t in tensors if t.is_floating_point()),
                     num_tensors=1 if last else sum(1 for t in tensors if t.numel()),
+                    work_bytes=parameter_bytes[unit] + came_in[unit] + sum(map(_bytes, tensors)),
                     held_before=sum(_bytes(t) for t, f in zip(tensors, firsts, strict=True) if f is None or f > unit),
                     held_behind=sum(_bytes(t) for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
                     may_cut=whole and unit not in chain.forbidden,

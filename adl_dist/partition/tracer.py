@@ -24,18 +24,16 @@ def symbolic(model: nn.Module, *, grain: str) -> fx.Graph:
     Raises:
         PartitionError: it cannot be traced, or a cut model would do something else.
     """
-    others = _defaults(model)
+    _check_arguments(model)
     _check_hooks(model, type(model).__name__)
     tracer = _Tracer(grain)
     with _as_before(model):
         try:
-            graph = tracer.trace(model, concrete_args=others)
+            return tracer.trace(model)
         except PartitionError:
             raise
         except Exception as error:  # the user's own forward, met by proxies, can raise anything
             raise _refused(model, tracer.where, error) from error
-    _drop(graph, [node for node in graph.nodes if node.op == "placeholder"][1:])
-    return graph
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -61,6 +59,12 @@ class _Tracer(fx.Tracer):
         super().__init__(autowrap_modules=(math,))
         self._grain, self._with_gradient = grain, torch.is_grad_enabled()
         self.where = ""  # the innermost module whose forward could not be read
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        # One placeholder, whatever else the forward could take: it is called as a stage will be.
+        return (lambda root, x: root.forward(x)), [self.root, self.create_proxy("placeholder", "input", (), {})]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if self._grain == "block":
@@ -96,27 +100,15 @@ class _Tracer(fx.Tracer):
             raise
 
 
-def _defaults(model: nn.Module) -> dict[str, Any]:
-    """Arguments of the forward beside its input."""
+def _check_arguments(model: nn.Module) -> None:
     parameters = list(inspect.signature(model.forward).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if not positional or needed not in ([], [positional[0].name]):
         raise PartitionError(
             f"{type(model).__name__}.forward takes {', '.join(p.name for p in parameters) or 'nothing'}; expected one "
             "input, all else with defaults: wrap the model in a module whose forward takes one tensor"
         )
-    return {p.name: p.default for p in [*positional[1:], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]}
-
-
-def _drop(graph: fx.Graph, placeholders: list[fx.Node]) -> None:
-    """Erase the placeholders of arguments that keep their defaults; torch.fx only checks those."""
-    for placeholder in placeholders:
-        doomed = [placeholder]
-        for node in doomed:
-            doomed += [user for user in node.users if user not in doomed]
-        for node in reversed(doomed):
-            graph.erase_node(node)
 
 
 @contextmanager

@@ -95,10 +95,16 @@ def test_bytes_of_a_perceptron_are_those_counted_by_hand():
     # Behind the first layer nobody keeps what crosses, but the graphs on both sides hold it; behind ReLU, it does.
     assert (first.held_before, first.held_behind) == (4 * 4 * 8, 4 * 4 * 8)
     assert (relu.held_before, relu.held_behind) == (0, 4 * 4 * 8)
+    assert [u.work_bytes for u in (first, relu)] == [first.parameter_bytes + 4 * 4 * (6 + 8), 4 * 4 * (8 + 8)]
     assert told.optimizer_copies == 1.0
     assert profile_of(perceptron(), torch.randn(4, 6), optimizer=torch.optim.Adam)[1].optimizer_copies == pytest.approx(
         2.0, rel=0.1
     )
+
+
+def test_what_the_next_unit_keeps_is_held_at_the_end_of_the_stage_before_it_only():
+    units, _ = profile_of(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)), torch.randn(4, 6))
+    assert (units["0"].held_before, units["0"].held_behind, units["1"].activation_bytes >= 4 * 4 * 8) == (128, 0, True)
 
 
 def test_two_tensors_cross_inside_of_a_residual_block_and_one_behind_it():

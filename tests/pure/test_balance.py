@@ -66,6 +66,7 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
         need += held[k].graphs * (sum(end.held_behind for end in upstream) + sum(end.held_before for end in downstream))
         need += sum(held[k].inputs * end.act_bytes + 3 * end.act_bytes + end.grad_bytes for end in upstream)
         need += sum(3 * end.grad_bytes + end.act_bytes for end in downstream)
+        need += max(u.work_bytes for u in inside)
         needs.append(math.ceil(need))
         parts += [end.act_bytes / machine.bandwidth for end in downstream]
         parts += [end.grad_bytes / machine.bandwidth for end in downstream]
@@ -107,6 +108,7 @@ def random_instance(draw):
             update=float(number()),
             parameter_bytes=number(),
             activation_bytes=number(),
+            work_bytes=number(),
             held_before=number(),
             held_behind=number(),
             act_bytes=number(),
