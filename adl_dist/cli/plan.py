@@ -3,30 +3,28 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from adl_dist.cli import build
 from adl_dist.cli.compose import compose_run
 from adl_dist.cli.plan_check import check_cases, checked
+from adl_dist.cli.plan_measure import Measurer
 from adl_dist.cli.plan_report import facts_of, line_to_paste, report
 from adl_dist.cli.schema import Device, RunConfig
-from adl_dist.errors import ConfigError, DataError, PartitionError
-from adl_dist.partition import Machine, checked_sizes, linearise
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition import Machine, checked_sizes
 from adl_dist.partition.advice import advise, alternative
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.predict import Prediction, predict
 from adl_dist.partition.profile import Profile
 from adl_dist.report.costs import check_suffix, draw_costs
 from adl_dist.runtime.link import measure_link
-from adl_dist.runtime.placement import device_memory, take_profile
-from adl_dist.runtime.wiring import to_channels_last
+from adl_dist.runtime.placement import device_memory
 from adl_dist.runtime.world import num_cores
 from adl_dist.schedule import METHODS, Method, method
 
@@ -46,29 +44,40 @@ def plan(words: list[str]) -> None:
     config, _ = compose_run(flags.overrides)
     build.check_targets(config)
     build.check_device(config)
-    grain = config.partition.grain.value if config.partition.grain else "layer"
+    _check(flags)
+    methods = [_method(config, name) for name in dict.fromkeys(flags.methods.split(","))]
+    batch = config.train.batch_size
+    if wanting := [m for m in (*methods, config.method.chosen()) if m.micro_batches_per_update > batch]:
+        M = wanting[0].micro_batches_per_update
+        raise ConfigError(f"train.batch_size={batch} leaves no sample for each of {M} micro-batches")
     num_devices = flags.devices or _devices(config)
-    stages = _numbers("--stages", flags.stages) if flags.stages else _up_to(num_devices, config)
-    methods = [_method(config, name) for name in flags.methods.split(",")]
-    device = torch.device(config.runtime.device.value)
-    machine = _machine(flags, device)
-    if flags.out is not None:
-        check_suffix(flags.out)
-    with _threads(config.runtime.threads or max(1, num_cores() // max(stages))):
-        measure = _measurer(config, flags, methods, grain, device)
-        profiles, chain = measure()
-        chosen_steps = config.method.chosen().micro_batches_per_update
-        profile = profiles[chosen_steps]
-        other = alternative(profile, machine, num_devices=num_devices, accumulation_steps=chosen_steps)
-        told, refused = [], []
-        for num_stages in stages:
-            for each in methods:
-                try:
-                    sizes = _sizes(config, chain, num_stages)
-                    own = profiles[each.micro_batches_per_update]
-                    told.append(predict(own, each, num_stages=num_stages, machine=machine, sizes=sizes))
-                except (PartitionError, ConfigError) as error:
-                    refused.append(f"{each.name}, K = {num_stages}: {error}")
+    stages = _stages(flags.stages, config, num_devices)
+    grain = config.partition.grain.value if config.partition.grain else "layer"
+    machine = _machine(flags, torch.device(config.runtime.device.value))
+    measurer = Measurer(
+        config,
+        shape=None if flags.input is None else _numbers("--input", flags.input),
+        grain=grain,
+        threads=config.runtime.threads or max(1, num_cores() // max(stages)),
+        kept_in=flags.profile,
+        quiet=flags.json,
+    )
+    chosen = config.method.chosen()
+    steps = sorted({m.micro_batches_per_update for m in (*methods, chosen)})
+    profiles = {M: measurer.profile(batch // M) for M in steps}
+    profile = profiles[chosen.micro_batches_per_update]
+    whole, share = measurer.pace(batch), measurer.pace(max(1, batch // num_devices))
+    other = alternative(profile, machine, num_devices=num_devices, whole=whole, share=share)
+    told, refused = [], []
+    for num_stages in stages:
+        for each in methods:
+            own = profiles[each.micro_batches_per_update]
+            try:
+                of_stages = replace(machine, speeds=_speeds(config, num_stages))
+                sizes = _sizes(config, measurer.chain, num_stages)
+                told.append(predict(own, each, num_stages=num_stages, machine=of_stages, sizes=sizes))
+            except (PartitionError, ConfigError) as error:
+                refused.append(f"{each.name}, K = {num_stages}: {error}")
     advice = advise(told, other)
     line = None if advice.choice is None else line_to_paste(advice.choice, grain, flags.overrides)
     if flags.out is not None:
@@ -92,14 +101,9 @@ def plan(words: list[str]) -> None:
     if flags.out is not None:
         _say(f"picture      {flags.out}")
     if flags.check is not None:
-        cases = check_cases(config, flags.overrides, grain, chain, machine)
-        threads = config.runtime.threads or max(1, num_cores() // config.partition.num_stages)
-
-        def measured() -> Profile:
-            with _threads(threads):
-                return measure()[0][chosen_steps]
-
-        _say("\n" + checked(cases, measured, repetitions=flags.check, batch_size=config.train.batch_size))
+        cases = check_cases(config, flags.overrides, grain, measurer.chain, machine, threads=measurer.threads)
+        size = batch // chosen.micro_batches_per_update
+        _say("\n" + checked(cases, lambda: measurer.profile(size), repetitions=flags.check, batch_size=batch))
 
 
 def _flags(words: list[str]) -> argparse.Namespace:
@@ -126,60 +130,18 @@ def _flags(words: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(words)
 
 
-def _measurer(
-    config: RunConfig, flags: argparse.Namespace, methods: Sequence[Method], grain: str, device: torch.device
-) -> Callable[[], tuple[dict[int, Profile], Chain]]:
-    """A function that measures. It returns measurements by M: the micro-batch of a batch is as much smaller."""
-    model = build.build_model(config).to(device, getattr(torch, config.dtype.value))
-    if config.runtime.channels_last:
-        to_channels_last(model)
-    chain = linearise(model, grain=grain)
-    sample = _sample(config, flags.input, device)
-    steps = {m.micro_batches_per_update for m in (*methods, config.method.chosen())}
-    loss_fn, optimizer = build.build_loss(config), build.build_optimizer(config)
-    for M in steps:
-        if config.train.batch_size < M:
-            batch = config.train.batch_size
-            raise ConfigError(f"train.batch_size={batch} leaves no sample for each of {M} micro-batches")
-
-    def measured(M: int) -> Profile:
-        size, kept_in = config.train.batch_size // M, flags.profile
-        if kept_in is not None and len(steps) > 1:
-            kept_in = kept_in.with_name(f"{kept_in.stem}-{size}{kept_in.suffix}")
-        if not flags.json:
-            _say(f"measuring {len(chain.units)} units with {size} samples ...", to=sys.stderr)
-        return take_profile(
-            model,
-            chain,
-            grain=grain,
-            sample=sample,
-            micro_batch_size=size,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            device=device,
-            kept_in=kept_in,
-        )
-
-    return lambda: ({M: measured(M) for M in sorted(steps)}, chain)
-
-
-def _sample(config: RunConfig, shape: str | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Input [1, ...] and target [1, ...] as a stage 0 would get them."""
-    dtype = getattr(torch, config.dtype.value)
-    if shape is not None:
-        input_, target = torch.randn(1, *_numbers("--input", shape)), torch.zeros(1, dtype=torch.long)
-    else:
-        try:
-            train, _ = build.build_data(config)
-        except DataError as error:
-            raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
-        loaded = train[0]
-        input_, target = torch.as_tensor(loaded[0])[None], torch.as_tensor(loaded[1])[None]
-    if input_.is_floating_point():
-        input_ = input_.to(dtype)
-    if config.runtime.channels_last and input_.ndim == 4:
-        input_ = input_.contiguous(memory_format=torch.channels_last)
-    return input_.to(device), target.to(device)
+def _check(flags: argparse.Namespace) -> None:
+    """Refuse what would only be found after measuring."""
+    if flags.out is not None:
+        check_suffix(flags.out)
+    for name in ("devices", "check"):
+        number = getattr(flags, name)
+        if number is not None and number < 1:
+            raise ConfigError(f"--{name} {number} must be at least 1")
+    if flags.profile is not None and (flags.profile.is_dir() or not flags.profile.parent.is_dir()):
+        raise ConfigError(f"--profile {flags.profile}: expected the name of a file in a folder that is there")
+    if flags.check and flags.profile is not None:
+        raise ConfigError("--check measures anew each time; leave --profile away")
 
 
 def _machine(flags: argparse.Namespace, device: torch.device) -> Machine:
@@ -230,9 +192,21 @@ def _devices(config: RunConfig) -> int:
     return torch.cuda.device_count() if config.runtime.device is Device.cuda else num_cores()
 
 
-def _up_to(num_devices: int, config: RunConfig) -> list[int]:
-    powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
-    return sorted({*powers, config.partition.num_stages} - {1}) or [2]
+def _stages(text: str | None, config: RunConfig, num_devices: int) -> list[int]:
+    if text is None:
+        powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
+        return sorted({*powers, config.partition.num_stages} - {1}) or [2]
+    stages = list(dict.fromkeys(_numbers("--stages", text)))
+    if min(stages) < 2:
+        raise ConfigError(f"--stages {text}: expected numbers of at least 2; one device is in every table anyway")
+    return stages
+
+
+def _speeds(config: RunConfig, num_stages: int) -> list[float] | None:
+    speeds = config.partition.speeds
+    if speeds is not None and len(speeds) != num_stages:
+        raise ConfigError(f"partition.speeds={speeds} has {len(speeds)} numbers")
+    return speeds
 
 
 def _numbers(flag: str, text: str) -> list[int]:
@@ -250,19 +224,9 @@ def _bytes(text: str) -> int:
         if text.endswith(unit):
             try:
                 return int(float(text.removesuffix(unit)) * factor)
-            except ValueError:
+            except (ValueError, OverflowError):
                 break
     raise ConfigError(f"--memory {text}: expected a number and a unit, like 80GiB (of {', '.join(BYTES)})")
-
-
-@contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _say(text: str, to: Any = None) -> None:

@@ -13,12 +13,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from adl_dist.cli.plan_report import method_words
 from adl_dist.cli.schema import RunConfig
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Chain, Machine, even_sizes
 from adl_dist.partition.predict import Prediction, predict
 from adl_dist.partition.profile import Profile
-from adl_dist.runtime.world import num_cores
 from adl_dist.schedule import Method
 
 SECONDS = 15.0  # of one run, about
@@ -54,20 +54,21 @@ class Case:
         return statistics.median(self.measured) / statistics.median(self.predicted)
 
 
-def check_cases(config: RunConfig, overrides: Sequence[str], grain: str, chain: Chain, machine: Machine) -> list[Case]:
+def check_cases(
+    config: RunConfig, overrides: Sequence[str], grain: str, chain: Chain, machine: Machine, *, threads: int
+) -> list[Case]:
     """The configured method with the best cut and with an even one, and backpropagation on one device."""
     method, K = config.method.chosen(), config.partition.num_stages
-    threads = config.runtime.threads or max(1, num_cores() // K)
-    kept = [word for word in overrides if not word.startswith(("partition.", "runtime.threads="))]
+    kept = [w for w in overrides if not w.lstrip("+~").startswith(("method", "partition", "runtime.threads="))]
     kept.append(f"runtime.threads={threads}")
     even = even_sizes(chain, K)
 
     def cut(sizes: Sequence[int]) -> list[str]:
-        return [*kept, f"partition.num_stages={K}", f"partition.grain={grain}", f"partition.balance={list(sizes)}"]
+        words = [f"partition.num_stages={K}", f"partition.grain={grain}", f"partition.balance={list(sizes)}"]
+        return [*kept, *method_words(method), *words]
 
     bp = Method(name="bp", accumulation_steps=method.micro_batches_per_update)
-    alone = [word for word in kept if not word.startswith("method")]
-    alone += ["method=bp", f"method.accumulation_steps={bp.accumulation_steps}", "partition.num_stages=1"]
+    alone = [*kept, *method_words(bp), "partition.num_stages=1"]
     title = f"{method.name}, K = {K}"
     ours = partial(predict, method=method, num_stages=K, machine=machine)
     return [

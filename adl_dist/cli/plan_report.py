@@ -1,5 +1,7 @@
 """What ``adl-dist plan`` prints."""
 
+import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -8,6 +10,7 @@ from adl_dist.partition import Machine
 from adl_dist.partition.advice import Alternative
 from adl_dist.partition.predict import Prediction
 from adl_dist.partition.profile import Profile
+from adl_dist.schedule import Method
 
 
 def report(
@@ -41,7 +44,7 @@ def report(
         stale = "/".join(f"{s:.3g}" for s in p.staleness_mean)
         lines.append(
             f"{p.method.name:<10} {p.num_stages:<2} {p.method.micro_batches_per_update:<3} "
-            f"{p.images_per_second:<9,.0f} {p.speed_up:<9.2f} {p.bubble:<7.1%} {stale:<15} "
+            f"{p.images_per_second:<9,.0f} {p.images_per_second / other.single:<9.2f} {p.bubble:<7.1%} {stale:<15} "
             f"{p.convergence_factor:<7.3g} {memory:<23} {sizes}"
         )
     lines += [
@@ -49,7 +52,7 @@ def report(
         f"without a pipeline: one device {other.single:,.0f} images/s, {other.bytes / 1e6:,.0f} MB"
         + ("" if other.fits else " (does not fit)")
         + f"; DDP on {other.num_devices}: {other.ddp:,.0f} images/s (estimated)",
-        "speed-up: over BP on one device. factor: (1 + sum of mean staleness / M) / M, Theorem 1.",
+        "speed-up: over BP of the whole batch on one device. factor: (1 + sum of mean staleness / M) / M, Theorem 1.",
     ]
     lines += [f"not possible: {reason}" for reason in refused]
     return "\n".join(lines)
@@ -81,14 +84,15 @@ def facts_of(p: Prediction) -> dict[str, Any]:
 
 def line_to_paste(choice: Prediction, grain: str, overrides: Sequence[str]) -> str:
     """The command that trains as predicted."""
-    ours = ("method=", "partition.num_stages=", "partition.balance=", "partition.grain=")
-    kept = [word for word in overrides if not word.startswith(ours)]
-    sizes = ",".join(map(str, choice.balance.sizes))
-    words = [
-        *kept,
-        f"method={choice.method.name}",
-        f"partition.num_stages={choice.num_stages}",
-        f"partition.grain={grain}",
-        f"'partition.balance=[{sizes}]'",
-    ]
-    return f"adl-dist train {' '.join(words)}"
+    words = [word for word in overrides if not word.lstrip("+~").startswith(("method", "partition"))]
+    words += method_words(choice.method)
+    words += [f"partition.num_stages={choice.num_stages}", f"partition.grain={grain}"]
+    words += [f"partition.balance=[{','.join(map(str, choice.balance.sizes))}]"]
+    return f"adl-dist train {shlex.join(words)}"
+
+
+def method_words(method: Method) -> list[str]:
+    """The words of a command line that make ``method``."""
+    usual = {**Method(name=method.name).settings, "accumulation_steps": None}
+    special = {key: value for key, value in method.settings.items() if usual.get(key) != value}
+    return [f"method={method.name}", *(f"method.{key}={json.dumps(value)}" for key, value in special.items())]

@@ -7,9 +7,24 @@ from adl_dist.partition.costs import Held, Machine, stage_memory
 from adl_dist.partition.predict import Prediction
 from adl_dist.partition.profile import Profile
 
-# Of stage 0, in updates: RN-56 at K = 16 diverged from 10 on and trained up to 7.5 (Table 2a of the ADL paper).
-MOST_STALENESS = 7.5
+# Of the convergence factor: RN-56 at K = 16 trained with M = 4 (factor 4) and diverged with M = 3 (9.2), Table 2a.
+MOST_FACTOR = 4.0
 AS_GOOD = 0.03  # a lead in speed that does not outweigh staleness
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """Measured on the whole model at once.
+
+    Attributes:
+        samples: of the batch that it was measured with.
+        forward: seconds.
+        backward: seconds.
+    """
+
+    samples: int
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +35,8 @@ class Alternative:
         num_devices: n.
         single: images per second of one device, BP.
         ddp: images per second of n replicas with a share of the batch each.
-        bytes: of each.
-        fits: whether one device holds the whole model.
+        bytes: of one device that accumulates micro-batches.
+        fits: whether it has so many.
     """
 
     num_devices: int
@@ -30,28 +45,38 @@ class Alternative:
     bytes: int
     fits: bool
 
+    @property
+    def best(self) -> float:
+        """Images per second of the better of the two."""
+        return max(self.single, self.ddp)
 
-def alternative(profile: Profile, machine: Machine, *, num_devices: int, accumulation_steps: int) -> Alternative:
-    """Predict plain data parallelism (DDP) on the same devices, with the same global batch.
 
-    Each of n replicas works on a batch of M micro-batches / n at the measured pace; gradients are summed by a ring
-    (2 (n-1)/n of the parameters' bytes over each link) while the backward runs, and the longer of the two counts.
+def alternative(profile: Profile, machine: Machine, *, num_devices: int, whole: Pace, share: Pace) -> Alternative:
+    """Predict one device alone, and plain data parallelism (DDP) with the same global batch.
+
+    Of DDP, each of n replicas works on its share of the batch; gradients are summed by a ring (2 (n-1)/n of the
+    parameters' bytes over each link) while the backward runs, and the longer of the two counts.
+
+    Args:
+        profile: of the model.
+        machine: devices and links.
+        num_devices: n.
+        whole: the batch on one device.
+        share: the batch divided by n.
     """
-    units, M = profile.costs(accumulation_steps), accumulation_steps
-    share = M / num_devices
-    parameter_bytes = sum(unit.parameter_bytes for unit in units)
-    update = sum(unit.update for unit in units) * M
+    parameter_bytes = sum(unit.parameter_bytes for unit in profile.units)
+    update = sum(unit.update for unit in profile.units)
     moved = 2 * (num_devices - 1) / num_devices * parameter_bytes
     ring = moved / machine.bandwidth + 2 * (num_devices - 1) * machine.latency
     own = 2 * moved * machine.seconds_per_byte
-    seconds = profile.forward * share + max(profile.backward * share, ring) + own + update
-    size = profile.of["micro_batch_size"]
+    seconds = share.forward + max(share.backward, ring) + own + update
+    units = profile.costs(1)
     needed = stage_memory(units, 0, len(units), held=Held(graphs=1), optimizer_copies=profile.optimizer_copies)
     limit = machine.memory_bytes if isinstance(machine.memory_bytes, int) else None
     return Alternative(
         num_devices=num_devices,
-        single=size * M / ((profile.forward + profile.backward) * M + update),
-        ddp=size * M / seconds,
+        single=whole.samples / (whole.forward + whole.backward + update),
+        ddp=num_devices * share.samples / seconds,
         bytes=needed,
         fits=limit is None or needed <= limit,
     )
@@ -78,7 +103,7 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
         other: what the devices would do without a pipeline.
     """
     n = other.num_devices
-    usable = [p for p in predictions if p.num_stages <= n and max(p.staleness_mean) <= MOST_STALENESS]
+    usable = [p for p in predictions if p.num_stages <= n and p.convergence_factor <= MOST_FACTOR]
     if n == 1 and other.fits:
         return Advice(choice=None, reason="one device, and the model fits on it: train there, partition.num_stages=1")
     if n == 1:
@@ -87,8 +112,9 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
             reason="one device, and the model does not fit on it: a pipeline needs a second one; use a smaller batch, "
             "activation checkpointing, or offloading (FSDP)",
         )
+    alone = "one device" if other.single >= other.ddp else "DDP"
     if not usable and other.fits:
-        return Advice(choice=None, reason=f"no cut fits, is fresh enough and has {n} devices or less: use DDP")
+        return Advice(choice=None, reason=f"of what was asked for nothing is possible and fresh enough: use {alone}")
     if not usable:
         return Advice(
             choice=None,
@@ -98,15 +124,21 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
     fastest = max(usable, key=lambda p: p.images_per_second)
     near = [p for p in usable if p.images_per_second >= (1 - AS_GOOD) * fastest.images_per_second]
     choice = min(near, key=lambda p: (p.convergence_factor, p.num_stages, -p.images_per_second))
-    if other.fits and other.ddp >= (1 - AS_GOOD) * choice.images_per_second:
+    if other.fits and other.best >= (1 - AS_GOOD) * choice.images_per_second:
+        theirs = f"{choice.method.name} with K = {choice.num_stages} makes {choice.images_per_second:,.0f}"
+        if other.single >= other.ddp:
+            return Advice(
+                choice=None,
+                reason=f"use one device: it makes {other.single:,.0f} images/s, {theirs}, and DDP {other.ddp:,.0f}: "
+                "the links are too slow",
+            )
         return Advice(
             choice=None,
-            reason=f"use DDP: {n} replicas make {other.ddp:,.0f} images/s, as fast as {choice.method.name} with "
-            f"{choice.images_per_second:,.0f}, and their gradients are not stale",
+            reason=f"use DDP: {n} replicas make {other.ddp:,.0f} images/s, {theirs}, and gradients that are not stale",
         )
     if not other.fits:
         why = "the model does not fit on one device"
     else:
-        why = f"{choice.images_per_second / other.ddp:.2f} times as fast as DDP would be"
+        why = f"{choice.images_per_second / other.best:.2f} times as fast as {alone} would be"
     stale = f"gradients of stage 0 are {choice.staleness_mean[0]:.3g} updates old on average"
     return Advice(choice=choice, reason=f"{why}; {stale if any(choice.staleness_mean) else 'no gradient is stale'}")

@@ -83,7 +83,7 @@ class TracedChain:
         self.forbidden = homes.between()
         for mode in self._modes:
             for cut in range(len(self.units) - 1):
-                names = [crossing.node.name for crossing in mode.crossing(cut) if crossing.node in mode.trace.constants]
+                names = [crossing.node.name for crossing in mode.crossing(cut) if crossing.node in mode.trace.independent]
                 if names:
                     self.forbidden.setdefault(cut, f"'{names[0]}', which does not depend on the input, would cross it")
 

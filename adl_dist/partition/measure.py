@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -40,27 +41,19 @@ def measure(
         optimizer: makes the optimizer of the whole model.
         of: what is measured, for :attr:`Profile.of`.
     """
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    modes = {module: module.training for module in model.modules()}
-    pieces = [piece.train() for piece in chain.pieces([1] * len(chain.units))]
+    pieces = chain.pieces([1] * len(chain.units))
     bench = _Bench(pieces, input_, target, loss_fn)
-    devices = [input_.device] if input_.is_cuda else []
-    try:
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            model.train()
-            shapes = bench.look(model, chain)
-            rounds: list[tuple[list[float], list[float]]] = []
-            wholes: list[tuple[float, float]] = []
-            start = time.perf_counter()
-            while len(rounds) <= ROUNDS and (len(rounds) < 3 or time.perf_counter() - start < SECONDS):
-                rounds.append(bench.run())
-                wholes.append(_whole(model, input_, target, loss_fn))
-            update, copies = _update(model, optimizer, input_.device)
-    finally:
-        model.load_state_dict(state)
-        model.zero_grad()
-        for module, mode in modes.items():
-            module.training = mode
+    with _restored(model, input_), torch.enable_grad():
+        for module in (model, *pieces):
+            module.train()
+        shapes = bench.look(model, chain)
+        rounds: list[tuple[list[float], list[float]]] = []
+        wholes: list[tuple[float, float]] = []
+        start = time.perf_counter()
+        while len(rounds) <= ROUNDS and (len(rounds) < 3 or time.perf_counter() - start < SECONDS):
+            rounds.append(bench.run())
+            wholes.append(_whole(model, input_, target, loss_fn))
+        update, copies = _update(model, optimizer, input_.device)
     # The least: a unit is so short that what is slower was interrupted. Their sum is scaled to the median of the whole.
     forward, backward = ([min(r[i][u] for r in rounds[1:]) for u in range(len(pieces))] for i in (0, 1))
     parameter_bytes = [unit.parameter_bytes for unit in shapes]
@@ -75,6 +68,31 @@ def measure(
         backward=statistics.median(w[1] for w in wholes[1:]),
         optimizer_copies=copies,
     )
+
+
+@contextmanager
+def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
+    """Leave the model, and the random streams of its device, as they were found."""
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.random.fork_rng(devices=[input_.device] if input_.is_cuda else []):
+            yield
+    finally:
+        model.load_state_dict(state)
+        model.zero_grad()
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def pace(
+    model: nn.Module, input_: Tensor, target: Tensor, loss_fn: Callable[[Any, Tensor], Tensor]
+) -> tuple[float, float]:
+    """Seconds of forward and backward of the whole model, the median of a few. Its state is as before."""
+    with _restored(model, input_), torch.enable_grad():
+        model.train()
+        times = [_whole(model, input_, target, loss_fn) for _ in range(1 + ROUNDS // 2)]
+    return statistics.median(t[0] for t in times[1:]), statistics.median(t[1] for t in times[1:])
 
 
 class _Bench:
@@ -130,7 +148,9 @@ class _Bench:
                     parameter_bytes=parameter_bytes[unit],
                     activation_bytes=saved_bytes[unit],
                     act_bytes=0 if last else sum(map(_bytes, tensors)),
-                    grad_bytes=0 if last else sum(_bytes(t) for t in tensors if t.is_floating_point()),
+                    grad_bytes=0
+                    if last
+                    else sum(_bytes(t) for t in tensors if t.is_floating_point() or t.is_complex()),
                     num_tensors=1 if last else sum(1 for t in tensors if t.numel()),
                     work_bytes=parameter_bytes[unit] + came_in[unit] + sum(map(_bytes, tensors)),
                     held_before=sum(_bytes(t) for t, f in zip(tensors, firsts, strict=True) if f is None or f > unit),
@@ -247,7 +267,7 @@ def _leaves(values: Any, *, with_gradient: bool) -> Any:
     def leaf(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.detach().requires_grad_(with_gradient and value.is_floating_point())
+        return value.detach().requires_grad_(with_gradient and (value.is_floating_point() or value.is_complex()))
 
     return tree_map(leaf, values)
 

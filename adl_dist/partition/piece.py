@@ -177,4 +177,11 @@ def stand_in(outline: Tensor) -> Tensor:
 def _compiled(piece: Piece, graph: fx.Graph) -> Callable[[nn.Module, Any], Any]:
     graph.lint()
     # The class that torch.fx generates; its instance is not used, because it would hold the state a second time.
-    return type(fx.GraphModule(piece, graph)).forward
+    try:
+        return type(fx.GraphModule(piece, graph)).forward
+    except SyntaxError as error:
+        line = " ".join((error.text or "").split())
+        raise PartitionError(
+            f"the model cannot be written down as Python ({line}): a module or tensor of it has a name that Python "
+            "keeps for itself, like 'for'; rename it"
+        ) from error

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
 from adl_dist.partition.costs import Held, Machine
 from adl_dist.partition.profile import Profile
@@ -87,7 +88,10 @@ def predict(
 
     Raises:
         PartitionError: no cut is possible, or none fits into memory.
+        ConfigError: local losses, whose heads are not measured.
     """
+    if method.row.local_losses and num_stages > 1:
+        raise ConfigError("its local losses have heads that are not measured, and another goal than the model's")
     units, M = profile.costs(method.micro_batches_per_update), method.micro_batches_per_update
     held = held_by(method, num_stages=num_stages)
     if sizes is None:
@@ -107,7 +111,7 @@ def predict(
         balance=balance,
         images_per_second=size / per_micro_batch,
         speed_up=alone / per_micro_batch,
-        bubble=1 - (1 - told.bubble) * of_stages / per_micro_batch,
+        bubble=max(0.0, 1 - (1 - told.bubble) * of_stages / per_micro_batch),
         staleness_mean=[stage.staleness_mean for stage in figures(method, num_stages=num_stages)],
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from adl_dist.partition.tracer import has_hooks, symbolic
+from adl_dist.partition.tracer import IN_PLACE, has_hooks, symbolic
 
 _SHAPE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout"}
 _SHAPE_METHODS = {"size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "element_size", "type"}
@@ -37,7 +37,8 @@ class Trace:
         result: what is returned: nodes, in whatever structure.
         steps: the nodes that compute tensors, in an order in which they can run. Shapes are no steps.
         shapes: the nodes that compute shapes.
-        constants: the steps that do not depend on the input.
+        constants: the steps that may be moved to where they are first used.
+        independent: all steps that do not depend on the input.
         unlike: modules that stay in the other mode: the model's own ``train()`` wants it so.
     """
 
@@ -47,6 +48,7 @@ class Trace:
     steps: list[fx.Node]
     shapes: set[fx.Node]
     constants: set[fx.Node]
+    independent: set[fx.Node]
     unlike: set[nn.Module]
 
     def key(self) -> tuple[Any, ...]:
@@ -83,8 +85,10 @@ def read(model: nn.Module, *, grain: str) -> tuple[Trace, Trace]:
     """
     modes = {module: module.training for module in model.modules()}
     try:
-        training = _trace(model.train(), grain)
-        evaluation = _trace(model.eval(), grain)
+        with torch.enable_grad():
+            training = _trace(model.train(), grain)
+        with torch.no_grad():
+            evaluation = _trace(model.eval(), grain)
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -110,15 +114,17 @@ def _trace(model: nn.Module, grain: str) -> Trace:
         steps=_steps(graph, kinds),
         shapes={node for node, kind in kinds.items() if kind == "shape"},
         constants={node for node, kind in kinds.items() if kind == "constant"},
+        independent=_independent(graph),
         unlike={module for module in model.modules() if module.training != model.training},
     )
 
 
 def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
     kinds: dict[fx.Node, str] = {}
+    written = _written_attributes(graph)
     for node in graph.nodes:
         given = {kinds[n] for n in node.all_input_nodes}
-        if node.op in ("placeholder", "output", "call_module") or node.target is torch._assert:
+        if node.op in ("placeholder", "output", "call_module") or node.target is torch._assert or node in written:
             kinds[node] = "tensor"
         elif node.op == "get_attr" or (given <= {"constant"} and not _writes(node)):
             kinds[node] = "constant"
@@ -131,8 +137,34 @@ def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
 
 def _writes(node: fx.Node) -> bool:
     """Whether ``node`` is run for what it does to a tensor that is there, and so has its place."""
+    if node.op not in ("call_function", "call_method"):
+        return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in (*IN_PLACE, "setitem") or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+
+
+def _written_attributes(graph: fx.Graph) -> set[fx.Node]:
+    """Parameters and buffers that the forward writes to: what is computed from one has its place before or after."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if _writes(node):
+            waiting = [node.kwargs.get("out", node.args[0] if node.args else None)]
+            while waiting:
+                given = waiting.pop()
+                if isinstance(given, fx.Node) and given not in found:
+                    if given.op == "get_attr":
+                        found.add(given)
+                    waiting += given.all_input_nodes if is_light(given) or _writes(given) else []
+    return found
+
+
+def _independent(graph: fx.Graph) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "placeholder" and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _asks_for_shape(node: fx.Node) -> bool:

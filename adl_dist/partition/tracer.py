@@ -2,16 +2,24 @@
 
 import inspect
 import math
+import operator
 import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from adl_dist.errors import PartitionError
+
+IN_PLACE = (
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift"),
+    "irshift",
+)
+FACTORIES = ("zeros", "ones", "full", "empty", "arange", "linspace", "eye", "rand", "randn", "randint")
 
 
 def symbolic(model: nn.Module, *, grain: str) -> fx.Graph:
@@ -27,7 +35,7 @@ def symbolic(model: nn.Module, *, grain: str) -> fx.Graph:
     _check_arguments(model)
     _check_hooks(model, type(model).__name__)
     tracer = _Tracer(grain)
-    with _as_before(model):
+    with _as_before(model), _factories_read():
         try:
             return tracer.trace(model)
         except PartitionError:
@@ -41,13 +49,25 @@ def has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-class _Held(fx.Proxy):
-    """A parameter or a buffer: its shape is known, so that the forward may branch on it."""
+class _Value(fx.Proxy):
+    """A value of the forward. What Python spells += works in place, as it does on tensors; torch.fx's own would not."""
+
+
+def _in_place(operation: Callable[[Any, Any], Any]) -> Callable[[_Value, Any], Any]:
+    return lambda value, other: value.tracer.create_proxy("call_function", operation, (value, other), {})
+
+
+for _operation in IN_PLACE:
+    setattr(_Value, f"__{_operation}__", _in_place(getattr(operator, _operation)))
+
+
+class _Held(_Value):
+    """A parameter or a buffer: its shape and dtype are known, so that the forward may branch on them."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, tensor: Tensor) -> None:
         super().__init__(node, tracer)
         self._tensor = tensor
-        self.shape, self.ndim = tensor.shape, tensor.ndim
+        self.shape, self.ndim, self.dtype = tensor.shape, tensor.ndim, tensor.dtype
         self.size, self.dim, self.numel, self.nelement = tensor.size, tensor.dim, tensor.numel, tensor.nelement
 
     def __len__(self) -> int:
@@ -57,8 +77,11 @@ class _Held(fx.Proxy):
 class _Tracer(fx.Tracer):
     def __init__(self, grain: str) -> None:
         super().__init__(autowrap_modules=(math,))
-        self._grain, self._with_gradient = grain, torch.is_grad_enabled()
+        self._grain, self._with_gradient, self._autocast = grain, torch.is_grad_enabled(), _autocast()
         self.where = ""  # the innermost module whose forward could not be read
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -87,7 +110,12 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         if torch.is_grad_enabled() != self._with_gradient and self.root.training:
-            raise RuntimeError("torch.no_grad would not be read; call .detach() on what is computed under it")
+            raise RuntimeError(
+                "torch.no_grad, or the forward of a torch.autograd.Function, would not be read: call .detach() on what "
+                "is computed, or hide the function by torch.fx.wrap"
+            )
+        if _autocast() != self._autocast:
+            raise RuntimeError("torch.autocast would not be read: hide the function that uses it by torch.fx.wrap")
         return super().create_node(kind, *args, **kwargs)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -114,24 +142,28 @@ def _check_arguments(model: nn.Module) -> None:
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
     """Take back what the forward did beside computing, and refuse what a cut model would have to do each time."""
-    generators = torch.get_rng_state(), random.getstate()
+    streams = _random_streams()
     holders = [
         (name, holder, dict(holder))
         for name, module in model.named_modules()
         for holder in (module.__dict__, module._buffers)
     ]
     assigned: list[str] = []
+    tracing = object()  # stands for an attribute that was not there
     try:
         yield
     finally:
-        draws = not torch.equal(torch.get_rng_state(), generators[0]) or random.getstate() != generators[1]
-        torch.set_rng_state(generators[0])
-        random.setstate(generators[1])
+        draws = repr(_random_streams()) != repr(streams)
+        torch.set_rng_state(torch.frombuffer(bytearray(streams[0]), dtype=torch.uint8))
+        random.setstate(streams[1])
+        np.random.set_state(streams[2])
         for name, holder, before in holders:
             assigned += [
                 f"{name}.{key}".lstrip(".")
                 for key in holder
-                if isinstance(before.get(key), Tensor) and holder[key] is not before[key]
+                if not key.startswith("_tensor_constant") and holder[key] is not before.get(key, tracing)
+                # What it leaves where nothing was is nothing that a later forward counts on.
+                if not (isinstance(holder[key], fx.Proxy) and before.get(key) is None)
             ]
             for key in holder.keys() - before.keys():
                 if not key.startswith("_tensor_constant"):  # those are read by the graph
@@ -145,8 +177,46 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     if assigned:
         raise PartitionError(
             f"{type(model).__name__}.forward assigns to {', '.join(assigned)}, which a cut model would not: write to "
-            "the tensor in place, or do it in a layer of its own, a module without children"
+            "a buffer in place, or do it in a layer of its own, a module without children"
         )
+
+
+def _random_streams() -> tuple[bytes, Any, Any]:
+    """The states of torch's, Python's and numpy's generators."""
+    of_numpy: Any = np.random.get_state(legacy=True)
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        (of_numpy[0], of_numpy[1].tolist(), *of_numpy[2:]),
+    )
+
+
+def _autocast() -> list[bool]:
+    return [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+
+
+@contextmanager
+def _factories_read() -> Iterator[None]:
+    """Let what makes a tensor from a shape be read, too: torch.zeros(x.shape[0], 3) has no tensor to ask."""
+
+    def reading(make: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            proxies: list[fx.Proxy] = []
+            fx.node.map_aggregate((args, kwargs), lambda a: proxies.append(a) if isinstance(a, fx.Proxy) else None)
+            if not proxies:
+                return make(*args, **kwargs)
+            return proxies[0].tracer.create_proxy("call_function", make, args, kwargs)
+
+        return read
+
+    made = {name: getattr(torch, name) for name in FACTORIES}
+    for name, make in made.items():
+        setattr(torch, name, reading(make))
+    try:
+        yield
+    finally:
+        for name, make in made.items():
+            setattr(torch, name, make)
 
 
 def _check_hooks(module: nn.Module, name: str) -> None:

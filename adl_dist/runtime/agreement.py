@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.runtime.control import StageFailed
-from adl_dist.runtime.trial import try_out
+from adl_dist.runtime.trial import InBothModes, try_out
 from adl_dist.transport import Specs, TensorSpec
 
 SIZES = "sizes"
@@ -27,12 +27,12 @@ class Agreed(NamedTuple):
     Attributes:
         acts: what arrives at each stage k of this process and at k + 1 (K: the model's output).
         target: what the loss takes beside the output.
-        overwrites: for each act of each stage of this process, whether the stage's module writes to it.
+        overwrites: for each act of each stage of this process whether the stage's module writes to it, in both modes.
     """
 
     acts: dict[int, Specs]
     target: TensorSpec
-    overwrites: dict[int, list[bool]]
+    overwrites: dict[int, InBothModes]
 
 
 def agree(
@@ -62,9 +62,9 @@ def agree(
         ChannelError: no answer from another stage in time.
     """
     if sample is not None:
-        _publish(store, 0, Specs.always([TensorSpec.of(sample[0])]), TensorSpec.of(sample[1]), [False])
+        _publish(store, 0, Specs.always([TensorSpec.of(sample[0])]), TensorSpec.of(sample[1]), ([False], [False]))
     acts: dict[int, Specs] = {}
-    overwrites: dict[int, list[bool]] = {}
+    overwrites: dict[int, InBothModes] = {}
     for stage in sorted(modules):
         acts[stage], target, shared = _await(store, stage, by=max(stage - 1, 0))
         try:
@@ -101,9 +101,9 @@ def check_same(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str
             )
 
 
-def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec, shared: Sequence[bool]) -> None:
+def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec, shared: InBothModes) -> None:
     told = {mode: [spec.to_json() for spec in specs] for mode, specs in acts._asdict().items()}
-    store.set(f"arrives/{stage}", json.dumps({**told, "target": target.to_json(), "shared": list(shared)}))
+    store.set(f"arrives/{stage}", json.dumps({**told, "target": target.to_json(), "shared": shared}))
 
 
 def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
@@ -137,10 +137,10 @@ def await_sizes(store: dist.Store) -> list[int]:
     return [int(size) for size in _read(store, SIZES, 0)["sizes"]]
 
 
-def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec, list[bool]]:
+def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec, InBothModes]:
     told = _read(store, f"arrives/{stage}", by)
     acts = Specs(*(tuple(map(TensorSpec.from_json, told[mode])) for mode in Specs._fields))
-    return acts, TensorSpec.from_json(told["target"]), list(told["shared"])
+    return acts, TensorSpec.from_json(told["target"]), (told["shared"][0], told["shared"][1])
 
 
 def _read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:

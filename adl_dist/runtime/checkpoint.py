@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan
+from torch.nn.parameter import is_lazy
 
 from adl_dist.errors import ChannelError, CheckpointError, ConfigError
 from adl_dist.runtime import stage_state
@@ -43,6 +44,9 @@ def signature(model: nn.Module) -> Signature:
     Raises:
         ConfigError: its state holds something that is no tensor.
     """
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise ConfigError(f"{lazy[0]} of the model has no shape yet; run the model on one batch before handing it over")
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):

@@ -1,5 +1,7 @@
 """Which units of the model are on which stage, and which stages are in this process."""
 
+import hashlib
+import json
 import logging
 import platform
 from collections.abc import Callable, Iterable, Sequence
@@ -193,13 +195,18 @@ def take_profile(
     Raises:
         PartitionError: that file is no profile.
     """
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    told = json.dumps([chain.units, shapes, repr(model), repr(loss_fn)])
     of = {
         "units": len(chain.units),
         "grain": grain,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "model": hashlib.sha256(told.encode()).hexdigest()[:16],
+        "optimizer": type(optimizer([nn.Parameter(torch.zeros(1))])).__name__,
         "dtype": str(next(model.parameters(), torch.empty(0)).dtype).removeprefix("torch."),
         "micro_batch_size": micro_batch_size,
         "input": list(sample[0].shape[1:]),
+        "channels_last": sample[0].ndim == 4 and not sample[0].is_contiguous(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
@@ -208,7 +215,7 @@ def take_profile(
         kept = Profile.load(kept_in)
         if kept.of == of:
             return kept
-    input_, target = (_repeated(tensor, micro_batch_size).to(device) for tensor in sample)
+    input_, target = micro_batch(sample, micro_batch_size, device)
     profile = measure(model, chain, input_=input_, target=target, loss_fn=loss_fn, optimizer=optimizer, of=of)
     if kept_in is not None:
         profile.save(kept_in)
@@ -222,6 +229,11 @@ def device_memory(device: torch.device) -> int | None:
 
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().clone()
+
+
+def micro_batch(sample: tuple[Tensor, Tensor], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Input [size, ...] and target [size, ...] of one sample, repeated."""
+    return _repeated(sample[0], size).to(device), _repeated(sample[1], size).to(device)
 
 
 def _repeated(sample: Tensor, size: int) -> Tensor:

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.errors import ConfigError
-from adl_dist.stage import packed, unpacked
+from adl_dist.stage import packed, takes_gradient, unpacked
 from adl_dist.transport import Specs, TensorSpec
 
 NUM_SAMPLES = 2
+
+InBothModes = tuple[list[bool], list[bool]]  # in training, in evaluation
 
 
 class Found(NamedTuple):
@@ -19,14 +21,14 @@ class Found(NamedTuple):
 
     Attributes:
         outs: what the module returns.
-        overwrites: for each act, whether the module writes to it.
-        shared: for each out, whether it is a view of the same memory as another tensor that crosses a cut. Behind the
-            cut they are two: a write to one would not be seen in the other.
+        overwrites: in training and in evaluation, for each act whether the module writes to it.
+        shared: likewise, for each out whether it is a view of the same memory as another tensor that crosses a cut.
+            Behind the cut they are two: a write to one would not be seen in the other.
     """
 
     outs: Specs
-    overwrites: list[bool]
-    shared: list[bool]
+    overwrites: InBothModes
+    shared: InBothModes
 
 
 def try_out(
@@ -36,7 +38,7 @@ def try_out(
     target: TensorSpec | None,
     loss_fn: Callable[[Any, Tensor], Tensor],
     device: torch.device,
-    shared: Sequence[bool] = (),
+    shared: InBothModes | None = None,
 ) -> Found:
     """Run ``module`` in training and in evaluation, on zeros; its buffers stay as they are.
 
@@ -54,36 +56,35 @@ def try_out(
             fails on it.
     """
     outs: list[tuple[TensorSpec, ...]] = []
-    written, shared_outs = [False] * len(arriving.training), list[bool]()
-    shared = list(shared) or [False] * len(written)
+    written: list[list[bool]] = []
+    shared_outs: list[list[bool]] = []
     was_training = module.training
     try:
-        for specs, training in ((arriving.training, True), (arriving.evaluation, False)):
-            module.train(training)
+        for mode, specs in enumerate(arriving):
+            module.train(mode == 0)
             told = f"stage {stage} ({_units(module)}) gets {', '.join(map(str, specs))}"
             acts = _zeros(specs, device, with_gradient=stage > 0)
             out, overwrites = _run(module, acts, told, device)
             outs.append(_specs_of(out, told))
-            if training:
-                written, shared_outs = overwrites, _shared(unpacked(out), acts, shared)
-                if any(a and b for a, b in zip(written, shared, strict=True)):
-                    raise ConfigError(
-                        f"{told} and writes in place to one that shares its memory with another, which would not see "
-                        "it; cut elsewhere, or replace the operation by one that does not work in place"
-                    )
-            elif len(overwrites) == len(written):
-                written = [a or b for a, b in zip(written, overwrites, strict=True)]
+            written.append(overwrites)
+            of_acts = shared[mode] if shared else [False] * len(acts)
+            if any(a and b for a, b in zip(overwrites, of_acts, strict=True)):
+                raise ConfigError(
+                    f"{told} and writes in place to one that shares its memory with another, which would not see it; "
+                    "cut elsewhere, or replace the operation by one that does not work in place"
+                )
+            shared_outs.append(_shared(unpacked(out), acts, of_acts))
             if target is not None:
                 _try_loss(stage, outs[-1], out, target, loss_fn)
     finally:
         module.train(was_training)
-    return Found(Specs(*outs), written, shared_outs)
+    return Found(Specs(*outs), (written[0], written[1]), (shared_outs[0], shared_outs[1]))
 
 
 def _zeros(specs: Sequence[TensorSpec], device: torch.device, *, with_gradient: bool) -> list[Tensor]:
     # Clones: autograd would refuse an operation in place on a leaf, and those are to be found.
     acts = [spec.empty(NUM_SAMPLES, device).zero_() for spec in specs]
-    return [a.requires_grad_(with_gradient and a.is_floating_point()).clone() for a in acts]
+    return [a.requires_grad_(with_gradient and takes_gradient(a)).clone() for a in acts]
 
 
 def _run(module: nn.Module, acts: Sequence[Tensor], told: str, device: torch.device) -> tuple[Any, list[bool]]:
@@ -115,7 +116,7 @@ def _specs_of(out: Any, told: str) -> tuple[TensorSpec, ...]:
             found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ConfigError(
                 f"{told} and returns {found} for {NUM_SAMPLES} samples; expected tensors whose first dimension is the "
-                "batch; cut elsewhere: partition.balance=auto knows where"
+                "batch (numbers cannot cross, either); cut elsewhere: partition.balance=auto knows where"
             )
     return tuple(TensorSpec.of(tensor) for tensor in outs)
 

@@ -27,7 +27,7 @@ def build_stage(
     loss_fn: Callable[[Any, Tensor], Tensor],
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     outs: Specs,
-    overwrites: Sequence[bool],
+    overwrites: tuple[Sequence[bool], Sequence[bool]],
     num_classes: int | None,
     device: torch.device,
     dtype: torch.dtype,
@@ -44,7 +44,7 @@ def build_stage(
         loss_fn: of the model; a local loss uses it on the output of its head.
         optimizer: makes the optimizer of one stage.
         outs: what goes downstream.
-        overwrites: for each act that arrives, whether the module writes to it.
+        overwrites: in training and in evaluation, for each act that arrives whether the module writes to it.
         num_classes: of the model's output, if it is [B, classes].
         device: of the stage.
         dtype: of its parameters.

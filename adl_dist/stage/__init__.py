@@ -1,6 +1,6 @@
 """One stage's mathematics: forward, delayed backward, weight versions, update. Knows no rank."""
 
-from adl_dist.stage.calls import packed, unpacked
+from adl_dist.stage.calls import packed, takes_gradient, unpacked
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head, check_outs
 from adl_dist.stage.stage import Stage
 from adl_dist.stage.tally import Tally
@@ -12,5 +12,6 @@ __all__ = [
     "build_head",
     "check_outs",
     "packed",
+    "takes_gradient",
     "unpacked",
 ]

@@ -19,6 +19,11 @@ def unpacked(out: Any) -> Tensors:
     return (out,) if isinstance(out, Tensor) else tuple(tree_leaves(out))
 
 
+def takes_gradient(tensor: Tensor) -> bool:
+    """Whether a gradient comes back for it."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def torch_seed(seed: int, device: torch.device) -> None:
     """Seed the generator that random operations on ``device`` draw from, and no other."""
     if device.type == "cuda":

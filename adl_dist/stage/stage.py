@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import DivergedError
 from adl_dist.seeds import stream_seed
-from adl_dist.stage.calls import Tensors, packed, torch_seed, unpacked
+from adl_dist.stage.calls import Tensors, packed, takes_gradient, torch_seed, unpacked
 from adl_dist.stage.tally import Tally
 from adl_dist.stage.weights import TwoVersions, weight_policy
 
@@ -54,7 +54,7 @@ class Stage:
         lr_factor: float = 1.0,
         head: nn.Module | None = None,
         learns_locally: bool = False,
-        overwrites: Sequence[bool] = (),
+        overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
         seed: int = 0,
     ) -> None:
         """Take over ``module``.
@@ -71,7 +71,7 @@ class Stage:
             head: (what goes downstream, target, loss_fn) to the stage's own loss; for all stages but the last if
                 they learn locally.
             learns_locally: no gradient goes upstream.
-            overwrites: for each act, whether ``module`` writes to it; ``()``: to none.
+            overwrites: in training and in evaluation, for each act whether ``module`` writes to it; ``()``: to none.
             seed: the run's seed; dropout draws from (seed, epoch, stage, micro-batch).
         """
         self.index, self.is_last = index, is_last
@@ -95,7 +95,7 @@ class Stage:
         self._epoch = self._first_micro_batch = 0
         # An in-place operation on what came in would overwrite a leaf, and in one process also what the
         # upstream stage keeps for its backward. The data's own input is nobody else's.
-        self._overwrites = tuple(overwrites) if index > 0 else ()
+        self._overwrites = overwrites if index > 0 else ((), ())
 
     @property
     def has_loss(self) -> bool:
@@ -163,7 +163,7 @@ class Stage:
             leaves = acts
             if self.index > 0:
                 wanted = not self._learns_locally
-                leaves = tuple(a.detach().requires_grad_(wanted and a.is_floating_point()) for a in acts)
+                leaves = tuple(a.detach().requires_grad_(wanted and takes_gradient(a)) for a in acts)
             if target is not None:
                 target = target.to(acts[0].device, non_blocking=True)
             version = self.version if self._forward_version is None else self._forward_version
@@ -199,7 +199,7 @@ class Stage:
 
         Args:
             micro_batch: its index within the segment.
-            grads: one for each floating-point tensor that went downstream; where there is a loss, the weight of
+            grads: one for each tensor that takes one and went downstream; where there is a loss, the weight of
                 this micro-batch in its group, which scales every gradient that follows from it.
 
         Returns:
@@ -210,7 +210,7 @@ class Stage:
             assert kept.outs is not None, "the schedule recomputes before it goes backward"
             if self._gradient_shrink != 1.0 and not self.has_loss:
                 grads = tuple(grad * self._gradient_shrink for grad in grads)
-            outs = tuple(out for out in kept.outs if out.is_floating_point())
+            outs = tuple(out for out in kept.outs if takes_gradient(out))
             paired = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
             if paired:
                 torch.autograd.backward([out for out, _ in paired], [grad for _, grad in paired])
@@ -221,9 +221,7 @@ class Stage:
             if self.index == 0 or self._learns_locally:
                 return ()
             return tuple(
-                act.grad if act.grad is not None else torch.zeros_like(act)
-                for act in kept.acts
-                if act.is_floating_point()
+                act.grad if act.grad is not None else torch.zeros_like(act) for act in kept.acts if takes_gradient(act)
             )
 
     def update(self) -> None:
@@ -273,8 +271,9 @@ class Stage:
         torch_seed(stream_seed(self._seed, "dropout", self._epoch, self.index, of_epoch), acts[0].device)
 
     def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Any:
-        if any(self._overwrites):
-            acts = tuple(act.clone() if mine else act for act, mine in zip(acts, self._overwrites, strict=True))
+        written = self._overwrites[0 if self.module.training else 1]
+        if any(written):
+            acts = tuple(act.clone() if mine else act for act, mine in zip(acts, written, strict=True))
         if buffers is None:
             return self.module(packed(acts))
         return torch.func.functional_call(self.module, buffers, (packed(acts),))

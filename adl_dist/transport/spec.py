@@ -61,8 +61,9 @@ class TensorSpec:
         return self.empty(size, tensor.device).copy_(tensor.detach())
 
     def as_wire(self, tensor: Tensor) -> Tensor:
-        """A plainly contiguous view of a tensor in this format: what gloo accepts."""
-        return tensor.permute(0, 2, 3, 1) if self.channels_last else tensor
+        """A plainly contiguous view of a tensor in this format, of real numbers: what gloo accepts."""
+        plain = tensor.permute(0, 2, 3, 1) if self.channels_last else tensor
+        return torch.view_as_real(plain) if plain.is_complex() else plain
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings."""
@@ -90,8 +91,13 @@ class TensorSpec:
 
     @property
     def is_floating_point(self) -> bool:
-        """Whether a gradient comes back for it."""
+        """Whether its elements are real numbers."""
         return bool(getattr(torch, self.dtype).is_floating_point)
+
+    @property
+    def takes_gradient(self) -> bool:
+        """Whether a gradient comes back for it."""
+        return self.is_floating_point or bool(getattr(torch, self.dtype).is_complex)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(['B', *map(str, self.shape)])}]"
@@ -110,4 +116,4 @@ class Specs(NamedTuple):
 
     def of_gradients(self) -> "Specs":
         """What comes back for it."""
-        return Specs(*(tuple(spec for spec in specs if spec.is_floating_point) for specs in self))
+        return Specs(*(tuple(spec for spec in specs if spec.takes_gradient) for specs in self))

@@ -1,5 +1,9 @@
 """Small models and data whose every number is fixed, for comparing runs bit by bit."""
 
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -47,3 +51,92 @@ class FixedImages(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index], self.labels[index]
+
+
+class UNet(nn.Module):
+    """Skips over two stages and more, [B, 2, 6, 6] to [B, 5]; what crosses a cut depends on where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.down = nn.Conv2d(4, 6, 2, stride=2)
+        self.bottom = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(6, 6, 3, padding=1), nn.Tanh())
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.merge = nn.Conv2d(8, 4, 3, padding=1)
+        self.leave = nn.Conv2d(6, 4, 1)
+        self.scale = nn.Parameter(torch.linspace(0.5, 2.0, 4))
+        self.head = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.enter(x)
+        low = self.down(wide)
+        low = low + self.bottom(low)  # twice the ReLU's: it works in place
+        up = self.up(low)
+        bright = up > 0
+        y = torch.tanh(self.merge(torch.cat([up, wide], dim=1)))
+        y = self.leave(torch.cat([y, x], dim=1))
+        y = torch.where(bright, y, 0.1 * y) + wide
+        y = y.sum(dim=(2, 3)).view(low.size(0), -1) / (low.shape[2] * low.shape[3])
+        return self.head(y * self.scale)
+
+
+# The same in four parts, written by hand: no torch.fx, nothing in place, no shape that another part knows.
+def _enter(net: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    wide = torch.relu(net.enter[1](net.enter[0](x)))
+    return x, wide, net.down(wide)
+
+
+def _bottom(net: nn.Module, acts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    x, wide, low = acts
+    low = torch.relu(low)
+    return x, wide, low + torch.tanh(net.bottom[1](low))
+
+
+def _up(net: nn.Module, acts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    x, wide, low = acts
+    up = net.up(low)
+    return x, wide, up > 0, torch.tanh(net.merge(torch.cat([up, wide], dim=1)))
+
+
+def _leave(net: nn.Module, acts: tuple[Tensor, ...]) -> Tensor:
+    x, wide, bright, y = acts
+    y = net.leave(torch.cat([y, x], dim=1))
+    y = torch.where(bright, y, 0.1 * y) + wide
+    return net.head(y.sum(dim=(2, 3)) / 9 * net.scale)
+
+
+_PARTS = (
+    (_enter, ["enter", "down"]),
+    (_bottom, ["bottom"]),
+    (_up, ["up", "merge"]),
+    (_leave, ["leave", "scale", "head"]),
+)
+# By K: the units where stages 1 to K-1 of a UNet begin, and how many of its parts each stage holds.
+UNET_BALANCE: dict[int, list[str]] = {1: [], 2: ["up"], 3: ["bottom", "cat_2"], 4: ["bottom", "up", "cat_2"]}
+_UNET_PARTS = {1: [4], 2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
+
+
+class Stretch(nn.Module):
+    """Some of the parts, with the parameters' names as they are in the whole."""
+
+    def __init__(self, net: UNet, parts: Sequence[tuple[Callable[..., Any], list[str]]]) -> None:
+        super().__init__()
+        self._functions = [function for function, _ in parts]
+        for name in (name for _, names in parts for name in names):
+            setattr(self, name, getattr(net, name))
+
+    def forward(self, acts: Any) -> Any:
+        for function in self._functions:
+            acts = function(self, acts)
+        return acts
+
+
+def unet() -> UNet:
+    torch.manual_seed(3)
+    return UNet()
+
+
+def unet_by_hand(K: int) -> list[Stretch]:
+    """The stages of a new UNet as ``UNET_BALANCE`` cuts it."""
+    net, parts = unet(), iter(_PARTS)
+    return [Stretch(net, list(islice(parts, size))) for size in _UNET_PARTS[K]]

@@ -1,0 +1,122 @@
+"""Measures the model of a configuration, as ``adl-dist plan`` needs it."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adl_dist.cli import build
+from adl_dist.cli.schema import RunConfig
+from adl_dist.errors import ConfigError, DataError
+from adl_dist.partition import linearise
+from adl_dist.partition.advice import Pace
+from adl_dist.partition.measure import pace
+from adl_dist.partition.profile import Profile
+from adl_dist.runtime.placement import micro_batch, take_profile
+from adl_dist.runtime.trial import try_out
+from adl_dist.runtime.wiring import to_channels_last
+from adl_dist.transport import Specs, TensorSpec
+
+
+class Measurer:
+    """The model, on its device, with a sample.
+
+    Attributes:
+        chain: its units.
+        threads: that it is measured with.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, shape: list[int] | None, grain: str, threads: int, kept_in: Path | None, quiet: bool
+    ) -> None:
+        """Build the model and look at a sample.
+
+        Args:
+            config: of the run.
+            shape: of a sample, [C, H, W]; None: the training data tells.
+            grain: of the units.
+            threads: to measure with.
+            kept_in: a file for the measurements; one for each micro-batch size, which is in the name.
+            quiet: do not say what is being measured.
+
+        Raises:
+            ConfigError: the model does not take such a sample, or the loss fails on what it makes of it.
+            DataError: the data is not there.
+            PartitionError: the model cannot be read.
+        """
+        self._grain, self._kept_in, self._quiet, self.threads = grain, kept_in, quiet, threads
+        self._device = torch.device(config.runtime.device.value)
+        self._model = build.build_model(config).to(self._device, getattr(torch, config.dtype.value))
+        if config.runtime.channels_last:
+            to_channels_last(self._model)
+        self._loss_fn, self._optimizer = build.build_loss(config), build.build_optimizer(config)
+        self._sample = _sample(config, shape, self._device)
+        arriving, target = (TensorSpec.of(tensor) for tensor in self._sample)
+        try_out(self._model, 0, Specs.always([arriving]), target, self._loss_fn, self._device)
+        self.chain = linearise(self._model, grain=grain)
+
+    def profile(self, micro_batch_size: int) -> Profile:
+        """Costs of each unit for micro-batches of that size."""
+        kept_in = self._kept_in
+        if kept_in is not None:
+            kept_in = kept_in.with_name(f"{kept_in.stem}-{micro_batch_size}{kept_in.suffix}")
+        self._say(f"measuring {len(self.chain.units)} units with {micro_batch_size} samples ...")
+        with self._as_configured():
+            return take_profile(
+                self._model,
+                self.chain,
+                grain=self._grain,
+                sample=self._sample,
+                micro_batch_size=micro_batch_size,
+                loss_fn=self._loss_fn,
+                optimizer=self._optimizer,
+                device=self._device,
+                kept_in=kept_in,
+            )
+
+    def pace(self, samples: int) -> Pace:
+        """Of the uncut model with so many samples at once."""
+        self._say(f"measuring the whole model with {samples} samples ...")
+        with self._as_configured():
+            forward, backward = pace(self._model, *micro_batch(self._sample, samples, self._device), self._loss_fn)
+        return Pace(samples=samples, forward=forward, backward=backward)
+
+    @contextmanager
+    def _as_configured(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            sys.stderr.write(text + "\n")
+
+
+def _sample(config: RunConfig, shape: list[int] | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Input [1, ...] and target [1, ...] as stage 0 would get them."""
+    if shape is not None:
+        input_, target = torch.randn(1, *shape), torch.zeros(1, dtype=torch.long)
+    else:
+        try:
+            train, _ = build.build_data(config)
+        except DataError as error:
+            raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
+        loaded = train[0]
+        try:
+            input_, target = (torch.as_tensor(part)[None] for part in loaded)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"a sample of the training data is no pair (input, target) of tensors or numbers ({error}); mend the "
+                "dataset, or describe a sample: --input 3,224,224"
+            ) from error
+    if input_.is_floating_point():
+        input_ = input_.to(getattr(torch, config.dtype.value))
+    if config.runtime.channels_last and input_.ndim == 4:
+        input_ = input_.contiguous(memory_format=torch.channels_last)
+    return input_.to(device), target.to(device)

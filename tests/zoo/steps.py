@@ -1,0 +1,182 @@
+"""One training step and one evaluation of a network of torchvision, cut and uncut, compared bit by bit."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from adl_dist.models import torchvision_model
+from adl_dist.partition import Chain, even_sizes, linearise
+from adl_dist.stage import Stage
+from adl_dist.stage.stage import Tensors
+
+NUM_STAGES, BATCH, CLASSES = 4, 2, 10
+# Pixels: as few as each network takes, for the operations are the same.
+SIZE = 64
+SIZES = {"inception_v3": 75, "inception_v3 with heads": 299, "maxvit_t": 224, "vit_h_14": 56}
+# They return a named tuple in training, and a tensor in evaluation.
+WITH_HEADS = ("googlenet with heads", "inception_v3 with heads")
+# A gradient comes back over a cut with the strides of what went over it, and sums over dimensions of other strides run
+# in another order. ConvNeXt permutes what it normalises.
+ROUNDED = ("convnext",)
+
+
+@dataclass
+class Step:
+    """What one step leaves behind.
+
+    Attributes:
+        kind: of the output in training: a tensor, or a named tuple.
+        values: the output in training, the gradient of the input and of each parameter (None: it got none), each buffer
+            after that step, and the output in evaluation after it.
+    """
+
+    kind: type
+    values: dict[str, Tensor | None]
+
+
+class MeanSquare:
+    """A loss that takes whatever the model returns, and keeps it."""
+
+    out: Any = None
+
+    def __call__(self, out: Any, target: Tensor) -> Tensor:
+        self.out = out
+        first, *others = (leaf.square().mean() for leaf in tree_leaves(out))
+        return sum(others, first)
+
+
+def assert_the_cut_network_equals_the_uncut_one(name: str, dtype: torch.dtype, scratch: Path) -> dict[str, Any]:
+    """At an even cut and at three random places, into K = 4; one step in training, one in evaluation.
+
+    Bit for bit, but where ``ROUNDED`` says why not; there in float64 to 1e-12.
+
+    Args:
+        name: of a builder of torchvision, or of ``WITH_HEADS``.
+        dtype: of everything.
+        scratch: an empty folder, for what would take too much memory.
+
+    Returns:
+        What was compared, for a table.
+    """
+    model, x = network(name, dtype), images(name, dtype)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    expected = uncut_step(model, x)
+    if num_parameters > 4e8:
+        torch.save(expected, scratch / "uncut.pt")
+        expected = torch.load(scratch / "uncut.pt", mmap=True, weights_only=False)
+        (scratch / "uncut.pt").unlink()  # it is mapped, and pytest keeps the last folders
+    chain = linearise(model, grain="layer")
+    sent, rounded = {}, 0
+    for how, sizes in (("even", even_sizes(chain, NUM_STAGES)), ("random", random_sizes(chain, seed=name))):
+        for buffer_name, buffer in model.named_buffers():
+            buffer.copy_(buffers[buffer_name])
+        pieces = chain.pieces(sizes)
+        assert sorted(n for piece in pieces for n in piece.state_dict()) == sorted(model.state_dict())
+        got, sent[how] = cut_step(model, pieces, x)
+        assert got.kind is expected.kind
+        assert got.values.keys() == expected.values.keys()
+        for key, value in expected.values.items():
+            if got.values[key] is value is None or torch.equal(got.values[key], value):
+                continue
+            told = f"{name}, {dtype}, cut into {sizes}: {key}"
+            assert name.startswith(ROUNDED), told
+            if dtype == torch.float64:
+                torch.testing.assert_close(got.values[key], value, rtol=1e-12, atol=1e-12, msg=told)
+            rounded += 1
+    return {
+        "network": name,
+        "input": "x".join(map(str, x.shape)),
+        "million parameters": round(num_parameters / 1e6, 1),
+        "units": len(chain.units),
+        "tensors over the even cuts": ", ".join(map(str, sent["even"])),
+        "over three random ones": ", ".join(map(str, sent["random"])),
+        str(dtype).removeprefix("torch."): f"{rounded} rounded" if rounded else "equal",
+    }
+
+
+def network(name: str, dtype: torch.dtype) -> nn.Module:
+    """The same weights every time, and nothing random in it: a stage draws other numbers than the uncut model."""
+    builder, *heads = name.split(" with ")
+    options: dict[str, Any] = {"aux_logits": True} if heads else {}
+    if name.startswith("vit"):
+        options["image_size"] = SIZES.get(name, SIZE)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = torchvision_model(builder, num_classes=CLASSES, **options).to(dtype)
+    for module in model.modules():
+        for chance in ("p", "dropout", "attention_dropout"):
+            if isinstance(getattr(module, chance, None), float):
+                setattr(module, chance, 0.0)
+    return model
+
+
+def images(name: str, dtype: torch.dtype) -> Tensor:
+    size = SIZES.get(name, SIZE)
+    # Drawn in float64, so that both dtypes see the same images.
+    return torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+def random_sizes(chain: Chain, *, seed: str) -> list[int]:
+    """A balance that cuts at any places where it can be cut."""
+    places = [cut + 1 for cut in range(len(chain.units) - 1) if cut not in chain.forbidden]
+    cuts = sorted(random.Random(seed).sample(places, NUM_STAGES - 1))
+    return [stop - start for start, stop in pairwise([0, *cuts, len(chain.units)])]
+
+
+def uncut_step(model: nn.Module, x: Tensor) -> Step:
+    loss_fn, target, x = MeanSquare(), torch.zeros(len(x), dtype=torch.long), x.clone().requires_grad_()
+    loss_fn(model.train()(x), target).backward()
+    kind, values = type(loss_fn.out), _left_by_training(model, x, loss_fn.out)
+    with torch.no_grad():
+        return Step(kind, values | _named("evaluation", model.eval()(x)))
+
+
+def cut_step(model: nn.Module, pieces: Sequence[nn.Module], x: Tensor) -> tuple[Step, list[int]]:
+    """The same with ``pieces`` of ``model`` as stages; and how many tensors cross each cut in training."""
+    loss_fn, target, x = MeanSquare(), torch.zeros(len(x), dtype=torch.long), x.clone().requires_grad_()
+
+    def stage(k: int, acts: Tensors, *, training: bool) -> Stage:
+        made = Stage(
+            pieces[k],
+            index=k,
+            is_last=k == len(pieces) - 1,
+            loss_fn=loss_fn,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            overwrites=([True] * len(acts),) * 2,  # in the trainer a trial finds out which ones
+        )
+        made.begin(0, training=training)
+        return made
+
+    stages: list[Stage] = []
+    acts: Tensors = (x,)
+    for k in range(len(pieces)):
+        stages.append(stage(k, acts, training=True))
+        acts = stages[k].forward(0, acts, target if stages[k].is_last else None)
+    sent = [len(s.in_flight[0].acts) for s in stages[1:]]
+    grads: Tensors = (torch.ones((), dtype=x.dtype),)
+    for s in reversed(stages):
+        grads = s.backward(0, grads)
+    kind, values = type(loss_fn.out), _left_by_training(model, x, loss_fn.out)
+    acts = (x.detach(),)
+    for k in range(len(pieces)):
+        acts = stage(k, acts, training=False).predict(acts, target)
+    return Step(kind, values | _named("evaluation", loss_fn.out)), sent
+
+
+def _left_by_training(model: nn.Module, x: Tensor, out: Any) -> dict[str, Tensor | None]:
+    values: dict[str, Tensor | None] = {"gradient of the input": x.grad, **_named("training", out)}
+    for name, parameter in model.named_parameters():
+        values[f"gradient of {name}"], parameter.grad = parameter.grad, None
+    return values | {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def _named(mode: str, out: Any) -> dict[str, Tensor]:
+    return {f"output {place} in {mode}": leaf.detach() for place, leaf in enumerate(tree_leaves(out))}
