@@ -83,7 +83,8 @@ class TracedChain:
         self.forbidden = homes.between()
         for mode in self._modes:
             for cut in range(len(self.units) - 1):
-                names = [crossing.node.name for crossing in mode.crossing(cut) if crossing.node in mode.trace.independent]
+                across = [crossing.node for crossing in mode.crossing(cut)]
+                names = [node.name for node in across if node in mode.trace.independent]
                 if names:
                     self.forbidden.setdefault(cut, f"'{names[0]}', which does not depend on the input, would cross it")
 
