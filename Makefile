@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 help:
 	@echo "make train [ARGS='key=value ...']   train; by default digits, 2 processes, about a minute"
 	@echo "make test  [ARGS='-k name']         run the tests"
-	@echo "make test-zoo                       cut every classification network of torchvision: 20 minutes, 12 GB"
+	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
 	@echo "make lint                           ruff and mypy"
 
 train: install
