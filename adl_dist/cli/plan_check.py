@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,6 @@ class Case:
         predict: what a measurement makes of it.
         predicted: images per second, of each repetition.
         measured: the same, as measured.
-        stage_bytes: predicted memory of each stage.
-        grown_bytes: of each repetition what each stage's process grew by while it trained.
-        weight_bytes: of each stage, held before it trained.
     """
 
     title: str
@@ -45,9 +41,6 @@ class Case:
     predict: Callable[..., Prediction]
     predicted: list[float] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)
-    stage_bytes: list[int] = field(default_factory=list)
-    grown_bytes: list[list[int]] = field(default_factory=list)
-    weight_bytes: list[int] = field(default_factory=list)
 
     def ratio(self) -> float:
         """Measured over predicted images per second, medians."""
@@ -93,39 +86,19 @@ def checked(cases: Sequence[Case], measure: Callable[[], Profile], *, repetition
                 prediction = case.predict(profile, sizes=sizes[case.title])
             sizes[case.title] = prediction.balance.sizes
             case.predicted.append(prediction.images_per_second)
-            case.stage_bytes = prediction.balance.stage_bytes
-            case.weight_bytes = _weights(profile, prediction.balance.sizes)
             updates = max(FEWEST, round(SECONDS * prediction.images_per_second / batch_size))
             summary = _train([*case.words_of(prediction.balance.sizes), f"train.max_updates={updates}"])
             case.measured.append(summary["samples_per_second"])
-            case.grown_bytes.append([s["peak_memory_bytes"] - s["start_memory_bytes"] for s in summary["stages"]])
     return table(cases)
 
 
 def table(cases: Sequence[Case]) -> str:
     """Medians, and the spread of what was measured."""
-    lines = [
-        "run                       predicted images/s  measured (least .. most)       ratio  memory (MB) of each stage"
-    ]
+    lines = ["run                       predicted images/s  measured (least .. most)       measured / predicted"]
     for case in cases:
-        grown = [statistics.median(stage) for stage in zip(*case.grown_bytes, strict=True)]
-        memory = ", ".join(
-            f"{told / 1e6:.0f} predicted, {(own + weights) / 1e6:.0f} measured"
-            for told, own, weights in zip(case.stage_bytes, grown, case.weight_bytes, strict=True)
-        )
         spread = f"{statistics.median(case.measured):.0f} ({min(case.measured):.0f} .. {max(case.measured):.0f})"
-        lines.append(
-            f"{case.title:<26}{statistics.median(case.predicted):<20.0f}{spread:<31}{case.ratio():<7.2f}{memory}"
-        )
+        lines.append(f"{case.title:<26}{statistics.median(case.predicted):<20.0f}{spread:<31}{case.ratio():.2f}")
     return "\n".join(lines)
-
-
-def _weights(profile: Profile, sizes: Sequence[int]) -> list[int]:
-    ends = list(accumulate(sizes))
-    return [
-        sum(unit.parameter_bytes for unit in profile.units[end - size : end])
-        for end, size in zip(ends, sizes, strict=True)
-    ]
 
 
 def _train(words: Sequence[str]) -> dict[str, Any]:

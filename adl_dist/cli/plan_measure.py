@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from adl_dist.cli import build
 from adl_dist.cli.schema import RunConfig
-from adl_dist.errors import ConfigError, DataError
+from adl_dist.data import Loader, check_dataset
+from adl_dist.errors import DataError
 from adl_dist.partition import linearise
 from adl_dist.partition.advice import Pace
 from adl_dist.partition.measure import pace
 from adl_dist.partition.profile import Profile
+from adl_dist.runtime.feed import Feed, common_sample
 from adl_dist.runtime.placement import micro_batch, take_profile
 from adl_dist.runtime.trial import try_out
 from adl_dist.runtime.wiring import to_channels_last
@@ -53,7 +56,10 @@ class Measurer:
         if config.runtime.channels_last:
             to_channels_last(self._model)
         self._loss_fn, self._optimizer = build.build_loss(config), build.build_optimizer(config)
-        self._sample = _sample(config, shape, self._device)
+        self._feed = _feed(config, self._device) if shape is None else None
+        sample = common_sample(self._feed, None) if shape is None else _described(shape, config, self._device)
+        assert sample is not None
+        self._sample = sample
         arriving, target = (TensorSpec.of(tensor) for tensor in self._sample)
         try_out(self._model, 0, Specs.always([arriving]), target, self._loss_fn, self._device)
         self.chain = linearise(self._model, grain=grain)
@@ -75,6 +81,7 @@ class Measurer:
                 optimizer=self._optimizer,
                 device=self._device,
                 kept_in=kept_in,
+                load=None if self._feed is None else partial(self._feed.seconds_to_load, micro_batch_size),
             )
 
     def pace(self, samples: int) -> Pace:
@@ -82,7 +89,8 @@ class Measurer:
         self._say(f"measuring the whole model with {samples} samples ...")
         with self._as_configured():
             forward, backward = pace(self._model, *micro_batch(self._sample, samples, self._device), self._loss_fn)
-        return Pace(samples=samples, forward=forward, backward=backward)
+            load = 0.0 if self._feed is None else self._feed.seconds_to_load(samples)
+        return Pace(samples=samples, forward=load + forward, backward=backward)
 
     @contextmanager
     def _as_configured(self) -> Iterator[None]:
@@ -98,25 +106,24 @@ class Measurer:
             sys.stderr.write(text + "\n")
 
 
-def _sample(config: RunConfig, shape: list[int] | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Input [1, ...] and target [1, ...] as stage 0 would get them."""
-    if shape is not None:
-        input_, target = torch.randn(1, *shape), torch.zeros(1, dtype=torch.long)
-    else:
-        try:
-            train, _ = build.build_data(config)
-        except DataError as error:
-            raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
-        loaded = train[0]
-        try:
-            input_, target = (torch.as_tensor(part)[None] for part in loaded)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"a sample of the training data is no pair (input, target) of tensors or numbers ({error}); mend the "
-                "dataset, or describe a sample: --input 3,224,224"
-            ) from error
-    if input_.is_floating_point():
-        input_ = input_.to(getattr(torch, config.dtype.value))
+def _feed(config: RunConfig, device: torch.device) -> Feed:
+    try:
+        train, _ = build.build_data(config)
+    except DataError as error:
+        raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
+    check_dataset(train, name="training", smallest=1)
+    loader = Loader(train, seed=config.seed, shuffle=True, num_workers=config.data.get("num_workers", 0))
+    return Feed(
+        loader,
+        device=device,
+        dtype=getattr(torch, config.dtype.value),
+        channels_last=config.runtime.channels_last,
+        name="training dataset",
+    )
+
+
+def _described(shape: list[int], config: RunConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    input_ = torch.randn(1, *shape, dtype=getattr(torch, config.dtype.value))
     if config.runtime.channels_last and input_.ndim == 4:
         input_ = input_.contiguous(memory_format=torch.channels_last)
-    return input_.to(device), target.to(device)
+    return input_.to(device), torch.zeros(1, dtype=torch.long)

@@ -77,6 +77,16 @@ class Loader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
 
+    @property
+    def num_samples(self) -> int:
+        """Of the dataset."""
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that load; 0: the caller's own."""
+        return self._num_workers
+
     def batches(
         self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0
     ) -> Generator[tuple[Tensor, Tensor], None, None]:

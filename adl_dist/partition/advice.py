@@ -18,7 +18,7 @@ class Pace:
 
     Attributes:
         samples: of the batch that it was measured with.
-        forward: seconds.
+        forward: seconds, with what loading keeps the device waiting.
         backward: seconds.
     """
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from adl_dist.partition.costs import UnitCost
 from adl_dist.partition.profile import Profile
 
 ROUNDS = 7  # after one to warm up
-SECONDS = 8.0  # no further round is started after so long
+SECONDS = 5.0  # no further round is started after so long
+
+Figures = TypeVar("Figures")
 
 
 def measure(
@@ -42,17 +44,14 @@ def measure(
         of: what is measured, for :attr:`Profile.of`.
     """
     pieces = chain.pieces([1] * len(chain.units))
-    bench = _Bench(pieces, input_, target, loss_fn)
     with _restored(model, input_), torch.enable_grad():
         for module in (model, *pieces):
             module.train()
+        # Before anything else: what lies in memory beside it would make its allocations cheaper than in training.
+        wholes = _repeated(lambda: _whole(model, input_, target, loss_fn))
+        bench = _Bench(pieces, input_, target, loss_fn)
         shapes = bench.look(model, chain)
-        rounds: list[tuple[list[float], list[float]]] = []
-        wholes: list[tuple[float, float]] = []
-        start = time.perf_counter()
-        while len(rounds) <= ROUNDS and (len(rounds) < 3 or time.perf_counter() - start < SECONDS):
-            rounds.append(bench.run())
-            wholes.append(_whole(model, input_, target, loss_fn))
+        rounds = _repeated(bench.run)
         update, copies = _update(model, optimizer, input_.device)
     # The least: a unit is so short that what is slower was interrupted. Their sum is scaled to the median of the whole.
     forward, backward = ([min(r[i][u] for r in rounds[1:]) for u in range(len(pieces))] for i in (0, 1))
@@ -91,8 +90,17 @@ def pace(
     """Seconds of forward and backward of the whole model, the median of a few. Its state is as before."""
     with _restored(model, input_), torch.enable_grad():
         model.train()
-        times = [_whole(model, input_, target, loss_fn) for _ in range(1 + ROUNDS // 2)]
+        times = _repeated(lambda: _whole(model, input_, target, loss_fn))
     return statistics.median(t[0] for t in times[1:]), statistics.median(t[1] for t in times[1:])
+
+
+def _repeated(measured: Callable[[], Figures]) -> list[Figures]:
+    """What is measured ``ROUNDS`` times, or as often as there is time; the first is to warm up."""
+    figures: list[Figures] = []
+    start = time.perf_counter()
+    while len(figures) <= ROUNDS and (len(figures) < 3 or time.perf_counter() - start < SECONDS):
+        figures.append(measured())
+    return figures
 
 
 class _Bench:

@@ -104,7 +104,7 @@ def predict(
     # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
     of_stages = told.time_per_update / M
     per_micro_batch = max(of_stages, *balance.link_seconds, 0.0)
-    alone = profile.forward + profile.backward + sum(unit.update for unit in units)
+    alone = profile.loading + profile.forward + profile.backward + sum(unit.update for unit in units)
     return Prediction(
         method=method,
         num_stages=num_stages,

@@ -19,6 +19,7 @@ class Profile:
         forward: seconds of the whole model at once, with the loss.
         backward: seconds of its backward.
         optimizer_copies: bytes of the optimizer's state, for each byte of parameters.
+        loading: seconds that stage 0 loads data for; 0: others do.
     """
 
     of: dict[str, Any]
@@ -26,6 +27,7 @@ class Profile:
     forward: float
     backward: float
     optimizer_copies: float
+    loading: float = 0.0
 
     def costs(self, accumulation_steps: int) -> list[UnitCost]:
         """The units' costs with M micro-batches per update, so scaled that they add up to those of the whole model.
@@ -37,11 +39,11 @@ class Profile:
         return [
             replace(
                 unit,
-                forward=unit.forward * forward,
+                forward=unit.forward * forward + (0.0 if place else self.loading),
                 backward=unit.backward * backward,
                 update=unit.update / accumulation_steps,
             )
-            for unit in self.units
+            for place, unit in enumerate(self.units)
         ]
 
     def save(self, path: Path) -> None:

@@ -194,7 +194,6 @@ class Coordinator:
             totals[name] = totals.get(name, 0) + result[name]
         for name in ("staleness_max", "peak_memory_bytes"):
             totals[name] = max(totals.get(name, 0), result[name])
-        totals.setdefault("start_memory_bytes", result["start_memory_bytes"])
         self._record("stage/busy_share", result["busy_seconds"] / result["seconds"], stage=stage)
         self._record("stage/peak_memory", result["peak_memory_bytes"], unit="bytes", stage=stage)
 
@@ -259,7 +258,6 @@ class Coordinator:
                 "staleness_max": int(t["staleness_max"]),
                 "busy_share": t["busy_seconds"] / t["seconds"],
                 "peak_memory_bytes": int(t["peak_memory_bytes"]),
-                "start_memory_bytes": int(t["start_memory_bytes"]),
             }
             for k, t in sorted(self._totals.items())
         ]

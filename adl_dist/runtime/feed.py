@@ -1,5 +1,6 @@
 """Micro-batches as the first stage takes them: on its device, in the run's dtype and memory format, checked."""
 
+import time
 from collections.abc import Callable, Generator, Sequence
 
 import torch
@@ -49,6 +50,20 @@ class Feed:
             if self._channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target
+
+    def seconds_to_load(self, micro_batch_size: int) -> float:
+        """How long a micro-batch keeps the caller busy, the least of a few; 0 if workers load it."""
+        if self._loader.num_workers:
+            return 0.0
+        times = min(4, self._loader.num_samples)
+        sizes = [min(micro_batch_size, self._loader.num_samples // times)] * times
+        seconds, batches = [], self.batches(0, sizes)
+        for _ in sizes:
+            start = time.perf_counter()
+            next(batches)
+            seconds.append(time.perf_counter() - start)
+        batches.close()
+        return min(seconds) * micro_batch_size / sizes[0]
 
     def _check(self, target: Tensor, num_classes: int, where: str) -> None:
         if target.is_floating_point() or target.ndim != 1:

@@ -5,6 +5,7 @@ import json
 import logging
 import platform
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from adl_dist.partition.predict import best_cut
 from adl_dist.partition.profile import Profile
 from adl_dist.runtime import agreement
 from adl_dist.runtime.checkpoint import signature
+from adl_dist.runtime.feed import Feed
 from adl_dist.runtime.wiring import to_channels_last
 from adl_dist.schedule import Method
 
@@ -97,6 +99,7 @@ class Placement:
         *,
         method: Method,
         sample: tuple[Tensor, Tensor] | None,
+        feed: Feed | None,
         micro_batch_size: int,
         loss_fn: Callable[[Any, Tensor], Tensor],
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
@@ -110,6 +113,7 @@ class Placement:
             store: shared by all ranks.
             method: to train by.
             sample: input and target of one sample as the first stage gets them; on its process only, which measures.
+            feed: where it comes from.
             micro_batch_size: to measure with.
             loss_fn: of the model.
             optimizer: makes an optimizer.
@@ -141,6 +145,7 @@ class Placement:
             optimizer=optimizer,
             device=device,
             kept_in=folder / PROFILE if folder is not None else None,
+            load=None if feed is None else lambda: feed.seconds_to_load(micro_batch_size),
         )
         memory = device_memory(device)
         balance = best_cut(
@@ -178,6 +183,7 @@ def take_profile(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     device: torch.device,
     kept_in: Path | None,
+    load: Callable[[], float] | None = None,
 ) -> Profile:
     """Measure what each unit of ``model``, which is on ``device``, costs; or read what was measured before.
 
@@ -190,6 +196,7 @@ def take_profile(
         loss_fn: of the model.
         optimizer: makes an optimizer.
         device: of the model.
+        load: measures how long stage 0 loads a micro-batch; None: it does not.
         kept_in: a file; a measurement of the same thing that it holds is taken, another one is replaced.
 
     Raises:
@@ -217,6 +224,8 @@ def take_profile(
             return kept
     input_, target = micro_batch(sample, micro_batch_size, device)
     profile = measure(model, chain, input_=input_, target=target, loss_fn=loss_fn, optimizer=optimizer, of=of)
+    if load is not None:
+        profile = replace(profile, loading=load())
     if kept_in is not None:
         profile.save(kept_in)
     return profile

@@ -394,6 +394,7 @@ class Trainer:
             store,
             method=self._method,
             sample=sample,
+            feed=train_feed or val_feed,
             micro_batch_size=micro_batch_size,
             loss_fn=self._loss_fn,
             optimizer=self._optimizer,

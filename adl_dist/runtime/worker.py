@@ -76,13 +76,12 @@ class LocalWorker:
         seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
         work = training_work(self.method, segment, num_stages=self.num_stages, stages=self.seats, seed=seed)
         totals = {k: _Totals() for k in self.seats}
-        memory = {"start_memory_bytes": memory_bytes()}
         start = time.perf_counter()
         order = self._watched(self._order(work), segment, totals, start, emit)
         self._run(order, work, segment, self.train_feed, training=True)
         seconds = time.perf_counter() - start
         return [
-            {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **memory, **totals[k].result()}
+            {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **totals[k].result()}
             for k in sorted(self.seats)
         ]
 
@@ -206,16 +205,6 @@ class _Totals:
             "staleness_max": self._staleness_max,
             "num_backwards": self._num_backwards,
         }
-
-
-def memory_bytes() -> int:
-    """What this process holds now: allocated on the GPU if it computes there, else resident; 0 where nothing tells."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.memory_allocated())
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
 
 
 def peak_memory_bytes() -> int:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from itertools import accumulate
 
@@ -35,6 +36,7 @@ from adl_dist.data import (
 )
 from adl_dist.data.transforms import CIFAR10_STATISTICS, CIFAR100_STATISTICS, DIGITS_STATISTICS
 from adl_dist.errors import ConfigError, DataError
+from adl_dist.runtime.feed import Feed
 from adl_dist.seeds import stream_seed
 
 # Every worker imports this file, so what is slow to import (torchvision, scikit-learn, Hydra) is imported in tests.
@@ -687,3 +689,18 @@ def test_made_up_images_can_be_learnt():
 def test_made_up_images_of_no_size_are_refused():
     with pytest.raises(ConfigError, match=r"data\.num_classes must be at least 1, got 0"):
         synthetic(num_classes=0)
+
+
+def test_how_long_loading_keeps_the_first_stage_waiting_is_measured_and_nothing_if_workers_load():
+    class Slow(Augmented):
+        def __getitem__(self, index):
+            time.sleep(0.005)
+            return super().__getitem__(index)
+
+    def seconds(**workers):
+        loader = Loader(Slow(), seed=0, shuffle=False, **workers)
+        feed = Feed(loader, device=torch.device("cpu"), dtype=torch.float32, channels_last=False, name="data")
+        return feed.seconds_to_load(4)
+
+    assert 0.02 <= seconds() < 0.06
+    assert seconds(num_workers=2) == 0.0
