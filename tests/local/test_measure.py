@@ -139,10 +139,9 @@ def test_measuring_leaves_weights_statistics_mode_and_random_streams_as_they_wer
 def test_times_are_those_of_each_unit():
     model = nn.Sequential(nn.Linear(4, 4), Slow(0.02, 0.03), nn.Linear(4, 5))
     units, told = profile_of(model, torch.randn(4, 4), grain="block")
-    assert 0.02 <= units["1"].forward < 0.04
-    assert 0.03 <= units["1"].backward < 0.06
-    assert max(u.forward + u.backward for name, u in units.items() if name != "1") < 0.01
-    assert (told.forward >= 0.02, told.backward >= 0.03) == (True, True)
+    assert min(units["1"].forward - 0.02, units["1"].backward - 0.03, told.forward - 0.02, told.backward - 0.03) >= 0
+    others = sum(unit.forward + unit.backward for name, unit in units.items() if name != "1")
+    assert others < (units["1"].forward + units["1"].backward) / 2, "a busy machine slows all of them"
 
 
 def trainer_of(model, **changed):
