@@ -1,7 +1,6 @@
 """``adl-dist plan --check``: runs what was predicted, and sets what is measured beside it."""
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -81,9 +80,8 @@ def checked(cases: Sequence[Case], measure: Callable[[], Profile], *, repetition
     for _ in range(repetitions):
         profile = measure()
         for case in cases:
-            prediction = case.predict(profile)
-            if case.title in sizes:  # the same cut in each repetition
-                prediction = case.predict(profile, sizes=sizes[case.title])
+            same = {"sizes": sizes[case.title]} if case.title in sizes else {}  # the same cut in each repetition
+            prediction = case.predict(profile, **same)
             sizes[case.title] = prediction.balance.sizes
             case.predicted.append(prediction.images_per_second)
             updates = max(FEWEST, round(SECONDS * prediction.images_per_second / batch_size))
@@ -106,7 +104,6 @@ def _train(words: Sequence[str]) -> dict[str, Any]:
         own = [f"run_dir={folder}/run", "runtime.tensorboard=false", "runtime.checkpoint_every_epochs=0"]
         done = subprocess.run(
             [sys.executable, "-m", "adl_dist", "train", *words, *own, "train.epochs=100000"],
-            env={**os.environ},
             capture_output=True,
             text=True,
             check=False,

@@ -175,16 +175,16 @@ class _Bench:
         for unit in range(len(self._pieces)):
             leaves = _leaves(arriving, with_gradient=unit > 0)
             given = self._given(unit, leaves)
-            start = self._now()
+            start = _now(self._input.device)
             out = self._call(unit, given)
-            forwards.append(self._now() - start)
+            forwards.append(_now(self._input.device) - start)
             kept.append((leaves, out))
             arriving = out
         grads: list[Tensor | None] = [torch.ones_like(arriving)]
         for piece, (leaves, out) in zip(reversed(self._pieces), reversed(kept), strict=True):
-            start = self._now()
+            start = _now(self._input.device)
             grads = _backward(piece, tree_leaves(leaves), tree_leaves(out), grads)
-            backwards.append(self._now() - start)
+            backwards.append(_now(self._input.device) - start)
         return forwards, backwards[::-1]
 
     def _call(self, unit: int, given: Any) -> Any:
@@ -196,10 +196,12 @@ class _Bench:
         written = iter(self._written[unit])
         return tree_map(lambda t: t.clone() if next(written) else t, leaves)
 
-    def _now(self) -> float:
-        if self._input.is_cuda:
-            torch.cuda.synchronize(self._input.device)
-        return time.perf_counter()
+
+def _now(device: torch.device) -> float:
+    """The time at which what was launched on ``device`` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _backward(
@@ -236,16 +238,11 @@ def _among(tensor: Any, tensors: Sequence[Any]) -> bool:
 def _whole(
     model: nn.Module, input_: Tensor, target: Tensor, loss_fn: Callable[[Any, Tensor], Tensor]
 ) -> tuple[float, float]:
-    def now() -> float:
-        if input_.is_cuda:
-            torch.cuda.synchronize(input_.device)
-        return time.perf_counter()
-
-    start = now()
+    start = _now(input_.device)
     loss = loss_fn(model(input_), target)
-    middle = now()
+    middle = _now(input_.device)
     loss.backward()
-    return middle - start, now() - middle
+    return middle - start, _now(input_.device) - middle
 
 
 def _update(
@@ -259,14 +256,10 @@ def _update(
     for _ in range(4):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        start = _now(device)
         made.step()
         made.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_now(device) - start)
     state = sum(_bytes(t) for kept in made.state.values() for t in kept.values() if isinstance(t, Tensor))
     return statistics.median(seconds[1:]), state / sum(map(_bytes, parameters))
 

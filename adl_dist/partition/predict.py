@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
-from adl_dist.partition.costs import Held, Machine
+from adl_dist.partition.costs import Held, Machine, UnitCost, link_time
 from adl_dist.partition.profile import Profile
 from adl_dist.schedule import Costs, Method, speed
 from adl_dist.schedule.table import figures
@@ -98,7 +98,7 @@ def predict(
         balance = best_cut(profile, method, num_stages=num_stages, machine=machine)
     else:
         balance = evaluate_balance(units, sizes, held=held, machine=machine, optimizer_copies=profile.optimizer_copies)
-    costs = _costs(profile, balance, M, machine)
+    costs = _costs(units, balance, M, machine)
     told = speed(method, costs)
     size = profile.of["micro_batch_size"]
     # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
@@ -116,9 +116,8 @@ def predict(
     )
 
 
-def _costs(profile: Profile, balance: Balance, M: int, machine: Machine) -> Costs:
+def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine) -> Costs:
     """Of the timing model: stages with their own part in the messages, links with their transfer time."""
-    units = profile.costs(M)
     forward, backward, update, link = [], [], [], []
     start = 0
     for k, size in enumerate(balance.sizes):
@@ -133,6 +132,6 @@ def _costs(profile: Profile, balance: Balance, M: int, machine: Machine) -> Cost
         backward.append(sum(unit.backward for unit in own) / rate + grads + messages)
         update.append(sum(unit.update for unit in own) * M / rate)
         if behind is not None:
-            link.append(machine.latency + max(behind.act_bytes, behind.grad_bytes) / machine.bandwidth)
+            link.append(machine.latency + link_time(behind, machine))
         start = stop
     return Costs(forward=forward, backward=backward, update=update, link=link)
