@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
+from adl_dist.runtime.process import num_cores
 from adl_dist.runtime.trainer import Trainer
-from adl_dist.runtime.world import num_cores
 from adl_dist.schedule import Method
 
 # Keys of data.* that speak to us; the two that describe the data reach its target only if that takes them.
@@ -63,6 +63,7 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         # As many as each process of the run had, or sums would be rounded otherwise.
         threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
         processes=config.runtime.processes if processes is None else processes,
+        bind_cores=config.runtime.bind_cores,
         timeout_seconds=config.runtime.timeout_seconds,
     )
 

@@ -25,7 +25,7 @@ from adl_dist.partition.profile import Profile
 from adl_dist.report.costs import check_suffix, draw_costs
 from adl_dist.runtime.link import measure_link
 from adl_dist.runtime.placement import device_memory
-from adl_dist.runtime.world import num_cores
+from adl_dist.runtime.process import num_cores
 from adl_dist.schedule import METHODS, Method, method
 
 PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs, if nothing is said: PCIe 4, cautiously

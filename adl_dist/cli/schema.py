@@ -110,6 +110,7 @@ class RuntimeConfig:
     processes: bool = True
     device: Device = Device.cpu
     threads: int | None = None
+    bind_cores: bool = True
     channels_last: bool = True
     timeout_seconds: float = 300.0
     max_restarts: int = 0

@@ -25,8 +25,9 @@ from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import Run
+from adl_dist.runtime.process import num_cores
 from adl_dist.runtime.run_folder import RunFolder, make_folder
-from adl_dist.runtime.world import launched_world_size, num_cores
+from adl_dist.runtime.world import launched_world_size
 
 FLAGS = ("--multirun", "-m")  # Hydra's own
 STAGES, SEED = "partition.num_stages", "seed"  # these two make columns and spreads; all other keys make rows

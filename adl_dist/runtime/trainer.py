@@ -25,6 +25,7 @@ from adl_dist.runtime.control import Result, StageFailed
 from adl_dist.runtime.coordinator import Coordinator, Plan, Saving, record_to
 from adl_dist.runtime.feed import Feed, common_sample
 from adl_dist.runtime.placement import Placement
+from adl_dist.runtime.process import computing, keep_freed_memory, num_cores, own_cores
 from adl_dist.runtime.run_folder import RunFolder, make_folder
 from adl_dist.runtime.worker import LocalWorker
 from adl_dist.runtime.world import (
@@ -33,9 +34,10 @@ from adl_dist.runtime.world import (
     choose_device,
     connect,
     disconnect,
+    launched_local_rank,
+    launched_local_size,
     launched_rank,
     launched_world_size,
-    num_cores,
     single_process,
 )
 from adl_dist.schedule import Method, in_turn
@@ -77,6 +79,7 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
         threads: int | None = None,
+        bind_cores: bool = True,
         processes: bool | None = None,
         timeout_seconds: float = 300.0,
     ) -> None:
@@ -101,6 +104,8 @@ class Trainer:
             channels_last: compute and send images [B, C, H, W] in memory as [B, H, W, C].
             threads: per process; None: cores / K, whether the stages share a process or not, because sums over
                 several threads round differently.
+            bind_cores: with one process per stage on CPUs, each computes on its own share of the node's cores, if there
+                is at least one for each.
             processes: one process per stage; None: if torchrun started this script.
             timeout_seconds: how long to wait for one message of a peer.
 
@@ -127,7 +132,8 @@ class Trainer:
         self._num_stages, self._seed = num_stages, seed
         self._loss_fn, self._optimizer, self._lr_schedule = loss_fn, optimizer, lr_schedule
         self._device_type, self._dtype, self._channels_last = device, dtype, channels_last
-        self._threads, self._timeout_seconds = threads, timeout_seconds
+        self._threads, self._timeout_seconds = threads or max(1, num_cores() // num_stages), timeout_seconds
+        self._bind_cores = bind_cores
 
         model = model.to(dtype)
         self._balance = balance if isinstance(balance, str) else list(balance)
@@ -204,9 +210,10 @@ class Trainer:
         if folder is not None:
             folder.check(told, resume=resume)
             _log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
+        keep_freed_memory()
         world = self._join()
         store = world.fresh_store()
-        with self._threads_set(), self._refusals_told(store):
+        with computing(threads=self._threads), self._refusals_told(store):
             num_samples, train_feed = self._feed(
                 train_dataset, "training", world, shuffle=shuffle, num_workers=num_workers, smallest=batch_size
             )
@@ -247,7 +254,7 @@ class Trainer:
         progress = Progress(num_stages=self._num_stages, quiet=quiet)
         if self._placement.told and world.rank == 0:
             progress.note(self._placement.told)
-        with self._threads_set():
+        with computing(threads=self._threads, cores=self._own_cores()):
             try:
                 return conduct(
                     world,
@@ -268,9 +275,10 @@ class Trainer:
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        keep_freed_memory()
         world = self._join()
         store = world.fresh_store()
-        with self._threads_set(), self._refusals_told(store):
+        with computing(threads=self._threads), self._refusals_told(store):
             num_samples, feed = self._feed(
                 dataset, "validation", world, shuffle=False, num_workers=num_workers, smallest=1
             )
@@ -284,7 +292,7 @@ class Trainer:
             )
             worker = self._worker(world, store, None, feed, batch_size, None, in_turn)
         recorder, progress = Recorder(None), Progress(num_stages=self._num_stages, quiet=True)
-        with self._threads_set():
+        with computing(threads=self._threads, cores=self._own_cores()):
             return conduct(
                 world,
                 worker,
@@ -329,14 +337,11 @@ class Trainer:
             return connect(self._num_stages, device_type=self._device_type, timeout_seconds=self._timeout_seconds)
         return single_process(choose_device(self._device_type))
 
-    @contextlib.contextmanager
-    def _threads_set(self) -> Iterator[None]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self._threads or max(1, num_cores() // self._num_stages))
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+    def _own_cores(self) -> set[int] | None:
+        # A GPU's process has little to compute, and which cores are near its GPU is not for us to guess.
+        if not self._bind_cores or not self._distributed or self._device_type != "cpu":
+            return None
+        return own_cores(launched_local_rank(), launched_local_size(self._num_stages))
 
     @contextlib.contextmanager
     def _refusals_told(self, store: dist.Store) -> Iterator[None]:

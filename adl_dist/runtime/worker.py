@@ -151,10 +151,12 @@ class LocalWorker:
     ) -> Iterator[tuple[int, Action]]:
         """Hand ``order`` through; after each update, report the group that it closed."""
         for k, action in order:
-            stage = self.seats[k].stage
-            learning_rate = stage.learning_rate
-            yield k, action
-            if action.op is Op.UPDATE:
+            if action.op is not Op.UPDATE:
+                yield k, action
+            else:
+                stage = self.seats[k].stage
+                learning_rate = stage.learning_rate
+                yield k, action
                 tally, stage.tally = stage.tally, Tally()
                 totals[k].add(tally)
                 where = {"stage": k, "update": segment.first_update + action.number, "epoch": segment.epoch}

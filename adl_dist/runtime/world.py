@@ -90,6 +90,16 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def launched_local_rank() -> int:
+    """This process's rank among those of its node; 0 if it was started plainly."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def launched_local_size(size: int) -> int:
+    """Processes on this node, of ``size`` in all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
+
+
 def check_world_size(num_stages: int, *, processes: bool) -> None:
     """Refuse a number of processes that does not fit the number of stages.
 
@@ -254,8 +264,3 @@ def name_of(rank: int) -> str:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -33,6 +33,8 @@ class Op(enum.Enum):
     PICK = "G"  # take it out again, to be worked on; it stays in the buffer
     DROP = "D"  # make room in the buffer
 
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python, and every action is looked up by its op
+
 
 class Action(NamedTuple):
     """One step of one stage."""

@@ -1,0 +1,110 @@
+#!/usr/bin/env python3
+"""What the engine itself costs: a model that computes next to nothing, all stages in one process, one thread.
+
+    python launch/overhead.py [K] [ROUNDS]
+
+Beside it, by hand, what torch takes for the same: each stage's forward and backward from a leaf of its own, the loss,
+and the optimizer steps. The difference, per micro-batch and stage, is everything that the engine adds: loading and
+seeding, the schedule, channels, weight versions, the tally, records.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import adl_dist
+
+NUM_MICRO_BATCHES, M = 4000, 4
+
+
+class Scale(nn.Module):
+    """One multiplication by one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale ``x``."""
+        return x * self.weight
+
+
+class Zeros(Dataset[tuple[Tensor, Tensor]]):
+    """One sample is one micro-batch."""
+
+    def __len__(self) -> int:
+        return NUM_MICRO_BATCHES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(8), torch.zeros(8)
+
+
+def mean_square(out: Tensor, target: Tensor) -> Tensor:
+    """The loss."""
+    return (out - target).square().mean()
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """As users train."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def engine(num_stages: int) -> float:
+    """Seconds of an epoch of ADL."""
+    trainer = adl_dist.Trainer(
+        nn.Sequential(*(Scale() for _ in range(num_stages))),
+        loss_fn=mean_square,
+        optimizer=sgd,
+        method=adl_dist.method("adl", accumulation_steps=M),
+        num_stages=num_stages,
+        threads=1,
+    )
+    return trainer.fit(Zeros(), epochs=1, batch_size=M, quiet=True)["train_seconds"]
+
+
+def by_hand(num_stages: int) -> float:
+    """Seconds of the same calls of torch, without an engine."""
+    stages = [Scale() for _ in range(num_stages)]
+    optimizers = [sgd(stage.parameters()) for stage in stages]
+    data = Zeros()
+    start = time.perf_counter()
+    for b in range(NUM_MICRO_BATCHES):
+        x, target = (t.unsqueeze(0) for t in data[b])
+        leaves, outs = [], []
+        for k, stage in enumerate(stages):
+            leaves.append(x if k == 0 else outs[-1].detach().requires_grad_())
+            outs.append(stage(leaves[-1]))
+        torch.autograd.backward(mean_square(outs[-1], target) / M)
+        for k in range(num_stages - 2, -1, -1):
+            torch.autograd.backward(outs[k], leaves[k + 1].grad)
+        if b % M == M - 1:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Measure both by turns, and print medians."""
+    num_stages, rounds = (
+        (int(word) for word in (*sys.argv[1:], "2", "5")[:2]) if len(sys.argv) < 3 else map(int, sys.argv[1:3])
+    )
+    torch.set_num_threads(1)
+    engine(num_stages), by_hand(num_stages)
+    pairs = [(engine(num_stages), by_hand(num_stages)) for _ in range(rounds)]
+    ours, theirs = (
+        statistics.median(column) / NUM_MICRO_BATCHES / num_stages * 1e6 for column in zip(*pairs, strict=True)
+    )
+    added = [(a - b) / NUM_MICRO_BATCHES / num_stages * 1e6 for a, b in pairs]
+    print(f"K = {num_stages}, per micro-batch and stage, medians of {rounds}:")
+    print(f"engine {ours:.0f} us, the same calls of torch by hand {theirs:.0f} us")
+    print(f"added by the engine {statistics.median(added):.0f} us ({min(added):.0f} .. {max(added):.0f})")
+
+
+if __name__ == "__main__":
+    main()
