@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from adl_dist.cli.schema import Device, RunConfig
+from adl_dist.cli.schema import Device, Dtype, NarrowDtype, RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.runtime.process import num_cores
@@ -60,12 +60,18 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         device=config.runtime.device.value,
         dtype=getattr(torch, config.dtype.value),
         channels_last=config.runtime.channels_last,
+        autocast=torch_dtype(config.runtime.autocast),
         # As many as each process of the run had, or sums would be rounded otherwise.
         threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
         processes=config.runtime.processes if processes is None else processes,
         bind_cores=config.runtime.bind_cores,
         timeout_seconds=config.runtime.timeout_seconds,
     )
+
+
+def torch_dtype(chosen: Dtype | NarrowDtype | None) -> torch.dtype | None:
+    """The dtype of that name."""
+    return None if chosen is None else getattr(torch, chosen.value)
 
 
 def build_model(config: RunConfig) -> nn.Module:

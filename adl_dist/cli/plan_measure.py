@@ -18,6 +18,7 @@ from adl_dist.partition.advice import Pace
 from adl_dist.partition.measure import pace
 from adl_dist.partition.profile import Profile
 from adl_dist.runtime.feed import Feed, common_sample
+from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import micro_batch, take_profile
 from adl_dist.runtime.trial import try_out
 from adl_dist.runtime.wiring import to_channels_last
@@ -52,7 +53,12 @@ class Measurer:
         """
         self._grain, self._kept_in, self._quiet, self.threads = grain, kept_in, quiet, threads
         self._device = torch.device(config.runtime.device.value)
-        self._model = build.build_model(config).to(self._device, getattr(torch, config.dtype.value))
+        self._numerics = Numerics(
+            dtype=getattr(torch, config.dtype.value), autocast=build.torch_dtype(config.runtime.autocast)
+        )
+        self._numerics.check(config.method.chosen())
+        self._within = self._numerics.autocasting(self._device)
+        self._model = build.build_model(config).to(self._device, self._numerics.dtype)
         if config.runtime.channels_last:
             to_channels_last(self._model)
         self._loss_fn, self._optimizer = build.build_loss(config), build.build_optimizer(config)
@@ -61,7 +67,7 @@ class Measurer:
         assert sample is not None
         self._sample = sample
         arriving, target = (TensorSpec.of(tensor) for tensor in self._sample)
-        try_out(self._model, 0, Specs.always([arriving]), target, self._loss_fn, self._device)
+        try_out(self._model, 0, Specs.always([arriving]), target, self._loss_fn, self._device, within=self._within)
         self.chain = linearise(self._model, grain=grain)
 
     def profile(self, micro_batch_size: int) -> Profile:
@@ -80,6 +86,7 @@ class Measurer:
                 loss_fn=self._loss_fn,
                 optimizer=self._optimizer,
                 device=self._device,
+                numerics=self._numerics,
                 kept_in=kept_in,
                 load=None if self._feed is None else partial(self._feed.seconds_to_load, micro_batch_size),
             )
@@ -88,7 +95,9 @@ class Measurer:
         """Of the uncut model with so many samples at once."""
         self._say(f"measuring the whole model with {samples} samples ...")
         with self._as_configured():
-            forward, backward = pace(self._model, *micro_batch(self._sample, samples, self._device), self._loss_fn)
+            forward, backward = pace(
+                self._model, *micro_batch(self._sample, samples, self._device), self._loss_fn, self._within
+            )
             load = 0.0 if self._feed is None else self._feed.seconds_to_load(samples)
         return Pace(samples=samples, forward=load + forward, backward=backward)
 

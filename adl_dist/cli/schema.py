@@ -26,6 +26,12 @@ class Dtype(enum.Enum):
     float64 = "float64"
 
 
+class NarrowDtype(enum.Enum):
+    """That keeps float32's range, so that no loss scale is needed."""
+
+    bfloat16 = "bfloat16"
+
+
 class Grain(enum.Enum):
     """How finely a model may be cut."""
 
@@ -112,6 +118,7 @@ class RuntimeConfig:
     threads: int | None = None
     bind_cores: bool = True
     channels_last: bool = True
+    autocast: NarrowDtype | None = None
     timeout_seconds: float = 300.0
     max_restarts: int = 0
     checkpoint_every_epochs: int = 1

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,6 +20,8 @@ ROUNDS = 7  # after one to warm up
 SECONDS = 5.0  # no further round is started after so long
 
 Figures = TypeVar("Figures")
+LossFn = Callable[[Any, Tensor], Tensor]
+Within = Callable[[], AbstractContextManager[Any]]  # what forward and loss are called in: autocast, or nothing
 
 
 def measure(
@@ -28,9 +30,10 @@ def measure(
     *,
     input_: Tensor,
     target: Tensor,
-    loss_fn: Callable[[Any, Tensor], Tensor],
+    loss_fn: LossFn,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     of: dict[str, Any],
+    within: Within = nullcontext,
 ) -> Profile:
     """Run ``model`` unit by unit, and as a whole, and time it. Its state is as before.
 
@@ -42,14 +45,15 @@ def measure(
         loss_fn: mean loss from (output, target); counted to the last unit.
         optimizer: makes the optimizer of the whole model.
         of: what is measured, for :attr:`Profile.of`.
+        within: what forward and loss are called in, one call at a time.
     """
     pieces = chain.pieces([1] * len(chain.units))
     with _restored(model, input_), torch.enable_grad():
         for module in (model, *pieces):
             module.train()
         # Before anything else: what lies in memory beside it would make its allocations cheaper than in training.
-        wholes = _repeated(lambda: _whole(model, input_, target, loss_fn))
-        bench = _Bench(pieces, input_, target, loss_fn)
+        wholes = _repeated(lambda: _whole(model, input_, target, loss_fn, within))
+        bench = _Bench(pieces, input_, target, loss_fn, within)
         shapes = bench.look(model, chain)
         rounds = _repeated(bench.run)
         update, copies = _update(model, optimizer, input_.device)
@@ -85,12 +89,16 @@ def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
 
 
 def pace(
-    model: nn.Module, input_: Tensor, target: Tensor, loss_fn: Callable[[Any, Tensor], Tensor]
+    model: nn.Module,
+    input_: Tensor,
+    target: Tensor,
+    loss_fn: LossFn,
+    within: Within = nullcontext,
 ) -> tuple[float, float]:
     """Seconds of forward and backward of the whole model, the median of a few. Its state is as before."""
     with _restored(model, input_), torch.enable_grad():
         model.train()
-        times = _repeated(lambda: _whole(model, input_, target, loss_fn))
+        times = _repeated(lambda: _whole(model, input_, target, loss_fn, within))
     return statistics.median(t[0] for t in times[1:]), statistics.median(t[1] for t in times[1:])
 
 
@@ -107,9 +115,15 @@ class _Bench:
     """The units of a model side by side, each with leaves of its own between it and its neighbours."""
 
     def __init__(
-        self, pieces: Sequence[nn.Module], input_: Tensor, target: Tensor, loss_fn: Callable[[Any, Tensor], Tensor]
+        self,
+        pieces: Sequence[nn.Module],
+        input_: Tensor,
+        target: Tensor,
+        loss_fn: LossFn,
+        within: Within,
     ) -> None:
-        self._pieces, self._input, self._target, self._loss_fn = pieces, input_, target, loss_fn
+        self._pieces, self._input, self._target = pieces, input_, target
+        self._loss_fn, self._within = loss_fn, within
         self._written: list[list[bool]] = []  # by unit and tensor: whether the unit writes to what it is given
 
     def look(self, model: nn.Module, chain: Chain) -> list[UnitCost]:
@@ -131,7 +145,8 @@ class _Bench:
                 return tensor
 
             leaves = _leaves(arriving, with_gradient=unit > 0)
-            self._written.append(_written(piece, leaves))
+            with self._within():
+                self._written.append(_written(piece, leaves))
             # The leaves themselves are given, so that what two units save is one storage.
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 out = self._call(unit, self._given(unit, leaves))
@@ -188,8 +203,9 @@ class _Bench:
         return forwards, backwards[::-1]
 
     def _call(self, unit: int, given: Any) -> Any:
-        out = self._pieces[unit](given)
-        return self._loss_fn(out, self._target) if unit == len(self._pieces) - 1 else out
+        with self._within():
+            out = self._pieces[unit](given)
+            return self._loss_fn(out, self._target) if unit == len(self._pieces) - 1 else out
 
     def _given(self, unit: int, leaves: Any) -> Any:
         """What the unit is called with: copies of what it overwrites."""
@@ -235,11 +251,10 @@ def _among(tensor: Any, tensors: Sequence[Any]) -> bool:
     return any(tensor is other for other in tensors)
 
 
-def _whole(
-    model: nn.Module, input_: Tensor, target: Tensor, loss_fn: Callable[[Any, Tensor], Tensor]
-) -> tuple[float, float]:
+def _whole(model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, within: Within) -> tuple[float, float]:
     start = _now(input_.device)
-    loss = loss_fn(model(input_), target)
+    with within():
+        loss = loss_fn(model(input_), target)
     middle = _now(input_.device)
     loss.backward()
     return middle - start, _now(input_.device) - middle

@@ -7,6 +7,7 @@ reason instead, so the error is readable on both sides; in gloo a mismatch would
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ def agree(
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     sample: tuple[Tensor, Tensor] | None,
     device: torch.device,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     check: Callable[[int, Sequence[TensorSpec]], None] | None = None,
 ) -> Agreed:
     """Settle what arrives at each stage of this process.
@@ -54,6 +56,7 @@ def agree(
         loss_fn: of the last stage.
         sample: input [1, ...] and target [1, ...] as the first stage will get them; on stage 0's process only.
         device: where the modules are.
+        within: what modules and loss will be called in; it decides what dtypes come out.
         check: refuses what a stage sends on, by raising.
 
     Raises:
@@ -70,7 +73,7 @@ def agree(
         try:
             is_last = stage == num_stages - 1
             loss_target = target if is_last else None
-            found = try_out(modules[stage], stage, acts[stage], loss_target, loss_fn, device, shared)
+            found = try_out(modules[stage], stage, acts[stage], loss_target, loss_fn, device, shared, within=within)
             if check is not None and not is_last:
                 check(stage, found.outs.training)
         except AdlError as error:

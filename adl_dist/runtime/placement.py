@@ -22,6 +22,7 @@ from adl_dist.partition.profile import Profile
 from adl_dist.runtime import agreement
 from adl_dist.runtime.checkpoint import signature
 from adl_dist.runtime.feed import Feed
+from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.wiring import to_channels_last
 from adl_dist.schedule import Method
 
@@ -104,6 +105,7 @@ class Placement:
         loss_fn: Callable[[Any, Tensor], Tensor],
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         device: torch.device,
+        numerics: Numerics,
         channels_last: bool,
         folder: Path | None,
     ) -> None:
@@ -118,6 +120,7 @@ class Placement:
             loss_fn: of the model.
             optimizer: makes an optimizer.
             device: of this process.
+            numerics: how it computes.
             channels_last: whether it stores images so.
             folder: keeps the measurement; None: nothing does.
 
@@ -144,6 +147,7 @@ class Placement:
             loss_fn=loss_fn,
             optimizer=optimizer,
             device=device,
+            numerics=numerics,
             kept_in=folder / PROFILE if folder is not None else None,
             load=None if feed is None else lambda: feed.seconds_to_load(micro_batch_size),
         )
@@ -182,6 +186,7 @@ def take_profile(
     loss_fn: Callable[[Any, Tensor], Tensor],
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     device: torch.device,
+    numerics: Numerics,
     kept_in: Path | None,
     load: Callable[[], float] | None = None,
 ) -> Profile:
@@ -196,6 +201,7 @@ def take_profile(
         loss_fn: of the model.
         optimizer: makes an optimizer.
         device: of the model.
+        numerics: how it computes.
         load: measures how long stage 0 loads a micro-batch; None: it does not.
         kept_in: a file; a measurement of the same thing that it holds is taken, another one is replaced.
 
@@ -210,7 +216,7 @@ def take_profile(
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": hashlib.sha256(told.encode()).hexdigest()[:16],
         "optimizer": type(optimizer([nn.Parameter(torch.zeros(1))])).__name__,
-        "dtype": str(next(model.parameters(), torch.empty(0)).dtype).removeprefix("torch."),
+        **numerics.settings,
         "micro_batch_size": micro_batch_size,
         "input": list(sample[0].shape[1:]),
         "channels_last": sample[0].ndim == 4 and not sample[0].is_contiguous(),
@@ -223,7 +229,16 @@ def take_profile(
         if kept.of == of:
             return kept
     input_, target = micro_batch(sample, micro_batch_size, device)
-    profile = measure(model, chain, input_=input_, target=target, loss_fn=loss_fn, optimizer=optimizer, of=of)
+    profile = measure(
+        model,
+        chain,
+        input_=input_,
+        target=target,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        of=of,
+        within=numerics.autocasting(device),
+    )
     if load is not None:
         profile = replace(profile, loading=load())
     if kept_in is not None:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from adl_dist.runtime import checkpoint
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
+
+logger = logging.getLogger("adl_dist")
 
 # What says where the model is cut: settings of the Python API, and keys of partition.* on the command line.
 CUT = ("num_stages", "balance", "grain", "speeds")
@@ -184,6 +187,19 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def log_to(path: Path) -> None:
+    """Send this process's log to a file of its own, and no longer to that of a run before."""
+    make_folder(path.parent)
+    for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+        logger.removeHandler(old)
+        old.close()
+    handler = logging.FileHandler(path.resolve())
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def _write(path: Path, text: str) -> None:

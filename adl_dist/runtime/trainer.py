@@ -1,7 +1,6 @@
 """The Python API: one object that trains a model as K stages, in this process or across torchrun's."""
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,9 +23,10 @@ from adl_dist.runtime.conduct import conduct
 from adl_dist.runtime.control import Result, StageFailed
 from adl_dist.runtime.coordinator import Coordinator, Plan, Saving, record_to
 from adl_dist.runtime.feed import Feed, common_sample
+from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import Placement
 from adl_dist.runtime.process import computing, keep_freed_memory, num_cores, own_cores
-from adl_dist.runtime.run_folder import RunFolder, make_folder
+from adl_dist.runtime.run_folder import RunFolder, log_to
 from adl_dist.runtime.worker import LocalWorker
 from adl_dist.runtime.world import (
     World,
@@ -42,8 +42,6 @@ from adl_dist.runtime.world import (
 )
 from adl_dist.schedule import Method, in_turn
 from adl_dist.stage import check_outs
-
-logger = logging.getLogger("adl_dist")
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -78,6 +76,7 @@ class Trainer:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
+        autocast: torch.dtype | None = None,
         threads: int | None = None,
         bind_cores: bool = True,
         processes: bool | None = None,
@@ -101,6 +100,7 @@ class Trainer:
             seed: of data order, augmentation and dropout. Initial weights are the model's own.
             device: ``cpu`` or ``cuda`` (the GPU of the local rank).
             dtype: of parameters and floating-point inputs.
+            autocast: ``torch.bfloat16``: forward and loss run under torch.autocast; parameters stay in ``dtype``.
             channels_last: compute and send images [B, C, H, W] in memory as [B, H, W, C].
             threads: per process; None: cores / K, whether the stages share a process or not, because sums over
                 several threads round differently.
@@ -131,7 +131,9 @@ class Trainer:
         self._method.check(num_stages)
         self._num_stages, self._seed = num_stages, seed
         self._loss_fn, self._optimizer, self._lr_schedule = loss_fn, optimizer, lr_schedule
-        self._device_type, self._dtype, self._channels_last = device, dtype, channels_last
+        self._device_type, self._channels_last = device, channels_last
+        self._numerics = Numerics(dtype=dtype, autocast=autocast)
+        self._numerics.check(self._method)
         self._threads, self._timeout_seconds = threads or max(1, num_cores() // num_stages), timeout_seconds
         self._bind_cores = bind_cores
 
@@ -209,7 +211,7 @@ class Trainer:
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
         if folder is not None:
             folder.check(told, resume=resume)
-            _log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
+            log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
         keep_freed_memory()
         world = self._join()
         store = world.fresh_store()
@@ -379,7 +381,9 @@ class Trainer:
             pin_memory=world.device.type == "cuda",
         )
         told = f"{name} dataset"
-        feed = Feed(loader, device=world.device, dtype=self._dtype, channels_last=self._channels_last, name=told)
+        feed = Feed(
+            loader, device=world.device, dtype=self._numerics.dtype, channels_last=self._channels_last, name=told
+        )
         return len(dataset), feed  # type: ignore[arg-type]  # check_dataset has seen that it has a length
 
     def _worker(
@@ -393,7 +397,7 @@ class Trainer:
         choose: Callable[[Sequence[int]], int],
     ) -> LocalWorker:
         if isinstance(self._loss_fn, nn.Module):
-            self._loss_fn.to(world.device, self._dtype)
+            self._loss_fn.to(world.device, self._numerics.dtype)
         sample = common_sample(train_feed, val_feed)
         self._placement.settle(
             store,
@@ -404,6 +408,7 @@ class Trainer:
             loss_fn=self._loss_fn,
             optimizer=self._optimizer,
             device=world.device,
+            numerics=self._numerics,
             channels_last=self._channels_last,
             folder=folder.path if folder is not None else None,
         )
@@ -420,6 +425,7 @@ class Trainer:
             loss_fn=self._loss_fn,
             sample=sample,
             device=world.device,
+            within=self._numerics.autocasting(world.device),
             check=partial(check_outs, self._method.head) if self._method.row.local_losses else None,
         )
         wiring.check_targets(self._method, agreed.target)
@@ -436,7 +442,7 @@ class Trainer:
                 overwrites=agreed.overwrites[k],
                 num_classes=num_outputs,
                 device=world.device,
-                dtype=self._dtype,
+                numerics=self._numerics,
                 channels_last=self._channels_last,
                 seed=self._seed,
             )
@@ -453,7 +459,7 @@ class Trainer:
             else wiring.local_seats(stages, agreed.acts, agreed.target, method=self._method)
         )
         return LocalWorker(
-            world, self._method, self._num_stages, self._seed, self._dtype, seats, train_feed, val_feed, choose
+            world, self._method, self._num_stages, self._seed, self._numerics.dtype, seats, train_feed, val_feed, choose
         )
 
     def _schedule_learning_rates(self, worker: LocalWorker, plan: Plan, store: dist.Store) -> None:
@@ -482,23 +488,10 @@ class Trainer:
             "num_stages": self._num_stages,
             "balance": self._balance,
             "seed": self._seed,
-            "dtype": str(self._dtype).removeprefix("torch."),
+            **self._numerics.settings,
             "channels_last": self._channels_last,
             "model": {name: list(shape) for name, shape in self._placement.signature.items()},
         }
         if batch_size is not None:
             settings |= {"batch_size": batch_size, "shuffle": shuffle}
         return settings
-
-
-def _log_to(path: Path) -> None:
-    """Send this process's log to a file of its own, and no longer to that of a run before."""
-    make_folder(path.parent)
-    for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
-        logger.removeHandler(old)
-        old.close()
-    handler = logging.FileHandler(path.resolve())
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False

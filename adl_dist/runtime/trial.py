@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ def try_out(
     loss_fn: Callable[[Any, Tensor], Tensor],
     device: torch.device,
     shared: InBothModes | None = None,
+    *,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Found:
     """Run ``module`` in training and in evaluation, on zeros; its buffers stay as they are.
 
@@ -50,6 +53,7 @@ def try_out(
         loss_fn: of the model.
         device: where.
         shared: for each act, what the trial of the stage before has found.
+        within: what module and loss are called in.
 
     Raises:
         ConfigError: it does not take what it gets, writes to a shared act, or returns no batch of tensors; or the loss
@@ -64,7 +68,8 @@ def try_out(
             module.train(mode == 0)
             told = f"stage {stage} ({_units(module)}) gets {', '.join(map(str, specs))}"
             acts = _zeros(specs, device, with_gradient=stage > 0)
-            out, overwrites = _run(module, acts, told, device)
+            with within():
+                out, overwrites = _run(module, acts, told, device)
             outs.append(_specs_of(out, told))
             written.append(overwrites)
             of_acts = shared[mode] if shared else [False] * len(acts)
@@ -75,7 +80,8 @@ def try_out(
                 )
             shared_outs.append(_shared(unpacked(out), acts, of_acts))
             if target is not None:
-                _try_loss(stage, outs[-1], out, target, loss_fn)
+                with within():
+                    _try_loss(stage, outs[-1], out, target, loss_fn)
     finally:
         module.train(was_training)
     return Found(Specs(*outs), (written[0], written[1]), (shared_outs[0], shared_outs[1]))

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from adl_dist.engine import Seat
 from adl_dist.errors import ConfigError
+from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.world import World
 from adl_dist.schedule import Method
 from adl_dist.seeds import stream_seed
@@ -30,7 +31,7 @@ def build_stage(
     overwrites: tuple[Sequence[bool], Sequence[bool]],
     num_classes: int | None,
     device: torch.device,
-    dtype: torch.dtype,
+    numerics: Numerics,
     channels_last: bool,
     seed: int,
 ) -> Stage:
@@ -47,7 +48,7 @@ def build_stage(
         overwrites: in training and in evaluation, for each act that arrives whether the module writes to it.
         num_classes: of the model's output, if it is [B, classes].
         device: of the stage.
-        dtype: of its parameters.
+        numerics: how it computes.
         channels_last: whether it stores images so.
         seed: of the run.
 
@@ -61,7 +62,7 @@ def build_stage(
     if method.row.local_losses and not is_last:
         assert num_classes is not None
         head = build_head(method.head, outs.training[0], num_classes=num_classes, seed=stream_seed(seed, "head", k))
-        head = head.to(device, dtype)
+        head = head.to(device, numerics.dtype)
         if channels_last:
             to_channels_last(head)
     assert method.weights is not None
@@ -77,6 +78,7 @@ def build_stage(
         head=head,
         learns_locally=method.row.local_losses,
         overwrites=overwrites,
+        within=numerics.autocasting(device),
         seed=seed,
     )
 

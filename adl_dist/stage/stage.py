@@ -1,7 +1,7 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class Stage:
         head: nn.Module | None = None,
         learns_locally: bool = False,
         overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
         seed: int = 0,
     ) -> None:
         """Take over ``module``.
@@ -72,6 +73,7 @@ class Stage:
                 they learn locally.
             learns_locally: no gradient goes upstream.
             overwrites: in training and in evaluation, for each act whether ``module`` writes to it; ``()``: to none.
+            within: what the module, the head and the loss are called in: autocast, or nothing.
             seed: the run's seed; dropout draws from (seed, epoch, stage, micro-batch).
         """
         self.index, self.is_last = index, is_last
@@ -89,7 +91,7 @@ class Stage:
         self._policy = weight_policy(weights, self._trained, self.optimizer) if self.optimizer else None
         self._forward_version: int | None = None  # None: the newest
         self._first_version = 0  # of the segment
-        self._loss_fn = loss_fn
+        self._loss_fn, self._within = loss_fn, within
         self._gradient_shrink, self._lr_factor, self._learns_locally = gradient_shrink, lr_factor, learns_locally
         self._seed = seed
         self._epoch = self._first_micro_batch = 0
@@ -274,13 +276,15 @@ class Stage:
         written = self._overwrites[0 if self.module.training else 1]
         if any(written):
             acts = tuple(act.clone() if mine else act for act, mine in zip(acts, written, strict=True))
-        if buffers is None:
-            return self.module(packed(acts))
-        return torch.func.functional_call(self.module, buffers, (packed(acts),))
+        with self._within():
+            if buffers is None:
+                return self.module(packed(acts))
+            return torch.func.functional_call(self.module, buffers, (packed(acts),))
 
     def _loss(self, out: Any, target: Tensor | None) -> Tensor:
         assert target is not None
-        if self.is_last:
-            return self._loss_fn(out, target)
-        assert self.head is not None
-        return self.head(out, target, self._loss_fn)  # type: ignore[no-any-return]
+        with self._within():
+            if self.is_last:
+                return self._loss_fn(out, target)
+            assert self.head is not None
+            return self.head(out, target, self._loss_fn)  # type: ignore[no-any-return]

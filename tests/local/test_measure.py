@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -23,12 +24,11 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def profile_of(model, input_, target=None, *, grain="layer", optimizer=sgd):
+def profile_of(model, input_, target=None, *, grain="layer", optimizer=sgd, **options):
     target = torch.zeros(len(input_), dtype=torch.long) if target is None else target
     chain = linearise(model, grain=grain)
-    told = measure(
-        model, chain, input_=input_, target=target, loss_fn=LOSS, optimizer=optimizer, of={"micro_batch_size": 4}
-    )
+    of = {"micro_batch_size": 4}
+    told = measure(model, chain, input_=input_, target=target, loss_fn=LOSS, optimizer=optimizer, of=of, **options)
     return {unit.name: unit for unit in told.units}, told
 
 
@@ -224,3 +224,12 @@ def test_a_file_that_is_no_profile_is_named(tmp_path):
     (tmp_path / "profile.json").write_text("{}")
     with pytest.raises(PartitionError, match=r"profile\.json is not a profile .* remove it"):
         fit(trainer_of(batch_norm_net()), tmp_path)
+
+
+def test_under_autocast_half_the_bytes_cross_a_cut_and_lowered_weights_are_kept_with_each_graph():
+    within = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    plain, _ = profile_of(perceptron(), torch.randn(4, 6))
+    lowered, _ = profile_of(perceptron(), torch.randn(4, 6), within=within)
+    assert lowered["0"].act_bytes * 2 == plain["0"].act_bytes == 4 * 8 * 4
+    assert lowered["0"].parameter_bytes == plain["0"].parameter_bytes
+    assert lowered["2"].activation_bytes - plain["2"].activation_bytes == 2 * 5 * 8  # its weights, lowered

@@ -47,8 +47,9 @@ def trained(
     optimizer: Callable[..., torch.optim.Optimizer] = sgd,
     shuffle: bool = False,
     epochs: int = EPOCHS,
+    **of_trainer: Any,
 ) -> tuple[adl_dist.Trainer, dict[str, Any]]:
-    """Train the toy net; return the trainer and the summary."""
+    """Train the toy net; return the trainer, which takes ``of_trainer`` too, and the summary."""
     trainer = adl_dist.Trainer(
         batch_norm_net(dropout=dropout),
         loss_fn=nn.CrossEntropyLoss(),
@@ -61,6 +62,7 @@ def trained(
         channels_last=channels_last,
         threads=1,
         timeout_seconds=30,
+        **of_trainer,
     )
     summary = trainer.fit(
         FixedImages(NUM_SAMPLES, dtype=dtype),

@@ -1,0 +1,60 @@
+"""In which precision, and by what means, the stages of a process compute."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What a run decides about its arithmetic.
+
+    Attributes:
+        dtype: of parameters and floating-point inputs.
+        autocast: of the operations that torch.autocast lowers, in forward and loss; None: all compute in ``dtype``.
+    """
+
+    dtype: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+
+    def check(self, method: Method) -> None:
+        """Refuse what cannot be computed, or would not be what it says.
+
+        Raises:
+            ConfigError: see the message.
+        """
+        if self.autocast not in (None, torch.bfloat16):
+            # float16 needs a loss scale, which would have to travel with every gradient until its update.
+            raise ConfigError(f"runtime.autocast={_named(self.autocast)} is not supported; use bfloat16, or null")
+        if self.autocast is not None and self.dtype is not torch.float32:
+            raise ConfigError(
+                f"runtime.autocast={_named(self.autocast)} lowers float32 only, but dtype={_named(self.dtype)}; use "
+                "dtype=float32, or runtime.autocast=null"
+            )
+        if self.autocast is not None and method.weights == "latest":
+            raise ConfigError(
+                f"method={method.name} back-propagates through the present weights (method.weights=latest), but under "
+                "runtime.autocast a graph keeps lowered copies of the weights of its forward; use method.weights=stash "
+                "or runtime.autocast=null"
+            )
+
+    def autocasting(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+        """What forward and loss run in on ``device``, a fresh one each time."""
+        # Around each call alone: what autocast remembers of lowered weights must not outlive an update.
+        return nullcontext if self.autocast is None else partial(torch.autocast, device.type, dtype=self.autocast)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What two ranks, or a run and its continuation, must have in common."""
+        return {"dtype": _named(self.dtype), "autocast": _named(self.autocast)}
+
+
+def _named(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
