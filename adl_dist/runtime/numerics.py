@@ -19,10 +19,12 @@ class Numerics:
     Attributes:
         dtype: of parameters and floating-point inputs.
         autocast: of the operations that torch.autocast lowers, in forward and loss; None: all compute in ``dtype``.
+        compile: whether torch.compile compiles each stage.
     """
 
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
+    compile: bool = False
 
     def check(self, method: Method) -> None:
         """Refuse what cannot be computed, or would not be what it says.
@@ -38,11 +40,12 @@ class Numerics:
                 f"runtime.autocast={_named(self.autocast)} lowers float32 only, but dtype={_named(self.dtype)}; use "
                 "dtype=float32, or runtime.autocast=null"
             )
-        if self.autocast is not None and method.weights == "latest":
+        keeps_copies = "autocast" if self.autocast is not None else "compile" if self.compile else None
+        if keeps_copies is not None and method.weights == "latest":
             raise ConfigError(
-                f"method={method.name} back-propagates through the present weights (method.weights=latest), but under "
-                "runtime.autocast a graph keeps lowered copies of the weights of its forward; use method.weights=stash "
-                "or runtime.autocast=null"
+                f"method={method.name} back-propagates through the present weights (method.weights=latest), but with "
+                f"runtime.{keeps_copies} a graph may keep what was computed from those of its forward; use "
+                f"method.weights=stash, or no runtime.{keeps_copies}"
             )
 
     def autocasting(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

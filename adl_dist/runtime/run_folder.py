@@ -26,7 +26,14 @@ CUT = ("num_stages", "balance", "grain", "speeds")
 FREE_TO_CHANGE = {
     *("run_dir", "resume", "init_from", "train.epochs", "train.max_updates"),
     *("data.root", "data.download", "data.num_workers"),
-    *("runtime.processes", "runtime.device", "runtime.threads", "runtime.timeout_seconds", "runtime.max_restarts"),
+    *(
+        "runtime.processes",
+        "runtime.device",
+        "runtime.threads",
+        "runtime.compile",
+        "runtime.timeout_seconds",
+        "runtime.max_restarts",
+    ),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
     *CUT,
     *(f"partition.{name}" for name in CUT),

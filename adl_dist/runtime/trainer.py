@@ -77,6 +77,7 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
         autocast: torch.dtype | None = None,
+        compile: bool = False,
         threads: int | None = None,
         bind_cores: bool = True,
         processes: bool | None = None,
@@ -101,6 +102,7 @@ class Trainer:
             device: ``cpu`` or ``cuda`` (the GPU of the local rank).
             dtype: of parameters and floating-point inputs.
             autocast: ``torch.bfloat16``: forward and loss run under torch.autocast; parameters stay in ``dtype``.
+            compile: compile each stage with torch.compile.
             channels_last: compute and send images [B, C, H, W] in memory as [B, H, W, C].
             threads: per process; None: cores / K, whether the stages share a process or not, because sums over
                 several threads round differently.
@@ -132,7 +134,7 @@ class Trainer:
         self._num_stages, self._seed = num_stages, seed
         self._loss_fn, self._optimizer, self._lr_schedule = loss_fn, optimizer, lr_schedule
         self._device_type, self._channels_last = device, channels_last
-        self._numerics = Numerics(dtype=dtype, autocast=autocast)
+        self._numerics = Numerics(dtype=dtype, autocast=autocast, compile=compile)
         self._numerics.check(self._method)
         self._threads, self._timeout_seconds = threads or max(1, num_cores() // num_stages), timeout_seconds
         self._bind_cores = bind_cores

@@ -79,6 +79,7 @@ def build_stage(
         learns_locally=method.row.local_losses,
         overwrites=overwrites,
         within=numerics.autocasting(device),
+        compiled=numerics.compile,
         seed=seed,
     )
 

@@ -1,12 +1,41 @@
 """How a module is called: one tensor or several, seeded, and what it may do to what it is given."""
 
+from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 Tensors = tuple[Tensor, ...]
+# From what a module is given, and buffers in the place of its own (None: its own), to what it returns.
+Call = Callable[[Any, dict[str, Tensor] | None], Any]
+
+
+def call_of(module: nn.Module, *, compiled: bool) -> Call:
+    """How ``module`` is called.
+
+    Args:
+        module: whose parameters may be replaced by others of the same shape between two calls.
+        compiled: by torch.compile. The module itself stays as it is, with the names of its state.
+    """
+
+    def call(given: Any, buffers: dict[str, Tensor] | None) -> Any:
+        if buffers is None:
+            return module(given)
+        return torch.func.functional_call(module, buffers, (given,))
+
+    if not compiled:
+        return call
+    # What torch has compiled it keeps with the code, 8 graphs at most, and beyond that it silently compiles no more:
+    # every module gets a copy of the code for itself. It may need 8, for training, evaluation, replay and a forward
+    # to be replayed, each with the common number of samples and the one that is left over.
+    code: CodeType = call.__code__.replace(co_name=f"call_{type(module).__name__}")
+    own = FunctionType(code, call.__globals__, closure=call.__closure__)
+    # Not dynamic: a graph for any number of samples is slower, and would be used for the common one as well.
+    # Random numbers as without compilation, or dropout would draw others.
+    return torch.compile(own, dynamic=False, options={"fallback_random": True})
 
 
 def packed(tensors: Tensors) -> Any:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import DivergedError
 from adl_dist.seeds import stream_seed
-from adl_dist.stage.calls import Tensors, packed, takes_gradient, torch_seed, unpacked
+from adl_dist.stage.calls import Tensors, call_of, packed, takes_gradient, torch_seed, unpacked
 from adl_dist.stage.tally import Tally
 from adl_dist.stage.weights import TwoVersions, weight_policy
 
@@ -56,6 +56,7 @@ class Stage:
         learns_locally: bool = False,
         overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        compiled: bool = False,
         seed: int = 0,
     ) -> None:
         """Take over ``module``.
@@ -74,6 +75,7 @@ class Stage:
             learns_locally: no gradient goes upstream.
             overwrites: in training and in evaluation, for each act whether ``module`` writes to it; ``()``: to none.
             within: what the module, the head and the loss are called in: autocast, or nothing.
+            compiled: call ``module`` through torch.compile.
             seed: the run's seed; dropout draws from (seed, epoch, stage, micro-batch).
         """
         self.index, self.is_last = index, is_last
@@ -92,6 +94,7 @@ class Stage:
         self._forward_version: int | None = None  # None: the newest
         self._first_version = 0  # of the segment
         self._loss_fn, self._within = loss_fn, within
+        self._call_module = call_of(module, compiled=compiled)
         self._gradient_shrink, self._lr_factor, self._learns_locally = gradient_shrink, lr_factor, learns_locally
         self._seed = seed
         self._epoch = self._first_micro_batch = 0
@@ -277,9 +280,7 @@ class Stage:
         if any(written):
             acts = tuple(act.clone() if mine else act for act, mine in zip(acts, written, strict=True))
         with self._within():
-            if buffers is None:
-                return self.module(packed(acts))
-            return torch.func.functional_call(self.module, buffers, (packed(acts),))
+            return self._call_module(packed(acts), buffers)
 
     def _loss(self, out: Any, target: Tensor | None) -> Tensor:
         assert target is not None
