@@ -61,6 +61,7 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         dtype=getattr(torch, config.dtype.value),
         channels_last=config.runtime.channels_last,
         autocast=torch_dtype(config.runtime.autocast),
+        wire_dtype=torch_dtype(config.runtime.wire_dtype),
         compile=config.runtime.compile,
         # As many as each process of the run had, or sums would be rounded otherwise.
         threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),

@@ -54,7 +54,9 @@ class Measurer:
         self._grain, self._kept_in, self._quiet, self.threads = grain, kept_in, quiet, threads
         self._device = torch.device(config.runtime.device.value)
         self._numerics = Numerics(
-            dtype=getattr(torch, config.dtype.value), autocast=build.torch_dtype(config.runtime.autocast)
+            dtype=getattr(torch, config.dtype.value),
+            autocast=build.torch_dtype(config.runtime.autocast),
+            wire_dtype=build.torch_dtype(config.runtime.wire_dtype),
         )
         self._numerics.check(config.method.chosen())
         self._within = self._numerics.autocasting(self._device)

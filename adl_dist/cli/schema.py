@@ -119,6 +119,7 @@ class RuntimeConfig:
     bind_cores: bool = True
     channels_last: bool = True
     autocast: NarrowDtype | None = None
+    wire_dtype: NarrowDtype | None = None
     compile: bool = False
     timeout_seconds: float = 300.0
     max_restarts: int = 0

@@ -39,7 +39,8 @@ class UnitCost:
         held_before: of what crosses a cut right behind the unit, bytes that each graph before the cut holds beside its
             activations.
         held_behind: the same of each graph behind it.
-        act_bytes: of all tensors that cross a cut right behind the unit, forward.
+        act_bytes: of all tensors that cross a cut right behind the unit, forward, as they are sent.
+        widened_bytes: by which they grow when they are handed over (``wire_dtype``).
         grad_bytes: of the gradients that come back over that cut; 0: none do.
         num_tensors: that cross that cut; as many gradients come back.
         may_cut: whether a cut right behind the unit is possible at all.
@@ -58,6 +59,7 @@ class UnitCost:
     held_before: int = 0
     held_behind: int = 0
     act_bytes: int = 0
+    widened_bytes: int = 0
     grad_bytes: int = 0
     num_tensors: int = 1
     may_cut: bool = True
@@ -206,7 +208,7 @@ class BorderBytes(NamedTuple):
 def bytes_at_borders(units: Sequence[UnitCost]) -> BorderBytes:
     """What crosses each border between two units, as the stages on its two sides hold it."""
     return BorderBytes(
-        came_in=_at_borders(units, lambda unit: unit.act_bytes),
+        came_in=_at_borders(units, lambda unit: unit.act_bytes + unit.widened_bytes),
         start_held=_at_borders(units, lambda unit: unit.held_behind),
         stop_held=_at_borders(units, lambda unit: unit.held_before),
         start_buffers=_at_borders(units, lambda unit: RECEIVED * unit.act_bytes + SENT * unit.grad_bytes),

@@ -34,6 +34,7 @@ def measure(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     of: dict[str, Any],
     within: Within = nullcontext,
+    wire_dtype: torch.dtype | None = None,
 ) -> Profile:
     """Run ``model`` unit by unit, and as a whole, and time it. Its state is as before.
 
@@ -46,6 +47,7 @@ def measure(
         optimizer: makes the optimizer of the whole model.
         of: what is measured, for :attr:`Profile.of`.
         within: what forward and loss are called in, one call at a time.
+        wire_dtype: that wider floating-point tensors cross a cut in; None: their own.
     """
     pieces = chain.pieces([1] * len(chain.units))
     with _restored(model, input_), torch.enable_grad():
@@ -54,7 +56,7 @@ def measure(
         # Before anything else: what lies in memory beside it would make its allocations cheaper than in training.
         wholes = _repeated(lambda: _whole(model, input_, target, loss_fn, within))
         bench = _Bench(pieces, input_, target, loss_fn, within)
-        shapes = bench.look(model, chain)
+        shapes = bench.look(model, chain, wire_dtype)
         rounds = _repeated(bench.run)
         update, copies = _update(model, optimizer, input_.device)
     # The least: a unit is so short that what is slower was interrupted. Their sum is scaled to the median of the whole.
@@ -126,7 +128,7 @@ class _Bench:
         self._loss_fn, self._within = loss_fn, within
         self._written: list[list[bool]] = []  # by unit and tensor: whether the unit writes to what it is given
 
-    def look(self, model: nn.Module, chain: Chain) -> list[UnitCost]:
+    def look(self, model: nn.Module, chain: Chain, wire_dtype: torch.dtype | None) -> list[UnitCost]:
         """Everything but times: what each unit keeps and sends, and which of its inputs it overwrites."""
         known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
         size = self._input.shape[0]
@@ -150,11 +152,11 @@ class _Bench:
             # The leaves themselves are given, so that what two units save is one storage.
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 out = self._call(unit, self._given(unit, leaves))
-            came_in.append(sum(_bytes(t) for t in tree_leaves(leaves) if isinstance(t, Tensor)))
+            came_in.append(sum(t.nbytes for t in tree_leaves(leaves) if isinstance(t, Tensor)))
             alive.append((leaves, out))  # or a storage would be used again
             parameters = [p for p in piece.parameters() if id(p) not in seen]
             seen |= {id(p) for p in parameters}
-            parameter_bytes.append(sum(map(_bytes, parameters)))
+            parameter_bytes.append(sum(p.nbytes for p in parameters))
             crossing.append(out if isinstance(out, list | tuple) else (out,))
             arriving = out
         costs = []
@@ -163,6 +165,7 @@ class _Bench:
             firsts = [saver.get(t.untyped_storage().data_ptr()) for t in tensors]
             whole = len(tensors) == len(crossing[unit]) and all(t.shape[:1] == (size,) for t in tensors)
             last = unit == len(self._pieces) - 1
+            sent = [] if last else [(t, _bytes_sent(t, wire_dtype)) for t in tensors]
             costs.append(
                 UnitCost(
                     name=name,
@@ -170,14 +173,13 @@ class _Bench:
                     backward=0.0,
                     parameter_bytes=parameter_bytes[unit],
                     activation_bytes=saved_bytes[unit],
-                    act_bytes=0 if last else sum(map(_bytes, tensors)),
-                    grad_bytes=0
-                    if last
-                    else sum(_bytes(t) for t in tensors if t.is_floating_point() or t.is_complex()),
+                    act_bytes=sum(n for _, n in sent),
+                    widened_bytes=sum(t.nbytes - n for t, n in sent),
+                    grad_bytes=sum(n for t, n in sent if t.is_floating_point() or t.is_complex()),
                     num_tensors=1 if last else sum(1 for t in tensors if t.numel()),
-                    work_bytes=parameter_bytes[unit] + came_in[unit] + sum(map(_bytes, tensors)),
-                    held_before=sum(_bytes(t) for t, f in zip(tensors, firsts, strict=True) if f is None or f > unit),
-                    held_behind=sum(_bytes(t) for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
+                    work_bytes=parameter_bytes[unit] + came_in[unit] + sum(t.nbytes for t in tensors),
+                    held_before=sum(t.nbytes for t, f in zip(tensors, firsts, strict=True) if f is None or f > unit),
+                    held_behind=sum(t.nbytes for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
                     may_cut=whole and unit not in chain.forbidden,
                 )
             )
@@ -228,7 +230,8 @@ def _backward(
     Not ``backward()``: it would copy a gradient that two leaves share, as the two summands of a residual do, which
     within one graph are no leaves.
     """
-    passed = {id(leaf): g for leaf, g in zip(outs, grads, strict=True) if g is not None and _among(leaf, leaves)}
+    given = {id(leaf) for leaf in leaves}
+    passed = {id(out): g for out, g in zip(outs, grads, strict=True) if g is not None and id(out) in given}
     roots = [
         (o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o.requires_grad and id(o) not in passed
     ]
@@ -245,10 +248,6 @@ def _backward(
     of_leaf = {id(leaf): grad for leaf, grad in zip(wanted, found, strict=False)}
     both = [(of_leaf.get(id(leaf)), passed.get(id(leaf))) for leaf in leaves]
     return [a if b is None else b if a is None else a + b for a, b in both]
-
-
-def _among(tensor: Any, tensors: Sequence[Any]) -> bool:
-    return any(tensor is other for other in tensors)
 
 
 def _whole(model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, within: Within) -> tuple[float, float]:
@@ -275,8 +274,8 @@ def _update(
         made.step()
         made.zero_grad()
         seconds.append(_now(device) - start)
-    state = sum(_bytes(t) for kept in made.state.values() for t in kept.values() if isinstance(t, Tensor))
-    return statistics.median(seconds[1:]), state / sum(map(_bytes, parameters))
+    state = sum(t.nbytes for kept in made.state.values() for t in kept.values() if isinstance(t, Tensor))
+    return statistics.median(seconds[1:]), state / sum(p.nbytes for p in parameters)
 
 
 def _leaves(values: Any, *, with_gradient: bool) -> Any:
@@ -296,5 +295,6 @@ def _written(piece: nn.Module, leaves: Any) -> list[bool]:
     return [isinstance(t, Tensor) and t._version != version for t, version in zip(probe, before, strict=True)]
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _bytes_sent(tensor: Tensor, wire_dtype: torch.dtype | None) -> int:
+    narrow = wire_dtype if wire_dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.numel() * min(tensor.element_size(), narrow.itemsize)

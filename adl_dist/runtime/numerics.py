@@ -19,11 +19,13 @@ class Numerics:
     Attributes:
         dtype: of parameters and floating-point inputs.
         autocast: of the operations that torch.autocast lowers, in forward and loss; None: all compute in ``dtype``.
+        wire_dtype: that wider activations and gradients are sent in between stages; None: as they are.
         compile: whether torch.compile compiles each stage.
     """
 
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
     compile: bool = False
 
     def check(self, method: Method) -> None:
@@ -32,9 +34,10 @@ class Numerics:
         Raises:
             ConfigError: see the message.
         """
-        if self.autocast not in (None, torch.bfloat16):
+        for key, narrow in (("autocast", self.autocast), ("wire_dtype", self.wire_dtype)):
             # float16 needs a loss scale, which would have to travel with every gradient until its update.
-            raise ConfigError(f"runtime.autocast={_named(self.autocast)} is not supported; use bfloat16, or null")
+            if narrow not in (None, torch.bfloat16):
+                raise ConfigError(f"runtime.{key}={_named(narrow)} is not supported; use bfloat16, or null")
         if self.autocast is not None and self.dtype is not torch.float32:
             raise ConfigError(
                 f"runtime.autocast={_named(self.autocast)} lowers float32 only, but dtype={_named(self.dtype)}; use "
@@ -56,7 +59,7 @@ class Numerics:
     @property
     def settings(self) -> dict[str, Any]:
         """What two ranks, or a run and its continuation, must have in common."""
-        return {"dtype": _named(self.dtype), "autocast": _named(self.autocast)}
+        return {"dtype": _named(self.dtype), "autocast": _named(self.autocast), "wire_dtype": _named(self.wire_dtype)}
 
 
 def _named(dtype: torch.dtype | None) -> str | None:

@@ -238,6 +238,7 @@ def take_profile(
         optimizer=optimizer,
         of=of,
         within=numerics.autocasting(device),
+        wire_dtype=numerics.wire_dtype,
     )
     if load is not None:
         profile = replace(profile, loading=load())

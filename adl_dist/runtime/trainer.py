@@ -77,6 +77,7 @@ class Trainer:
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
         autocast: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
         compile: bool = False,
         threads: int | None = None,
         bind_cores: bool = True,
@@ -102,6 +103,7 @@ class Trainer:
             device: ``cpu`` or ``cuda`` (the GPU of the local rank).
             dtype: of parameters and floating-point inputs.
             autocast: ``torch.bfloat16``: forward and loss run under torch.autocast; parameters stay in ``dtype``.
+            wire_dtype: ``torch.bfloat16``: wider activations and gradients travel in it from stage to stage.
             compile: compile each stage with torch.compile.
             channels_last: compute and send images [B, C, H, W] in memory as [B, H, W, C].
             threads: per process; None: cores / K, whether the stages share a process or not, because sums over
@@ -134,7 +136,7 @@ class Trainer:
         self._num_stages, self._seed = num_stages, seed
         self._loss_fn, self._optimizer, self._lr_schedule = loss_fn, optimizer, lr_schedule
         self._device_type, self._channels_last = device, channels_last
-        self._numerics = Numerics(dtype=dtype, autocast=autocast, compile=compile)
+        self._numerics = Numerics(dtype=dtype, autocast=autocast, wire_dtype=wire_dtype, compile=compile)
         self._numerics.check(self._method)
         self._threads, self._timeout_seconds = threads or max(1, num_cores() // num_stages), timeout_seconds
         self._bind_cores = bind_cores
@@ -453,12 +455,13 @@ class Trainer:
         for feed in (train_feed, val_feed):
             if feed is not None and num_outputs is not None:
                 feed.expect_classes(self._loss_fn, num_outputs)
+        acts = {k: specs.travelling(self._numerics.wire_dtype) for k, specs in agreed.acts.items()}
         seats = (
             wiring.process_seat(
-                world, stages[world.rank], agreed.acts, agreed.target, method=self._method, num_stages=self._num_stages
+                world, stages[world.rank], acts, agreed.target, method=self._method, num_stages=self._num_stages
             )
             if world.is_distributed
-            else wiring.local_seats(stages, agreed.acts, agreed.target, method=self._method)
+            else wiring.local_seats(stages, acts, agreed.target, method=self._method)
         )
         return LocalWorker(
             world, self._method, self._num_stages, self._seed, self._numerics.dtype, seats, train_feed, val_feed, choose

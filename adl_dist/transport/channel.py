@@ -55,11 +55,14 @@ class LocalChannel:
         self._specs = self._agreed.training if training else self._agreed.evaluation
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Queue the tensors themselves: between processes, too, nobody writes to what was sent."""
+        """Queue the tensors themselves, unless they are narrowed: nobody writes to what was sent across, either."""
         where = f"{self._edge}: {self._what} of micro-batch {micro_batch}"
         size = self._sizes[micro_batch]
         self._queue.append(
-            (micro_batch, tuple(s.fit(t, size, where) for s, t in zip(self._specs, tensors, strict=True)))
+            (
+                micro_batch,
+                tuple(s.widen(s.narrow(s.fit(t, size, where))) for s, t in zip(self._specs, tensors, strict=True)),
+            )
         )
 
     def recv(self, micro_batch: int) -> Tensors:

@@ -110,7 +110,7 @@ class ProcessSender:
         """Start to send; return at once unless ``max_pending`` are under way."""
         size, works = self._sizes[micro_batch], []
         for place, (spec, tensor) in enumerate(zip(self._specs, tensors, strict=True)):
-            wire = spec.as_wire(spec.fit(tensor, size, self._told(micro_batch)))
+            wire = spec.as_wire(spec.narrow(spec.fit(tensor, size, self._told(micro_batch))))
             if spec.is_empty:
                 continue
             if self._edge.backend == "gloo" and wire.is_cuda:
@@ -177,14 +177,15 @@ class ProcessReceiver:
                     work.wait()
             except RuntimeError as error:
                 raise self._lost(micro_batch) from error
-        return tuple(buffer.to(self._device, non_blocking=True) for _, buffer in works)
+        arrived = (buffer.to(self._device, non_blocking=True) for _, buffer in works)
+        return tuple(spec.widen(tensor) for spec, tensor in zip(self._specs, arrived, strict=True))
 
     def _post(self, micro_batch: int) -> None:
         size = self._sizes[micro_batch]
         works: list[tuple[dist.Work | None, Tensor]] = []
         device = torch.device("cpu") if self._edge.backend == "gloo" else self._device
         for place, spec in enumerate(self._specs):
-            buffer = spec.empty(size, device, pinned=device != self._device)
+            buffer = spec.empty(size, device, on_wire=True, pinned=device != self._device)
             if spec.is_empty:
                 works.append((None, buffer))
                 continue

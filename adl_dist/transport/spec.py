@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,13 @@ class TensorSpec:
         shape: of one sample, without the batch dimension, which comes first.
         dtype: torch's name, for example ``float32``.
         channels_last: [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion.
+        wire_dtype: that it travels in; None: ``dtype``, which it is handed over in.
     """
 
     shape: tuple[int, ...]
     dtype: str
     channels_last: bool = False
+    wire_dtype: str | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
@@ -33,15 +35,41 @@ class TensorSpec:
         )
         return cls(tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."), channels_last)
 
-    def empty(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
-        """An uninitialised tensor of ``size`` samples; ``pinned``: on the CPU, for fast copies to a GPU."""
+    def empty(self, size: int, device: torch.device, *, on_wire: bool = False, pinned: bool = False) -> Tensor:
+        """An uninitialised tensor.
+
+        Args:
+            size: samples.
+            device: where.
+            on_wire: in the dtype that it travels in.
+            pinned: on the CPU, for fast copies from and to a GPU.
+        """
         return torch.empty(
             (size, *self.shape),
-            dtype=getattr(torch, self.dtype),
+            dtype=getattr(torch, (on_wire and self.wire_dtype) or self.dtype),
             device=device,
             memory_format=self._format,
             pin_memory=pinned,
         )
+
+    def travelling(self, dtype: torch.dtype | None) -> "TensorSpec":
+        """The same, sent in ``dtype`` if it is of a wider floating-point one."""
+        own: torch.dtype = getattr(torch, self.dtype)
+        if dtype is None or not own.is_floating_point or own.itemsize <= dtype.itemsize:
+            return self
+        return replace(self, wire_dtype=str(dtype).removeprefix("torch."))
+
+    def narrow(self, tensor: Tensor) -> Tensor:
+        """What is sent of a tensor in this format."""
+        if self.wire_dtype is None:
+            return tensor
+        return self.empty(tensor.shape[0], tensor.device, on_wire=True).copy_(tensor)
+
+    def widen(self, tensor: Tensor) -> Tensor:
+        """What is handed over of a tensor that came as :meth:`narrow` sent it."""
+        if self.wire_dtype is None:
+            return tensor
+        return self.empty(tensor.shape[0], tensor.device).copy_(tensor)
 
     def fit(self, tensor: Tensor, size: int, where: str) -> Tensor:
         """Return ``tensor`` in this format, converted only if it has to be.
@@ -72,7 +100,7 @@ class TensorSpec:
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> "TensorSpec":
         """Read back :meth:`to_json`."""
-        return cls(tuple(told["shape"]), told["dtype"], told["channels_last"])
+        return cls(**{**told, "shape": tuple(told["shape"])})
 
     def _strides(self, size: int) -> tuple[int, ...]:
         if self.channels_last:
@@ -113,6 +141,10 @@ class Specs(NamedTuple):
     def always(cls, specs: Iterable[TensorSpec]) -> "Specs":
         """The same in both."""
         return cls(*[tuple(specs)] * 2)
+
+    def travelling(self, dtype: torch.dtype | None) -> "Specs":
+        """The same, each sent in ``dtype`` if it is of a wider floating-point one."""
+        return Specs(*(tuple(spec.travelling(dtype) for spec in specs) for specs in self))
 
     def of_gradients(self) -> "Specs":
         """What comes back for it."""

@@ -12,6 +12,7 @@ from torch import nn
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import linearise
+from adl_dist.partition.costs import bytes_at_borders
 from adl_dist.partition.measure import measure
 from adl_dist.partition.profile import Profile
 from adl_dist.schedule import method
@@ -233,3 +234,11 @@ def test_under_autocast_half_the_bytes_cross_a_cut_and_lowered_weights_are_kept_
     assert lowered["0"].act_bytes * 2 == plain["0"].act_bytes == 4 * 8 * 4
     assert lowered["0"].parameter_bytes == plain["0"].parameter_bytes
     assert lowered["2"].activation_bytes - plain["2"].activation_bytes == 2 * 5 * 8  # its weights, lowered
+
+
+def test_a_narrow_wire_halves_what_is_sent_and_not_what_a_stage_keeps_of_it():
+    plain, _ = profile_of(perceptron(), torch.randn(4, 6))
+    narrow, _ = profile_of(perceptron(), torch.randn(4, 6), wire_dtype=torch.bfloat16)
+    assert (narrow["0"].act_bytes, narrow["0"].grad_bytes, narrow["0"].widened_bytes) == (64, 64, 64)
+    kept = [bytes_at_borders(list(units.values())).came_in for units in (plain, narrow)]
+    assert kept[0] == kept[1] == [0, 128, 128, 0]

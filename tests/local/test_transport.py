@@ -10,7 +10,7 @@ from adl_dist.partition import cut
 from adl_dist.transport import LocalChannel, Specs, TensorSpec
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
-from tests.support.toys import FixedImages
+from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.tuples import tuple_net
 
 IMAGE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
@@ -96,3 +96,42 @@ def test_a_micro_batch_out_of_order_is_refused():
     channel.send(1, (torch.zeros(1, 3),))
     with pytest.raises(ChannelError, match="expected the grad of micro-batch 0, got 1"):
         channel.recv(0)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_what_travels_in_bfloat16_takes_half_the_bytes_and_arrives_rounded_in_the_agreed_format(channels_last):
+    tensor = IMAGE.to(memory_format=torch.channels_last) if channels_last else IMAGE
+    spec = TensorSpec.of(tensor + 2**-10).travelling(torch.bfloat16)
+    assert TensorSpec.from_json(spec.to_json()) == spec
+    sent = spec.narrow(tensor + 2**-10)
+    assert 2 * sent.nbytes == tensor.nbytes
+    assert spec.as_wire(sent).is_contiguous()
+    assert (sent.dtype, sent.shape) == (spec.empty(2, torch.device("cpu"), on_wire=True).dtype, tensor.shape)
+    arrived = spec.widen(sent)
+    assert (arrived.dtype, arrived.stride()) == (tensor.dtype, tensor.stride())
+    assert torch.equal(arrived, (tensor + 2**-10).bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float16, torch.complex64])
+def test_what_is_no_wider_or_no_real_number_travels_as_it_is(dtype):
+    spec = TensorSpec.of(torch.ones(2, 3, dtype=dtype))
+    assert spec.travelling(torch.bfloat16) == spec
+
+
+def test_activations_and_gradients_reach_the_next_stage_rounded_and_in_the_dtype_of_the_run():
+    seen = {}
+    model = batch_norm_net()
+    model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].detach()))
+    model[2].register_full_backward_pre_hook(lambda _, given: seen.update(grad=given[0]))
+    trainer = adl_dist.Trainer(
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        num_stages=2,
+        wire_dtype=torch.bfloat16,
+    )
+    trainer.fit(FixedImages(8), epochs=1, batch_size=8, quiet=True)
+    for what, tensor in seen.items():
+        assert tensor.dtype == torch.float32, what
+        assert torch.equal(tensor, tensor.bfloat16().float()), what
+    assert seen.keys() == {"act", "grad"}

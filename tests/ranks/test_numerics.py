@@ -6,7 +6,11 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import train
 
 LOWERED = {"autocast": torch.bfloat16}
+NARROW = {"wire_dtype": torch.bfloat16}
 CASES = [
+    (2, {**NARROW, "dropout": 0.3}),
+    (1, {**NARROW, "method": "fr", "channels_last": True}),
+    (2, {**LOWERED, **NARROW}),
     (2, {**LOWERED, "dropout": 0.3}),
     (2, {**LOWERED, "channels_last": True}),
     (1, {**LOWERED, "method": "dsp", "dropout": 0.3}),
