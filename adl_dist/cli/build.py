@@ -63,6 +63,8 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         autocast=torch_dtype(config.runtime.autocast),
         wire_dtype=torch_dtype(config.runtime.wire_dtype),
         compile=config.runtime.compile,
+        tf32=config.runtime.tf32,
+        cudnn_benchmark=config.runtime.cudnn_benchmark,
         # As many as each process of the run had, or sums would be rounded otherwise.
         threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
         processes=config.runtime.processes if processes is None else processes,

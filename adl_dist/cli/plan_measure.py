@@ -1,8 +1,6 @@
 """Measures the model of a configuration, as ``adl-dist plan`` needs it."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -57,6 +55,8 @@ class Measurer:
             dtype=getattr(torch, config.dtype.value),
             autocast=build.torch_dtype(config.runtime.autocast),
             wire_dtype=build.torch_dtype(config.runtime.wire_dtype),
+            tf32=config.runtime.tf32,
+            cudnn_benchmark=config.runtime.cudnn_benchmark,
         )
         self._numerics.check(config.method.chosen())
         self._within = self._numerics.autocasting(self._device)
@@ -78,7 +78,7 @@ class Measurer:
         if kept_in is not None:
             kept_in = kept_in.with_name(f"{kept_in.stem}-{micro_batch_size}{kept_in.suffix}")
         self._say(f"measuring {len(self.chain.units)} units with {micro_batch_size} samples ...")
-        with self._as_configured():
+        with self._numerics.in_force(threads=self.threads):
             return take_profile(
                 self._model,
                 self.chain,
@@ -96,21 +96,12 @@ class Measurer:
     def pace(self, samples: int) -> Pace:
         """Of the uncut model with so many samples at once."""
         self._say(f"measuring the whole model with {samples} samples ...")
-        with self._as_configured():
+        with self._numerics.in_force(threads=self.threads):
             forward, backward = pace(
                 self._model, *micro_batch(self._sample, samples, self._device), self._loss_fn, self._within
             )
             load = 0.0 if self._feed is None else self._feed.seconds_to_load(samples)
         return Pace(samples=samples, forward=load + forward, backward=backward)
-
-    @contextmanager
-    def _as_configured(self) -> Iterator[None]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     def _say(self, text: str) -> None:
         if not self._quiet:

@@ -121,6 +121,8 @@ class RuntimeConfig:
     autocast: NarrowDtype | None = None
     wire_dtype: NarrowDtype | None = None
     compile: bool = False
+    tf32: bool = False
+    cudnn_benchmark: bool = False
     timeout_seconds: float = 300.0
     max_restarts: int = 0
     checkpoint_every_epochs: int = 1

@@ -1,7 +1,7 @@
 """In which precision, and by what means, the stages of a process compute."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,12 +21,16 @@ class Numerics:
         autocast: of the operations that torch.autocast lowers, in forward and loss; None: all compute in ``dtype``.
         wire_dtype: that wider activations and gradients are sent in between stages; None: as they are.
         compile: whether torch.compile compiles each stage.
+        tf32: whether a GPU may round float32 to 10 bits of mantissa in matrix products and convolutions.
+        cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest, on every run anew.
     """
 
     dtype: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
     compile: bool = False
+    tf32: bool = False
+    cudnn_benchmark: bool = False
 
     def check(self, method: Method) -> None:
         """Refuse what cannot be computed, or would not be what it says.
@@ -56,10 +60,37 @@ class Numerics:
         # Around each call alone: what autocast remembers of lowered weights must not outlive an update.
         return nullcontext if self.autocast is None else partial(torch.autocast, device.type, dtype=self.autocast)
 
+    @contextmanager
+    def in_force(self, *, threads: int) -> Iterator[None]:
+        """Set what torch keeps for a whole process, and ``threads``; leave it as it was.
+
+        On a CPU the flags of CUDA do nothing. They are set all the same, so that nothing depends on the order in which
+        a user's script touches the GPU.
+        """
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        # Read by the newer names, which answer whatever a script has set; written by the older ones, which keep both
+        # kinds in step. Inductor still reads an older one (torch 2.15, kernel/bmm.py), which raises if they differ.
+        before = [precision == "tf32" for precision in (matmul.fp32_precision, cudnn.conv.fp32_precision)]  # type: ignore[attr-defined]
+        benchmark, num_threads = cudnn.benchmark, torch.get_num_threads()
+        matmul.allow_tf32 = cudnn.allow_tf32 = self.tf32
+        cudnn.benchmark = self.cudnn_benchmark
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32 = before
+            cudnn.benchmark = benchmark
+            torch.set_num_threads(num_threads)
+
     @property
     def settings(self) -> dict[str, Any]:
         """What two ranks, or a run and its continuation, must have in common."""
-        return {"dtype": _named(self.dtype), "autocast": _named(self.autocast), "wire_dtype": _named(self.wire_dtype)}
+        return {
+            "dtype": _named(self.dtype),
+            "autocast": _named(self.autocast),
+            "wire_dtype": _named(self.wire_dtype),
+            "tf32": self.tf32,
+        }
 
 
 def _named(dtype: torch.dtype | None) -> str | None:

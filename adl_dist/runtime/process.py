@@ -1,12 +1,10 @@
-"""What a process that trains sets for itself: its threads and cores, and how its memory is kept."""
+"""What a process that trains sets for itself: its cores, and how its memory is kept."""
 
 import ctypes
 import os
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-
-import torch
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
@@ -46,19 +44,17 @@ def own_cores(local_rank: int, local_size: int) -> set[int] | None:
 
 
 @contextmanager
-def computing(*, threads: int, cores: Collection[int] | None = None) -> Iterator[None]:
-    """Compute with so many threads, on ``cores`` only if any are named, and leave both as they were.
+def bound_to(cores: Collection[int] | None) -> Iterator[None]:
+    """Compute on ``cores`` only, if any are named.
 
     Only this thread is bound, with those that it starts: those that serve messages go wherever there is time.
     """
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    cores_before = os.sched_getaffinity(0) if cores else None
-    if cores:
-        os.sched_setaffinity(0, cores)
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:
-        torch.set_num_threads(threads_before)
-        if cores_before:
-            os.sched_setaffinity(0, cores_before)
+        os.sched_setaffinity(0, before)

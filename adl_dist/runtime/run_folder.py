@@ -20,20 +20,14 @@ logger = logging.getLogger("adl_dist")
 
 # What says where the model is cut: settings of the Python API, and keys of partition.* on the command line.
 CUT = ("num_stages", "balance", "grain", "speeds")
-# What may differ when a run goes on: how long, where, how it is watched, and how it is cut. (Another device or number
-# of threads may move the last bits; a schedule that depends on the length of the run follows the new length, and
-# another cut has a staleness of its own: of these two the run says so.)
+# What may differ when a run goes on: how long, where, how it is watched, and how it is cut. (Another device, number of
+# threads or choice of kernels may move the last bits; a schedule that depends on the length of the run follows the new
+# length, and another cut has a staleness of its own: of these two the run says so.)
 FREE_TO_CHANGE = {
     *("run_dir", "resume", "init_from", "train.epochs", "train.max_updates"),
     *("data.root", "data.download", "data.num_workers"),
-    *(
-        "runtime.processes",
-        "runtime.device",
-        "runtime.threads",
-        "runtime.compile",
-        "runtime.timeout_seconds",
-        "runtime.max_restarts",
-    ),
+    *("runtime.processes", "runtime.device", "runtime.threads", "runtime.timeout_seconds", "runtime.max_restarts"),
+    *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
     *CUT,
     *(f"partition.{name}" for name in CUT),

@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 
 from adl_dist.data import Loader, check_dataset
 from adl_dist.errors import ConfigError, DataError
-from adl_dist.optim import build_lr_schedule, fast_forward
 from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import agreement, checkpoint, wiring
 from adl_dist.runtime.conduct import conduct
@@ -25,7 +24,7 @@ from adl_dist.runtime.coordinator import Coordinator, Plan, Saving, record_to
 from adl_dist.runtime.feed import Feed, common_sample
 from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import Placement
-from adl_dist.runtime.process import computing, keep_freed_memory, num_cores, own_cores
+from adl_dist.runtime.process import bound_to, keep_freed_memory, num_cores, own_cores
 from adl_dist.runtime.run_folder import RunFolder, log_to
 from adl_dist.runtime.worker import LocalWorker
 from adl_dist.runtime.world import (
@@ -79,6 +78,8 @@ class Trainer:
         autocast: torch.dtype | None = None,
         wire_dtype: torch.dtype | None = None,
         compile: bool = False,
+        tf32: bool = False,
+        cudnn_benchmark: bool = False,
         threads: int | None = None,
         bind_cores: bool = True,
         processes: bool | None = None,
@@ -105,6 +106,8 @@ class Trainer:
             autocast: ``torch.bfloat16``: forward and loss run under torch.autocast; parameters stay in ``dtype``.
             wire_dtype: ``torch.bfloat16``: wider activations and gradients travel in it from stage to stage.
             compile: compile each stage with torch.compile.
+            tf32: on a GPU, let matrix products and convolutions round float32 to TF32.
+            cudnn_benchmark: let cuDNN choose kernels by timing them, which no seed repeats.
             channels_last: compute and send images [B, C, H, W] in memory as [B, H, W, C].
             threads: per process; None: cores / K, whether the stages share a process or not, because sums over
                 several threads round differently.
@@ -136,7 +139,14 @@ class Trainer:
         self._num_stages, self._seed = num_stages, seed
         self._loss_fn, self._optimizer, self._lr_schedule = loss_fn, optimizer, lr_schedule
         self._device_type, self._channels_last = device, channels_last
-        self._numerics = Numerics(dtype=dtype, autocast=autocast, wire_dtype=wire_dtype, compile=compile)
+        self._numerics = Numerics(
+            dtype=dtype,
+            autocast=autocast,
+            wire_dtype=wire_dtype,
+            compile=compile,
+            tf32=tf32,
+            cudnn_benchmark=cudnn_benchmark,
+        )
         self._numerics.check(self._method)
         self._threads, self._timeout_seconds = threads or max(1, num_cores() // num_stages), timeout_seconds
         self._bind_cores = bind_cores
@@ -219,7 +229,7 @@ class Trainer:
         keep_freed_memory()
         world = self._join()
         store = world.fresh_store()
-        with computing(threads=self._threads), self._refusals_told(store):
+        with self._settings_in_force(), self._refusals_told(store):
             num_samples, train_feed = self._feed(
                 train_dataset, "training", world, shuffle=shuffle, num_workers=num_workers, smallest=batch_size
             )
@@ -260,7 +270,7 @@ class Trainer:
         progress = Progress(num_stages=self._num_stages, quiet=quiet)
         if self._placement.told and world.rank == 0:
             progress.note(self._placement.told)
-        with computing(threads=self._threads, cores=self._own_cores()):
+        with self._settings_in_force(), bound_to(self._own_cores()):
             try:
                 return conduct(
                     world,
@@ -284,7 +294,7 @@ class Trainer:
         keep_freed_memory()
         world = self._join()
         store = world.fresh_store()
-        with computing(threads=self._threads), self._refusals_told(store):
+        with self._settings_in_force(), self._refusals_told(store):
             num_samples, feed = self._feed(
                 dataset, "validation", world, shuffle=False, num_workers=num_workers, smallest=1
             )
@@ -298,7 +308,7 @@ class Trainer:
             )
             worker = self._worker(world, store, None, feed, batch_size, None, in_turn)
         recorder, progress = Recorder(None), Progress(num_stages=self._num_stages, quiet=True)
-        with computing(threads=self._threads, cores=self._own_cores()):
+        with self._settings_in_force(), bound_to(self._own_cores()):
             return conduct(
                 world,
                 worker,
@@ -348,6 +358,9 @@ class Trainer:
         if not self._bind_cores or not self._distributed or self._device_type != "cpu":
             return None
         return own_cores(launched_local_rank(), launched_local_size(self._num_stages))
+
+    def _settings_in_force(self) -> contextlib.AbstractContextManager[None]:
+        return self._numerics.in_force(threads=self._threads)
 
     @contextlib.contextmanager
     def _refusals_told(self, store: dist.Store) -> Iterator[None]:
@@ -474,17 +487,14 @@ class Trainer:
         if self.needs_data:
             store.set("updates_per_epoch", str(plan.updates_per_epoch))
             store.set("total_updates", str(plan.total_updates))
-        for stage in worker.stages:
-            if stage.optimizer is not None:
-                stage.lr_schedule = build_lr_schedule(
-                    self._lr_schedule,
-                    stage.optimizer,
-                    updates_per_epoch=int(store.get("updates_per_epoch")),
-                    total_updates=int(store.get("total_updates")),
-                )
-                lead = self._method.lr_lead(stage.index, num_stages=self._num_stages)
-                stage.lr_updates = int(store.get("total_updates")) - lead
-                fast_forward(stage.lr_schedule, min(lead, int(store.get("total_updates"))))
+        wiring.schedule_learning_rates(
+            worker.stages,
+            self._lr_schedule,
+            method=self._method,
+            num_stages=self._num_stages,
+            updates_per_epoch=int(store.get("updates_per_epoch")),
+            total_updates=int(store.get("total_updates")),
+        )
 
     def _settings(self, batch_size: int | None = None, shuffle: bool | None = None) -> dict[str, Any]:
         """What two ranks, or a run and its continuation, must have in common."""

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.engine import Seat
 from adl_dist.errors import ConfigError
+from adl_dist.optim import build_lr_schedule, fast_forward
 from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.world import World
 from adl_dist.schedule import Method
@@ -82,6 +84,26 @@ def build_stage(
         compiled=numerics.compile,
         seed=seed,
     )
+
+
+def schedule_learning_rates(
+    stages: Iterable[Stage],
+    lr_schedule: Callable[..., LRScheduler],
+    *,
+    method: Method,
+    num_stages: int,
+    updates_per_epoch: int,
+    total_updates: int,
+) -> None:
+    """Give each stage with an optimizer the schedule that ``lr_schedule`` makes, at the place where ``method`` starts."""
+    for stage in stages:
+        if stage.optimizer is not None:
+            stage.lr_schedule = build_lr_schedule(
+                lr_schedule, stage.optimizer, updates_per_epoch=updates_per_epoch, total_updates=total_updates
+            )
+            lead = method.lr_lead(stage.index, num_stages=num_stages)
+            stage.lr_updates = total_updates - lead
+            fast_forward(stage.lr_schedule, min(lead, total_updates))
 
 
 def check_sizes(method: Method, sizes: Iterable[int], num_stages: int) -> None:
