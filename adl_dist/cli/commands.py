@@ -62,6 +62,8 @@ def train(words: list[str]) -> None:
         checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
         keep_checkpoints=config.runtime.keep_checkpoints,
         tensorboard=config.runtime.tensorboard,
+        trace=config.runtime.trace,
+        memory=config.runtime.memory,
         config=plain,
     )
     if launched_rank() == 0:

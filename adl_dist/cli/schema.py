@@ -128,6 +128,8 @@ class RuntimeConfig:
     checkpoint_every_epochs: int = 1
     keep_checkpoints: int = 2
     tensorboard: bool = True
+    trace: bool = False
+    memory: bool = False
 
     def __post_init__(self) -> None:
         if self.threads is not None:

@@ -91,10 +91,13 @@ def final_table(summary: Mapping[str, Any]) -> str:
         head.append(f"{summary['samples_per_second']:,.0f} images/s, {summary['train_seconds']:.1f} s of training")
     lines = ["", ", ".join(head)]
     if summary["stages"]:
-        lines += ["", "stage  staleness mean  max  busy  peak memory"]
-        lines += [
-            f"{s['stage']:<7}{s['staleness_mean']:<16.3f}{s['staleness_max']:<5}{s['busy_share']:<6.0%}"
-            f"{s['peak_memory_bytes'] / 2**20:,.0f} MiB"
-            for s in summary["stages"]
-        ]
+        measured = "peak_tensor_bytes" in summary["stages"][0]
+        lines += ["", f"stage  staleness mean  max  busy  peak memory{'  of it tensors' * measured}"]
+        for s in summary["stages"]:
+            memory = f"{s['peak_memory_bytes'] / 2**20:,.0f} MiB"
+            tensors = f"{s['peak_tensor_bytes'] / 2**20:,.1f} MiB" if measured else ""
+            lines.append(
+                f"{s['stage']:<7}{s['staleness_mean']:<16.3f}{s['staleness_max']:<5}{s['busy_share']:<6.0%}"
+                f"{memory:<13}{tensors}".rstrip()
+            )
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import checkpoint
 from adl_dist.runtime.control import Crew, Record, Result
 from adl_dist.runtime.run_folder import RunFolder
+from adl_dist.runtime.trace_file import merge_parts
 from adl_dist.schedule import Segment
 
 logger = logging.getLogger("adl_dist")
@@ -58,7 +59,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Where and how often to save, and from what to go on. ``every_epochs`` = 0: only at the end. ``cut``: as made."""
+    """Where and how often to save, and from what to go on. ``every_epochs`` = 0: only at the end. ``cut``: as made.
+
+    With ``trace`` the stages record what they do, and it is written down at the end.
+    """
 
     folder: RunFolder
     config: Mapping[str, Any]
@@ -68,6 +72,7 @@ class Saving:
     signature: checkpoint.Signature
     optimizer: str
     cut: Mapping[str, Any]
+    trace: bool = False
 
 
 class Coordinator:
@@ -83,11 +88,12 @@ class Coordinator:
         self._last_epoch = 0
         self._metrics: dict[str, Any] = {}
         self._totals: dict[int, dict[str, float]] = {}
+        self._spent: dict[int, dict[str, float]] = {}
         self._train_seconds, self._trained_samples = 0.0, 0
 
     def train(self) -> Result:
         """Run to the end and return the summary."""
-        started = time.monotonic()
+        started, origin = time.monotonic(), time.perf_counter()
         self._resume()
         while not self._is_over:
             self._train_one()
@@ -99,6 +105,8 @@ class Coordinator:
         summary = self._summary(time.monotonic() - started)
         if self._saving and (self._trained_samples or not (self._saving.folder.path / "summary.json").is_file()):
             self._saving.folder.write_summary(summary)
+        if self._saving and self._saving.trace and self._trained_samples:
+            self._write_trace(self._saving.folder.path, origin)
         return summary
 
     def evaluate(self) -> Result:
@@ -192,8 +200,12 @@ class Coordinator:
         totals = self._totals.setdefault(stage, {})
         for name in ("seconds", "busy_seconds", "staleness_sum", "num_backwards"):
             totals[name] = totals.get(name, 0) + result[name]
-        for name in ("staleness_max", "peak_memory_bytes"):
-            totals[name] = max(totals.get(name, 0), result[name])
+        for name in ("staleness_max", "peak_memory_bytes", "peak_tensor_bytes"):
+            if name in result:
+                totals[name] = max(totals.get(name, 0), result[name])
+        for name, seconds in result.get("spent", {}).items():
+            spent = self._spent.setdefault(stage, {})
+            spent[name] = spent.get(name, 0.0) + seconds
         self._record("stage/busy_share", result["busy_seconds"] / result["seconds"], stage=stage)
         self._record("stage/peak_memory", result["peak_memory_bytes"], unit="bytes", stage=stage)
 
@@ -236,6 +248,15 @@ class Coordinator:
         final = checkpoint.commit(path, manifest, keep=self._saving.keep)
         logger.info("saved %s", final)
 
+    def _write_trace(self, run_dir: Path, origin: float) -> None:
+        results = self._crew.call("write_trace", run_dir=str(run_dir), origin=origin)
+        path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
+        left_out = {result["stage"]: result["events_left_out"] for result in results if result["events_left_out"]}
+        if left_out:
+            note = f"{path} holds the first events only; left out by stage: {left_out}. summary.json counts all of them"
+            self._progress.note(f"note: {note}")
+            logger.warning(note)
+
     def _record(self, name: str, value: float, **more: Any) -> None:
         where = {"update": self._update - 1, "epoch": self._last_epoch}
         self._recorder.write({"name": name, "value": value, **where, **more})
@@ -258,10 +279,15 @@ class Coordinator:
                 "staleness_max": int(t["staleness_max"]),
                 "busy_share": t["busy_seconds"] / t["seconds"],
                 "peak_memory_bytes": int(t["peak_memory_bytes"]),
+                **({"peak_tensor_bytes": int(t["peak_tensor_bytes"])} if "peak_tensor_bytes" in t else {}),
+                **({"shares": self._shares(k, t["seconds"])} if k in self._spent else {}),
             }
             for k, t in sorted(self._totals.items())
         ]
         return summary
+
+    def _shares(self, stage: int, seconds: float) -> dict[str, float]:
+        return {name: spent / seconds for name, spent in self._spent[stage].items()}
 
 
 def record_to(recorder: Recorder, progress: Progress, record: Record) -> None:

@@ -13,6 +13,8 @@ import yaml
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.runtime import checkpoint
 
+logger = logging.getLogger("adl_dist")
+
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 
@@ -29,15 +31,16 @@ FREE_TO_CHANGE = {
     *("runtime.processes", "runtime.device", "runtime.threads", "runtime.timeout_seconds", "runtime.max_restarts"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
+    *("runtime.trace", "runtime.memory"),
     *CUT,
     *(f"partition.{name}" for name in CUT),
 }
 
 
 class RunFolder:
-    """``run_dir``: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/.
+    """``run_dir``: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json.
 
-    Only rank 0 writes here, except ``logs/rank{r}.log`` and the checkpoint's own files.
+    Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl`` and the checkpoint's own files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,6 +154,19 @@ class RunFolder:
                 f"run_dir={self.path} belongs to another run: {shown}{more}; choose another run_dir, "
                 "or give the run's own settings to go on with it"
             )
+
+
+def log_to(path: Path) -> None:
+    """Send this process's log to a file of its own, and no longer to that of a run before."""
+    make_folder(path.parent)
+    for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+        logger.removeHandler(old)
+        old.close()
+    handler = logging.FileHandler(path.resolve())
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def make_folder(path: Path) -> None:

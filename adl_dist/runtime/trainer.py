@@ -22,10 +22,12 @@ from adl_dist.runtime.conduct import conduct
 from adl_dist.runtime.control import Result, StageFailed
 from adl_dist.runtime.coordinator import Coordinator, Plan, Saving, record_to
 from adl_dist.runtime.feed import Feed, common_sample
+from adl_dist.runtime.memory import MemoryMeter
 from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import Placement
 from adl_dist.runtime.process import bound_to, keep_freed_memory, num_cores, own_cores
 from adl_dist.runtime.run_folder import RunFolder, log_to
+from adl_dist.runtime.trace import Tracer
 from adl_dist.runtime.worker import LocalWorker
 from adl_dist.runtime.world import (
     World,
@@ -182,6 +184,8 @@ class Trainer:
         checkpoint_every_epochs: int = 1,
         keep_checkpoints: int = 2,
         tensorboard: bool = True,
+        trace: bool = False,
+        memory: bool = False,
         quiet: bool = False,
         config: Mapping[str, Any] | None = None,
         choose: Callable[[Sequence[int]], int] = in_turn,
@@ -201,6 +205,8 @@ class Trainer:
             checkpoint_every_epochs: 0: only at the end.
             keep_checkpoints: how many of the newest to keep.
             tensorboard: write ``run_dir/tensorboard``.
+            trace: write ``run_dir/trace.json``, what each stage did and when, and the shares of its time.
+            memory: measure the most bytes of tensors that each stage's process held; slows the first updates.
             quiet: no live line.
             config: what ``run_dir`` is recognised by when it is used again; None: this trainer's settings.
             choose: with all stages in one process, which goes on next. Any choice gives the same values.
@@ -216,6 +222,13 @@ class Trainer:
         micro_batch_size = self._check_lengths(epochs, batch_size, max_updates)
         if run_dir is None and resume != "auto":
             raise ConfigError(f"resume={resume} needs a run_dir to go on in; without one nothing is saved or resumed")
+        if trace and run_dir is None:
+            raise ConfigError("trace=True writes run_dir/trace.json, but there is no run_dir; pass one, or no trace")
+        if memory and self._num_stages > 1 and not self._distributed:
+            raise ConfigError(
+                f"memory=True (runtime.memory) measures a process, but all {self._num_stages} stages share one; start "
+                "one for each stage (runtime.processes=true, torchrun), or leave it away"
+            )
         if keep_checkpoints < 1 or checkpoint_every_epochs < 0:
             raise ConfigError(
                 f"keep_checkpoints must be at least 1 and checkpoint_every_epochs at least 0, got {keep_checkpoints} "
@@ -264,8 +277,11 @@ class Trainer:
                     "balance": self._placement.sizes,
                     "grain": self._placement.grain,
                 },
+                trace=trace,
             )
         self._schedule_learning_rates(worker, plan, store)
+        worker.tracer = Tracer(world) if trace else None
+        worker.meter = MemoryMeter.of(self._method, self._num_stages, world.device) if memory else None
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
         progress = Progress(num_stages=self._num_stages, quiet=quiet)
         if self._placement.told and world.rank == 0:

@@ -16,6 +16,9 @@ from adl_dist.optim import fast_forward
 from adl_dist.runtime import checkpoint
 from adl_dist.runtime.control import Record, Result
 from adl_dist.runtime.feed import Feed
+from adl_dist.runtime.memory import MemoryMeter
+from adl_dist.runtime.trace import Tracer
+from adl_dist.runtime.trace_file import write_part
 from adl_dist.runtime.world import World
 from adl_dist.schedule import Action, Method, Op, Segment, Work, evaluation_work, in_turn, replay, training_work
 from adl_dist.seeds import stream_seed
@@ -38,6 +41,8 @@ class LocalWorker:
         train_feed: micro-batches for training; on stage 0's process only.
         validation_feed: likewise for evaluation.
         choose: which of several local stages goes on; any choice gives the same values.
+        tracer: records when each action began and ended; None: nobody does.
+        meter: measures the memory of the one stage of this process; None: nobody does.
     """
 
     world: World
@@ -49,6 +54,8 @@ class LocalWorker:
     train_feed: Feed | None = None
     validation_feed: Feed | None = None
     choose: Choose = in_turn
+    tracer: Tracer | None = None
+    meter: MemoryMeter | None = None
 
     @property
     def stages(self) -> list[Stage]:
@@ -66,6 +73,11 @@ class LocalWorker:
                 checkpoint.save(Path(arguments["path"]), self.stages, distributed=self.world.is_distributed)
             case "load":
                 self._load(**arguments)
+            case "write_trace":
+                assert self.tracer is not None
+                return write_part(
+                    self.tracer, Path(arguments["run_dir"]), sorted(self.seats), origin=arguments["origin"]
+                )
             case _:
                 raise AssertionError(f"no such command: {do}")
         return [{"stage": stage.index} for stage in self.stages]
@@ -78,12 +90,24 @@ class LocalWorker:
         totals = {k: _Totals() for k in self.seats}
         start = time.perf_counter()
         order = self._watched(self._order(work), segment, totals, start, emit)
-        self._run(order, work, segment, self.train_feed, training=True)
+        if self.meter is not None:
+            order = self.meter.measured(order, self.stages[0])
+        try:
+            self._run(self._traced(order, segment, training=True), work, segment, self.train_feed, training=True)
+        finally:
+            if self.meter is not None:
+                self.meter.stop()
         seconds = time.perf_counter() - start
-        return [
+        results = [
             {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **totals[k].result()}
             for k in sorted(self.seats)
         ]
+        for result in results:
+            if self.meter is not None:
+                result["peak_tensor_bytes"] = self.meter.peak_bytes
+            if self.tracer is not None:
+                result["spent"] = self.tracer.spent(result["stage"], seconds)
+        return results
 
     def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[Result]:
         # Evaluation has no groups; a segment of groups of one gives the sizes of its micro-batches.
@@ -93,7 +117,8 @@ class LocalWorker:
         for seat in self.seats.values():
             seat.stage.begin(0, training=False)
         work = evaluation_work(segment, num_stages=self.num_stages, stages=self.seats)
-        self._run(self._order(work), work, segment, self.validation_feed, training=False)
+        order = self._traced(self._order(work), segment, training=False)
+        self._run(order, work, segment, self.validation_feed, training=False)
         return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
 
     def _load(self, path: str, update: int) -> None:
@@ -111,6 +136,11 @@ class LocalWorker:
         else:
             ((stage, of_stage),) = work.items()
             yield from ((stage, action) for action in of_stage.stream)
+
+    def _traced(
+        self, order: Iterator[tuple[int, Action]], segment: Segment, *, training: bool
+    ) -> Iterator[tuple[int, Action]]:
+        return order if self.tracer is None else self.tracer.traced(order, self.seats, segment, training=training)
 
     def _run(
         self,

@@ -1,0 +1,93 @@
+"""Measures what torch's CPU allocator has handed out to a stage at most: its tensors, not the process around them.
+
+Only torch's profiler sees every allocation, also those inside of an operation and of a backward. It writes each of them
+down, and every operator with it, which costs some percent of speed and grows without bound; so it looks at the first
+updates of a run and is then stopped. On a GPU the allocator itself keeps count.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from adl_dist.schedule import Action, Method, Op
+from adl_dist.stage import Stage
+
+
+@dataclass
+class MemoryMeter:
+    """Of the one stage of a process.
+
+    Attributes:
+        device: of the stage.
+        num_updates: for which it looks on a CPU; enough that the pipeline is full.
+    """
+
+    device: torch.device
+    num_updates: int
+    _peak_bytes: int | None = None
+    _profiler: profile | None = None
+
+    @classmethod
+    def of(cls, method: Method, num_stages: int, device: torch.device) -> "MemoryMeter":
+        """One that looks for as long as ``method`` takes to fill the pipeline, and for some updates more."""
+        M = method.micro_batches_per_update
+        return cls(device, 2 * (method.delays(num_stages)[0] // M) + 6)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most bytes of tensors that were alive at a time; None: not measured yet."""
+        return int(torch.cuda.max_memory_allocated(self.device)) if self._is_on_gpu else self._peak_bytes
+
+    def measured(self, order: Iterable[tuple[int, Action]], stage: Stage) -> Iterator[tuple[int, Action]]:
+        """Hand ``order`` through; look at the first updates of a run, and no more."""
+        order = iter(order)
+        if self._peak_bytes is None and not self._is_on_gpu:
+            self._start(stage)
+            for k, action in order:
+                yield k, action
+                if action.op is Op.UPDATE and action.number + 1 == self.num_updates:
+                    break
+            self._peak_bytes = self._finish()
+        yield from order
+
+    def stop(self) -> None:
+        """Stop looking, whatever has happened; of a segment that failed no peak is known."""
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def _start(self, stage: Stage) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says that it has found no GPU, as an error
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._profiler.start()
+        # It would not see go what was there before it. All values stay, and nothing else uses these tensors now.
+        for tensor in _owned(stage):
+            tensor.data = tensor.data.clone()
+
+    def _finish(self) -> int:
+        assert self._profiler is not None
+        kineto = self._profiler.profiler
+        self.stop()
+        assert kineto is not None
+        assert kineto.kineto_results is not None
+        changes = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+        changes.sort(key=lambda event: event.start_ns())
+        return max(accumulate((change.nbytes() for change in changes), initial=0))
+
+
+def _owned(stage: Stage) -> Iterator[Tensor]:
+    """What a stage keeps between segments: parameters, buffers, the optimizer's state."""
+    yield from (parameter for _, parameter in stage.named_parameters())
+    for module in filter(None, (stage.module, stage.head)):
+        yield from module.buffers()
+    for kept in stage.optimizer.state.values() if stage.optimizer else ():
+        yield from (value for value in kept.values() if isinstance(value, Tensor))
