@@ -18,8 +18,8 @@ Told = tuple[str, float]
 def seconds_to_rank_0(world: World) -> float:
     """What to add to this process's clock for rank 0's; 0 on rank 0's own machine, whose processes share one.
 
-    Otherwise the clock is asked for over the control plane, and read as of the middle of the quickest answer; so the
-    error is at most half of that round trip. Clocks drift apart by some microseconds per second: ask again now and then.
+    Otherwise rank 0 is asked over the control plane, and what it tells is taken for the middle of the quickest round
+    trip; so the error is at most half of that. Clocks drift apart by microseconds per second: ask now and then.
 
     Raises:
         ChannelError: rank 0 is gone.

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,13 +76,17 @@ class MemoryMeter:
 
     def _finish(self) -> int:
         assert self._profiler is not None
-        kineto = self._profiler.profiler
+        profiler = self._profiler.profiler
         self.stop()
-        assert kineto is not None
-        assert kineto.kineto_results is not None
-        changes = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
-        changes.sort(key=lambda event: event.start_ns())
-        return max(accumulate((change.nbytes() for change in changes), initial=0))
+        assert profiler is not None
+        assert profiler.kineto_results is not None
+        events: Any = profiler.kineto_results.events()
+        changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+        changes.sort(key=lambda change: int(change[0]))
+        # Now, not when the interpreter ends: there torch 2.15 crashes over them.
+        del events
+        profiler.kineto_results = None
+        return max(accumulate((int(num_bytes) for _, num_bytes in changes), initial=0))
 
 
 def _owned(stage: Stage) -> Iterator[Tensor]:

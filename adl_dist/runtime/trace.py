@@ -200,4 +200,4 @@ class _OnDevice:
             self._spare += [begin, end]
 
     def _time_of(self, mark: torch.cuda.Event) -> float:
-        return self._base_time + self._base.elapsed_time(mark) / 1000
+        return self._base_time + float(self._base.elapsed_time(mark)) / 1000

@@ -1,0 +1,147 @@
+"""The trace of a run with all stages in one process."""
+
+import functools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.runtime.trace import KINDS, Tracer
+from adl_dist.schedule import Op, Segment
+from tests.support import traces
+from tests.support.toys import FixedImages, batch_norm_net
+
+K, M, MICRO_BATCH, NUM_SAMPLES, NUM_VALIDATION = 3, 2, 2, 11, 5
+
+
+def trainer_of(name="adl", *, M=M, lr=0.1, **options):
+    return adl_dist.Trainer(
+        batch_norm_net(),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=lr),
+        method=adl_dist.method(name, accumulation_steps=M, **options),
+        num_stages=K,
+        threads=1,
+    )
+
+
+def run(trainer, run_dir, *, epochs=2, data=None, **options):
+    return trainer.fit(
+        data or FixedImages(NUM_SAMPLES),
+        epochs=epochs,
+        batch_size=MICRO_BATCH * M,
+        val_dataset=FixedImages(NUM_VALIDATION, seed=1),
+        run_dir=run_dir,
+        quiet=True,
+        tensorboard=False,
+        **options,
+    )
+
+
+def segment(epoch, *, num_samples=NUM_SAMPLES, steps=M):
+    return Segment(
+        epoch=epoch,
+        first_update=epoch * 3,
+        num_samples=num_samples,
+        micro_batch_size=MICRO_BATCH,
+        accumulation_steps=steps,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adl", {}),
+        ("adl", {"weights": "recompute"}),
+        ("gpipe", {}),
+        ("ddg", {}),
+        ("dgl", {"head": "linear"}),
+        ("2bw", {}),
+    ],
+    ids=["adl", "adl recompute", "gpipe", "ddg", "dgl", "2bw"],
+)
+def test_every_action_is_one_event_of_its_stage_and_none_overlap(name, options, tmp_path):
+    trainer = trainer_of(name, **options)
+    summary = run(trainer, tmp_path, trace=True)
+    events = traces.read_trace(tmp_path)
+    method = adl_dist.method(name, accumulation_steps=M, **options)
+    validation = segment(0, num_samples=NUM_VALIDATION, steps=1)
+    traces.assert_every_action_is_one_event(events, method, training=[segment(0), segment(1)], validation=validation)
+    traces.assert_events_of_a_stage_do_not_overlap(events)
+    traces.assert_nothing_is_received_before_it_is_sent(events)
+    traces.assert_shares_are_all_of_the_time(summary, K)
+    assert not (tmp_path / "trace").exists()
+
+
+def test_events_tell_the_version_of_the_weights_and_that_of_the_forward(tmp_path):
+    run(trainer_of(), tmp_path, trace=True)
+    for k, of_stage in traces.read_trace(tmp_path).items():
+        training = [e["args"] for e in of_stage if "epoch" in e["args"]]
+        forwards = {(a["epoch"], a["micro_batch"]): a for a in training if a["action"].startswith("F")}
+        backwards = {(a["epoch"], a["micro_batch"]): a for a in training if a["action"].startswith("B")}
+        updates = [a for a in training if a["action"].startswith("U")]
+        assert [a["update"] for a in updates] == [a["version"] for a in updates] == list(range(6))
+        delay = 2 * (K - 1 - k)
+        for (epoch, b), forward in forwards.items():
+            assert forward["forward_version"] == forward["version"] == epoch * 3 + max(0, (b - delay) // M)
+            backward = backwards[epoch, b]
+            assert backward["forward_version"] == forward["version"]
+            assert backward["version"] == epoch * 3 + b // M
+
+
+def test_a_run_that_is_not_traced_writes_and_tells_nothing_of_it(tmp_path):
+    summary = run(trainer_of(), tmp_path)
+    assert not list(tmp_path.glob("trace*"))
+    assert all("shares" not in stage for stage in summary["stages"])
+
+
+def test_tracing_changes_no_bit_of_the_weights(tmp_path):
+    states = []
+    for traced in (False, True):
+        trainer = trainer_of()
+        run(trainer, tmp_path / str(traced), trace=traced)
+        states.append(trainer.full_state_dict())
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+def test_only_the_first_events_are_kept_but_all_count(tmp_path, monkeypatch):
+    monkeypatch.setattr("adl_dist.runtime.trainer.Tracer", functools.partial(Tracer, most=20))
+    summary = run(trainer_of(), tmp_path, trace=True)
+    assert all(len(events) == 20 for events in traces.read_trace(tmp_path).values())
+    traces.assert_shares_are_all_of_the_time(summary, K)
+    assert summary["stages"][2]["shares"]["update"] > 0
+    told = json.loads((tmp_path / "trace.json").read_text())["otherData"]["stages"]
+    assert all(stage["events"] == 20 and stage["events_left_out"] > 0 for stage in told)
+    assert "left out by stage" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+def test_a_resumed_run_writes_its_own_trace_and_one_that_is_over_leaves_it(tmp_path):
+    run(trainer_of(), tmp_path, epochs=1, trace=True)
+    run(trainer_of(), tmp_path, epochs=2, trace=True)
+    of_the_second = traces.read_trace(tmp_path)
+    assert {e["args"]["epoch"] for e in of_the_second[0] if "epoch" in e["args"]} == {1}
+    run(trainer_of(), tmp_path, epochs=2, trace=True)
+    assert traces.read_trace(tmp_path) == of_the_second
+
+
+def test_a_run_that_diverges_says_so_although_it_is_traced(tmp_path):
+    data = FixedImages(NUM_SAMPLES)
+    data.images[3] = float("nan")
+    with pytest.raises(DivergedError, match="the loss is nan"):
+        run(trainer_of(), tmp_path, trace=True, data=data)
+    assert not list(tmp_path.glob("trace*"))
+
+
+def test_a_trace_without_a_folder_and_memory_of_a_shared_process_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"trace=True writes run_dir/trace\.json, but there is no run_dir"):
+        run(trainer_of(), None, trace=True)
+    with pytest.raises(ConfigError, match="all 3 stages share one; start one for each stage"):
+        run(trainer_of(), tmp_path, memory=True)
+
+
+def test_every_action_has_a_kind():
+    assert set(KINDS) == set(Op)
