@@ -91,14 +91,15 @@ def best_balance(
     speeds, limits = _of_each_device(num_stages, held, machine)
     _check_places(units, num_stages)
     busy = np.array(busy_at_borders(units, machine))
-    came_in, start_held, stop_held, start_buffers, stop_buffers = map(np.array, bytes_at_borders(units))
-    messages = start_buffers[:-1, None] + stop_buffers[1:] + _maxima([unit.work_bytes for unit in units])
-    activations = _sums([unit.activation_bytes for unit in units]) + (start_held[:-1, None] + stop_held[1:])
+    work, kept = _maxima([unit.work_bytes for unit in units]), _sums([unit.activation_bytes for unit in units])
     parameters = _sums([unit.parameter_bytes for unit in units])
     holds_units = np.tri(len(units), dtype=bool).T
 
     def excess(k: int) -> Floats:
         """Bytes of stage k beyond its limit."""
+        came_in, start_held, stop_held, start_buffers, stop_buffers = map(np.array, bytes_at_borders(units, held[k]))
+        messages = start_buffers[:-1, None] + stop_buffers[1:] + work
+        activations = kept + (start_held[:-1, None] + stop_held[1:])
         needed = bytes_of(activations, parameters, came_in[:-1, None], messages, held[k], optimizer_copies)
         return np.where(holds_units, needed - limits[k], math.inf)
 

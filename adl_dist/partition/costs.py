@@ -20,8 +20,7 @@ from adl_dist.errors import ConfigError
 Floats = NDArray[np.float64]
 Figure = TypeVar("Figure", float, Floats)  # of one stage, or of many
 
-# Messages that a stage holds of what it receives (one taken, two posted ahead), and of what it sends (one under way).
-RECEIVED, SENT = 3, 1
+RECEIVED = 3  # messages that a stage holds of what it receives: one taken, two posted ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,8 @@ class UnitCost:
         update: seconds of its share of one optimizer step, divided by M already.
         parameter_bytes: of its parameters, once.
         activation_bytes: kept from the forward to the backward.
-        work_bytes: for the moment of its backward: gradients of its parameters, of what comes in and of what goes out.
+        work_bytes: for the moment of its backward: gradients of its parameters, as a kernel makes them and as they are
+            kept (oneDNN's convolutions have a format of their own), of what comes in and of what goes out.
         held_before: of what crosses a cut right behind the unit, bytes that each graph before the cut holds beside its
             activations.
         held_behind: the same of each graph behind it.
@@ -77,13 +77,19 @@ class Held:
     Attributes:
         graphs: micro-batches with all their activations; 2(K-1-k)+1 of ADL.
         inputs: micro-batches with nothing but what came in.
+        acts_sent: messages downstream that are kept until they are known to have left, beside those that a graph holds.
+        grads_sent: messages upstream that are kept so.
         weight_copies: weight versions beside the newest.
+        gradient_copies: gradients beside one set: each version that a group's micro-batches used gathers its own.
         recomputes: share of the micro-batches that are forwarded twice.
     """
 
     graphs: int
     inputs: int = 0
+    acts_sent: int = 1
+    grads_sent: int = 1
     weight_copies: int = 0
+    gradient_copies: int = 0
     recomputes: float = 0.0
 
 
@@ -147,8 +153,8 @@ def stage_memory(units: Sequence[UnitCost], start: int, stop: int, *, held: Held
     """Bytes that a stage of ``units[start:stop]`` holds at most.
 
     The activations of each graph and what it holds at its two ends, what came in of each input; the parameters as
-    weights, as gradients, as each copy of the optimizer and as each older version; and the buffers of messages, three
-    of each received and one of each sent; and the work of one backward at a time.
+    weights, as gradients, as each copy of the optimizer, as each older version and its gradients; and the buffers of
+    messages, three of each received and those sent that are kept; and the work of one backward at a time.
     What comes into the model itself is counted where a unit keeps it.
 
     Args:
@@ -160,7 +166,7 @@ def stage_memory(units: Sequence[UnitCost], start: int, stop: int, *, held: Held
     """
     activations = float(sum(unit.activation_bytes for unit in units[start:stop]))
     parameters = float(sum(unit.parameter_bytes for unit in units[start:stop]))
-    at = bytes_at_borders(units)
+    at = bytes_at_borders(units, held)
     messages = at.start_buffers[start] + at.stop_buffers[stop] + max(unit.work_bytes for unit in units[start:stop])
     activations += at.start_held[start] + at.stop_held[stop]
     return math.ceil(bytes_of(activations, parameters, at.came_in[start], messages, held, optimizer_copies))
@@ -175,7 +181,7 @@ def bytes_of(
     activations: Figure, parameters: Figure, came_in: Figure, messages: Figure, held: Held, optimizer_copies: float
 ) -> Figure:
     """Of a stage; see :func:`stage_memory`."""
-    copies = 1 + 1 + optimizer_copies + held.weight_copies  # weights and gradients first
+    copies = 1 + 1 + optimizer_copies + held.weight_copies + held.gradient_copies  # weights and gradients first
     return held.graphs * activations + held.inputs * came_in + copies * parameters + messages
 
 
@@ -205,14 +211,14 @@ class BorderBytes(NamedTuple):
     stop_buffers: list[float]  # gradients received, acts sent
 
 
-def bytes_at_borders(units: Sequence[UnitCost]) -> BorderBytes:
-    """What crosses each border between two units, as the stages on its two sides hold it."""
+def bytes_at_borders(units: Sequence[UnitCost], held: Held) -> BorderBytes:
+    """What crosses each border between two units, as a stage on either side of it holds it."""
     return BorderBytes(
         came_in=_at_borders(units, lambda unit: unit.act_bytes + unit.widened_bytes),
         start_held=_at_borders(units, lambda unit: unit.held_behind),
         stop_held=_at_borders(units, lambda unit: unit.held_before),
-        start_buffers=_at_borders(units, lambda unit: RECEIVED * unit.act_bytes + SENT * unit.grad_bytes),
-        stop_buffers=_at_borders(units, lambda unit: RECEIVED * unit.grad_bytes + SENT * unit.act_bytes),
+        start_buffers=_at_borders(units, lambda unit: RECEIVED * unit.act_bytes + held.grads_sent * unit.grad_bytes),
+        stop_buffers=_at_borders(units, lambda unit: RECEIVED * unit.grad_bytes + held.acts_sent * unit.act_bytes),
     )
 
 

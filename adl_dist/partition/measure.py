@@ -177,7 +177,7 @@ class _Bench:
                     widened_bytes=sum(t.nbytes - n for t, n in sent),
                     grad_bytes=sum(n for t, n in sent if t.is_floating_point() or t.is_complex()),
                     num_tensors=1 if last else sum(1 for t in tensors if t.numel()),
-                    work_bytes=parameter_bytes[unit] + came_in[unit] + sum(t.nbytes for t in tensors),
+                    work_bytes=2 * parameter_bytes[unit] + came_in[unit] + sum(t.nbytes for t in tensors),
                     held_before=sum(t.nbytes for t, f in zip(tensors, firsts, strict=True) if f is None or f > unit),
                     held_behind=sum(t.nbytes for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
                     may_cut=whole and unit not in chain.forbidden,

@@ -42,12 +42,15 @@ class Prediction:
 
 def held_by(method: Method, *, num_stages: int) -> list[Held]:
     """What ``method`` makes each stage hold."""
-    M = method.micro_batches_per_update
+    M, kept = method.micro_batches_per_update, method.max_pending(num_stages)
     return [
         Held(
             graphs=stage.graphs,
             inputs=stage.inputs,
+            acts_sent=max(1, kept - stage.graphs),
+            grads_sent=kept,
             weight_copies=stage.weight_copies,
+            gradient_copies=len(set(stage.staleness_by_offset)) - 1 if method.weights == "stash" else 0,
             recomputes=sum(method.recomputes(place, M, stage.delay) for place in range(M)) / M,
         )
         for stage in figures(method, num_stages=num_stages)

@@ -96,7 +96,7 @@ def test_bytes_of_a_perceptron_are_those_counted_by_hand():
     # Behind the first layer nobody keeps what crosses, but the graphs on both sides hold it; behind ReLU, it does.
     assert (first.held_before, first.held_behind) == (4 * 4 * 8, 4 * 4 * 8)
     assert (relu.held_before, relu.held_behind) == (0, 4 * 4 * 8)
-    assert [u.work_bytes for u in (first, relu)] == [first.parameter_bytes + 4 * 4 * (6 + 8), 4 * 4 * (8 + 8)]
+    assert [u.work_bytes for u in (first, relu)] == [2 * first.parameter_bytes + 4 * 4 * (6 + 8), 4 * 4 * (8 + 8)]
     assert told.optimizer_copies == 1.0
     assert profile_of(perceptron(), torch.randn(4, 6), optimizer=torch.optim.Adam)[1].optimizer_copies == pytest.approx(
         2.0, rel=0.1

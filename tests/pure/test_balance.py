@@ -61,11 +61,14 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
             busy += (end.act_bytes + end.grad_bytes) * machine.seconds_per_byte
             busy += end.num_tensors * (1 + (end.grad_bytes > 0)) * machine.seconds_per_message
         parts.append(busy)
-        need = (2 + optimizer_copies + held[k].weight_copies) * sum(u.parameter_bytes for u in inside)
+        need = (2 + optimizer_copies + held[k].weight_copies + held[k].gradient_copies) * sum(
+            u.parameter_bytes for u in inside
+        )
         need += held[k].graphs * sum(u.activation_bytes for u in inside)
         need += held[k].graphs * (sum(end.held_behind for end in upstream) + sum(end.held_before for end in downstream))
-        need += sum(held[k].inputs * end.act_bytes + 3 * end.act_bytes + end.grad_bytes for end in upstream)
-        need += sum(3 * end.grad_bytes + end.act_bytes for end in downstream)
+        need += sum(held[k].inputs * end.act_bytes + 3 * end.act_bytes for end in upstream)
+        need += sum(held[k].grads_sent * end.grad_bytes for end in upstream)
+        need += sum(3 * end.grad_bytes + held[k].acts_sent * end.act_bytes for end in downstream)
         need += max(u.work_bytes for u in inside)
         needs.append(math.ceil(need))
         parts += [end.act_bytes / machine.bandwidth for end in downstream]
@@ -123,6 +126,9 @@ def random_instance(draw):
             graphs=draw.randint(1, 2 * K),
             inputs=draw.choice([0, 3]),
             weight_copies=draw.choice([0, 2]),
+            gradient_copies=draw.choice([0, 1]),
+            acts_sent=draw.choice([1, 4]),
+            grads_sent=draw.choice([1, 6]),
             recomputes=draw.choice([0, 1]),
         )
         for _ in range(K)

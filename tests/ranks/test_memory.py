@@ -55,13 +55,13 @@ def profile():
     )
 
 
-@pytest.mark.parametrize(("name", "K"), [("adl", 4), ("adl", 2), ("gpipe", 2)])
+@pytest.mark.parametrize(("name", "K"), [("adl", 4), ("gpipe", 2)])
 def test_each_stage_holds_what_was_predicted_within_10_percent(name, K, profile):
     """Of ResNet-18, cut evenly."""
     first, more = divmod(len(profile.units), K)
     sizes = [first + (k < more) for k in range(K)]
     expected = predict(profile, method(name, accumulation_steps=M), num_stages=K, sizes=sizes).balance.stage_bytes
-    measured, *same = run_ranks(K, peaks, sizes, name)
+    measured, *same = run_ranks(K, peaks, sizes, name, timeout_seconds=100)
     assert all(other == measured for other in same)
     print(name, expected, measured, [m / e for m, e in zip(measured, expected, strict=True)])
     for stage in range(K):

@@ -32,7 +32,7 @@ def assert_every_action_is_one_event(
                 expected += evaluation_work(validation, num_stages=K, stages=range(K))[k].stream
         assert " ".join(e["args"]["action"] for e in of_stage) == format_stream(expected)
         for action, event in zip(expected, of_stage, strict=True):
-            named = event["args"].get("micro_batch", event["args"].get("group"))
+            named = next(v for n, v in event["args"].items() if n in ("micro_batch", "group", "updates_in_segment"))
             assert named == action.number
             assert event["name"].endswith(f" {action.number}")
 
