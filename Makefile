@@ -4,13 +4,14 @@ VENV ?= .venv
 ARGS ?=
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-zoo lint install clean
+.PHONY: train test test-zoo test-long lint install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train [ARGS='key=value ...']   train; by default digits, 2 processes, about a minute"
 	@echo "make test  [ARGS='-k name']         run the tests"
 	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
+	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
 	@echo "make lint                           ruff and mypy"
 
 train: install
@@ -21,6 +22,9 @@ test: install
 
 test-zoo: install
 	@$(VENV)/bin/python -m pytest -m zoo tests/zoo $(ARGS)
+
+test-long: install
+	@$(VENV)/bin/python -m pytest -m long tests/long $(ARGS)
 
 lint: install
 	@$(VENV)/bin/ruff check .
