@@ -31,7 +31,8 @@ def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, device:
 
     measure = ACCURACY if any(run.curve(ACCURACY.name) for run in runs) else LOSS
     runs = sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
-    text = f"{_table(runs, measure)}\n\n{_origin(runs, command, device)}\n"
+    parts = [_table(runs, measure), *_memory_table(runs), _origin(runs, command, device)]
+    text = "\n\n".join(parts) + "\n"
     _write(folder / "comparison.md", lambda path: path.write_text(text))
     _write(folder / "comparison.csv", lambda path: _write_csv(path, runs))
     figure = draw_curves(runs, measure)
@@ -56,13 +57,33 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
             there = [cells.get((r, K)) or next(cells[r, k] for k in stages if (r, k) in cells) for r in references]
             row += [_cell(own, measure), _difference(own, there, measure)]
         rows.append(row)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = _aligned(rows)
     what = measure.name.replace("/", " ")
     spread = f"{what.capitalize()} after the last epoch: median over the seeds that came there (min to max, seeds)."
     points = "percentage points" if measure.scale == 100 else "the loss itself"
     told = f"`to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} with the same M if there is one."
     return "\n".join([*lines, "", f"{spread} {told if references else ''}".strip()])
+
+
+def _memory_table(runs: Sequence[Run]) -> list[str]:
+    """Of the runs with ``runtime.memory=true``: what each stage held."""
+    measured = [run for run in runs if "peak_tensor_bytes" in (run.summary.get("stages") or [{}])[0]]
+    if not measured:
+        return []
+    most = max(run.num_stages for run in measured)
+    rows = [["MiB of tensors", *(f"stage {k}" for k in range(most)), "mean", "largest"]]
+    rows.append(["---", *["---:"] * (most + 2)])
+    for run in measured:
+        mebibytes = [stage["peak_tensor_bytes"] / 2**20 for stage in run.summary["stages"]]
+        cells = [*mebibytes, *[None] * (most - len(mebibytes)), statistics.mean(mebibytes), max(mebibytes)]
+        label = f"{run.label}, K = {run.num_stages}, seed {run.seed}"
+        rows.append([label, *(NOTHING if cell is None else f"{cell:,.1f}" for cell in cells)])
+    return ["\n".join([*_aligned(rows), "", "The most that torch's allocator had handed out to each stage's process."])]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
 
 
 def _cell(runs: Sequence[Run], measure: Measure) -> str:
@@ -148,6 +169,9 @@ def _csv_row(run: Run) -> dict[str, Any]:
         "samples_per_second": summary.get("samples_per_second"),
         "stage0_staleness_mean": stages[0]["staleness_mean"] if stages else None,
         "peak_memory_bytes": max((stage["peak_memory_bytes"] for stage in stages), default=None),
+        "peak_tensor_bytes": max(
+            (stage["peak_tensor_bytes"] for stage in stages if "peak_tensor_bytes" in stage), default=None
+        ),
         "folder": run.folder,
     }
 
