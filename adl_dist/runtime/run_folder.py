@@ -206,19 +206,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def log_to(path: Path) -> None:
-    """Send this process's log to a file of its own, and no longer to that of a run before."""
-    make_folder(path.parent)
-    for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
-        logger.removeHandler(old)
-        old.close()
-    handler = logging.FileHandler(path.resolve())
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-
 def _write(path: Path, text: str) -> None:
     unfinished = path.with_name(f".{path.name}.saving")
     unfinished.write_text(text)

@@ -95,7 +95,7 @@ def schedule_learning_rates(
     updates_per_epoch: int,
     total_updates: int,
 ) -> None:
-    """Give each stage with an optimizer the schedule that ``lr_schedule`` makes, at the place where ``method`` starts."""
+    """Give each stage with an optimizer the schedule that ``lr_schedule`` makes, where ``method`` has it start."""
     for stage in stages:
         if stage.optimizer is not None:
             stage.lr_schedule = build_lr_schedule(
