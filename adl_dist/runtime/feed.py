@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from adl_dist.data import Loader
 from adl_dist.errors import DataError
 from adl_dist.transport import TensorSpec
+from adl_dist.transport.staging import to_device
 
 CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
@@ -42,7 +43,7 @@ class Feed:
             if self._num_classes is not None:
                 self._check(target, self._num_classes, f"micro-batch {micro_batch} of epoch {epoch}")
             # To the device first: a conversion on the CPU would leave the pinned memory that the copy needs.
-            input_ = input_.to(self._device, non_blocking=True)
+            input_ = self._on_device(input_)
             if input_.is_floating_point():
                 input_ = input_.to(self._dtype)
             if target.is_floating_point():
@@ -50,6 +51,12 @@ class Feed:
             if self._channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target
+
+    def _on_device(self, input_: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return input_
+        # On a stream of its own the copy overlaps with what is launched already, instead of coming after it.
+        return to_device(input_, self._device)
 
     def seconds_to_load(self, micro_batch_size: int) -> float:
         """How long a micro-batch keeps the caller busy, the least of a few; 0 if workers load it."""

@@ -18,8 +18,6 @@ logger = logging.getLogger("adl_dist")
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 
-logger = logging.getLogger("adl_dist")
-
 # What says where the model is cut: settings of the Python API, and keys of partition.* on the command line.
 CUT = ("num_stages", "balance", "grain", "speeds")
 # What may differ when a run goes on: how long, where, how it is watched, and how it is cut. (Another device, number of

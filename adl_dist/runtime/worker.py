@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,7 @@ class LocalWorker:
                     seat.open(work[k], training=training)
                 engine.run(order, self.seats)
                 for seat in self.seats.values():
+                    seat.stage.losses.check()
                     seat.drain()
             finally:
                 for seat in self.seats.values():
@@ -180,6 +182,16 @@ class LocalWorker:
         emit: Callable[[Record], None],
     ) -> Iterator[tuple[int, Action]]:
         """Hand ``order`` through; after each update, report the group that it closed."""
+        closed: deque[tuple[Iterator[Record], Record]] = deque()
+        # The figures of a GPU are read an update later: to read them at once would be to wait for all that is launched.
+        lag = len(self.seats) if self.world.device.type == "cuda" else 0
+
+        def report(but: int) -> None:
+            while len(closed) > but:
+                records, where = closed.popleft()
+                for record in records:  # read from the tally now, not when the group was closed
+                    emit({**record, **where})
+
         for k, action in order:
             if action.op is not Op.UPDATE:
                 yield k, action
@@ -190,8 +202,10 @@ class LocalWorker:
                 tally, stage.tally = stage.tally, Tally()
                 totals[k].add(tally)
                 where = {"stage": k, "update": segment.first_update + action.number, "epoch": segment.epoch}
-                for record in _records(tally, learning_rate, time.perf_counter() - start, is_last=stage.is_last):
-                    emit({**record, **where})
+                seconds = time.perf_counter() - start
+                closed.append((_records(tally, learning_rate, seconds, is_last=stage.is_last), where))
+                report(but=lag)
+        report(but=0)
 
 
 def _records(tally: Tally, learning_rate: float | None, seconds: float, *, is_last: bool) -> Iterator[Record]:

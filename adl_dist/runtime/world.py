@@ -26,6 +26,15 @@ from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.runtime.child import RENDEZVOUS_FOLDER
 from adl_dist.transport.process import Edge, connect_edges
 
+# A receive that was posted ahead is a kernel that waits on the GPU for its peer, beside the stage's own work.
+FOR_EARLY_RECEIVES = {
+    # Up to five communicators share a GPU; NCCL then wants them launched in one order, that of the host program.
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    # Thread blocks of one transfer: what waits occupies that many multiprocessors.
+    "NCCL_MAX_CTAS": "4",
+    # Hardware queues. With fewer than streams, two streams share one, and work behind a receive that waits would wait.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
 EVERY_METHOD_NEEDS = ("act", "grad", "target")
 
 
@@ -149,6 +158,8 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     try:
         store = _open_store(rank, size, timeout)
         if not dist.is_initialized():
+            # No device_id: this group is gloo and stays on the CPU; each NCCL group of an edge is given its own. Bound
+            # to a GPU, torch would have gloo connect eagerly there, and split the edges' groups from it.
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size, timeout=timeout
             )
@@ -197,9 +208,9 @@ def choose_device(device_type: str) -> torch.device:
         raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
     # Explicit, never left to the backend: torch 2.15's NCCL takes LOCAL_RANK modulo the device count itself.
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    for variable, value in FOR_EARLY_RECEIVES.items():
+        os.environ.setdefault(variable, value)
     torch.cuda.set_device(device)
-    # Up to five communicators share a GPU; NCCL then wants them launched in one order, that of the host program.
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     return device
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.errors import DivergedError
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.calls import Tensors, call_of, packed, takes_gradient, torch_seed, unpacked
+from adl_dist.stage.losses import Losses
 from adl_dist.stage.tally import Tally
 from adl_dist.stage.weights import TwoVersions, weight_policy
 
@@ -39,6 +39,7 @@ class Stage:
         version: updates applied so far, over the whole run.
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
         tally: what the stage counts about itself; the owner takes it and puts a fresh one.
+        losses: of the updates; whoever ends a segment has the last ones checked.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Stage:
         self.module, self.head = module, head
         self.version = 0
         self.in_flight: dict[int, InFlight] = {}
-        self.tally = Tally()
+        self.tally, self.losses = Tally(), Losses(index)
         # What is trained together: the part of the model and what serves only to train it.
         self._trained = module if head is None else nn.ModuleList([module, head])
         parameters = list(self._trained.parameters())
@@ -128,6 +129,7 @@ class Stage:
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
         self._first_version, self._forward_version = self.version, None
         self.tally = Tally()
+        self.losses.forget()
         self._trained.train(training)
         if training:
             # What an interrupted segment, or the user before us, left there belongs to no group.
@@ -233,11 +235,10 @@ class Stage:
         """Apply the gradients of the group and move on to the next weight version and learning rate.
 
         Raises:
-            DivergedError: the loss of the group is not finite. The weights are left as they are.
+            DivergedError: the loss of the group is not finite (on a GPU: of the group before). The weights are left as
+                they are.
         """
-        if self.tally.loss_sum is not None and not bool(torch.isfinite(self.tally.loss_sum)):
-            what = f"the loss is {float(self.tally.loss_sum)}"
-            raise DivergedError(what, stage=self.index, update=self.version, epoch=self._epoch)
+        self.losses.add(self.tally, update=self.version, epoch=self._epoch)
         with self.tally.busy():
             if self._policy is not None:
                 graphs = {kept.version for kept in self.in_flight.values() if kept.outs is not None}

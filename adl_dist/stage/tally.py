@@ -24,6 +24,7 @@ class Tally:
     loss_sum: Tensor | None = None
     num_correct: Tensor | None = None
     busy_seconds: float = 0.0
+    _fetched: torch.cuda.Event | None = None
 
     def busy(self) -> "_Busy":
         """Count the time inside as busy (on a GPU: the time to launch, not to run)."""
@@ -40,8 +41,20 @@ class Tally:
             correct = (out.detach().argmax(dim=1) == target).sum()
             self.num_correct = correct if self.num_correct is None else self.num_correct + correct
 
+    def fetch(self) -> bool:
+        """Start to copy loss and hits off a GPU, for :meth:`numbers`; False: they are not on one."""
+        if self.loss_sum is None or not self.loss_sum.is_cuda:
+            return False
+        self.loss_sum = self.loss_sum.to("cpu", non_blocking=True)  # which torch gives pinned memory
+        if self.num_correct is not None:
+            self.num_correct = self.num_correct.to("cpu", non_blocking=True)
+        self._fetched = torch.cuda.current_stream().record_event()
+        return True
+
     def numbers(self) -> dict[str, float | int]:
         """Samples, loss sum and hits as plain numbers; a number that is not there is absent."""
+        if self._fetched is not None:
+            self._fetched.synchronize()  # with these copies, not with what was launched behind them
         told: dict[str, float | int] = {"num_samples": self.num_samples}
         if self.loss_sum is not None:
             told["loss_sum"] = float(self.loss_sum)

@@ -2,8 +2,10 @@
 
 One process group per directed edge, never one per neighbour pair: on one communicator operations finish in
 the order of issue, and with both directions on it this schedule deadlocks for every K >= 2
-(tests/pure/test_schedule.py shows both). All groups are made in the same order on every rank and connected
-before the first step, so that a first message never waits for a handshake in the middle of training.
+(tests/pure/test_schedule.py shows both). With one group per edge an early receive holds up nothing but later
+receives of its own edge, in all of torch 2.11 to 2.15; docs/gpu.md says why no batched exchange is needed. All
+groups are made in the same order on every rank and connected before the first step, so that a first message never
+waits for a handshake in the middle of training.
 """
 
 import datetime
@@ -18,6 +20,7 @@ from torch import Tensor
 from adl_dist.errors import ChannelError
 from adl_dist.schedule.actions import LINKS, receiver
 from adl_dist.transport.spec import Specs
+from adl_dist.transport.staging import to_device, to_host
 
 Tensors = tuple[Tensor, ...]
 
@@ -114,7 +117,7 @@ class ProcessSender:
             if spec.is_empty:
                 continue
             if self._edge.backend == "gloo" and wire.is_cuda:
-                wire = wire.to("cpu")  # gloo reads host memory only
+                wire = to_host(wire)
             tag = micro_batch * len(self._specs) + place
             try:
                 work = dist.isend(wire, self._edge.receiver, group=self._edge.group, tag=tag)
@@ -177,7 +180,7 @@ class ProcessReceiver:
                     work.wait()
             except RuntimeError as error:
                 raise self._lost(micro_batch) from error
-        arrived = (buffer.to(self._device, non_blocking=True) for _, buffer in works)
+        arrived = (b if b.device == self._device else to_device(b, self._device) for _, b in works)
         return tuple(spec.widen(tensor) for spec, tensor in zip(self._specs, arrived, strict=True))
 
     def _post(self, micro_batch: int) -> None:
