@@ -11,11 +11,11 @@ ROWS = (
     {"schedule"},  # no torch
     {"partition", "stage", "transport", "models", "data", "optim", "report"},
     {"engine"},
-    {"runtime"},  # where ranks exist
+    {"runtime", "baselines"},  # where ranks exist
     {"cli"},  # where Hydra exists
 )
 WITHOUT_TORCH = ROWS[0] | ROWS[1]
-MAY_KNOW_RANKS = {"transport", "runtime"}
+MAY_KNOW_RANKS = {"transport", "runtime", "baselines"}
 PACKAGE = pathlib.Path(__file__).parents[2] / "adl_dist"
 
 
@@ -53,7 +53,7 @@ def test_imports_point_down():
         below |= row
 
 
-def test_only_transport_and_runtime_know_torch_distributed():
+def test_only_transport_runtime_and_baselines_know_torch_distributed():
     for path in files():
         if any(name.startswith("torch.distributed") for name in imported(path)):
             assert room_of(path) in MAY_KNOW_RANKS, path

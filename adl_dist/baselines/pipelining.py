@@ -1,0 +1,110 @@
+"""Pipeline parallelism with torch.distributed.pipelining, on the same stages as our own runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from adl_dist.baselines.loop import Batches, LossFn, Updates
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class _Convert(torch.autograd.Function):
+    """One memory format on the way there, another one on the way back, so that kernels never meet both at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: torch.memory_format, back: torch.memory_format, copy: bool) -> Tensor:
+        ctx.back = back
+        return x.clone(memory_format=there) if copy else x.contiguous(memory_format=there)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0].contiguous(memory_format=ctx.back), None, None, None
+
+
+class Bordered(nn.Module):
+    """A stage that computes in channels_last and sends and takes plain tensors, the only ones that gloo accepts."""
+
+    def __init__(self, stage: nn.Module, *, channels_last: bool, overwrites: Sequence[bool]) -> None:
+        """Wrap ``stage``.
+
+        Args:
+            stage: called with one tensor [B, ...], or with a tuple of several; returns the same.
+            channels_last: whether it computes so.
+            overwrites: for each tensor that arrives, whether the stage writes to it; it then gets a copy.
+        """
+        super().__init__()
+        self.stage = stage
+        self._channels_last, self._overwrites = channels_last, list(overwrites)
+
+    def forward(self, *acts: Tensor) -> Any:
+        """From the tensors that cross the border before to those that cross the one behind."""
+        inner = [
+            _Convert.apply(act, self._inside(act), torch.contiguous_format, written)
+            for act, written in zip(acts, self._overwrites, strict=True)
+        ]
+        out = self.stage(inner[0] if len(inner) == 1 else tuple(inner))
+        return self._leave(out) if isinstance(out, Tensor) else tuple(self._leave(each) for each in out)
+
+    def _leave(self, out: Tensor) -> Any:
+        return _Convert.apply(out, torch.contiguous_format, self._inside(out), False)
+
+    def _inside(self, tensor: Tensor) -> torch.memory_format:
+        return torch.channels_last if self._channels_last and tensor.ndim == 4 else torch.contiguous_format
+
+
+def train_stage(
+    module: nn.Module,
+    batches: Batches | None,
+    *,
+    schedule: str,
+    rank: int,
+    num_stages: int,
+    device: torch.device,
+    channels_last: bool,
+    overwrites: Sequence[bool],
+    target: Tensor,
+    num_updates: int,
+    micro_batches: int,
+    loss_fn: LossFn,
+    updates: Updates,
+) -> None:
+    """Train one of K stages.
+
+    Args:
+        module: stage ``rank``, on ``device``.
+        batches: whole batches (input on ``device``, target) on rank 0; None elsewhere.
+        schedule: ``gpipe`` or ``1f1b``.
+        rank: of this process, which is also its stage.
+        num_stages: K, at least 2; for ``1f1b`` no more than ``micro_batches``.
+        device: of this rank.
+        channels_last: whether stages compute so.
+        overwrites: see :class:`Bordered`.
+        target: of a whole batch, any values; that of each batch goes from rank 0 to the last rank.
+        num_updates: how long.
+        micro_batches: M, into which torch splits a batch.
+        loss_fn: (output, target) to the mean over the samples.
+        updates: what ends an update.
+    """
+    last = num_stages - 1
+    # Every rank makes it, but only its members may use it; targets stay on the CPU.
+    targets: Any = dist.new_group([0, last], backend="gloo")
+    stage = PipelineStage(
+        Bordered(module, channels_last=channels_last, overwrites=overwrites), rank, num_stages, device
+    )
+    pipeline = SCHEDULES[schedule](stage, n_microbatches=micro_batches, loss_fn=loss_fn)
+    module.train()
+    for _ in range(num_updates):
+        inputs: list[Tensor] = []
+        if batches is not None:
+            input_, target = next(batches)
+            inputs = [input_]
+        if rank in (0, last):
+            dist.broadcast(target, src=0, group=targets)
+        wanted = target.to(device, non_blocking=True) if rank == last else None
+        pipeline.step(*inputs, target=wanted, return_outputs=False)
+        updates.apply()
