@@ -55,7 +55,7 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         balance=balance if num_stages is None else "even",
         grain=config.partition.grain.value if config.partition.grain and num_stages is None else None,
         speeds=config.partition.speeds if num_stages is None else None,
-        lr_schedule=_lr_schedule(config),
+        lr_schedule=lr_schedule(config),
         seed=config.seed,
         device=config.runtime.device.value,
         dtype=getattr(torch, config.dtype.value),
@@ -101,10 +101,15 @@ def build_data(config: RunConfig) -> tuple[Dataset[Any], Dataset[Any]]:
         ConfigError: the target cannot be called like that, or returns no pair.
         DataError: what the target has to say.
     """
-    pair = _call("data", data_arguments(config))
+    return datasets(config.data)
+
+
+def datasets(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Build the training and validation datasets that a data node describes; see :func:`build_data`."""
+    pair = _call("data", data_arguments(node))
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise ConfigError(
-            f"data._target_={config.data['_target_']} returned {type(pair).__name__}; expected a pair "
+            f"data._target_={node['_target_']} returned {type(pair).__name__}; expected a pair "
             "(training dataset, validation dataset)"
         )
     return pair
@@ -116,12 +121,12 @@ def check_targets(config: RunConfig) -> None:
     Raises:
         ConfigError: a target that is not there, or an argument that it does not take.
     """
-    for name, node in (("data", data_arguments(config)), ("model", config.model), ("loss", config.loss)):
+    for name, node in (("data", data_arguments(config.data)), ("model", config.model), ("loss", config.loss)):
         _bind(name, node)
     optimizer = build_optimizer(config)([nn.Parameter(torch.zeros(1))])
     epoch = 1000  # any length will do: the data is not there yet
     total = epoch * config.train.epochs
-    build_lr_schedule(_lr_schedule(config), optimizer, updates_per_epoch=epoch, total_updates=total)
+    build_lr_schedule(lr_schedule(config), optimizer, updates_per_epoch=epoch, total_updates=total)
 
 
 def check_device(config: RunConfig) -> None:
@@ -134,9 +139,9 @@ def check_device(config: RunConfig) -> None:
         raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
 
 
-def data_arguments(config: RunConfig) -> dict[str, Any]:
+def data_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     """The data node without what is not meant for its target."""
-    node = {k: v for k, v in config.data.items() if k not in OF_THE_LOADER}
+    node = {k: v for k, v in node.items() if k not in OF_THE_LOADER}
     taken = _parameters(_locate("data", node))
     return {k: v for k, v in node.items() if k not in OF_THE_MODEL or taken is None or k in taken}
 
@@ -179,7 +184,8 @@ def build_optimizer(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], Opt
     return make
 
 
-def _lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
+def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
+    """What makes the LR scheduler of an optimizer, from it and from how long the run is."""
     given = ("optimizer", "updates_per_epoch", "total_updates")
     taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or ()
     target, arguments = _bind("lr_schedule", config.lr_schedule, *(name for name in given if name in taken))

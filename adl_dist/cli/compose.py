@@ -143,7 +143,7 @@ def composed_of(words: Sequence[str]) -> DictConfig:
 def opened_up(words: Sequence[str]) -> list[str]:
     """Let open nodes take any key, and start from an empty node where a new ``_target_`` is given."""
     parsed = [parse(word) for word in words]
-    chosen = {p.key_or_group for p in parsed}
+    chosen = {p.key_or_group for p in parsed if not isinstance(p.value(), dict)}
     opened: list[str] = []
     for word, override in zip(words, parsed, strict=True):
         node, _, rest = override.key_or_group.partition(".")

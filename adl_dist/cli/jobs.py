@@ -1,6 +1,5 @@
 """Runs as processes side by side. What became of one is read from its folder, so that a sweep can be gone on with."""
 
-import contextlib
 import json
 import os
 import re
@@ -13,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from adl_dist.cli.children import LOOK_SECONDS, end_all
 from adl_dist.runtime.child import LAUNCHER
 from adl_dist.runtime.run_folder import SUMMARY
 
 OUTCOME = "outcome.json"
 LOG = Path("logs") / "output.log"
-LOOK_SECONDS = 0.05
-SECONDS_TO_END = 10.0
 DIVERGED = re.compile(r"stage \d+: .* at update (\d+) \(epoch (\d+)\); the last checkpoint is kept")
 
 
@@ -114,7 +112,7 @@ def run_side_by_side(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job
             if not ended:
                 time.sleep(LOOK_SECONDS)  # no portable call waits for several processes
     finally:
-        _end([run.process for _, run in running.values()])
+        end_all([run.process for _, run in running.values()])
 
 
 def _start(job: Job) -> _Running:
@@ -155,17 +153,6 @@ def _conclude(job: Job, run: _Running) -> Outcome:
     unfinished.write_text(json.dumps({**vars(outcome), "settings": job.settings}, indent=1) + "\n")
     os.replace(unfinished, job.folder / OUTCOME)
     return outcome
-
-
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + SECONDS_TO_END
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-        process.kill()  # does nothing to one that has ended
-        process.wait()
 
 
 def _read(path: Path) -> dict[str, Any]:

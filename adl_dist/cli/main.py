@@ -21,6 +21,7 @@ adl-dist COMMAND [KEY=VALUE ...]
   evaluate    evaluate a checkpoint:       adl-dist evaluate run_dir=runs/NAME
   export      write one plain state_dict:  adl-dist export run_dir=runs/NAME out=model.pt
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
+  bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
 
 adl-dist train --help lists the keys, also those of another method: adl-dist train --help method=fr
@@ -56,7 +57,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(USAGE)
         return 0 if words else 2
     command = _commands().get(words[0])
-    if command and words[0] not in ("train", "schedule", "plan") and {"-h", "--help"} & set(words):
+    if command and words[0] not in ("train", "schedule", "plan", "bench") and {"-h", "--help"} & set(words):
         sys.stdout.write(USAGE)
         return 0
     try:
@@ -107,6 +108,7 @@ def _commands() -> dict[str, Callable[[list[str]], None]]:
         "export": _late("commands", "export"),
         "schedule": _late("schedule", "schedule"),
         "plan": _late("plan", "plan"),
+        "bench": _late("bench", "bench"),
     }
 
 

@@ -14,7 +14,7 @@ from adl_dist.cli import build
 from adl_dist.cli.compose import compose_run
 from adl_dist.cli.plan_check import check_cases, checked
 from adl_dist.cli.plan_measure import Measurer
-from adl_dist.cli.plan_report import facts_of, line_to_paste, report
+from adl_dist.cli.plan_report import facts_of, line_to_paste, method_named, report
 from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Machine, checked_sizes
@@ -26,7 +26,6 @@ from adl_dist.report.costs import check_suffix, draw_costs
 from adl_dist.runtime.link import measure_link
 from adl_dist.runtime.placement import device_memory
 from adl_dist.runtime.process import num_cores
-from adl_dist.schedule import METHODS, Method, method
 
 PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs, if nothing is said: PCIe 4, cautiously
 BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -45,7 +44,7 @@ def plan(words: list[str]) -> None:
     build.check_targets(config)
     build.check_device(config)
     _check(flags)
-    methods = [_method(config, name) for name in dict.fromkeys(flags.methods.split(","))]
+    methods = [method_named(name, config, flag="--methods") for name in dict.fromkeys(flags.methods.split(","))]
     batch = config.train.batch_size
     if wanting := [m for m in (*methods, config.method.chosen()) if m.micro_batches_per_update > batch]:
         M = wanting[0].micro_batches_per_update
@@ -161,16 +160,6 @@ def _sizes(config: RunConfig, chain: Chain, num_stages: int) -> Sequence[int] | 
     if isinstance(balance, list) and num_stages == config.partition.num_stages:
         return checked_sizes(chain, num_stages, balance)
     return None
-
-
-def _method(config: RunConfig, name: str) -> Method:
-    if name not in METHODS:
-        raise ConfigError(f"--methods: there is no method '{name}'; choose of {', '.join(METHODS)}")
-    if name == config.method.name:
-        return config.method.chosen()
-    row = METHODS[name]
-    steps = config.method.chosen().accumulation_steps
-    return method(name) if row.accumulation_steps == 1 else method(name, accumulation_steps=steps)
 
 
 def _draw(path: Path, profile: Profile, choice: Prediction | None, config: RunConfig) -> None:

@@ -1,9 +1,6 @@
 """``adl-dist plan --check``: runs what was predicted, and sets what is measured beside it."""
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from adl_dist.cli.children import ChildFailed, run_together, summary_in, training
 from adl_dist.cli.plan_report import method_words
 from adl_dist.cli.schema import RunConfig
 from adl_dist.errors import ConfigError
@@ -101,15 +99,9 @@ def table(cases: Sequence[Case]) -> str:
 
 def _train(words: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        own = [f"run_dir={folder}/run", "runtime.tensorboard=false", "runtime.checkpoint_every_epochs=0"]
-        done = subprocess.run(
-            [sys.executable, "-m", "adl_dist", "train", *words, *own, "train.epochs=100000"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-            raise ConfigError(f"--check: adl-dist train {' '.join(words)} failed: {said[-1] if said else 'no word'}")
-        summary: dict[str, Any] = json.loads((Path(folder) / "run" / "summary.json").read_text())
-        return summary
+        child = training([*words, "train.epochs=100000"], Path(folder))
+        try:
+            run_together([child])
+        except ChildFailed as failed:
+            raise ConfigError(f"--check: adl-dist train {' '.join(words)} failed: {failed}") from failed
+        return summary_in(Path(folder))
