@@ -24,8 +24,9 @@ from adl_dist.cli.bench_survey import survey
 from adl_dist.cli.compose import compose_run
 from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import ConfigError
+from adl_dist.runtime.process import num_cores
 from adl_dist.runtime.run_folder import make_folder
-from adl_dist.runtime.world import launched_world_size, num_cores
+from adl_dist.runtime.world import launched_world_size
 
 FACTS, FIGURE, LOGS = "bench.json", "bench.svg", "logs"
 FEWEST = 5  # measured updates of a run

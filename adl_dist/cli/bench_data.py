@@ -7,8 +7,7 @@ from torch.utils.data import Dataset, Subset
 
 from adl_dist.cli import build
 from adl_dist.cli.schema import RunConfig
-from adl_dist.data import Loader
-from adl_dist.runtime.feed import Feed
+from adl_dist.runtime.feed import Feed, feed_from
 
 
 def stretched(
@@ -38,17 +37,13 @@ def stretching(target: str, num_samples: int) -> list[str]:
 
 def feed_of(dataset: Dataset[Any], config: RunConfig, device: torch.device, *, shuffle: bool | None = None) -> Feed:
     """Micro-batches of ``dataset`` as our own first stage gets them; ``shuffle``: other than configured."""
-    loader = Loader(
+    return feed_from(
         dataset,
+        "training",
         seed=config.seed,
         shuffle=config.data.get("shuffle", True) if shuffle is None else shuffle,
         num_workers=config.data.get("num_workers", 0),
-        pin_memory=device.type == "cuda",
-    )
-    return Feed(
-        loader,
         device=device,
         dtype=getattr(torch, config.dtype.value),
         channels_last=config.runtime.channels_last,
-        name="training dataset",
     )

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from adl_dist.cli import build
 from adl_dist.cli.schema import RunConfig
-from adl_dist.data import Loader, check_dataset
 from adl_dist.errors import DataError
 from adl_dist.partition import linearise
 from adl_dist.partition.advice import Pace
 from adl_dist.partition.measure import pace
 from adl_dist.partition.profile import Profile
-from adl_dist.runtime.feed import Feed, common_sample
+from adl_dist.runtime.feed import Feed, common_sample, feed_from
 from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import micro_batch, take_profile
 from adl_dist.runtime.trial import try_out
@@ -113,14 +112,15 @@ def _feed(config: RunConfig, device: torch.device) -> Feed:
         train, _ = build.build_data(config)
     except DataError as error:
         raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
-    check_dataset(train, name="training", smallest=1)
-    loader = Loader(train, seed=config.seed, shuffle=True, num_workers=config.data.get("num_workers", 0))
-    return Feed(
-        loader,
+    return feed_from(
+        train,
+        "training",
+        seed=config.seed,
+        shuffle=True,
+        num_workers=config.data.get("num_workers", 0),
         device=device,
         dtype=getattr(torch, config.dtype.value),
         channels_last=config.runtime.channels_last,
-        name="training dataset",
     )
 
 

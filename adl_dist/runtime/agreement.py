@@ -6,8 +6,8 @@ reason instead, so the error is readable on both sides; in gloo a mismatch would
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.trial import InBothModes, try_out
+from adl_dist.runtime.world import disconnect
 from adl_dist.transport import Specs, TensorSpec
 
 SIZES = "sizes"
@@ -123,6 +124,19 @@ def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: 
         store.set(key, told)
     if rank == 0:
         store.set(SIZES, told)
+
+
+@contextmanager
+def refusals_told(store: dist.Store, *, stages: Iterable[int], rank: int) -> Iterator[None]:
+    """What stops this rank inside, before the agreement, must not leave the others waiting for it."""
+    try:
+        yield
+    except StageFailed:
+        raise
+    except Exception as error:
+        refuse(store, error, stages=stages, rank=rank)
+        disconnect(in_order=False)
+        raise
 
 
 def publish_sizes(store: dist.Store, sizes: Sequence[int]) -> None:

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +12,11 @@ from adl_dist.errors import CheckpointError, DivergedError
 from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import checkpoint
 from adl_dist.runtime.control import Crew, Record, Result
+from adl_dist.runtime.length import Plan
 from adl_dist.runtime.run_folder import RunFolder
 from adl_dist.runtime.trace_file import merge_parts
-from adl_dist.schedule import Segment
 
 logger = logging.getLogger("adl_dist")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How long a run is and how it is divided. Sizes in samples, lengths in epochs and updates."""
-
-    epochs: int
-    max_updates: int | None
-    num_samples: int
-    num_validation: int
-    micro_batch_size: int
-    accumulation_steps: int
-
-    def segment(self, epoch: int, first_sample: int, update: int) -> Segment:
-        """The segment from ``first_sample`` of ``epoch`` and ``update`` on, cut short where the run ends."""
-        rest = Segment(
-            epoch=epoch,
-            first_sample=first_sample,
-            first_update=update,
-            num_samples=self.num_samples - first_sample,
-            micro_batch_size=self.micro_batch_size,
-            accumulation_steps=self.accumulation_steps,
-        )
-        if self.max_updates is None or update + rest.num_updates <= self.max_updates:
-            return rest
-        groups = rest.group_sizes[: self.max_updates - update]
-        return replace(rest, num_samples=sum(rest.sizes[: sum(groups)]))
-
-    @property
-    def updates_per_epoch(self) -> int:
-        """Updates of one whole epoch."""
-        return replace(self, max_updates=None).segment(0, 0, 0).num_updates
-
-    @property
-    def total_updates(self) -> int:
-        """Updates of the whole run."""
-        total = self.epochs * self.updates_per_epoch
-        return total if self.max_updates is None else min(total, self.max_updates)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from adl_dist.data import Loader
+from adl_dist.data import Loader, check_dataset
 from adl_dist.errors import DataError
 from adl_dist.transport import TensorSpec
 from adl_dist.transport.staging import to_device
@@ -25,6 +27,11 @@ class Feed:
         self._channels_last = channels_last
         self._num_classes: int | None = None
         self._ignore_index = -100
+
+    @property
+    def num_samples(self) -> int:
+        """Of the dataset."""
+        return self._loader.num_samples
 
     def expect_classes(self, loss_fn: Callable[[Tensor, Tensor], Tensor], num_outputs: int) -> None:
         """Check targets against the number of outputs from now on, if ``loss_fn`` wants class indices."""
@@ -82,6 +89,42 @@ class Feed:
                 f"so targets must be in [0, {num_classes}); set "
                 "data.num_classes (model.num_classes) to the number of classes, or mend the targets"
             )
+
+
+def feed_from(
+    dataset: Dataset[Any] | None,
+    name: str,
+    *,
+    seed: int,
+    shuffle: bool,
+    num_workers: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    channels_last: bool,
+    smallest: int = 1,
+) -> Feed:
+    """Micro-batches of ``dataset``.
+
+    Args:
+        dataset: map-style, of (input, target).
+        name: for messages: ``training`` or ``validation``.
+        seed: of the run.
+        shuffle: see :class:`Loader`.
+        num_workers: likewise.
+        device: of the first stage.
+        dtype: of the run.
+        channels_last: whether images are stored so.
+        smallest: number of samples that will do.
+
+    Raises:
+        DataError: there is none, it is too small, or no dataset.
+    """
+    if dataset is None:
+        raise DataError(f"the {name} dataset is None on the rank that feeds the pipeline, rank 0; pass it there")
+    check_dataset(dataset, name=name, smallest=smallest)
+    pinned = device.type == "cuda"
+    loader = Loader(dataset, seed=seed, shuffle=shuffle, num_workers=num_workers, pin_memory=pinned)
+    return Feed(loader, device=device, dtype=dtype, channels_last=channels_last, name=f"{name} dataset")
 
 
 def common_sample(train_feed: Feed | None, val_feed: Feed | None) -> tuple[Tensor, Tensor] | None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from adl_dist.data import Loader, check_dataset
-from adl_dist.errors import ConfigError, DataError
+from adl_dist.errors import ConfigError
 from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import agreement, checkpoint, wiring
 from adl_dist.runtime.conduct import conduct
-from adl_dist.runtime.control import Result, StageFailed
-from adl_dist.runtime.coordinator import Coordinator, Plan, Saving, record_to
-from adl_dist.runtime.feed import Feed, common_sample
+from adl_dist.runtime.control import Result
+from adl_dist.runtime.coordinator import Coordinator, Saving, record_to
+from adl_dist.runtime.feed import Feed, common_sample, feed_from
+from adl_dist.runtime.length import Plan, check_lengths
 from adl_dist.runtime.memory import MemoryMeter
 from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import Placement
@@ -34,7 +34,6 @@ from adl_dist.runtime.world import (
     check_world_size,
     choose_device,
     connect,
-    disconnect,
     launched_local_rank,
     launched_local_size,
     launched_rank,
@@ -219,7 +218,9 @@ class Trainer:
             DivergedError: the loss is not finite any more.
             StageFailed, ChannelError: another process failed.
         """
-        micro_batch_size = self._check_lengths(epochs, batch_size, max_updates)
+        micro_batch_size = check_lengths(
+            epochs=epochs, max_updates=max_updates, batch_size=batch_size, steps=self._method.micro_batches_per_update
+        )
         if run_dir is None and resume != "auto":
             raise ConfigError(f"resume={resume} needs a run_dir to go on in; without one nothing is saved or resumed")
         if trace and run_dir is None:
@@ -242,12 +243,12 @@ class Trainer:
         keep_freed_memory()
         world = self._join()
         store = world.fresh_store()
-        with self._settings_in_force(), self._refusals_told(store):
+        with self._numerics.in_force(threads=self._threads), self._refusals_told(store):
             num_samples, train_feed = self._feed(
                 train_dataset, "training", world, shuffle=shuffle, num_workers=num_workers, smallest=batch_size
             )
             num_validation, val_feed = (
-                self._feed(val_dataset, "validation", world, shuffle=False, num_workers=num_workers, smallest=1)
+                self._feed(val_dataset, "validation", world, shuffle=False, num_workers=num_workers)
                 if val_dataset is not None
                 else (0, None)
             )
@@ -286,7 +287,7 @@ class Trainer:
         progress = Progress(num_stages=self._num_stages, quiet=quiet)
         if self._placement.told and world.rank == 0:
             progress.note(self._placement.told)
-        with self._settings_in_force(), bound_to(self._own_cores()):
+        with self._numerics.in_force(threads=self._threads), bound_to(self._own_cores()):
             try:
                 return conduct(
                     world,
@@ -310,10 +311,8 @@ class Trainer:
         keep_freed_memory()
         world = self._join()
         store = world.fresh_store()
-        with self._settings_in_force(), self._refusals_told(store):
-            num_samples, feed = self._feed(
-                dataset, "validation", world, shuffle=False, num_workers=num_workers, smallest=1
-            )
+        with self._numerics.in_force(threads=self._threads), self._refusals_told(store):
+            num_samples, feed = self._feed(dataset, "validation", world, shuffle=False, num_workers=num_workers)
             plan = Plan(
                 epochs=0,
                 max_updates=None,
@@ -324,7 +323,7 @@ class Trainer:
             )
             worker = self._worker(world, store, None, feed, batch_size, None, in_turn)
         recorder, progress = Recorder(None), Progress(num_stages=self._num_stages, quiet=True)
-        with self._settings_in_force(), bound_to(self._own_cores()):
+        with self._numerics.in_force(threads=self._threads), bound_to(self._own_cores()):
             return conduct(
                 world,
                 worker,
@@ -351,19 +350,6 @@ class Trainer:
         for module in self._placement.modules.values():
             checkpoint.load_weights(Path(path), module)
 
-    def _check_lengths(self, epochs: int, batch_size: int, max_updates: int | None) -> int:
-        steps = self._method.micro_batches_per_update
-        if epochs < 1:
-            raise ConfigError(f"train.epochs must be at least 1, got {epochs}")
-        if max_updates is not None and max_updates < 1:
-            raise ConfigError(f"train.max_updates must be at least 1, got {max_updates}")
-        if batch_size < steps:
-            raise ConfigError(
-                f"train.batch_size={batch_size} leaves no sample for each of method.accumulation_steps={steps} "
-                f"micro-batches; use train.batch_size>={steps}"
-            )
-        return batch_size // steps
-
     def _join(self) -> World:
         if self._distributed:
             return connect(self._num_stages, device_type=self._device_type, timeout_seconds=self._timeout_seconds)
@@ -375,21 +361,9 @@ class Trainer:
             return None
         return own_cores(launched_local_rank(), launched_local_size(self._num_stages))
 
-    def _settings_in_force(self) -> contextlib.AbstractContextManager[None]:
-        return self._numerics.in_force(threads=self._threads)
-
-    @contextlib.contextmanager
-    def _refusals_told(self, store: dist.Store) -> Iterator[None]:
-        """What stops this rank before the agreement must not leave the others waiting for it."""
-        try:
-            yield
-        except StageFailed:
-            raise
-        except Exception as error:
-            if self._distributed:
-                agreement.refuse(store, error, stages=range(self._num_stages + 1), rank=launched_rank())
-                disconnect(in_order=False)
-            raise
+    def _refusals_told(self, store: dist.Store) -> contextlib.AbstractContextManager[None]:
+        told = agreement.refusals_told(store, stages=range(self._num_stages + 1), rank=launched_rank())
+        return told if self._distributed else contextlib.nullcontext()
 
     def _feed(
         self,
@@ -399,25 +373,22 @@ class Trainer:
         *,
         shuffle: bool,
         num_workers: int,
-        smallest: int,
+        smallest: int = 1,
     ) -> tuple[int, Feed | None]:
         if not self.needs_data:
             return 0, None
-        if dataset is None:
-            raise DataError(f"the {name} dataset is None on rank {world.rank}, which feeds the pipeline; pass it there")
-        check_dataset(dataset, name=name, smallest=smallest)
-        loader = Loader(
+        feed = feed_from(
             dataset,
+            name,
             seed=self._seed,
             shuffle=shuffle,
             num_workers=num_workers,
-            pin_memory=world.device.type == "cuda",
+            smallest=smallest,
+            device=world.device,
+            dtype=self._numerics.dtype,
+            channels_last=self._channels_last,
         )
-        told = f"{name} dataset"
-        feed = Feed(
-            loader, device=world.device, dtype=self._numerics.dtype, channels_last=self._channels_last, name=told
-        )
-        return len(dataset), feed  # type: ignore[arg-type]  # check_dataset has seen that it has a length
+        return feed.num_samples, feed
 
     def _worker(
         self,

@@ -1,0 +1,65 @@
+"""How long a run is, and how it is divided into segments."""
+
+from dataclasses import dataclass, replace
+
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import Segment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How long a run is and how it is divided. Sizes in samples, lengths in epochs and updates."""
+
+    epochs: int
+    max_updates: int | None
+    num_samples: int
+    num_validation: int
+    micro_batch_size: int
+    accumulation_steps: int
+
+    def segment(self, epoch: int, first_sample: int, update: int) -> Segment:
+        """The segment from ``first_sample`` of ``epoch`` and ``update`` on, cut short where the run ends."""
+        rest = Segment(
+            epoch=epoch,
+            first_sample=first_sample,
+            first_update=update,
+            num_samples=self.num_samples - first_sample,
+            micro_batch_size=self.micro_batch_size,
+            accumulation_steps=self.accumulation_steps,
+        )
+        if self.max_updates is None or update + rest.num_updates <= self.max_updates:
+            return rest
+        groups = rest.group_sizes[: self.max_updates - update]
+        return replace(rest, num_samples=sum(rest.sizes[: sum(groups)]))
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Updates of one whole epoch."""
+        return replace(self, max_updates=None).segment(0, 0, 0).num_updates
+
+    @property
+    def total_updates(self) -> int:
+        """Updates of the whole run."""
+        total = self.epochs * self.updates_per_epoch
+        return total if self.max_updates is None else min(total, self.max_updates)
+
+
+def check_lengths(*, epochs: int, max_updates: int | None, batch_size: int, steps: int) -> int:
+    """Refuse lengths that make no run.
+
+    Returns:
+        Samples of a micro-batch, of which ``steps`` make a batch.
+
+    Raises:
+        ConfigError: see the message.
+    """
+    if epochs < 1:
+        raise ConfigError(f"train.epochs must be at least 1, got {epochs}")
+    if max_updates is not None and max_updates < 1:
+        raise ConfigError(f"train.max_updates must be at least 1, got {max_updates}")
+    if batch_size < steps:
+        raise ConfigError(
+            f"train.batch_size={batch_size} leaves no sample for each of method.accumulation_steps={steps} "
+            f"micro-batches; use train.batch_size>={steps}"
+        )
+    return batch_size // steps
