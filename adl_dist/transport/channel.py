@@ -56,8 +56,11 @@ class LocalChannel:
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Queue the tensors themselves, unless they are narrowed: nobody writes to what was sent across, either."""
-        where = f"{self._edge}: {self._what} of micro-batch {micro_batch}"
         size = self._sizes[micro_batch]
+
+        def where() -> str:
+            return f"{self._edge}: {self._what} of micro-batch {micro_batch}"
+
         self._queue.append(
             (
                 micro_batch,

@@ -11,6 +11,7 @@ waits for a handshake in the middle of training.
 import datetime
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -112,8 +113,9 @@ class ProcessSender:
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Start to send; return at once unless ``max_pending`` are under way."""
         size, works = self._sizes[micro_batch], []
+        told = partial(self._told, micro_batch)
         for place, (spec, tensor) in enumerate(zip(self._specs, tensors, strict=True)):
-            wire = spec.as_wire(spec.narrow(spec.fit(tensor, size, self._told(micro_batch))))
+            wire = spec.as_wire(spec.narrow(spec.fit(tensor, size, told)))
             if spec.is_empty:
                 continue
             if self._edge.backend == "gloo" and wire.is_cuda:

@@ -1,8 +1,9 @@
 """What travels on an edge, agreed once at start-up."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -71,20 +72,20 @@ class TensorSpec:
             return tensor
         return self.empty(tensor.shape[0], tensor.device).copy_(tensor)
 
-    def fit(self, tensor: Tensor, size: int, where: str) -> Tensor:
+    def fit(self, tensor: Tensor, size: int, where: Callable[[], str]) -> Tensor:
         """Return ``tensor`` in this format, converted only if it has to be.
 
         Raises:
-            ChannelError: another shape or dtype than agreed; the text begins with ``where``.
+            ChannelError: another shape or dtype than agreed; the text begins with what ``where`` returns.
         """
-        if tuple(tensor.shape) != (size, *self.shape) or tensor.dtype != getattr(torch, self.dtype):
+        if tensor.shape != (size, *self.shape) or tensor.dtype != self._dtype:
             raise ChannelError(
-                f"{where} is {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, but this edge was agreed "
-                f"for {self.dtype}{[size, *self.shape]}; a model must return the same shapes for every micro-batch"
+                f"{where()} is {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, but this edge was "
+                f"agreed for {self.dtype}{[size, *self.shape]}; a model must return the same shapes for every micro-batch"
             )
         # Strides of dimensions of size 1 are free, and kernels are chosen by strides: what a peer in this
         # process gets must have those of what a peer in another process receives, or bits could differ.
-        if tensor.stride() == self._strides(size):
+        if tensor.stride() == self._strides:
             return tensor.detach()
         return self.empty(size, tensor.device).copy_(tensor.detach())
 
@@ -102,7 +103,12 @@ class TensorSpec:
         """Read back :meth:`to_json`."""
         return cls(**{**told, "shape": tuple(told["shape"])})
 
-    def _strides(self, size: int) -> tuple[int, ...]:
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
         if self.channels_last:
             c, h, w = self.shape
             return (h * w * c, 1, w * c, c)

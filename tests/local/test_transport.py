@@ -61,9 +61,9 @@ def test_a_spec_describes_a_tensor_and_makes_others_of_its_kind(channels_last):
 def test_a_tensor_in_the_agreed_format_is_sent_without_a_copy_and_any_other_is_converted(channels_last):
     spec = TensorSpec((3, 4, 5), "float32", channels_last)
     there = IMAGE.to(memory_format=torch.channels_last) if channels_last else IMAGE
-    assert spec.fit(there, 2, "here").data_ptr() == there.data_ptr()
+    assert spec.fit(there, 2, str).data_ptr() == there.data_ptr()
     other = IMAGE if channels_last else IMAGE.to(memory_format=torch.channels_last)
-    converted = spec.fit(other, 2, "here")
+    converted = spec.fit(other, 2, str)
     assert converted.stride() == there.stride()
     assert torch.equal(converted, IMAGE)
 
@@ -74,7 +74,7 @@ def test_free_strides_of_dimensions_of_size_1_arrive_as_those_that_a_fresh_tenso
     odd = torch.arange(3.0).as_strided((1, 3, 1, 1), (3, 1, 1, 1))
     fresh = spec.empty(1, torch.device("cpu"))
     assert odd.stride() != fresh.stride()
-    assert spec.fit(odd, 1, "here").stride() == fresh.stride()
+    assert spec.fit(odd, 1, str).stride() == fresh.stride()
 
 
 @pytest.mark.parametrize(
