@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-zoo test-long lint install clean
+.PHONY: train test test-zoo test-long test-gpu lint install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test  [ARGS='-k name']         run the tests"
 	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
+	@echo "make test-gpu                       run the tests that need a CUDA device; NCCL's need two"
 	@echo "make lint                           ruff and mypy"
 
 train: install
@@ -25,6 +26,9 @@ test-zoo: install
 
 test-long: install
 	@$(VENV)/bin/python -m pytest -m long tests/long $(ARGS)
+
+test-gpu: install
+	@$(VENV)/bin/python -m pytest tests/gpu $(ARGS)
 
 lint: install
 	@$(VENV)/bin/ruff check .

@@ -81,7 +81,8 @@ class TensorSpec:
         if tensor.shape != (size, *self.shape) or tensor.dtype != self._dtype:
             raise ChannelError(
                 f"{where()} is {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, but this edge was "
-                f"agreed for {self.dtype}{[size, *self.shape]}; a model must return the same shapes for every micro-batch"
+                f"agreed for {self.dtype}{[size, *self.shape]}; a model must return the same shapes for "
+                "every micro-batch"
             )
         # Strides of dimensions of size 1 are free, and kernels are chosen by strides: what a peer in this
         # process gets must have those of what a peer in another process receives, or bits could differ.

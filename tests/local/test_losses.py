@@ -34,8 +34,8 @@ def test_one_that_is_underway_is_told_with_the_next_or_at_the_end():
     losses.add(tally_of(1.0), update=0, epoch=0)
     losses.add(tally_of(float("inf")), update=1, epoch=0)
     with pytest.raises(DivergedError, match="the loss is inf at update 1 "):
-        losses.add(tally_of(1.0), update=2, epoch=0)
-    losses.forget()
+        losses.add(tally_of(float("nan")), update=2, epoch=0)
+    losses.forget()  # the segment was interrupted there
     losses.add(tally_of(float("nan")), update=5, epoch=2)
     with pytest.raises(DivergedError, match=r"the loss is nan at update 5 \(epoch 2\)"):
         losses.check()
