@@ -120,3 +120,15 @@ def test_runs_that_all_diverged_still_give_a_table_and_a_figure(runs):
     runs.add("fdg", status="diverged", ended_at_update=0, ended_in_epoch=0)
     assert runs.table()[1]["fdg"][0] == "**1 of 1 diverged**"
     assert (runs.folder / "curves.png").stat().st_size > 1000
+
+
+def test_what_each_stage_held_is_a_table_of_its_own_if_it_was_measured(runs):
+    runs.add("bp", 0.5)
+    runs.add("adl", 0.5)
+    summary = {"validation_accuracy": 0.5, "epochs": 1, "updates": 9}
+    stages = [{"peak_tensor_bytes": n * 2**20, "peak_memory_bytes": 0, "staleness_mean": 0.0} for n in (3, 1.5)]
+    (runs.made[1].folder / "summary.json").write_text(json.dumps({**summary, "stages": stages}))
+    _, rows = runs.table()
+    assert rows["MiB of tensors"] == ["stage 0", "stage 1", "mean", "largest"]
+    assert rows["adl, K = 2, seed 0"] == ["3.0", "1.5", "2.2", "3.0"]
+    assert "bp, K = 2, seed 0" not in rows
