@@ -26,7 +26,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 # What a bench decides itself; all other words of the user reach every contender.
 OURS_TO_SAY = (
     *("method", "partition", "run_dir", "resume", "train.epochs", "train.max_updates"),
-    *("runtime.processes", "runtime.threads", "hydra.mode"),
+    *("runtime.processes", "runtime.threads", "runtime.bind_cores", "hydra.mode"),
 )
 
 
@@ -120,6 +120,8 @@ def words_of(contender: Contender, setting: Setting, num_updates: int) -> list[s
         sizes = ",".join(map(str, setting.survey.sizes))
         words += [f"partition.grain={setting.survey.grain}", f"partition.balance=[{sizes}]"]
     words += [f"train.max_updates={num_updates}", "train.epochs=1", f"runtime.threads={contender.threads}"]
+    if setting.placing.cores is None:
+        words.append("runtime.bind_cores=false")
     return words + stretching(config.data["_target_"], num_updates * contender.samples)
 
 
