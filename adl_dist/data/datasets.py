@@ -113,6 +113,9 @@ def synthetic(
     )
 
 
+MOST_KEPT = 64  # patterns in the size of the images
+
+
 class _Synthetic(Dataset[tuple[Tensor, int]]):
     """Images computed from their index: any number of them takes no memory."""
 
@@ -122,6 +125,7 @@ class _Synthetic(Dataset[tuple[Tensor, int]]):
         self._image_size = image_size
         self._seed = seed
         self._purpose = purpose
+        self._enlarged: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         return self._num_samples
@@ -130,10 +134,17 @@ class _Synthetic(Dataset[tuple[Tensor, int]]):
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
         target = index % len(self._patterns)
-        size = (self._image_size, self._image_size)
-        pattern = F.interpolate(self._patterns[target : target + 1], size=size, mode="bilinear", align_corners=False)[0]
+        pattern = self._enlarged.get(target)
+        if pattern is None:
+            pattern = self._enlarge(target)
+            if len(self._enlarged) < MOST_KEPT:
+                self._enlarged[target] = pattern
         generator = torch.Generator().manual_seed(stream_seed(self._seed, self._purpose, index))
-        return pattern + torch.randn(pattern.shape, generator=generator), target
+        return torch.randn(pattern.shape, generator=generator).add_(pattern), target
+
+    def _enlarge(self, target: int) -> Tensor:
+        size = (self._image_size, self._image_size)
+        return F.interpolate(self._patterns[target : target + 1], size=size, mode="bilinear", align_corners=False)[0]
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
