@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import islice
 
 from adl_dist.errors import ScheduleError
 from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
@@ -47,7 +48,10 @@ def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn
         return bool(arrived)
 
     while unfinished := [k for k in range(num_stages) if cursor[k] < len(streams[k])]:
-        runnable = [k for k in unfinished if ready(k)]
+        if choose is in_turn:  # which needs no more than the first that it finds
+            runnable = list(islice((k for k in reversed(unfinished) if ready(k)), 1))
+        else:
+            runnable = [k for k in unfinished if ready(k)]
         if not runnable:
             raise ScheduleError(_stuck({k: streams[k][cursor[k]] for k in unfinished}))
         stage = choose(runnable)

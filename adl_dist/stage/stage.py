@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.seeds import stream_seed
+from adl_dist.seeds import stream_seeds
 from adl_dist.stage.calls import Tensors, call_of, packed, takes_gradient, torch_seed, unpacked
 from adl_dist.stage.losses import Losses
 from adl_dist.stage.tally import Tally
 from adl_dist.stage.weights import TwoVersions, weight_policy
+
+SEEDS_AT_ONCE = 256  # one by one they would take as long as a small layer
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Stage:
         self._gradient_shrink, self._lr_factor, self._learns_locally = gradient_shrink, lr_factor, learns_locally
         self._seed = seed
         self._epoch = self._first_micro_batch = 0
+        self._dropout_seeds: dict[int, int] = {}  # of some micro-batches of the epoch
         # An in-place operation on what came in would overwrite a leaf, and in one process also what the
         # upstream stage keeps for its backward. The data's own input is nobody else's.
         self._overwrites = overwrites if index > 0 else ((), ())
@@ -127,6 +130,7 @@ class Stage:
     def begin(self, epoch: int, *, training: bool, first_micro_batch: int = 0) -> None:
         """Get ready for a segment that starts at ``first_micro_batch`` of ``epoch``."""
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
+        self._dropout_seeds = {}
         self._first_version, self._forward_version = self.version, None
         self.tally = Tally()
         self.losses.forget()
@@ -274,7 +278,11 @@ class Stage:
 
     def _seed_dropout(self, micro_batch: int, acts: Tensors) -> None:
         of_epoch = self._first_micro_batch + micro_batch
-        torch_seed(stream_seed(self._seed, "dropout", self._epoch, self.index, of_epoch), acts[0].device)
+        if of_epoch not in self._dropout_seeds:
+            block = range(of_epoch, of_epoch + SEEDS_AT_ONCE)
+            seeds = stream_seeds(self._seed, "dropout", self._epoch, self.index, last=block)
+            self._dropout_seeds = dict(zip(block, seeds, strict=True))
+        torch_seed(self._dropout_seeds[of_epoch], acts[0].device)
 
     def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Any:
         written = self._overwrites[0 if self.module.training else 1]
