@@ -91,9 +91,8 @@ def by_hand(num_stages: int) -> float:
 
 def main() -> None:
     """Measure both by turns, and print medians."""
-    num_stages, rounds = (
-        (int(word) for word in (*sys.argv[1:], "2", "5")[:2]) if len(sys.argv) < 3 else map(int, sys.argv[1:3])
-    )
+    given = [int(word) for word in sys.argv[1:3]]
+    num_stages, rounds = [*given, *(2, 5)[len(given) :]]
     torch.set_num_threads(1)
     engine(num_stages), by_hand(num_stages)
     pairs = [(engine(num_stages), by_hand(num_stages)) for _ in range(rounds)]

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ FACTS, FIGURE, LOGS = "bench.json", "bench.svg", "logs"
 FEWEST = 5  # measured updates of a run
 OF_THE_PILOT = 4  # updates, of which the first does not count
 SECONDS_TO_START = 300.0  # of a run, at most
+DAY = 86400.0
 TIMES_TOO_LONG = 10  # a run that takes so many times as long as it should is given up
 
 
@@ -45,6 +47,7 @@ def bench(words: list[str]) -> None:
     flags = _flags(words)
     _check(flags)
     config, _ = compose_run([*flags.overrides, "hydra.mode=RUN"])
+    _check_precision(config)
     build.check_targets(config)
     build.check_device(config)
     place = Place(
@@ -63,9 +66,10 @@ def bench(words: list[str]) -> None:
         survey=survey(config, flags.overrides, threads=place.threads),
         placing=_placing(flags, config),
         log_folder=out / LOGS,
-        timeout_seconds=flags.timeout or SECONDS_TO_START + TIMES_TOO_LONG * flags.seconds,
+        timeout_seconds=flags.timeout or (DAY if flags.updates else SECONDS_TO_START + TIMES_TOO_LONG * flags.seconds),
     )
     make_folder(out)
+    signal.signal(signal.SIGTERM, _interrupted)  # no run may outlive this process
     code, runs = 0, list[Measured]()
 
     def facts() -> dict[str, Any]:
@@ -93,6 +97,10 @@ def bench(words: list[str]) -> None:
     written = [str(path) for path in (out / FACTS, out / FIGURE) if path.is_file()]
     _say(f"\nwritten: {', '.join(written)}; what each run said: {out / LOGS}")
     raise SystemExit(code or (1 if all(row.error for row in table) else 0))
+
+
+def _interrupted(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _measure(
@@ -135,6 +143,8 @@ def _pilot(setting: Setting, fit: Sequence[Contender]) -> float:
         warmup=1,
     )
     run = measure_once(plain, setting, repetition=0, num_updates=OF_THE_PILOT)
+    if run.error is not None:
+        sys.stderr.write(f"a short plain loop, for the length of the runs, failed: {run.error}\n")
     return run.seconds_per_update / plain.samples
 
 
@@ -152,9 +162,14 @@ def _flags(words: list[str]) -> argparse.Namespace:
     add("--seconds", type=float, default=20.0, metavar="S", help="of training in a run, about; default: 20")
     add("--updates", type=int, metavar="N", help="measured updates of a run, instead of --seconds")
     add("--warmup", type=int, default=3, metavar="N", help="updates that do not count, at least; default: 3")
-    add("--timeout", type=float, metavar="S", help="a run that takes longer is ended, and failed")
+    add(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="a run that takes longer is ended, and failed; default: far more than --seconds, with --updates a day",
+    )
     add("--out", type=Path, metavar="FOLDER", help="for bench.json, bench.svg and logs/; default: runs/bench-...")
-    add("--no-pinning", action="store_true", help="do not bind torch's processes to cores")
+    add("--no-pinning", action="store_true", help="do not bind processes to cores")
     add(
         "--prefix", default="", metavar="WORDS", help="before the command of each rank, like 'ip netns exec node{rank}'"
     )
@@ -185,6 +200,15 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--prefix {flags.prefix}: {error}") from None
 
 
+def _check_precision(config: RunConfig) -> None:
+    """Refuse what would reach our own runs only."""
+    if config.runtime.autocast or config.runtime.wire_dtype or config.runtime.compile:
+        raise ConfigError(
+            "adl-dist bench compares all contenders in plain dtype, uncompiled, and torch's would know nothing of "
+            "runtime.autocast, runtime.wire_dtype and runtime.compile; leave them away"
+        )
+
+
 def _folder(path: Path | None, config: RunConfig) -> Path:
     if path is None:
         path = Path("runs") / f"bench-{Path(str(config.run_dir)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -194,7 +218,8 @@ def _folder(path: Path | None, config: RunConfig) -> Path:
 
 
 def _placing(flags: argparse.Namespace, config: RunConfig) -> Placing:
-    pinned = not flags.no_pinning and hasattr(os, "sched_getaffinity")
+    # A rank that a prefix has placed may have other cores than we see.
+    pinned = not flags.no_pinning and not flags.prefix and hasattr(os, "sched_getaffinity")
     return Placing(
         cores=sorted(os.sched_getaffinity(0)) if pinned else None,
         prefix=shlex.split(flags.prefix),

@@ -24,6 +24,7 @@ from adl_dist.errors import AdlError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.partition import cut
 from adl_dist.runtime.child import end_with_launcher
+from adl_dist.runtime.process import bound_to
 from adl_dist.runtime.wiring import to_channels_last
 from adl_dist.runtime.worker import peak_memory_bytes
 from adl_dist.runtime.world import choose_device
@@ -82,10 +83,12 @@ def carry_out(task: Task, rank: int) -> dict[str, Any]:
     Returns:
         When each update ended, in seconds since the first one did, and the peak memory in bytes.
     """
-    if task.cores is not None:
-        os.sched_setaffinity(0, task.cores[rank])  # threads that are started later inherit it
-    torch.set_num_threads(task.threads)
     config, _ = compose_run(task.words)
+    with build.numerics(config).in_force(threads=task.threads):
+        return _carry_out(task, rank, config)
+
+
+def _carry_out(task: Task, rank: int, config: RunConfig) -> dict[str, Any]:
     device = choose_device(config.runtime.device.value)
     model = build.build_model(config).to(getattr(torch, config.dtype.value))
     if task.kind in ("gpipe", "1f1b"):
@@ -107,35 +110,40 @@ def _train(task: Task, rank: int, config: RunConfig, model: nn.Module, device: t
     updates, loss_fn = _updates(task, config, model, clock), build.build_loss(config)
     if isinstance(loss_fn, nn.Module):
         loss_fn.to(device, getattr(torch, config.dtype.value))
-    if task.kind == "loop":
-        batches = _batches(task, config, device, task.samples // task.micro_batches)
-        train_alone(
-            model,
-            batches,
-            num_updates=task.num_updates,
-            micro_batches=task.micro_batches,
-            loss_fn=loss_fn,
-            updates=updates,
-        )
-    elif task.kind == "ddp":
-        batches = _batches(task, config, device, task.samples // task.size, rank=rank)
-        train_replica(model, batches, device=device, num_updates=task.num_updates, loss_fn=loss_fn, updates=updates)
-    else:
-        train_stage(
-            model,
-            _batches(task, config, device, task.samples) if rank == 0 else None,
-            schedule=task.kind,
-            rank=rank,
-            num_stages=task.size,
-            device=device,
-            channels_last=config.runtime.channels_last,
-            overwrites=task.overwrites[rank],
-            target=TensorSpec.from_json(task.target).empty(task.samples, torch.device("cpu")),
-            num_updates=task.num_updates,
-            micro_batches=task.micro_batches,
-            loss_fn=loss_fn,
-            updates=updates,
-        )
+    size = {"loop": task.samples // task.micro_batches, "ddp": task.samples // task.size}.get(task.kind, task.samples)
+    is_fed = task.kind in ("loop", "ddp") or rank == 0
+    batches = _batches(task, config, device, size, rank=rank if task.kind == "ddp" else None) if is_fed else None
+    # As late as ours: what serves messages is started by now, and what loads data knows all cores.
+    with bound_to(None if task.cores is None else task.cores[rank]):
+        if task.kind == "loop":
+            assert batches is not None
+            train_alone(
+                model,
+                batches,
+                num_updates=task.num_updates,
+                micro_batches=task.micro_batches,
+                loss_fn=loss_fn,
+                updates=updates,
+            )
+        elif task.kind == "ddp":
+            assert batches is not None
+            train_replica(model, batches, device=device, num_updates=task.num_updates, loss_fn=loss_fn, updates=updates)
+        else:
+            train_stage(
+                model,
+                batches,
+                schedule=task.kind,
+                rank=rank,
+                num_stages=task.size,
+                device=device,
+                channels_last=config.runtime.channels_last,
+                overwrites=task.overwrites[rank],
+                target=TensorSpec.from_json(task.target).empty(task.samples, torch.device("cpu")),
+                num_updates=task.num_updates,
+                micro_batches=task.micro_batches,
+                loss_fn=loss_fn,
+                updates=updates,
+            )
 
 
 def _updates(task: Task, config: RunConfig, model: nn.Module, clock: Clock) -> Updates:

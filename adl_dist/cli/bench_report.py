@@ -10,7 +10,19 @@ from adl_dist.cli.bench_contenders import BASELINE, OF_TORCH, Contender, Traffic
 from adl_dist.cli.bench_run import Measured
 from adl_dist.report.bars import Bar, draw_bars
 
-HEAD = ("contender", "K", "M", "threads", "images/s", "least .. most", "ratio", "peak memory (MiB)", "busy", "kB/image")
+HEAD = (
+    "contender",
+    "K",
+    "M",
+    "threads",
+    "images/s",
+    "least .. most",
+    "ratio",
+    "to our bp",
+    "peak memory (MiB)",
+    "busy",
+    "kB/image",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +62,27 @@ def baseline(table: Sequence[Row]) -> Row | None:
     return max(known, key=lambda row: row.median, default=None)
 
 
-def ratio(row: Row, table: Sequence[Row]) -> float | None:
-    """Its median over that of the baseline; None: one of the two is not there."""
-    of = baseline(table)
-    return row.median / of.median if of is not None and row.speeds else None
+def ratio(row: Row, of: Row | None) -> float | None:
+    """Its median over that of another; None: one of the two is not there."""
+    return row.median / of.median if of is not None and of.speeds and row.speeds else None
+
+
+def our_bp(table: Sequence[Row]) -> Row | None:
+    """Backpropagation in our own engine, on one device."""
+    return next((row for row in table if row.contender.name == "bp"), None)
 
 
 def report(table: Sequence[Row], left_out: Mapping[str, str], *, is_gpu: bool) -> str:
     """The table for people, and what its columns mean."""
-    cells = [list(HEAD), *[_cells(row, ratio(row, table)) for row in table]]
+    of, ours = baseline(table), our_bp(table)
+    cells = [list(HEAD), *[_cells(row, ratio(row, of), ratio(row, ours)) for row in table]]
     widths = [max(len(line[column]) for line in cells if column < len(line)) for column in range(len(HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in cells]
-    of = baseline(table)
     lines += ["", _told_of_ratio(of)]
+    lines.append(
+        "to our bp: ours keep what the C library would give back to the kernel (adl_dist/runtime/process.py), torch's "
+        "do not; this column is without that gain"
+    )
     lines.append("peak memory: of each process, " + ("allocated on its GPU" if is_gpu else "resident"))
     lines.append("busy: share of the time in which each stage computes; of torch's it is not known")
     lines.append(
@@ -91,8 +111,9 @@ def facts_of(row: Row, table: Sequence[Row]) -> dict[str, Any]:
     if row.speeds:
         facts |= {"median": row.median, "least": min(row.speeds), "most": max(row.speeds)}
         facts["peak_memory_bytes"] = list(row.peak_memory_bytes)
-    if (times := ratio(row, table)) is not None:
-        facts["ratio_to_baseline"] = times
+    for name, of in (("ratio_to_baseline", baseline(table)), ("ratio_to_our_bp", our_bp(table))):
+        if (times := ratio(row, of)) is not None:
+            facts[name] = times
     if row.busy_share is not None:
         facts["busy_share"] = list(row.busy_share)
     if row.error is not None:
@@ -131,7 +152,7 @@ def _row(contender: Contender, runs: Sequence[Measured], traffic: Traffic) -> Ro
     )
 
 
-def _cells(row: Row, times: float | None) -> list[str]:
+def _cells(row: Row, times: float | None, to_ours: float | None) -> list[str]:
     contender = row.contender
     head = [contender.name, str(contender.num_processes), str(contender.micro_batches), str(contender.threads)]
     if not row.speeds:
@@ -141,6 +162,7 @@ def _cells(row: Row, times: float | None) -> list[str]:
         f"{row.median:,.1f}",
         f"{min(row.speeds):,.1f} .. {max(row.speeds):,.1f}",
         "-" if times is None else f"{times:.2f}",
+        "-" if to_ours is None else f"{to_ours:.2f}",
         " ".join(f"{each / 2**20:,.0f}" for each in row.peak_memory_bytes),
         "-" if row.busy_share is None else " ".join(f"{share:.0%}" for share in row.busy_share),
         f"{row.bytes_per_image / 1e3:,.1f}" + (f"  failed later: {row.error}" if row.error else ""),

@@ -26,7 +26,8 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 # What a bench decides itself; all other words of the user reach every contender.
 OURS_TO_SAY = (
     *("method", "partition", "run_dir", "resume", "train.epochs", "train.max_updates"),
-    *("runtime.processes", "runtime.threads", "runtime.bind_cores", "hydra.mode"),
+    *("runtime.processes", "runtime.threads", "runtime.bind_cores", "runtime.trace", "runtime.memory"),
+    "hydra.mode",
 )
 
 
@@ -120,8 +121,9 @@ def words_of(contender: Contender, setting: Setting, num_updates: int) -> list[s
         sizes = ",".join(map(str, setting.survey.sizes))
         words += [f"partition.grain={setting.survey.grain}", f"partition.balance=[{sizes}]"]
     words += [f"train.max_updates={num_updates}", "train.epochs=1", f"runtime.threads={contender.threads}"]
-    if setting.placing.cores is None:
-        words.append("runtime.bind_cores=false")
+    # Whatever slows ours alone is not what is compared.
+    words += ["runtime.trace=false", "runtime.memory=false"]
+    words.append(f"runtime.bind_cores={'false' if setting.placing.cores is None else 'true'}")
     return words + stretching(config.data["_target_"], num_updates * contender.samples)
 
 

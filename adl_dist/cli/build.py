@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from adl_dist.cli.schema import Device, Dtype, NarrowDtype, RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
+from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.process import num_cores
 from adl_dist.runtime.trainer import Trainer
 from adl_dist.schedule import Method
@@ -41,36 +42,47 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
     Raises:
         ConfigError, PartitionError, CheckpointError: see the message.
     """
-    model = build_model(config)
-    balance: Any = config.partition.balance
     method = config.method.chosen()
     if num_stages is not None:
         method = Method(name="bp", accumulation_steps=method.micro_batches_per_update)
     return Trainer(
-        model,
+        build_model(config),
         loss_fn=build_loss(config),
         optimizer=build_optimizer(config),
         method=method,
         num_stages=config.partition.num_stages if num_stages is None else num_stages,
-        balance=balance if num_stages is None else "even",
+        balance=config.partition.balance if num_stages is None else "even",
         grain=config.partition.grain.value if config.partition.grain and num_stages is None else None,
         speeds=config.partition.speeds if num_stages is None else None,
         lr_schedule=lr_schedule(config),
         seed=config.seed,
         device=config.runtime.device.value,
-        dtype=getattr(torch, config.dtype.value),
         channels_last=config.runtime.channels_last,
-        autocast=torch_dtype(config.runtime.autocast),
-        wire_dtype=torch_dtype(config.runtime.wire_dtype),
-        compile=config.runtime.compile,
-        tf32=config.runtime.tf32,
-        cudnn_benchmark=config.runtime.cudnn_benchmark,
+        **vars(numerics(config)),
         # As many as each process of the run had, or sums would be rounded otherwise.
         threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
         processes=config.runtime.processes if processes is None else processes,
         bind_cores=config.runtime.bind_cores,
         timeout_seconds=config.runtime.timeout_seconds,
     )
+
+
+def numerics(config: RunConfig) -> Numerics:
+    """In which precision and by what means is computed.
+
+    Raises:
+        ConfigError: what cannot be.
+    """
+    chosen = Numerics(
+        dtype=getattr(torch, config.dtype.value),
+        autocast=torch_dtype(config.runtime.autocast),
+        wire_dtype=torch_dtype(config.runtime.wire_dtype),
+        compile=config.runtime.compile,
+        tf32=config.runtime.tf32,
+        cudnn_benchmark=config.runtime.cudnn_benchmark,
+    )
+    chosen.check(config.method.chosen())
+    return chosen
 
 
 def torch_dtype(chosen: Dtype | NarrowDtype | None) -> torch.dtype | None:

@@ -15,8 +15,8 @@ from adl_dist.partition.advice import Pace
 from adl_dist.partition.measure import pace
 from adl_dist.partition.profile import Profile
 from adl_dist.runtime.feed import Feed, common_sample, feed_from
-from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import micro_batch, take_profile
+from adl_dist.runtime.process import keep_freed_memory
 from adl_dist.runtime.trial import try_out
 from adl_dist.runtime.wiring import to_channels_last
 from adl_dist.transport import Specs, TensorSpec
@@ -50,14 +50,8 @@ class Measurer:
         """
         self._grain, self._kept_in, self._quiet, self.threads = grain, kept_in, quiet, threads
         self._device = torch.device(config.runtime.device.value)
-        self._numerics = Numerics(
-            dtype=getattr(torch, config.dtype.value),
-            autocast=build.torch_dtype(config.runtime.autocast),
-            wire_dtype=build.torch_dtype(config.runtime.wire_dtype),
-            tf32=config.runtime.tf32,
-            cudnn_benchmark=config.runtime.cudnn_benchmark,
-        )
-        self._numerics.check(config.method.chosen())
+        keep_freed_memory()  # as training does
+        self._numerics = build.numerics(config)
         self._within = self._numerics.autocasting(self._device)
         self._model = build.build_model(config).to(self._device, self._numerics.dtype)
         if config.runtime.channels_last:

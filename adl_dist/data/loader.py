@@ -2,11 +2,9 @@
 
 import multiprocessing
 import os
-import random
 import sys
 import threading
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from functools import partial
 from itertools import accumulate
 from multiprocessing.context import BaseContext
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from adl_dist.data.random_streams import gaussian_kept, seed_streams, streams_restored
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed
 
@@ -115,8 +114,9 @@ class Loader:
         )
         num_workers = min(self._num_workers, len(sizes))  # the one sample that shapes are agreed with needs one
         if not num_workers and not self._pin_memory:  # what torch's would do, at a fraction of the price
-            for place in range(len(sizes)):
-                yield _loaded(micro_batches[place])
+            with gaussian_kept():
+                for place in range(len(sizes)):
+                    yield _loaded(micro_batches[place])
             return
         iterator = iter(
             DataLoader(
@@ -152,10 +152,6 @@ class Loader:
         return [order[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-# Takes the place of numpy's generator while samples are loaded: to copy a state out and in would take 70 us.
-_FOR_SAMPLES = np.random.MT19937(0)
-
-
 class _MicroBatches(Dataset["tuple[Tensor, Tensor] | DataError"]):
     """The micro-batches of one epoch, loaded where torch's DataLoader wants them: here or in a worker."""
 
@@ -176,9 +172,9 @@ class _MicroBatches(Dataset["tuple[Tensor, Tensor] | DataError"]):
         """
         samples: list[tuple[Tensor, Tensor]] = []
         try:
-            with _random_streams_restored():
+            with streams_restored():
                 for index in self._indices[micro_batch]:
-                    _seed_random_streams(stream_seed(self._seed, "sample", self._epoch, index))
+                    seed_streams(stream_seed(self._seed, "sample", self._epoch, index))
                     samples.append(_as_pair(self._dataset[index], index))
             _check_alike(samples, self._indices[micro_batch])
         except DataError as error:
@@ -218,26 +214,6 @@ def _begin_worker(cores: set[int] | None, worker: int) -> None:
         os._exit(1)
 
     threading.Thread(target=wait, name="end with parent", daemon=True).start()
-
-
-@contextmanager
-def _random_streams_restored() -> Iterator[None]:
-    """Leave the process's streams as they were found; CUDA's are not touched at all."""
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-    numpys_own = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    np.random.set_bit_generator(_FOR_SAMPLES)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_bit_generator(numpys_own)  # type: ignore[attr-defined]
-
-
-def _seed_random_streams(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU, too
-    random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits
 
 
 def _as_pair(sample: Any, index: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 # <malloc.h>
@@ -16,9 +16,9 @@ def keep_freed_memory() -> None:
 
     By default glibc gives large blocks back at once, and the kernel has to zero every activation's pages anew, which
     is a sixth of the time of a small ResNet on a CPU. Nothing changes where the user has chosen (``MALLOC_*_``,
-    ``GLIBC_TUNABLES``) or where there is no glibc.
+    ``GLIBC_TUNABLES=glibc.malloc...``) or where there is no glibc.
     """
-    if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+    if sys.platform != "linux" or _has_chosen(os.environ):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # musl
@@ -28,26 +28,43 @@ def keep_freed_memory() -> None:
     mallopt(M_TOP_PAD, HEAP_STEP)
 
 
+def _has_chosen(environment: Mapping[str, str]) -> bool:
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    return "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in environment)
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def own_cores(local_rank: int, local_size: int) -> set[int] | None:
-    """The share of this process among those of its node; None if there is not a core for each."""
-    if not hasattr(os, "sched_getaffinity"):
+def cores_here() -> list[int]:
+    """Their numbers; empty where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def own_cores(of_ranks: Sequence[Sequence[int]], local_rank: int) -> list[int] | None:
+    """The share of one of the processes of a node.
+
+    Args:
+        of_ranks: cores that each process of the node may use, in the order of local ranks.
+        local_rank: which of them.
+
+    Returns:
+        None: somebody else has given them their cores already, or there is not one for each.
+    """
+    cores, size = list(of_ranks[local_rank]), len(of_ranks)
+    if any(list(others) != cores for others in of_ranks) or len(cores) < size:
         return None
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < local_size:
-        return None
-    return set(cores[local_rank * len(cores) // local_size : (local_rank + 1) * len(cores) // local_size])
+    return cores[local_rank * len(cores) // size : (local_rank + 1) * len(cores) // size]
 
 
 @contextmanager
 def bound_to(cores: Collection[int] | None) -> Iterator[None]:
     """Compute on ``cores`` only, if any are named.
 
-    Only this thread is bound, with those that it starts: those that serve messages go wherever there is time.
+    Only this thread is bound, with those that it starts. Those that serve messages were started before and go wherever
+    there is time.
     """
     if cores is None:
         yield

@@ -26,7 +26,8 @@ CUT = ("num_stages", "balance", "grain", "speeds")
 FREE_TO_CHANGE = {
     *("run_dir", "resume", "init_from", "train.epochs", "train.max_updates"),
     *("data.root", "data.download", "data.num_workers"),
-    *("runtime.processes", "runtime.device", "runtime.threads", "runtime.timeout_seconds", "runtime.max_restarts"),
+    *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores"),
+    *("runtime.timeout_seconds", "runtime.max_restarts"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
     *("runtime.trace", "runtime.memory"),

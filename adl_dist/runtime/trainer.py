@@ -25,7 +25,7 @@ from adl_dist.runtime.length import Plan, check_lengths
 from adl_dist.runtime.memory import MemoryMeter
 from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import Placement
-from adl_dist.runtime.process import bound_to, keep_freed_memory, num_cores, own_cores
+from adl_dist.runtime.process import bound_to, keep_freed_memory, num_cores
 from adl_dist.runtime.run_folder import RunFolder, log_to
 from adl_dist.runtime.trace import Tracer
 from adl_dist.runtime.worker import LocalWorker
@@ -34,8 +34,6 @@ from adl_dist.runtime.world import (
     check_world_size,
     choose_device,
     connect,
-    launched_local_rank,
-    launched_local_size,
     launched_rank,
     launched_world_size,
     single_process,
@@ -262,7 +260,8 @@ class Trainer:
             )
             if self.needs_data:
                 wiring.check_sizes(self._method, plan.segment(0, 0, 0).sizes, self._num_stages)
-            worker = self._worker(world, store, train_feed, val_feed, micro_batch_size, folder, choose)
+            with self._bound(world):  # with the threads that the first forward starts
+                worker = self._worker(world, store, train_feed, val_feed, micro_batch_size, folder, choose)
         saving = None
         if folder is not None and world.rank == 0:
             saving = Saving(
@@ -287,7 +286,7 @@ class Trainer:
         progress = Progress(num_stages=self._num_stages, quiet=quiet)
         if self._placement.told and world.rank == 0:
             progress.note(self._placement.told)
-        with self._numerics.in_force(threads=self._threads), bound_to(self._own_cores()):
+        with self._numerics.in_force(threads=self._threads), self._bound(world):
             try:
                 return conduct(
                     world,
@@ -323,7 +322,7 @@ class Trainer:
             )
             worker = self._worker(world, store, None, feed, batch_size, None, in_turn)
         recorder, progress = Recorder(None), Progress(num_stages=self._num_stages, quiet=True)
-        with self._numerics.in_force(threads=self._threads), bound_to(self._own_cores()):
+        with self._numerics.in_force(threads=self._threads), self._bound(world):
             return conduct(
                 world,
                 worker,
@@ -355,11 +354,9 @@ class Trainer:
             return connect(self._num_stages, device_type=self._device_type, timeout_seconds=self._timeout_seconds)
         return single_process(choose_device(self._device_type))
 
-    def _own_cores(self) -> set[int] | None:
+    def _bound(self, world: World) -> contextlib.AbstractContextManager[None]:
         # A GPU's process has little to compute, and which cores are near its GPU is not for us to guess.
-        if not self._bind_cores or not self._distributed or self._device_type != "cpu":
-            return None
-        return own_cores(launched_local_rank(), launched_local_size(self._num_stages))
+        return bound_to(world.cores if self._bind_cores and world.device.type == "cpu" else None)
 
     def _refusals_told(self, store: dist.Store) -> contextlib.AbstractContextManager[None]:
         told = agreement.refusals_told(store, stages=range(self._num_stages + 1), rank=launched_rank())

@@ -8,12 +8,13 @@ a restarted job would read the addresses of its dead predecessor: torchrun keeps
 import atexit
 import contextlib
 import datetime
+import json
 import os
 import socket
 import sys
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch.distributed.rpc as rpc
 
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.runtime.child import RENDEZVOUS_FOLDER
+from adl_dist.runtime.process import cores_here, own_cores
 from adl_dist.transport.process import Edge, connect_edges
 
 # A receive that was posted ahead is a kernel that waits on the GPU for its peer, beside the stage's own work.
@@ -50,6 +52,7 @@ class World:
         edges: the ends that this process holds; empty with a single process.
         backend: of the edges that stay on ``device``.
         timeout: of one message.
+        cores: this process's share of those of its node; None: whichever there are.
     """
 
     rank: int
@@ -59,6 +62,7 @@ class World:
     edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
     backend: str = "gloo"
     timeout: datetime.timedelta = dist.default_pg_timeout
+    cores: Sequence[int] | None = None
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
     _num_jobs: int = 0
 
@@ -97,16 +101,6 @@ def launched_world_size() -> int | None:
 def launched_rank() -> int:
     """This process's rank; 0 if it was started plainly."""
     return int(os.environ.get("RANK", 0))
-
-
-def launched_local_rank() -> int:
-    """This process's rank among those of its node; 0 if it was started plainly."""
-    return int(os.environ.get("LOCAL_RANK", 0))
-
-
-def launched_local_size(size: int) -> int:
-    """Processes on this node, of ``size`` in all."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", size))
 
 
 def check_world_size(num_stages: int, *, processes: bool) -> None:
@@ -166,6 +160,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
         backend = _edge_backend(device)
         edges = connect_edges(num_stages, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
         _start_rpc(rank, size, store, timeout_seconds)
+        cores = _share_of_cores(rank, size, store)
     except (RuntimeError, OSError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', '-')}"
         raise ChannelError(
@@ -173,7 +168,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
             f"{_first_line(error)}; is the port free, is the interface right "
             f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
         ) from error
-    _connected = World(rank, size, device, store, edges, backend, timeout)
+    _connected = World(rank, size, device, store, edges, backend, timeout, cores)
     # After an exception that nobody caught, the others may be waiting for us: do not wait for them.
     atexit.register(lambda: disconnect(in_order=not hasattr(sys, "last_value")))
     return _connected
@@ -244,6 +239,14 @@ def _open_store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store
         return store
     store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
     return dist.PrefixStore(f"adl_dist/attempt{attempt}", store)
+
+
+def _share_of_cores(rank: int, size: int, store: dist.Store) -> list[int] | None:
+    """Of this process, if all processes of its node may use the same ones."""
+    store.set(f"cores/{rank}", json.dumps(cores_here()))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    first = rank - local_rank
+    return own_cores([json.loads(store.get(f"cores/{first + place}")) for place in range(local_size)], local_rank)
 
 
 def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) -> None:

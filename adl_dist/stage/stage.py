@@ -239,8 +239,8 @@ class Stage:
         """Apply the gradients of the group and move on to the next weight version and learning rate.
 
         Raises:
-            DivergedError: the loss of the group is not finite (on a GPU: of the group before). The weights are left as
-                they are.
+            DivergedError: the loss of the group is not finite, and the weights are left as they are; on a GPU that of
+                the group before, which has been applied.
         """
         self.losses.add(self.tally, update=self.version, epoch=self._epoch)
         with self.tally.busy():

@@ -122,7 +122,7 @@ def test_ratios_are_to_the_faster_form_of_plain_backpropagation():
     ]
     table = rows(able, runs, TRAFFIC)
     assert baseline(table).contender.name == "torch-bp-whole"
-    assert [ratio(row, table) for row in table] == [0.8, 1.0, 3.2, 2.0]
+    assert [ratio(row, baseline(table)) for row in table] == [0.8, 1.0, 3.2, 2.0]
     assert (table[3].median, facts_of(table[3], table)["least"], facts_of(table[3], table)["most"]) == (250, 240, 260)
     told = report(table, {}, is_gpu=False)
     shows(told, ["250.0", "240.0 .. 260.0", "2.00", "to torch-bp-whole, the faster of torch-bp and torch-bp-whole"])
@@ -131,7 +131,7 @@ def test_ratios_are_to_the_faster_form_of_plain_backpropagation():
 def test_without_the_baseline_there_is_no_ratio():
     able, _ = fit("adl,bp")
     table = rows(able, ran("adl", 100), TRAFFIC)
-    assert [ratio(row, table) for row in table] == [None, None]
+    assert [ratio(row, baseline(table)) for row in table] == [None, None]
     shows(report(table, {}, is_gpu=False), ["there is none, for neither torch-bp nor torch-bp-whole", "not run"])
 
 
