@@ -12,7 +12,7 @@ from torch import nn
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import linearise
-from adl_dist.partition.costs import bytes_at_borders
+from adl_dist.partition.costs import Held, bytes_at_borders
 from adl_dist.partition.measure import measure
 from adl_dist.partition.profile import Profile
 from adl_dist.schedule import method
@@ -240,5 +240,5 @@ def test_a_narrow_wire_halves_what_is_sent_and_not_what_a_stage_keeps_of_it():
     plain, _ = profile_of(perceptron(), torch.randn(4, 6))
     narrow, _ = profile_of(perceptron(), torch.randn(4, 6), wire_dtype=torch.bfloat16)
     assert (narrow["0"].act_bytes, narrow["0"].grad_bytes, narrow["0"].widened_bytes) == (64, 64, 64)
-    kept = [bytes_at_borders(list(units.values())).came_in for units in (plain, narrow)]
+    kept = [bytes_at_borders(list(units.values()), Held(graphs=1)).came_in for units in (plain, narrow)]
     assert kept[0] == kept[1] == [0, 128, 128, 0]
