@@ -90,6 +90,7 @@ def report(table: Sequence[Row], left_out: Mapping[str, str], *, is_gpu: bool) -
         "2 (K-1)/K of the parameters' bytes per process and update"
     )
     lines += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
+    lines += [f"failed: {row.contender.name}: {row.error}" for row in table if row.error is not None]
     return "\n".join(lines)
 
 
@@ -156,7 +157,7 @@ def _cells(row: Row, times: float | None, to_ours: float | None) -> list[str]:
     contender = row.contender
     head = [contender.name, str(contender.num_processes), str(contender.micro_batches), str(contender.threads)]
     if not row.speeds:
-        return [*head, f"failed: {row.error}" if row.error else "not run"]
+        return [*head, "failed" if row.error else "not run"]
     return [
         *head,
         f"{row.median:,.1f}",
@@ -165,7 +166,7 @@ def _cells(row: Row, times: float | None, to_ours: float | None) -> list[str]:
         "-" if to_ours is None else f"{to_ours:.2f}",
         " ".join(f"{each / 2**20:,.0f}" for each in row.peak_memory_bytes),
         "-" if row.busy_share is None else " ".join(f"{share:.0%}" for share in row.busy_share),
-        f"{row.bytes_per_image / 1e3:,.1f}" + (f"  failed later: {row.error}" if row.error else ""),
+        f"{row.bytes_per_image / 1e3:,.1f}",
     ]
 
 
