@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-SECONDS = 3.0
+SECONDS = 1.5
 
 
 def _repeat(work: Callable[[], object]) -> float:
