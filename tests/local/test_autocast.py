@@ -10,7 +10,18 @@ import adl_dist
 from adl_dist.errors import ConfigError
 from adl_dist.partition import cut
 from tests.support.oracle import train_by_the_equations
-from tests.support.runs import BALANCE, EPOCHS, LR, MICRO_BATCH, MOMENTUM, NUM_SAMPLES, WEIGHT_DECAY, train, warm_up
+from tests.support.runs import (
+    BALANCE,
+    EPOCHS,
+    LR,
+    MICRO_BATCH,
+    MOMENTUM,
+    NUM_SAMPLES,
+    WEIGHT_DECAY,
+    train,
+    trainer_of,
+    warm_up,
+)
 from tests.support.toys import FixedImages, batch_norm_net
 
 LOWERED = {"autocast": torch.bfloat16}
@@ -75,14 +86,3 @@ def test_bfloat16_crosses_the_cut_in_both_directions_and_parameters_stay_float32
 def test_what_autocast_cannot_do_is_refused(options, expected):
     with pytest.raises(ConfigError, match=expected):
         trainer_of(batch_norm_net(), **options)
-
-
-def trainer_of(model, **options):
-    return adl_dist.Trainer(
-        model,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        num_stages=2,
-        threads=1,
-        **options,
-    )

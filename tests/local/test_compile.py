@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 import adl_dist
 from adl_dist.errors import ConfigError
-from tests.support.runs import train
+from tests.support.runs import train, trainer_of
 from tests.support.toys import NUM_CLASSES, FixedImages
 
 # Dynamo looks at .grad of what it is given, and hides the warning in a way that "error" does not notice.
@@ -72,14 +72,3 @@ def test_a_compiled_run_equals_the_plain_run_to_a_hundred_thousandth_and_leaves_
 def test_present_weights_in_a_compiled_backward_are_refused():
     with pytest.raises(ConfigError, match=r"runtime\.compile a graph may keep what was computed from those of its"):
         trainer_of(perceptron(), compile=True, method=adl_dist.method("adl", weights="latest"))
-
-
-def trainer_of(model, **options):
-    return adl_dist.Trainer(
-        model,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        num_stages=2,
-        threads=1,
-        **options,
-    )

@@ -74,3 +74,14 @@ def trained(
         quiet=True,
     )
     return trainer, summary
+
+
+def trainer_of(model, **options):
+    return adl_dist.Trainer(
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        num_stages=2,
+        threads=1,
+        **options,
+    )
