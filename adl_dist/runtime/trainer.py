@@ -2,25 +2,24 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from adl_dist.errors import ConfigError
 from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import agreement, checkpoint, wiring
+from adl_dist.runtime.assembly import Job, LossFn, OptimizerFactory, assemble
 from adl_dist.runtime.conduct import conduct
 from adl_dist.runtime.control import Result
 from adl_dist.runtime.coordinator import Coordinator, Saving, record_to
-from adl_dist.runtime.feed import Feed, common_sample, feed_from
+from adl_dist.runtime.feed import Feed, feed_from
 from adl_dist.runtime.length import Plan, check_lengths
 from adl_dist.runtime.memory import MemoryMeter
 from adl_dist.runtime.numerics import Numerics
@@ -39,10 +38,6 @@ from adl_dist.runtime.world import (
     single_process,
 )
 from adl_dist.schedule import Method, in_turn
-from adl_dist.stage import check_outs
-
-LossFn = Callable[[Tensor, Tensor], Tensor]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Trainer:
@@ -133,12 +128,9 @@ class Trainer:
                 f"--nproc-per-node={num_stages}, or leave processes away to train in one process"
             )
         check_world_size(num_stages, processes=self._distributed)
-        self._method = method or Method()
-        self._method.check(num_stages)
-        self._num_stages, self._seed = num_stages, seed
-        self._loss_fn, self._optimizer, self._lr_schedule = loss_fn, optimizer, lr_schedule
-        self._device_type, self._channels_last = device, channels_last
-        self._numerics = Numerics(
+        method = method or Method()
+        method.check(num_stages)
+        numerics = Numerics(
             dtype=dtype,
             autocast=autocast,
             wire_dtype=wire_dtype,
@@ -146,25 +138,33 @@ class Trainer:
             tf32=tf32,
             cudnn_benchmark=cudnn_benchmark,
         )
-        self._numerics.check(self._method)
+        numerics.check(method)
+        self._job = Job(
+            method=method,
+            num_stages=num_stages,
+            seed=seed,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            numerics=numerics,
+            channels_last=channels_last,
+            balance=balance if isinstance(balance, str) else list(balance),
+            placement=Placement(
+                model.to(dtype),
+                num_stages=num_stages,
+                balance=balance,
+                grain=grain,
+                speeds=speeds,
+                own=[launched_rank()] if self._distributed else range(num_stages),
+            ),
+        )
+        self._lr_schedule, self._device_type = lr_schedule, device
         self._threads, self._timeout_seconds = threads or max(1, num_cores() // num_stages), timeout_seconds
         self._bind_cores = bind_cores
-
-        model = model.to(dtype)
-        self._balance = balance if isinstance(balance, str) else list(balance)
-        self._placement = Placement(
-            model,
-            num_stages=num_stages,
-            balance=balance,
-            grain=grain,
-            speeds=speeds,
-            own=[launched_rank()] if self._distributed else range(num_stages),
-        )
 
     @property
     def needs_data(self) -> bool:
         """Whether this process feeds the pipeline; the others need no dataset."""
-        return 0 in self._placement.modules
+        return 0 in self._job.placement.modules
 
     def fit(
         self,
@@ -216,16 +216,15 @@ class Trainer:
             DivergedError: the loss is not finite any more.
             StageFailed, ChannelError: another process failed.
         """
-        micro_batch_size = check_lengths(
-            epochs=epochs, max_updates=max_updates, batch_size=batch_size, steps=self._method.micro_batches_per_update
-        )
+        steps, num_stages = self._job.method.micro_batches_per_update, self._job.num_stages
+        micro_batch_size = check_lengths(epochs=epochs, max_updates=max_updates, batch_size=batch_size, steps=steps)
         if run_dir is None and resume != "auto":
             raise ConfigError(f"resume={resume} needs a run_dir to go on in; without one nothing is saved or resumed")
         if trace and run_dir is None:
             raise ConfigError("trace=True writes run_dir/trace.json, but there is no run_dir; pass one, or no trace")
-        if memory and self._num_stages > 1 and not self._distributed:
+        if memory and num_stages > 1 and not self._distributed:
             raise ConfigError(
-                f"memory=True (runtime.memory) measures a process, but all {self._num_stages} stages share one; start "
+                f"memory=True (runtime.memory) measures a process, but all {num_stages} stages share one; start "
                 "one for each stage (runtime.processes=true, torchrun), or leave it away"
             )
         if keep_checkpoints < 1 or checkpoint_every_epochs < 0:
@@ -233,7 +232,7 @@ class Trainer:
                 f"keep_checkpoints must be at least 1 and checkpoint_every_epochs at least 0, got {keep_checkpoints} "
                 f"and {checkpoint_every_epochs}"
             )
-        told = config if config is not None else self._settings(batch_size, shuffle)
+        told = config if config is not None else {**self._job.settings, "batch_size": batch_size, "shuffle": shuffle}
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
         if folder is not None:
             folder.check(told, resume=resume)
@@ -241,7 +240,7 @@ class Trainer:
         keep_freed_memory()
         world = self._join()
         store = world.fresh_store()
-        with self._numerics.in_force(threads=self._threads), self._refusals_told(store):
+        with self._job.numerics.in_force(threads=self._threads), self._refusals_told(store):
             num_samples, train_feed = self._feed(
                 train_dataset, "training", world, shuffle=shuffle, num_workers=num_workers, smallest=batch_size
             )
@@ -256,12 +255,21 @@ class Trainer:
                 num_samples=num_samples,
                 num_validation=num_validation,
                 micro_batch_size=micro_batch_size,
-                accumulation_steps=self._method.micro_batches_per_update,
+                accumulation_steps=steps,
             )
             if self.needs_data:
-                wiring.check_sizes(self._method, plan.segment(0, 0, 0).sizes, self._num_stages)
+                wiring.check_sizes(self._job.method, plan.segment(0, 0, 0).sizes, num_stages)
             with self._bound(world):  # with the threads that the first forward starts
-                worker = self._worker(world, store, train_feed, val_feed, micro_batch_size, folder, choose)
+                worker = assemble(
+                    self._job,
+                    world,
+                    store,
+                    train_feed=train_feed,
+                    val_feed=val_feed,
+                    micro_batch_size=micro_batch_size,
+                    folder=folder.path if folder is not None else None,
+                    choose=choose,
+                )
         saving = None
         if folder is not None and world.rank == 0:
             saving = Saving(
@@ -270,23 +278,23 @@ class Trainer:
                 resume=resume,
                 every_epochs=checkpoint_every_epochs,
                 keep=keep_checkpoints,
-                signature=self._placement.signature,
-                optimizer=type(self._optimizer([nn.Parameter(torch.zeros(1))])).__name__,
+                signature=self._job.placement.signature,
+                optimizer=type(self._job.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
                 cut={
-                    "num_stages": self._num_stages,
-                    "balance": self._placement.sizes,
-                    "grain": self._placement.grain,
+                    "num_stages": num_stages,
+                    "balance": self._job.placement.sizes,
+                    "grain": self._job.placement.grain,
                 },
                 trace=trace,
             )
         self._schedule_learning_rates(worker, plan, store)
         worker.tracer = Tracer(world) if trace else None
-        worker.meter = MemoryMeter.of(self._method, self._num_stages, world.device) if memory else None
+        worker.meter = MemoryMeter.of(self._job.method, num_stages, world.device) if memory else None
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
-        progress = Progress(num_stages=self._num_stages, quiet=quiet)
-        if self._placement.told and world.rank == 0:
-            progress.note(self._placement.told)
-        with self._numerics.in_force(threads=self._threads), self._bound(world):
+        progress = Progress(num_stages=num_stages, quiet=quiet)
+        if self._job.placement.told and world.rank == 0:
+            progress.note(self._job.placement.told)
+        with self._job.numerics.in_force(threads=self._threads), self._bound(world):
             try:
                 return conduct(
                     world,
@@ -310,7 +318,7 @@ class Trainer:
         keep_freed_memory()
         world = self._join()
         store = world.fresh_store()
-        with self._numerics.in_force(threads=self._threads), self._refusals_told(store):
+        with self._job.numerics.in_force(threads=self._threads), self._refusals_told(store):
             num_samples, feed = self._feed(dataset, "validation", world, shuffle=False, num_workers=num_workers)
             plan = Plan(
                 epochs=0,
@@ -320,9 +328,9 @@ class Trainer:
                 micro_batch_size=batch_size,
                 accumulation_steps=1,
             )
-            worker = self._worker(world, store, None, feed, batch_size, None, in_turn)
-        recorder, progress = Recorder(None), Progress(num_stages=self._num_stages, quiet=True)
-        with self._numerics.in_force(threads=self._threads), self._bound(world):
+            worker = assemble(self._job, world, store, train_feed=None, val_feed=feed, micro_batch_size=batch_size)
+        recorder, progress = Recorder(None), Progress(num_stages=self._job.num_stages, quiet=True)
+        with self._job.numerics.in_force(threads=self._threads), self._bound(world):
             return conduct(
                 world,
                 worker,
@@ -336,7 +344,7 @@ class Trainer:
         Under torchrun every rank must call it, and every rank gets all of it.
         """
         self._join()
-        return self._placement.full_state_dict(distributed=self._distributed)
+        return self._job.placement.full_state_dict(distributed=self._distributed)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Read weights and running statistics from a checkpoint, whatever cut wrote it.
@@ -345,13 +353,13 @@ class Trainer:
             CheckpointError: damaged, no checkpoint, or of another model.
         """
         checkpoint.read_manifest(Path(path))
-        checkpoint.check_signature(Path(path), self._placement.signature)
-        for module in self._placement.modules.values():
+        checkpoint.check_signature(Path(path), self._job.placement.signature)
+        for module in self._job.placement.modules.values():
             checkpoint.load_weights(Path(path), module)
 
     def _join(self) -> World:
         if self._distributed:
-            return connect(self._num_stages, device_type=self._device_type, timeout_seconds=self._timeout_seconds)
+            return connect(self._job.num_stages, device_type=self._device_type, timeout_seconds=self._timeout_seconds)
         return single_process(choose_device(self._device_type))
 
     def _bound(self, world: World) -> contextlib.AbstractContextManager[None]:
@@ -359,7 +367,7 @@ class Trainer:
         return bound_to(world.cores if self._bind_cores and world.device.type == "cpu" else None)
 
     def _refusals_told(self, store: dist.Store) -> contextlib.AbstractContextManager[None]:
-        told = agreement.refusals_told(store, stages=range(self._num_stages + 1), rank=launched_rank())
+        told = agreement.refusals_told(store, stages=range(self._job.num_stages + 1), rank=launched_rank())
         return told if self._distributed else contextlib.nullcontext()
 
     def _feed(
@@ -377,92 +385,15 @@ class Trainer:
         feed = feed_from(
             dataset,
             name,
-            seed=self._seed,
+            seed=self._job.seed,
             shuffle=shuffle,
             num_workers=num_workers,
             smallest=smallest,
             device=world.device,
-            dtype=self._numerics.dtype,
-            channels_last=self._channels_last,
+            dtype=self._job.numerics.dtype,
+            channels_last=self._job.channels_last,
         )
         return feed.num_samples, feed
-
-    def _worker(
-        self,
-        world: World,
-        store: dist.Store,
-        train_feed: Feed | None,
-        val_feed: Feed | None,
-        micro_batch_size: int,
-        folder: RunFolder | None,
-        choose: Callable[[Sequence[int]], int],
-    ) -> LocalWorker:
-        if isinstance(self._loss_fn, nn.Module):
-            self._loss_fn.to(world.device, self._numerics.dtype)
-        sample = common_sample(train_feed, val_feed)
-        self._placement.settle(
-            store,
-            method=self._method,
-            sample=sample,
-            feed=train_feed or val_feed,
-            micro_batch_size=micro_batch_size,
-            loss_fn=self._loss_fn,
-            optimizer=self._optimizer,
-            device=world.device,
-            numerics=self._numerics,
-            channels_last=self._channels_last,
-            folder=folder.path if folder is not None else None,
-        )
-        modules = self._placement.modules
-        for module in modules.values():
-            module.to(world.device)
-            if self._channels_last:
-                wiring.to_channels_last(module)
-        agreement.check_same(store, world.rank, world.size, self._settings())
-        agreed = agreement.agree(
-            store,
-            modules,
-            num_stages=self._num_stages,
-            loss_fn=self._loss_fn,
-            sample=sample,
-            device=world.device,
-            within=self._numerics.autocasting(world.device),
-            check=partial(check_outs, self._method.head) if self._method.row.local_losses else None,
-        )
-        wiring.check_targets(self._method, agreed.target)
-        num_outputs = agreement.num_outputs(store, self._num_stages)
-        stages = {
-            k: wiring.build_stage(
-                module,
-                k,
-                num_stages=self._num_stages,
-                method=self._method,
-                loss_fn=self._loss_fn,
-                optimizer=self._optimizer,
-                outs=agreed.acts[k + 1],
-                overwrites=agreed.overwrites[k],
-                num_classes=num_outputs,
-                device=world.device,
-                numerics=self._numerics,
-                channels_last=self._channels_last,
-                seed=self._seed,
-            )
-            for k, module in modules.items()
-        }
-        for feed in (train_feed, val_feed):
-            if feed is not None and num_outputs is not None:
-                feed.expect_classes(self._loss_fn, num_outputs)
-        acts = {k: specs.travelling(self._numerics.wire_dtype) for k, specs in agreed.acts.items()}
-        seats = (
-            wiring.process_seat(
-                world, stages[world.rank], acts, agreed.target, method=self._method, num_stages=self._num_stages
-            )
-            if world.is_distributed
-            else wiring.local_seats(stages, acts, agreed.target, method=self._method)
-        )
-        return LocalWorker(
-            world, self._method, self._num_stages, self._seed, self._numerics.dtype, seats, train_feed, val_feed, choose
-        )
 
     def _schedule_learning_rates(self, worker: LocalWorker, plan: Plan, store: dist.Store) -> None:
         if self._lr_schedule is None:
@@ -474,23 +405,8 @@ class Trainer:
         wiring.schedule_learning_rates(
             worker.stages,
             self._lr_schedule,
-            method=self._method,
-            num_stages=self._num_stages,
+            method=self._job.method,
+            num_stages=self._job.num_stages,
             updates_per_epoch=int(store.get("updates_per_epoch")),
             total_updates=int(store.get("total_updates")),
         )
-
-    def _settings(self, batch_size: int | None = None, shuffle: bool | None = None) -> dict[str, Any]:
-        """What two ranks, or a run and its continuation, must have in common."""
-        settings: dict[str, Any] = {
-            "method": self._method.settings,
-            "num_stages": self._num_stages,
-            "balance": self._balance,
-            "seed": self._seed,
-            **self._numerics.settings,
-            "channels_last": self._channels_last,
-            "model": {name: list(shape) for name, shape in self._placement.signature.items()},
-        }
-        if batch_size is not None:
-            settings |= {"batch_size": batch_size, "shuffle": shuffle}
-        return settings

@@ -174,7 +174,7 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_what_it_measured(tmp_path, cap
     trainer = trainer_of(slow_in_the_middle(), grain="block")
     with caplog.at_level(logging.INFO, logger="adl_dist"):
         fit(trainer, tmp_path)
-    assert trainer._placement.sizes == [4, 2]
+    assert trainer._job.placement.sizes == [4, 2]
     profile = Profile.load(tmp_path / "profile.json")
     assert [unit.name for unit in profile.units] == ["0", "1", "2", "3", "4", "5"]
     assert set(trainer.full_state_dict()) == set(slow_in_the_middle().state_dict())
@@ -191,7 +191,7 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_what_it_measured(tmp_path, cap
 def test_a_slower_device_gets_less():
     trainer = trainer_of(slow_in_the_middle(), grain="block", speeds=[1.0, 6.0])
     fit(trainer)
-    assert trainer._placement.sizes[0] < 4
+    assert trainer._job.placement.sizes[0] < 4
 
 
 def test_before_a_measured_cut_is_settled_the_whole_state_is_there():

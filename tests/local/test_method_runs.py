@@ -1,6 +1,7 @@
 """What a run of each method measures, keeps and saves, against what its schedule predicts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -255,11 +256,12 @@ def test_a_loss_belongs_to_the_update_that_its_micro_batch_enters_also_with_a_de
 def test_after_an_error_the_module_holds_the_weights_that_the_optimizer_steps(weights):
     trainer = trainer_of("adl", {"weights": weights, "delay": "minimal"}, 3, K=3)
     made = []
-    trainer._optimizer, make = lambda p: made.append(make(p)) or made[-1], trainer._optimizer
+    make = trainer._job.optimizer
+    trainer._job = replace(trainer._job, optimizer=lambda p: made.append(make(p)) or made[-1])
     with pytest.raises(Exception, match="unplugged"):
         trainer.fit(Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, quiet=True)
     stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
-    assert {id(p) for module in trainer._placement.modules.values() for p in module.parameters()} <= stepped
+    assert {id(p) for module in trainer._job.placement.modules.values() for p in module.parameters()} <= stepped
 
 
 def test_a_stage_without_parameters_has_a_head_of_the_runs_dtype():
