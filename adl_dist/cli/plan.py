@@ -14,6 +14,7 @@ from adl_dist.cli import build
 from adl_dist.cli.compose import compose_run
 from adl_dist.cli.plan_check import check_cases, checked
 from adl_dist.cli.plan_measure import Measurer
+from adl_dist.cli.plan_neighbours import neighbours
 from adl_dist.cli.plan_report import facts_of, line_to_paste, method_named, report
 from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import ConfigError, PartitionError
@@ -26,6 +27,7 @@ from adl_dist.report.costs import check_suffix, draw_costs
 from adl_dist.runtime.link import measure_link
 from adl_dist.runtime.placement import device_memory
 from adl_dist.runtime.process import num_cores
+from adl_dist.schedule import Method
 
 PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs, if nothing is said: PCIe 4, cautiously
 BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -53,19 +55,34 @@ def plan(words: list[str]) -> None:
     stages = _stages(flags.stages, config, num_devices)
     grain = config.partition.grain.value if config.partition.grain else "layer"
     machine = _machine(flags, torch.device(config.runtime.device.value))
-    measurer = Measurer(
-        config,
-        shape=None if flags.input is None else _numbers("--input", flags.input),
-        grain=grain,
-        threads=config.runtime.threads or max(1, num_cores() // max(stages)),
-        kept_in=flags.profile,
-        quiet=flags.json,
-    )
+    how: dict[str, Any] = {
+        "shape": None if flags.input is None else _numbers("--input", flags.input),
+        "grain": grain,
+        "threads": config.runtime.threads or max(1, num_cores() // max(stages)),
+    }
     chosen = config.method.chosen()
+    num = flags.neighbours
+    if num is None:
+        num = _num_neighbours(config, num_devices, max(stages), how["threads"])
+    with neighbours(num, flags.overrides, how, batch // chosen.micro_batches_per_update) as others:
+        measurer = Measurer(config, **how, kept_in=flags.profile, quiet=flags.json, others=others)
+        _plan(flags, config, measurer, machine, methods, stages, num_devices)
+
+
+def _plan(
+    flags: argparse.Namespace,
+    config: RunConfig,
+    measurer: Measurer,
+    machine: Machine,
+    methods: Sequence[Method],
+    stages: Sequence[int],
+    num_devices: int,
+) -> None:
+    chosen, batch, grain = config.method.chosen(), config.train.batch_size, measurer.grain
     steps = sorted({m.micro_batches_per_update for m in (*methods, chosen)})
     profiles = {M: measurer.profile(batch // M) for M in steps}
     profile = profiles[chosen.micro_batches_per_update]
-    whole, share = measurer.pace(batch), measurer.pace(max(1, batch // num_devices))
+    whole, share = measurer.pace(batch), measurer.pace_of_each(max(1, batch // num_devices))
     other = alternative(profile, machine, num_devices=num_devices, whole=whole, share=share)
     told, refused = [], []
     for num_stages in stages:
@@ -122,6 +139,12 @@ def _flags(words: list[str]) -> argparse.Namespace:
     add("--latency", type=float, metavar="S", help="of a message; default: measured on the CPU, 1e-5 between GPUs")
     add("--input", metavar="C,H,W", help="shape of a sample, instead of looking at the data")
     add("--profile", type=Path, metavar="FILE", help="keep the measurement there, and use it the next time")
+    add(
+        "--neighbours",
+        type=int,
+        metavar="N",
+        help="also measure while N more processes compute; default: K - 1 on CPUs",
+    )
     add("--units", action="store_true", help="also print each unit")
     add("--out", type=Path, metavar="FILE", help="draw what each unit costs: FILE.svg, FILE.png or FILE.pdf")
     add("--check", type=int, metavar="N", help="also train as predicted, N times, and print what is measured beside it")
@@ -133,10 +156,10 @@ def _check(flags: argparse.Namespace) -> None:
     """Refuse what would only be found after measuring."""
     if flags.out is not None:
         check_suffix(flags.out)
-    for name in ("devices", "check"):
+    for name, least in (("devices", 1), ("check", 1), ("neighbours", 0)):
         number = getattr(flags, name)
-        if number is not None and number < 1:
-            raise ConfigError(f"--{name} {number} must be at least 1")
+        if number is not None and number < least:
+            raise ConfigError(f"--{name} {number} must be at least {least}")
     if flags.profile is not None and (flags.profile.is_dir() or not flags.profile.parent.is_dir()):
         raise ConfigError(f"--profile {flags.profile}: expected the name of a file in a folder that is there")
     if flags.check and flags.profile is not None:
@@ -179,6 +202,13 @@ def _draw(path: Path, profile: Profile, choice: Prediction | None, config: RunCo
 
 def _devices(config: RunConfig) -> int:
     return torch.cuda.device_count() if config.runtime.device is Device.cuda else num_cores()
+
+
+def _num_neighbours(config: RunConfig, num_devices: int, most_stages: int, threads: int) -> int:
+    """How many processes will disturb each one: CPUs share caches and memory, unless other machines are described."""
+    if config.runtime.device is Device.cuda or num_devices > num_cores():
+        return 0
+    return max(0, min(most_stages, num_cores() // threads) - 1)
 
 
 def _stages(text: str | None, config: RunConfig, num_devices: int) -> list[int]:

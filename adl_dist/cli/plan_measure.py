@@ -1,6 +1,7 @@
 """Measures the model of a configuration, as ``adl-dist plan`` needs it."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from adl_dist.cli import build
+from adl_dist.cli.plan_neighbours import Neighbours
 from adl_dist.cli.schema import RunConfig
 from adl_dist.errors import DataError
 from adl_dist.partition import linearise
@@ -27,11 +29,20 @@ class Measurer:
 
     Attributes:
         chain: its units.
+        grain: of the units.
         threads: that it is measured with.
     """
 
     def __init__(
-        self, config: RunConfig, *, shape: list[int] | None, grain: str, threads: int, kept_in: Path | None, quiet: bool
+        self,
+        config: RunConfig,
+        *,
+        shape: list[int] | None,
+        grain: str,
+        threads: int,
+        kept_in: Path | None,
+        quiet: bool,
+        others: Neighbours | None = None,
     ) -> None:
         """Build the model and look at a sample.
 
@@ -42,13 +53,15 @@ class Measurer:
             threads: to measure with.
             kept_in: a file for the measurements; one for each micro-batch size, which is in the name.
             quiet: do not say what is being measured.
+            others: that may be at work on this machine, too; None: nobody.
 
         Raises:
             ConfigError: the model does not take such a sample, or the loss fails on what it makes of it.
             DataError: the data is not there.
             PartitionError: the model cannot be read.
         """
-        self._grain, self._kept_in, self._quiet, self.threads = grain, kept_in, quiet, threads
+        self.grain, self._kept_in, self._quiet, self.threads = grain, kept_in, quiet, threads
+        self._others = others or Neighbours([])
         self._device = torch.device(config.runtime.device.value)
         keep_freed_memory()  # as training does
         self._numerics = build.numerics(config)
@@ -66,16 +79,22 @@ class Measurer:
         self.chain = linearise(self._model, grain=grain)
 
     def profile(self, micro_batch_size: int) -> Profile:
-        """Costs of each unit for micro-batches of that size."""
+        """Costs of each unit for micro-batches of that size; of a device whose neighbours rest, and are at work."""
+        alone = self._profile(micro_batch_size)
+        with self._others.at_work():
+            return replace(alone, loaded=self._profile(micro_batch_size)) if self._others.are_at_work else alone
+
+    def _profile(self, micro_batch_size: int) -> Profile:
         kept_in = self._kept_in
         if kept_in is not None:
-            kept_in = kept_in.with_name(f"{kept_in.stem}-{micro_batch_size}{kept_in.suffix}")
-        self._say(f"measuring {len(self.chain.units)} units with {micro_batch_size} samples ...")
+            loaded = "-loaded" if self._others.are_at_work else ""
+            kept_in = kept_in.with_name(f"{kept_in.stem}-{micro_batch_size}{loaded}{kept_in.suffix}")
+        self._say(f"measuring {len(self.chain.units)} units with {micro_batch_size} samples")
         with self._numerics.in_force(threads=self.threads):
             return take_profile(
                 self._model,
                 self.chain,
-                grain=self._grain,
+                grain=self.grain,
                 sample=self._sample,
                 micro_batch_size=micro_batch_size,
                 loss_fn=self._loss_fn,
@@ -86,9 +105,14 @@ class Measurer:
                 load=None if self._feed is None else partial(self._feed.seconds_to_load, micro_batch_size),
             )
 
+    def pace_of_each(self, samples: int) -> Pace:
+        """Of the uncut model with so many samples at once, on each device."""
+        with self._others.at_work():
+            return self.pace(samples)
+
     def pace(self, samples: int) -> Pace:
-        """Of the uncut model with so many samples at once."""
-        self._say(f"measuring the whole model with {samples} samples ...")
+        """Of the uncut model with so many samples at once, on one device."""
+        self._say(f"measuring the whole model with {samples} samples")
         with self._numerics.in_force(threads=self.threads):
             forward, backward = pace(
                 self._model, *micro_batch(self._sample, samples, self._device), self._loss_fn, self._within
@@ -98,7 +122,7 @@ class Measurer:
 
     def _say(self, text: str) -> None:
         if not self._quiet:
-            sys.stderr.write(text + "\n")
+            sys.stderr.write(f"{text}{', the other cores at work' if self._others.are_at_work else ''} ...\n")
 
 
 def _feed(config: RunConfig, device: torch.device) -> Feed:

@@ -62,14 +62,15 @@ def alternative(profile: Profile, machine: Machine, *, num_devices: int, whole: 
         machine: devices and links.
         num_devices: n.
         whole: the batch on one device.
-        share: the batch divided by n.
+        share: the batch divided by n, on each of n devices.
     """
     parameter_bytes = sum(unit.parameter_bytes for unit in profile.units)
     update = sum(unit.update for unit in profile.units)
+    update_of_share = sum(unit.update for unit in profile.with_stages(num_devices).units)
     moved = 2 * (num_devices - 1) / num_devices * parameter_bytes
     ring = moved / machine.bandwidth + 2 * (num_devices - 1) * machine.latency
     own = 2 * moved * machine.seconds_per_byte
-    seconds = share.forward + max(share.backward, ring) + own + update
+    seconds = share.forward + max(share.backward, ring) + own + update_of_share
     units = profile.costs(1)
     needed = stage_memory(units, 0, len(units), held=Held(graphs=1), optimizer_copies=profile.optimizer_copies)
     limit = machine.memory_bytes if isinstance(machine.memory_bytes, int) else None

@@ -64,7 +64,7 @@ def best_cut(profile: Profile, method: Method, *, num_stages: int, machine: Mach
         PartitionError: no cut is possible, or none fits into memory.
     """
     return best_balance(
-        profile.costs(method.micro_batches_per_update),
+        profile.with_stages(num_stages).costs(method.micro_batches_per_update),
         num_stages=num_stages,
         held=held_by(method, num_stages=num_stages),
         machine=machine,
@@ -95,7 +95,8 @@ def predict(
     """
     if method.row.local_losses and num_stages > 1:
         raise ConfigError("its local losses have heads that are not measured, and another goal than the model's")
-    units, M = profile.costs(method.micro_batches_per_update), method.micro_batches_per_update
+    M = method.micro_batches_per_update
+    units = profile.with_stages(num_stages).costs(M)
     held = held_by(method, num_stages=num_stages)
     if sizes is None:
         balance = best_cut(profile, method, num_stages=num_stages, machine=machine)
@@ -107,7 +108,7 @@ def predict(
     # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
     of_stages = told.time_per_update / M
     per_micro_batch = max(of_stages, *balance.link_seconds, 0.0)
-    alone = profile.loading + profile.forward + profile.backward + sum(unit.update for unit in units)
+    alone = profile.loading + profile.forward + profile.backward + sum(unit.update for unit in profile.costs(M))
     return Prediction(
         method=method,
         num_stages=num_stages,

@@ -20,6 +20,7 @@ class Profile:
         backward: seconds of its backward.
         optimizer_copies: bytes of the optimizer's state, for each byte of parameters.
         loading: seconds that stage 0 loads data for; 0: others do.
+        loaded: the same while the other devices of the machine are at work, too; None: they do not disturb.
     """
 
     of: dict[str, Any]
@@ -28,6 +29,11 @@ class Profile:
     backward: float
     optimizer_copies: float
     loading: float = 0.0
+    loaded: "Profile | None" = None
+
+    def with_stages(self, num_stages: int) -> "Profile":
+        """What it costs where K stages are at work: side by side, if there are several."""
+        return self if num_stages == 1 or self.loaded is None else self.loaded
 
     def costs(self, accumulation_steps: int) -> list[UnitCost]:
         """The units' costs with M micro-batches per update, so scaled that they add up to those of the whole model.
@@ -60,9 +66,13 @@ class Profile:
             PartitionError: it is no such file.
         """
         try:
-            told = json.loads(path.read_text())
-            return cls(**{**told, "units": [UnitCost(**unit) for unit in told["units"]]})
+            return cls._of(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise PartitionError(
                 f"{path} is not a profile ({type(error).__name__}: {error}); remove it, and it is measured anew"
             ) from error
+
+    @classmethod
+    def _of(cls, told: dict[str, Any]) -> "Profile":
+        loaded = None if told["loaded"] is None else cls._of(told["loaded"])
+        return cls(**{**told, "units": [UnitCost(**unit) for unit in told["units"]], "loaded": loaded})

@@ -185,7 +185,7 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_what_it_measured(tmp_path, cap
     (tmp_path / "profile.json").write_text(json.dumps(told))
     again = trainer_of(slow_in_the_middle(), grain="block")
     fit(again, tmp_path, epochs=2)
-    assert again._placement.sizes == [1, 5]
+    assert again._job.placement.sizes == [1, 5]
 
 
 def test_a_slower_device_gets_less():

@@ -1,9 +1,13 @@
 """Predictions from known costs, the advice that follows, and ``adl-dist plan`` as a user calls it."""
 
 import json
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from adl_dist.cli.plan_neighbours import neighbours
 from adl_dist.cli.plan_report import line_to_paste
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost
@@ -16,6 +20,7 @@ from tests.support.commands import in_process, shows, words
 SMALL = (
     *("model=resnet8", "data=synthetic", "data.image_size=8", "train.batch_size=16", "runtime.threads=1"),
     *("--bandwidth", "1e9", "--latency", "1e-5"),
+    *("--neighbours", "0"),
 )
 
 
@@ -53,6 +58,41 @@ def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
     told = known(8)
     slow = Profile(of=told.of, units=told.units, forward=4.0, backward=32.0, optimizer_copies=1.0)
     assert [(u.forward, u.backward) for u in slow.costs(1)] == [(0.5, 4.0)] * 8
+
+
+def test_stages_take_what_was_measured_beside_others_at_work_and_one_device_what_was_measured_alone(tmp_path):
+    profile = replace(known(), loaded=known(forward=2.0, backward=4.0))
+    adl = method("adl", accumulation_steps=4)
+    assert predict(profile, adl, num_stages=2).images_per_second == pytest.approx(10 / 24)
+    assert predict(profile, adl, num_stages=2).speed_up == pytest.approx(1.0)
+    assert predict(profile, method("bp"), num_stages=1).images_per_second == pytest.approx(10 / 24)
+    profile.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == profile
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
+def rests(pid):
+    """Whether it is stopped, a moment after it was told."""
+    deadline = time.monotonic() + 5
+    while state_of(pid) != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return state_of(pid) == "T"
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
+def test_neighbours_rest_until_they_are_to_work_and_do_not_outlive_the_measurement():
+    how = {"shape": [3, 8, 8], "grain": "layer", "threads": 1}
+    with neighbours(1, SMALL[:5], how, 4) as others:
+        (pid,) = others.pids
+        assert rests(pid)
+        with others.at_work():
+            time.sleep(0.2)
+            assert state_of(pid) != "T"
+        assert rests(pid)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_the_factor_is_that_of_theorem_1():
