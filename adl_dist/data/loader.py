@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
 from functools import partial
 from itertools import accumulate
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -139,6 +141,8 @@ class Loader:
             shutdown = getattr(iterator, "_shutdown_workers", None)
             if shutdown is not None:
                 shutdown()
+            for worker in getattr(iterator, "_workers", ()):  # one that is stuck would be waited for at our own end
+                worker.kill()
 
     def _indices(self, epoch: int, sizes: Sequence[int], first_sample: int) -> list[list[int]]:
         order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)  # type: ignore[arg-type]
@@ -195,6 +199,14 @@ def _worker_context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     used = [name for name in ("torchvision.transforms.v2",) if name in sys.modules]
     context.set_forkserver_preload(["__main__", __name__, *used])
+    # Signals that are sent to a whole process group or job are for the process that trains, which needs its workers
+    # until it has stopped. They inherit what is blocked here; the tracker, started on the way, would unblock it.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
