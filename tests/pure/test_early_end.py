@@ -4,7 +4,16 @@ import itertools
 
 import pytest
 
-from adl_dist.schedule import METHODS, Op, end_early, leaves_no_trace, method, replay, training_stream, updates_that_load
+from adl_dist.schedule import (
+    METHODS,
+    Op,
+    end_early,
+    leaves_no_trace,
+    method,
+    replay,
+    training_stream,
+    updates_that_load,
+)
 from adl_dist.schedule.actions import RECEIVES
 from adl_dist.schedule.replay import at_random
 
