@@ -8,7 +8,6 @@ import threading
 from collections.abc import Generator, Sequence
 from functools import partial
 from itertools import accumulate
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -141,7 +140,7 @@ class Loader:
             shutdown = getattr(iterator, "_shutdown_workers", None)
             if shutdown is not None:
                 shutdown()
-            for worker in getattr(iterator, "_workers", ()):  # one that is stuck would be waited for at our own end
+            for worker in getattr(iterator, "_workers", ()):  # one that is stuck: it takes no SIGTERM
                 worker.kill()
 
     def _indices(self, epoch: int, sizes: Sequence[int], first_sample: int) -> list[list[int]]:
@@ -199,14 +198,6 @@ def _worker_context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     used = [name for name in ("torchvision.transforms.v2",) if name in sys.modules]
     context.set_forkserver_preload(["__main__", __name__, *used])
-    # Signals that are sent to a whole process group or job are for the process that trains, which needs its workers
-    # until it has stopped. They inherit what is blocked here; the tracker, started on the way, would unblock it.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -217,6 +208,11 @@ def _begin_worker(cores: set[int] | None, worker: int) -> None:
     """
     parent = multiprocessing.parent_process()
     assert parent is not None, f"loader worker {worker} runs outside of a worker process"
+
+    # What is sent to a whole process group or job is for the process that trains. It may have to stop, and until its
+    # pipeline is empty it needs data.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
     if cores is not None:
         os.sched_setaffinity(0, cores)

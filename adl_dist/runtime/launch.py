@@ -100,9 +100,11 @@ class _Stopping:
 
     def handle(self, number: int, frame: object) -> None:
         name = signal.Signals(number)
-        if self._passes_on and not self._patience.ends_with(number) and self._reaches_rank_0(name):
-            self.asked_by = name
-            return
+        if self._passes_on and not self._patience.ends_with(number):
+            if self._reaches_rank_0(name):
+                self.asked_by = self.asked_by or name
+            if self.asked_by is not None:  # also while the ranks that have stopped come to their end
+                return
         self.ended_by = name
         # By SIGKILL: they may wait for messages, and what they leave undone is undone by the next start.
         raise SignalException(f"ended by {name.name}", sigval=signal.SIGKILL)

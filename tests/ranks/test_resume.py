@@ -294,7 +294,7 @@ def test_asked_by_a_signal_to_any_process_a_run_saves_and_says_so_and_goes_on_as
         with held(tmp_path) as run:
             run.wait_for_update(epoch * UPDATES_PER_EPOCH + 1)
             run.send(number, rank=rank)
-            run.wait_until_gone(seconds=10)
+            run.wait_until_gone(seconds=30)
         assert run.finish() == 75
         saved = newest(run.run_dir)
         stops.append(checkpoint.read_manifest(saved)["update"])
