@@ -50,6 +50,11 @@ class Seat:
             from_upstream = what in ("act", "label")
             receiver.open(work.sizes_upstream if from_upstream else work.sizes, order, training=training)
 
+    def end_early(self, num_micro_batches: int) -> None:
+        """Expect no more than the first ``num_micro_batches`` of the segment from the others."""
+        for receiver in self.receivers.values():
+            receiver.end_early(num_micro_batches)
+
     def drain(self) -> None:
         """Return when everything sent has left."""
         for sender in self.senders.values():

@@ -27,6 +27,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 OURS_TO_SAY = (
     *("method", "partition", "run_dir", "resume", "train.epochs", "train.max_updates"),
     *("runtime.processes", "runtime.threads", "runtime.bind_cores", "runtime.trace", "runtime.memory"),
+    "runtime.checkpoint_every_updates",
     "hydra.mode",
 )
 

@@ -13,8 +13,8 @@ from adl_dist.cli import build, sweep
 from adl_dist.cli.compose import compose_run, known_run, simple_options
 from adl_dist.errors import AdlError, CheckpointError
 from adl_dist.report import final_table
+from adl_dist.runtime import child
 from adl_dist.runtime.checkpoint import complete
-from adl_dist.runtime.child import is_restarted
 from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.launch import launch_local
 from adl_dist.runtime.run_folder import RunFolder, newest_checkpoint
@@ -35,7 +35,7 @@ def train(words: list[str]) -> None:
         raise SystemExit(sweep.run(several))
     config, plain = compose_run(words)
     assert config.run_dir is not None
-    if is_restarted() and complete(Path(config.run_dir) / "checkpoints"):
+    if child.is_restarted() and complete(Path(config.run_dir) / "checkpoints"):
         config.resume = "auto"  # what the attempt before saved, whatever the first was told to resume
     build.check_targets(config)
     build.check_device(config)
@@ -44,7 +44,12 @@ def train(words: list[str]) -> None:
     if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
         build.trainer(config, processes=False)  # shows that the model can be built and cut
         raise SystemExit(
-            launch_local(["train", *words], num_processes=num_stages, max_restarts=config.runtime.max_restarts)
+            launch_local(
+                ["train", *words],
+                num_processes=num_stages,
+                max_restarts=config.runtime.max_restarts,
+                passes_stops_on=not child.is_part_of_more(),
+            )
         )
     trainer = build.trainer(config)
     _setting_up = False
@@ -60,14 +65,18 @@ def train(words: list[str]) -> None:
         shuffle=config.data.get("shuffle", True),
         num_workers=config.data.get("num_workers", 0),
         checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
+        checkpoint_every_updates=config.runtime.checkpoint_every_updates,
         keep_checkpoints=config.runtime.keep_checkpoints,
         tensorboard=config.runtime.tensorboard,
         trace=config.runtime.trace,
         memory=config.runtime.memory,
+        handle_signals=not child.is_part_of_more(),
         config=plain,
     )
     if launched_rank() == 0:
         _say(_ending(summary, config.run_dir))
+    if "stopped" in summary:
+        _end_stopped(summary["stopped"])
 
 
 def evaluate(words: list[str]) -> None:
@@ -111,6 +120,23 @@ def export(words: list[str]) -> None:
     _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict(torch.load('{out}')) takes them")
 
 
+def _end_stopped(stopped: Mapping[str, Any]) -> None:
+    """Say where the run has stopped; exit with a code that says so, unless a launcher would take that for a failure."""
+    if launched_rank() == 0:
+        note = (
+            "; the pipeline was emptied in mid-epoch, so values will differ from those of a run that was not stopped "
+            "(runtime.checkpoint_every_updates avoids that)"
+        )
+        sys.stdout.flush()
+        sys.stderr.write(
+            f"adl-dist: stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}; saved "
+            f"{stopped['checkpoint']}; the same command goes on{note if stopped['leaves_trace'] else ''}\n"
+        )
+    if launched_world_size() is None:
+        raise SystemExit(child.STOPPED_CODE)
+    child.note(child.STOPPED)
+
+
 def is_told_elsewhere(error: AdlError) -> bool:
     """Whether another rank tells the user what ``error`` says."""
     if launched_world_size() is None:
@@ -119,6 +145,8 @@ def is_told_elsewhere(error: AdlError) -> bool:
 
 
 def _ending(summary: Mapping[str, Any], run_dir: str) -> str:
+    if "stopped" in summary:
+        return final_table(summary)
     lines: Sequence[str] = [
         final_table(summary),
         "",

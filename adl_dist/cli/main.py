@@ -36,7 +36,7 @@ logger.addHandler(logging.NullHandler())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 2 the user can mend it, 1 a peer or we failed, 130 interrupted."""
+    """Run one command and exit: 0 done, 2 the user can mend it, 1 a peer or we failed, 75 stopped, 130 interrupted."""
     end_with_launcher()
     # Read when torch is loaded: its networking layers narrate, with stack traces, what they also raise.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -70,7 +70,8 @@ def _run(words: list[str]) -> int:
         _tell(error)
         return error.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("\nadl-dist: interrupted; the same command goes on from the last checkpoint\n")
+        way_on = "; the same command goes on from the last checkpoint" if words[0] == "train" else ""
+        sys.stderr.write(f"\nadl-dist: interrupted{way_on}\n")
         return 128 + signal.SIGINT
     except SystemExit as done:
         return int(done.code or 0)

@@ -126,6 +126,7 @@ class RuntimeConfig:
     timeout_seconds: float = 300.0
     max_restarts: int = 0
     checkpoint_every_epochs: int = 1
+    checkpoint_every_updates: int | None = None
     keep_checkpoints: int = 2
     tensorboard: bool = True
     trace: bool = False
@@ -142,6 +143,8 @@ class RuntimeConfig:
             )
         _at_least("runtime.max_restarts", self.max_restarts, 0)
         _at_least("runtime.checkpoint_every_epochs", self.checkpoint_every_epochs, 0)
+        if self.checkpoint_every_updates is not None:
+            _at_least("runtime.checkpoint_every_updates", self.checkpoint_every_updates, 1)
         _at_least("runtime.keep_checkpoints", self.keep_checkpoints, 1)
 
 

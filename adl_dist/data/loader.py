@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
@@ -139,6 +140,8 @@ class Loader:
             shutdown = getattr(iterator, "_shutdown_workers", None)
             if shutdown is not None:
                 shutdown()
+            for worker in getattr(iterator, "_workers", ()):  # one that is stuck: it takes no SIGTERM
+                worker.kill()
 
     def _indices(self, epoch: int, sizes: Sequence[int], first_sample: int) -> list[list[int]]:
         order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)  # type: ignore[arg-type]
@@ -205,6 +208,11 @@ def _begin_worker(cores: set[int] | None, worker: int) -> None:
     """
     parent = multiprocessing.parent_process()
     assert parent is not None, f"loader worker {worker} runs outside of a worker process"
+
+    # What is sent to a whole process group or job is for the process that trains. It may have to stop, and until its
+    # pipeline is empty it needs data.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
     if cores is not None:
         os.sched_setaffinity(0, cores)

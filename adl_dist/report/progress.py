@@ -22,15 +22,20 @@ class Progress:
         self._head = ""
         self._update = self._total_updates = 0
         self._loss_sum = self._num_correct = self._samples = 0.0
+        self._seconds = self._seconds_before = 0.0  # since training was begun or gone on with, and before
         self._last_size = 0
         self._rate = 0.0
         self._has_accuracy = False
 
-    def begin(self, epoch: int, epochs: int, total_updates: int) -> None:
-        """Begin an epoch, counted from 0."""
+    def begin(self, epoch: int, epochs: int, total_updates: int, *, goes_on: bool = False) -> None:
+        """Begin an epoch, counted from 0, or go on with it after a checkpoint in its midst."""
         self._head = f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}"
         self._total_updates = total_updates
-        self._loss_sum = self._num_correct = self._samples = 0.0
+        if goes_on:
+            self._seconds_before += self._seconds
+        else:
+            self._loss_sum = self._num_correct = self._samples = self._seconds_before = 0.0
+        self._seconds = 0.0
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Take in one record of a stage."""
@@ -42,7 +47,8 @@ class Progress:
                 self._samples += record["num_samples"]
                 self._loss_sum += record["value"] * record["num_samples"]
                 self._last_size = record["num_samples"]
-                self._rate = self._samples / max(record["elapsed_seconds"], 1e-9)
+                self._seconds = record["elapsed_seconds"]
+                self._rate = self._samples / max(self._seconds_before + self._seconds, 1e-9)
             case "train/accuracy":
                 self._has_accuracy = True
                 self._num_correct += record["value"] * self._last_size

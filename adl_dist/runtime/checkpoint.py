@@ -86,6 +86,11 @@ def load_weights(path: Path, module: nn.Module) -> None:
         dcp.load(state, checkpoint_id=path, no_dist=True)
 
 
+def place(folder: Path, update: int) -> Path:
+    """Where the complete checkpoint of ``update`` is."""
+    return folder / f"update-{update:08d}"
+
+
 def begin(folder: Path, update: int) -> Path:
     """A fresh place for an unfinished checkpoint of ``update``."""
     path = folder / f".saving-{update:08d}"
@@ -102,7 +107,7 @@ def commit(path: Path, manifest: Mapping[str, Any], *, keep: int) -> Path:
         json.dump(told, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
-    final = path.with_name(f"update-{manifest['update']:08d}")
+    final = place(path.parent, manifest["update"])
     if final.exists():  # the same update, saved by an attempt whose successor started before it
         _remove(final)
     path.rename(final)

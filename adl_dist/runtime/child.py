@@ -1,9 +1,11 @@
 """What a rank owes to adl_dist's own launcher. No torch: it has to hold while torch is still being loaded."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 # Set by the launcher: a folder for a store that listens on no port at all, its process id, and how often it has
 # started its ranks again.
@@ -13,11 +15,24 @@ RESTARTS = "ADL_DIST_RESTARTS"
 
 PR_SET_PDEATHSIG = 1
 
+# Exit code of a run that was asked to stop and has saved; EX_TEMPFAIL of sysexits.h: the same command goes on.
+STOPPED_CODE = 75
+# Files in the launcher's folder: the process id of rank 0 while it can be asked to stop (by SIGUSR1), the name of the
+# signal that the launcher got, and that the run has stopped.
+LISTENS, ASKED, STOPPED = "listens", "asked", "stopped"
+
+_is_part_of_more = False
+
 
 def end_with_launcher() -> None:
     """Die at Ctrl-C without a word, since the launcher has one, and (on Linux) if the launcher is killed."""
+    global _is_part_of_more
     if LAUNCHER not in os.environ:
         return
+    if "RANK" in os.environ:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks to stop, which means nothing but while training
+    else:
+        _is_part_of_more = True
     # Python's own handler would wait for a message that never comes, and print a traceback. A shell that starts a job
     # in the background has its signals ignored, and that stands.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -32,3 +47,38 @@ def end_with_launcher() -> None:
 def is_restarted() -> bool:
     """Whether this rank takes the place of one that died, started by adl_dist's launcher or by torchrun."""
     return any(int(os.environ.get(name, 0)) > 0 for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
+
+
+def is_part_of_more() -> bool:
+    """Whether this command was started by another one of ours, like a sweep, which has ways of its own to go on."""
+    return _is_part_of_more
+
+
+def note(name: str, text: str = "") -> None:
+    """Tell our launcher something, if it is ours; only rank 0 does."""
+    folder = os.environ.get(RENDEZVOUS_FOLDER)
+    if folder and os.environ.get("RANK", "0") == "0":
+        write_note(Path(folder), name, text)
+
+
+def unnote(name: str) -> None:
+    """Take it back."""
+    folder = os.environ.get(RENDEZVOUS_FOLDER)
+    if folder and os.environ.get("RANK", "0") == "0":
+        (Path(folder) / name).unlink(missing_ok=True)
+
+
+def noted(name: str, folder: Path | None = None) -> str | None:
+    """What launcher or rank 0 has told the other in ``folder`` (the environment's); None: nothing."""
+    told = folder or os.environ.get(RENDEZVOUS_FOLDER)
+    with contextlib.suppress(FileNotFoundError):
+        return (Path(told) / name).read_text() if told else None
+    return None
+
+
+def write_note(folder: Path, name: str, text: str) -> None:
+    """Write it whole or not at all."""
+    unfinished = folder / f".{name}"
+    with contextlib.suppress(FileNotFoundError):  # the launcher is gone, and its folder with it
+        unfinished.write_text(text)
+        unfinished.rename(folder / name)

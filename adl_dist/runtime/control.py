@@ -17,6 +17,7 @@ import torch.distributed.rpc as rpc
 import torch.futures
 
 from adl_dist.errors import AdlError, ChannelError
+from adl_dist.runtime.requests import Ask, Requests
 from adl_dist.runtime.world import World, name_of
 
 logger = logging.getLogger("adl_dist")
@@ -27,9 +28,11 @@ Result = dict[str, Any]
 COORDINATOR_RANK = 0
 REPORT_SECONDS = 0.2  # records travel in batches this far apart
 CAUSE_SECONDS = 1.0  # how long a victim's report waits for that of its cause
+ASK_SECONDS = 5.0  # within which a process that is there takes a request
 
 _commands: "queue.SimpleQueue[str]" = queue.SimpleQueue()
 _reports: "queue.SimpleQueue[str]" = queue.SimpleQueue()
+requests = Requests()  # of the job that runs in this process, if it is rank 0's
 
 
 def _take_command(message: str) -> None:
@@ -38,6 +41,35 @@ def _take_command(message: str) -> None:
 
 def _take_report(message: str) -> None:
     _reports.put(message)
+
+
+def _take_request(message: str) -> None:
+    if message:
+        asked = json.loads(message)
+        requests.ask(Ask(asked["what"]), asked["why"])
+
+
+def ask(world: World, what: Ask, why: str) -> bool:
+    """Ask something of the job, on any rank and in any thread.
+
+    Returns:
+        Whether all ranks are there; if not, nothing will come of it.
+    """
+    if world.rank == COORDINATOR_RANK:
+        requests.ask(what, why)
+    if not world.is_distributed:
+        return True
+    told = {rank: "" for rank in range(world.size) if rank != world.rank}
+    if world.rank != COORDINATOR_RANK:
+        told[COORDINATOR_RANK] = json.dumps({"what": what.value, "why": why})
+    try:
+        torch.futures.wait_all(
+            [rpc.rpc_async(name_of(r), _take_request, args=(text,), timeout=ASK_SECONDS) for r, text in told.items()]
+        )
+    except RuntimeError as error:
+        logger.warning("asked to stop by %s, but a rank is gone: %s", why, str(error).splitlines()[0])
+        return False
+    return True
 
 
 class Worker(Protocol):

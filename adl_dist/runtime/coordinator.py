@@ -13,6 +13,7 @@ from adl_dist.report import Progress, Recorder
 from adl_dist.runtime import checkpoint
 from adl_dist.runtime.control import Crew, Record, Result
 from adl_dist.runtime.length import Plan
+from adl_dist.runtime.requests import Ask, Requests
 from adl_dist.runtime.run_folder import RunFolder
 from adl_dist.runtime.trace_file import merge_parts
 
@@ -38,16 +39,27 @@ class Saving:
 
 
 class Coordinator:
-    """Trains epoch by epoch: segment, evaluation, checkpoint."""
+    """Trains epoch by epoch: segment, evaluation, checkpoint. In between it does what is asked for from outside."""
 
     def __init__(
-        self, crew: Crew, plan: Plan, *, saving: Saving | None, recorder: Recorder, progress: Progress
+        self,
+        crew: Crew,
+        plan: Plan,
+        *,
+        saving: Saving | None,
+        recorder: Recorder,
+        progress: Progress,
+        requests: Requests | None = None,
+        drains_leave_traces: bool = False,
     ) -> None:
+        """Take the crew; ``drains_leave_traces``: in the values, where the pipeline is emptied and ``plan`` did not."""
         self._crew, self._plan, self._saving = crew, plan, saving
         self._recorder, self._progress = recorder, progress
+        self._requests, self._drains_leave_traces = requests or Requests(), drains_leave_traces
         # Where the run stands: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
         self._last_epoch = 0
+        self._saved_at: int | None = None
         self._metrics: dict[str, Any] = {}
         self._totals: dict[int, dict[str, float]] = {}
         self._spent: dict[int, dict[str, float]] = {}
@@ -56,15 +68,20 @@ class Coordinator:
     def train(self) -> Result:
         """Run to the end and return the summary."""
         started, origin = time.monotonic(), time.perf_counter()
-        self._resume()
-        while not self._is_over:
-            self._train_one()
-            self._evaluate()
-            self._refuse_divergence()
-            every = self._saving.every_epochs if self._saving else 0
-            if self._is_over or (every and self._epoch % every == 0):
-                self._save()
-        summary = self._summary(time.monotonic() - started)
+        try:
+            self._resume()
+            stopped = None
+            while stopped is None and not self._is_over:
+                self._train_one()
+                if self._is_over or self._sample == 0:
+                    self._evaluate()
+                    self._refuse_divergence()
+                if self._is_over or self._is_to_be_saved:
+                    self._save()
+                stopped = self._carry_out_requests()
+        finally:
+            self._requests.answer(self._requests.take(), f"the run has ended, at update {self._update}")
+        summary = self._summary(time.monotonic() - started) | ({"stopped": stopped} if stopped else {})
         if self._saving and (self._trained_samples or not (self._saving.folder.path / "summary.json").is_file()):
             self._saving.folder.write_summary(summary)
         if self._saving and self._saving.trace and self._trained_samples:
@@ -79,6 +96,26 @@ class Coordinator:
     @property
     def _is_over(self) -> bool:
         return self._epoch >= self._plan.epochs or self._update >= self._plan.total_updates
+
+    @property
+    def _is_to_be_saved(self) -> bool:
+        every = self._saving.every_epochs if self._saving else 0
+        return self._plan.ends_at(self._sample) and (self._sample > 0 or (every > 0 and self._epoch % every == 0))
+
+    def _carry_out_requests(self) -> Result | None:
+        """Save, with the pipeline empty, if that was asked for; return where the run stops if it was asked to."""
+        if not (asked := self._requests.take()):
+            return None
+        if self._saved_at != self._update:
+            self._save()
+        path = str(checkpoint.place(self._saving.folder.checkpoints, self._update)) if self._saving else None
+        self._requests.answer(asked, path or "nothing is saved: the run has no run_dir")
+        why = [request.why for request in asked if request.what is Ask.STOP]
+        if self._is_over or not why:
+            return None
+        leaves_trace = self._drains_leave_traces and not self._plan.ends_at(self._sample)
+        where = {"update": self._update, "epoch": self._epoch, "checkpoint": path}
+        return {"why": why[0], **where, "leaves_trace": leaves_trace}
 
     def _resume(self) -> None:
         path = None
@@ -142,10 +179,13 @@ class Coordinator:
 
     def _train_one(self) -> None:
         segment = self._plan.segment(self._epoch, self._sample, self._update)
-        self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates)
+        goes_on = self._sample > 0 and self._trained_samples > 0  # with an epoch that this process has begun
+        self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
         start = time.perf_counter()
         results = self._crew.call("train", **vars(segment))
         seconds = time.perf_counter() - start
+        (num_updates,) = {result["num_updates"] for result in results}  # fewer if something was asked for meanwhile
+        segment = segment.first_updates(num_updates)
         self._train_seconds += seconds
         self._trained_samples += segment.num_samples
         self._sample += segment.num_samples
@@ -208,6 +248,7 @@ class Coordinator:
             "of": {**self._identity(), "cut": dict(self._saving.cut)},
         }
         final = checkpoint.commit(path, manifest, keep=self._saving.keep)
+        self._saved_at = self._update
         logger.info("saved %s", final)
 
     def _write_trace(self, run_dir: Path, origin: float) -> None:

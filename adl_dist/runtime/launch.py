@@ -4,6 +4,7 @@ The launcher's rendezvous and the processes' own store are files in a private fo
 beyond the loopback connections of the data and control planes.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -18,20 +19,31 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from adl_dist.runtime import child
 from adl_dist.runtime.child import LAUNCHER, RENDEZVOUS_FOLDER, RESTARTS
+from adl_dist.runtime.signals import STOPPING, Patience
 
 USER_CAN_MEND = 2  # exit code of a rank that would only fail again
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # by the agent, which ends its ranks then
+ENDING = (signal.SIGHUP, signal.SIGQUIT)  # handled by the agent, which ends its ranks then
 
 
-def launch_local(arguments: Sequence[str], *, num_processes: int, max_restarts: int) -> int:
+def launch_local(
+    arguments: Sequence[str], *, num_processes: int, max_restarts: int, passes_stops_on: bool = True
+) -> int:
     """Run ``python -m adl_dist *arguments`` as ``num_processes`` ranks and wait for them.
 
     After a failure that the user cannot mend all ranks are started again, at most ``max_restarts`` times.
 
+    Args:
+        arguments: of the ranks' command line.
+        num_processes: K.
+        max_restarts: see above.
+        passes_stops_on: ask the ranks to stop at the first SIGTERM, SIGINT or SIGUSR1, once they train, rather than
+            end them as at the second.
+
     Returns:
-        The exit code of the run: 0, or that of a rank whose user can mend the cause (2), or 1; 128 + n if
-        signal n ended it.
+        The exit code of the run: 0, or 75 if it was stopped, or that of a rank whose user can mend the cause (2), or
+        1; 128 + n if signal n ended it.
 
     Raises:
         KeyboardInterrupt: the run was interrupted; no rank is left.
@@ -42,26 +54,30 @@ def launch_local(arguments: Sequence[str], *, num_processes: int, max_restarts: 
     narrator.propagate = False
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks rendezvous in their folder
-    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    handlers = {number: signal.getsignal(number) for number in (*ENDING, *STOPPING)}
+    stopping = _Stopping(passes_stops_on)
+    for number in STOPPING:
+        if handlers[number] != signal.SIG_IGN:  # as a shell sets SIGINT for a job in the background
+            signal.signal(number, stopping.handle)
     attempt = 0
     try:
         while True:
             attempt += 1
             try:
                 os.environ[RESTARTS] = str(attempt - 1)
-                _run_ranks(arguments, num_processes)
-                return 0
+                return child.STOPPED_CODE if _run_ranks(arguments, num_processes, stopping) else 0
             except ChildFailedError as failed:
                 code = 2 if USER_CAN_MEND in (f.exitcode for f in failed.failures.values()) else 1
-                restarts = code != USER_CAN_MEND and attempt <= max_restarts
+                restarts = code != USER_CAN_MEND and attempt <= max_restarts and stopping.asked_by is None
                 _report(failed, f"restart {attempt} of {max_restarts}" if restarts else None)
                 if not restarts:
                     return code
     except SignalException as ended:
-        if ended.sigval == signal.SIGINT:
+        number = stopping.ended_by or ended.sigval
+        if number == signal.SIGINT:
             raise KeyboardInterrupt from None
-        sys.stderr.write(f"adl-dist: ended by {ended.sigval.name}; the same command resumes the run\n")
-        return 128 + ended.sigval
+        sys.stderr.write(f"adl-dist: ended by {number.name}; the same command resumes the run\n")
+        return 128 + number
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -69,10 +85,45 @@ def launch_local(arguments: Sequence[str], *, num_processes: int, max_restarts: 
             os.environ.pop(name, None)
 
 
-def _run_ranks(arguments: Sequence[str], num_processes: int) -> None:
+class _Stopping:
+    """What the launcher does at SIGTERM, SIGINT and SIGUSR1.
+
+    The first goes to rank 0 if that listens; ranks have sessions of their own, so a Ctrl-C at the terminal reaches the
+    launcher alone. Otherwise, and at the second, the agent is made to end its ranks at once.
+    """
+
+    def __init__(self, passes_on: bool) -> None:
+        self._passes_on, self._patience = passes_on, Patience()
+        self.folder: Path | None = None  # of the ranks
+        self.asked_by: signal.Signals | None = None
+        self.ended_by: signal.Signals | None = None
+
+    def handle(self, number: int, frame: object) -> None:
+        name = signal.Signals(number)
+        if self._passes_on and not self._patience.ends_with(number):
+            if self._reaches_rank_0(name):
+                self.asked_by = self.asked_by or name
+            if self.asked_by is not None:  # also while the ranks that have stopped come to their end
+                return
+        self.ended_by = name
+        # By SIGKILL: they may wait for messages, and what they leave undone is undone by the next start.
+        raise SignalException(f"ended by {name.name}", sigval=signal.SIGKILL)
+
+    def _reaches_rank_0(self, name: signal.Signals) -> bool:
+        if self.folder is None or (pid := child.noted(child.LISTENS, self.folder)) is None:
+            return False
+        child.write_note(self.folder, child.ASKED, name.name)
+        with contextlib.suppress(ProcessLookupError):  # it has just died, which the agent will see
+            os.kill(int(pid), signal.SIGUSR1)
+        return True
+
+
+def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: _Stopping) -> bool:
+    """Run them once; return whether they were asked to stop and did."""
     # A folder for each attempt, or the ranks would read the addresses of their dead predecessors.
     folder = tempfile.mkdtemp(prefix="adl-dist-")
     os.environ[RENDEZVOUS_FOLDER] = folder
+    stopping.folder = Path(folder)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -84,12 +135,14 @@ def _run_ranks(arguments: Sequence[str], num_processes: int) -> None:
         max_restarts=0,  # its own restarts tell nobody, and repeat what can only fail again
         monitor_interval=0.1,
         local_addr="127.0.0.1",
-        signals_to_handle=",".join(n.name for n in HANDLED if signal.getsignal(n) != signal.SIG_IGN),  # nohup stands
+        signals_to_handle=",".join(n.name for n in ENDING if signal.getsignal(n) != signal.SIG_IGN),  # nohup stands
         logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
     )
     try:
         elastic_launch(config, sys.executable)("-m", "adl_dist", *arguments)
+        return child.noted(child.STOPPED, Path(folder)) is not None
     finally:
+        stopping.folder = None
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -52,3 +52,9 @@ class Requests:
         with self._lock:
             taken, self._open = self._open, []
         return taken
+
+    @staticmethod
+    def answer(taken: list[Request], said: str) -> None:
+        """Tell those who asked."""
+        for request in taken:
+            request.done.set_result(said)

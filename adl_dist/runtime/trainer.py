@@ -14,10 +14,10 @@ from torch.utils.data import Dataset
 
 from adl_dist.errors import ConfigError
 from adl_dist.report import Progress, Recorder
-from adl_dist.runtime import agreement, checkpoint, wiring
+from adl_dist.runtime import agreement, checkpoint, control, signals, wiring
 from adl_dist.runtime.assembly import Job, LossFn, OptimizerFactory, assemble
 from adl_dist.runtime.conduct import conduct
-from adl_dist.runtime.control import Result
+from adl_dist.runtime.control import Crew, Result
 from adl_dist.runtime.coordinator import Coordinator, Saving, record_to
 from adl_dist.runtime.feed import Feed, feed_from
 from adl_dist.runtime.length import Plan, check_lengths
@@ -25,6 +25,7 @@ from adl_dist.runtime.memory import MemoryMeter
 from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import Placement
 from adl_dist.runtime.process import bound_to, keep_freed_memory, num_cores
+from adl_dist.runtime.requests import Ask
 from adl_dist.runtime.run_folder import RunFolder, log_to
 from adl_dist.runtime.trace import Tracer
 from adl_dist.runtime.worker import LocalWorker
@@ -37,7 +38,7 @@ from adl_dist.runtime.world import (
     launched_world_size,
     single_process,
 )
-from adl_dist.schedule import Method, in_turn
+from adl_dist.schedule import Method, in_turn, leaves_no_trace
 
 
 class Trainer:
@@ -179,11 +180,13 @@ class Trainer:
         shuffle: bool = True,
         num_workers: int = 0,
         checkpoint_every_epochs: int = 1,
+        checkpoint_every_updates: int | None = None,
         keep_checkpoints: int = 2,
         tensorboard: bool = True,
         trace: bool = False,
         memory: bool = False,
         quiet: bool = False,
+        handle_signals: bool = False,
         config: Mapping[str, Any] | None = None,
         choose: Callable[[Sequence[int]], int] = in_turn,
     ) -> Result:
@@ -200,16 +203,22 @@ class Trainer:
             shuffle: a new order of samples each epoch, a function of (seed, epoch) alone.
             num_workers: processes that load data; 0: the first stage loads between its actions.
             checkpoint_every_epochs: 0: only at the end.
+            checkpoint_every_updates: also save after every so many updates of an epoch, with an empty pipeline, which
+                is part of what the run computes; None: only between epochs.
             keep_checkpoints: how many of the newest to keep.
             tensorboard: write ``run_dir/tensorboard``.
             trace: write ``run_dir/trace.json``, what each stage did and when, and the shares of its time.
             memory: measure the most bytes of tensors that each stage's process held; slows the first updates.
             quiet: no live line.
+            handle_signals: at SIGTERM, SIGINT or SIGUSR1 empty the pipeline, save and return; at a second one end the
+                process. For the calling thread only if it is the main one.
             config: what ``run_dir`` is recognised by when it is used again; None: this trainer's settings.
             choose: with all stages in one process, which goes on next. Any choice gives the same values.
 
         Returns:
-            The summary, as in ``summary.json``; the same on every rank.
+            The summary, as in ``summary.json``; the same on every rank. Of a run that was asked to stop it has
+            ``stopped``: ``why``, after how many updates (``update``), in which ``epoch``, the path of its
+            ``checkpoint`` (None without a ``run_dir``), and whether it ``leaves_trace`` in the values of the run.
 
         Raises:
             ConfigError, DataError, CheckpointError: before training starts.
@@ -217,7 +226,13 @@ class Trainer:
             StageFailed, ChannelError: another process failed.
         """
         steps, num_stages = self._job.method.micro_batches_per_update, self._job.num_stages
-        micro_batch_size = check_lengths(epochs=epochs, max_updates=max_updates, batch_size=batch_size, steps=steps)
+        micro_batch_size = check_lengths(
+            epochs=epochs,
+            max_updates=max_updates,
+            checkpoint_every_updates=checkpoint_every_updates,
+            batch_size=batch_size,
+            steps=steps,
+        )
         if run_dir is None and resume != "auto":
             raise ConfigError(f"resume={resume} needs a run_dir to go on in; without one nothing is saved or resumed")
         if trace and run_dir is None:
@@ -232,7 +247,10 @@ class Trainer:
                 f"keep_checkpoints must be at least 1 and checkpoint_every_epochs at least 0, got {keep_checkpoints} "
                 f"and {checkpoint_every_epochs}"
             )
-        told = config if config is not None else {**self._job.settings, "batch_size": batch_size, "shuffle": shuffle}
+        told = config
+        if told is None:
+            told = {**self._job.settings, "batch_size": batch_size, "shuffle": shuffle}
+            told["checkpoint_every_updates"] = checkpoint_every_updates
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
         if folder is not None:
             folder.check(told, resume=resume)
@@ -252,13 +270,14 @@ class Trainer:
             plan = Plan(
                 epochs=epochs,
                 max_updates=max_updates,
+                checkpoint_every_updates=checkpoint_every_updates,
                 num_samples=num_samples,
                 num_validation=num_validation,
                 micro_batch_size=micro_batch_size,
                 accumulation_steps=steps,
             )
             if self.needs_data:
-                wiring.check_sizes(self._job.method, plan.segment(0, 0, 0).sizes, num_stages)
+                wiring.check_sizes(self._job.method, plan.first_epoch.sizes, num_stages)
             with self._bound(world):  # with the threads that the first forward starts
                 worker = assemble(
                     self._job,
@@ -290,18 +309,34 @@ class Trainer:
         self._schedule_learning_rates(worker, plan, store)
         worker.tracer = Tracer(world) if trace else None
         worker.meter = MemoryMeter.of(self._job.method, num_stages, world.device) if memory else None
+        leaves_traces = not leaves_no_trace(self._job.method, num_stages=num_stages)
+        # Where it would leave some and checkpoints are nearer than the end of the epoch, a stop waits for the next one.
+        if not (leaves_traces and checkpoint_every_updates is not None) and not self._job.method.is_asynchronous_greedy:
+            worker.requests = control.requests
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
         progress = Progress(num_stages=num_stages, quiet=quiet)
         if self._job.placement.told and world.rank == 0:
             progress.note(self._job.placement.told)
-        with self._job.numerics.in_force(threads=self._threads), self._bound(world):
+
+        def train(crew: Crew) -> Result:
+            return Coordinator(
+                crew,
+                plan,
+                saving=saving,
+                recorder=recorder,
+                progress=progress,
+                requests=control.requests,
+                drains_leave_traces=leaves_traces,
+            ).train()
+
+        heeded = signals.heeded(lambda name: control.ask(world, Ask.STOP, name))
+        with (
+            self._job.numerics.in_force(threads=self._threads),
+            self._bound(world),
+            heeded if handle_signals else contextlib.nullcontext(),
+        ):
             try:
-                return conduct(
-                    world,
-                    worker,
-                    lambda crew: Coordinator(crew, plan, saving=saving, recorder=recorder, progress=progress).train(),
-                    lambda record: record_to(recorder, progress, record),
-                )
+                return conduct(world, worker, train, lambda record: record_to(recorder, progress, record))
             finally:
                 recorder.close()
                 if folder is not None:

@@ -17,8 +17,10 @@ from adl_dist.engine import Seat
 from adl_dist.optim import fast_forward
 from adl_dist.runtime import checkpoint
 from adl_dist.runtime.control import Record, Result
+from adl_dist.runtime.early_end import RunningSegment, listening
 from adl_dist.runtime.feed import Feed
 from adl_dist.runtime.memory import MemoryMeter
+from adl_dist.runtime.requests import Requests
 from adl_dist.runtime.trace import Tracer
 from adl_dist.runtime.trace_file import write_part
 from adl_dist.runtime.world import World
@@ -45,6 +47,7 @@ class LocalWorker:
         choose: which of several local stages goes on; any choice gives the same values.
         tracer: records when each action began and ended; None: nobody does.
         meter: measures the memory of the one stage of this process; None: nobody does.
+        requests: that end a segment of training early, on rank 0; None: none does.
     """
 
     world: World
@@ -58,6 +61,7 @@ class LocalWorker:
     choose: Choose = in_turn
     tracer: Tracer | None = None
     meter: MemoryMeter | None = None
+    requests: Requests | None = None
 
     @property
     def stages(self) -> list[Stage]:
@@ -154,9 +158,11 @@ class LocalWorker:
         training: bool,
     ) -> None:
         batches = None
+        running = RunningSegment(segment, self.method, self.num_stages, self.seats, self.world)
         if feed is not None:
             batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
-            self.seats[0].batches = batches
+            requests = self.requests if training else None
+            self.seats[0].batches = batches if requests is None else running.heeding(batches, requests)
         # Dropout streams are seeded in place; the caller's own streams go on untouched.
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             try:
@@ -164,7 +170,8 @@ class LocalWorker:
                     weights = work[k].loss_weights if seat.stage.has_loss else []
                     seat.loss_grads = [torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in weights]
                     seat.open(work[k], training=training)
-                engine.run(order, self.seats)
+                with listening(running) if training else contextlib.nullcontext():
+                    engine.run(order, self.seats)
                 for seat in self.seats.values():
                     seat.stage.losses.check()
                     seat.drain()
@@ -238,12 +245,14 @@ class _Totals:
         self._staleness_sum = 0
         self._staleness_max = 0
         self._num_backwards = 0
+        self._num_updates = 0
 
     def add(self, tally: Tally) -> None:
         self._busy_seconds += tally.busy_seconds
         self._staleness_sum += sum(tally.staleness)
         self._staleness_max = max(self._staleness_max, *tally.staleness)
         self._num_backwards += len(tally.staleness)
+        self._num_updates += 1
 
     def result(self) -> Result:
         return {
@@ -251,6 +260,7 @@ class _Totals:
             "staleness_sum": self._staleness_sum,
             "staleness_max": self._staleness_max,
             "num_backwards": self._num_backwards,
+            "num_updates": self._num_updates,
         }
 
 

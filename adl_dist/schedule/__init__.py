@@ -15,7 +15,14 @@ from adl_dist.schedule.streams import (
 )
 from adl_dist.schedule.table import StageFigures, describe, figures
 from adl_dist.schedule.timing import Costs, simulate, speed, streams_of
-from adl_dist.schedule.training import Work, evaluation_work, training_work
+from adl_dist.schedule.training import (
+    Work,
+    end_early,
+    evaluation_work,
+    leaves_no_trace,
+    training_work,
+    updates_that_load,
+)
 
 __all__ = [
     "METHODS",
@@ -29,6 +36,7 @@ __all__ = [
     "Work",
     "check_rendezvous",
     "describe",
+    "end_early",
     "evaluation_stream",
     "evaluation_work",
     "figures",
@@ -36,6 +44,7 @@ __all__ = [
     "forward_version",
     "greedy_streams",
     "in_turn",
+    "leaves_no_trace",
     "method",
     "parse_stream",
     "replay",
@@ -46,4 +55,5 @@ __all__ = [
     "streams_of",
     "training_stream",
     "training_work",
+    "updates_that_load",
 ]

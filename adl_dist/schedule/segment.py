@@ -1,6 +1,6 @@
 """A segment: the stretch between two points where the pipeline is empty."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,10 @@ class Segment:
     def num_updates(self) -> int:
         """Updates that every stage makes."""
         return len(self.group_sizes)
+
+    def first_updates(self, num_updates: int) -> "Segment":
+        """The segment that ends after its first ``num_updates``."""
+        return replace(self, num_samples=sum(self.sizes[: sum(self.group_sizes[:num_updates])]))
 
     def loss_weights(self, reduction: str, sizes: list[int]) -> list[float]:
         """What the loss of each micro-batch is multiplied by, these holding ``sizes`` samples.

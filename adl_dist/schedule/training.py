@@ -1,13 +1,14 @@
 """One segment of training as the stages carry it out: the actions, and how much each works on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from adl_dist.schedule.actions import Action
 from adl_dist.schedule.greedy import greedy_streams
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.segment import Segment
-from adl_dist.schedule.streams import evaluation_stream, training_stream
+from adl_dist.schedule.streams import evaluation_stream, steady_staleness, training_stream
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,34 @@ def training_work(
         k: Work(streams[k], of_stage[k], of_stage[max(k - 1, 0)], segment.loss_weights(method.reduction, of_stage[k]))
         for k in stages
     }
+
+
+def leaves_no_trace(method: Method, *, num_stages: int) -> bool:
+    """Whether a pipeline of ``method`` can be emptied after any update without changing a value."""
+    return not any(any(steady_staleness(method, delay=delay)) for delay in method.delays(num_stages))
+
+
+def updates_that_load(group_sizes: Sequence[int], num_micro_batches: int) -> int:
+    """The fewest updates that take in at least so many micro-batches, or all there are."""
+    return sum(end < num_micro_batches for end in accumulate(group_sizes[:-1])) + 1
+
+
+def end_early(stream: list[Action], method: Method, stage: int, *, num_stages: int, group_sizes: Sequence[int]) -> None:
+    """Turn a stream, in place, into that of a segment of fewer groups, while a stage carries it out.
+
+    Up to the first action that the longer stream has for a micro-batch beyond these groups (2BW chooses weights right
+    before it) both are the same, so a stage that has not come that far does not notice. What follows is the drain.
+
+    Args:
+        stream: of the whole segment, from :func:`training_stream`.
+        method: that the stream is of; not one whose stages draw from replay buffers.
+        stage: k.
+        num_stages: K.
+        group_sizes: those of the shorter segment, the first of the whole one.
+    """
+    shorter = list(training_stream(method, stage, num_stages=num_stages, group_sizes=group_sizes))
+    same = next((i for i, (a, b) in enumerate(zip(stream, shorter, strict=False)) if a != b), len(shorter))
+    stream[same:] = shorter[same:]
 
 
 def evaluation_work(segment: Segment, *, num_stages: int, stages: Iterable[int]) -> dict[int, Work]:

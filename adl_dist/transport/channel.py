@@ -35,6 +35,10 @@ class Receiver(Protocol):
         """Begin a segment whose micro-batches hold ``sizes`` samples and arrive in ``order``."""
         ...
 
+    def end_early(self, num_micro_batches: int) -> None:
+        """Expect the first ``num_micro_batches`` of the segment alone; called by another thread than the others."""
+        ...
+
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for the tensors of one micro-batch; the caller owns them."""
         ...
@@ -74,6 +78,9 @@ class LocalChannel:
         if got != micro_batch:
             raise ChannelError(f"{self._edge}: expected the {self._what} of micro-batch {micro_batch}, got {got}")
         return tensors
+
+    def end_early(self, num_micro_batches: int) -> None:
+        """Nothing is expected before it is asked for."""
 
     def drain(self) -> None:
         """Nothing to wait for."""

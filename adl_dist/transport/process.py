@@ -163,16 +163,21 @@ class ProcessReceiver:
         self._sizes: Sequence[int] = ()
         self._posted: deque[tuple[int, list[tuple[dist.Work | None, Tensor]]]] = deque()
         self._to_post: deque[int] = deque()
+        self._end = 0
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
         """Begin a segment; see :class:`Receiver`."""
         assert not self._posted, "the segment before was not received to its end"
-        self._sizes, self._to_post = sizes, deque(order)
+        self._sizes, self._to_post, self._end = sizes, deque(order), len(sizes)
         self._specs = self._agreed.training if training else self._agreed.evaluation
+
+    def end_early(self, num_micro_batches: int) -> None:
+        """Post no receive for what will not be sent; see :class:`Receiver`."""
+        self._end = num_micro_batches
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for one micro-batch, with the receives of the next ones posted; see :class:`Receiver`."""
-        while len(self._posted) < 1 + POSTED_AHEAD and self._to_post:
+        while len(self._posted) < 1 + POSTED_AHEAD and self._to_post and self._to_post[0] < self._end:
             self._post(self._to_post.popleft())
         got, works = self._posted.popleft()
         assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"

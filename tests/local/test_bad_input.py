@@ -94,6 +94,7 @@ NONSENSE = [
     ("runtime.timeout_seconds=nan", ["runtime.timeout_seconds must be above 0", "got nan"]),
     ("runtime.keep_checkpoints=0", ["runtime.keep_checkpoints must be at least 1, got 0"]),
     ("runtime.max_restarts=-1", ["runtime.max_restarts must be at least 0, got -1"]),
+    ("runtime.checkpoint_every_updates=0", ["runtime.checkpoint_every_updates must be at least 1, got 0"]),
     ("runtime.checkpoint_every_epochs=-1", ["runtime.checkpoint_every_epochs must be at least 0, got -1"]),
     ("data.num_workers=-1", ["data.num_workers", "at least 0", "got -1"]),
     ("optimizer.lr=-1", ["optimizer", "torch.optim.SGD refuses", "Invalid learning rate: -1"]),

@@ -253,6 +253,15 @@ def test_an_interrupted_bench_leaves_no_process(tmp_path):
     assert left_behind(tmp_path) == []
 
 
+def test_interrupted_before_it_measures_a_bench_does_not_speak_of_checkpoints(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("adl_dist.cli.bench.survey", interrupted)
+    outcome = in_process("bench", "model=resnet8", "--out", str(tmp_path / "out"))
+    assert (outcome.code, outcome.err.strip()) == (130, "adl-dist: interrupted")
+
+
 def test_the_peak_memory_of_a_process_is_not_that_of_the_one_that_started_it():
     code = "from adl_dist.runtime.worker import peak_memory_bytes; print(peak_memory_bytes())"
     held = 1 << 30

@@ -2,6 +2,7 @@
 
 import hashlib
 import http.server
+import itertools
 import multiprocessing
 import os
 import pathlib
@@ -207,6 +208,18 @@ def test_no_worker_is_started_that_would_have_no_micro_batch_to_load():
         next(batches)
         assert len(multiprocessing.active_children()) == len(sizes)
         batches.close()
+
+
+def test_signals_to_all_processes_of_a_job_leave_its_workers_alone():
+    expected, _ = joined(loaded([2] * 10))
+    batches = Loader(Augmented(), seed=5, shuffle=True, num_workers=2).batches(2, [2] * 10)
+    found = [next(batches)]
+    for worker, number in itertools.product(
+        multiprocessing.active_children(), (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    ):
+        os.kill(worker.pid, number)
+    found += batches
+    assert torch.equal(joined(found)[0], expected)
 
 
 def load_and_die():

@@ -23,7 +23,15 @@ from adl_dist.cli.main import main
 from adl_dist.errors import CheckpointError
 from adl_dist.runtime import checkpoint
 from adl_dist.runtime.world import disconnect
-from tests.support.kill import ADL_DIST, HOLD, Command, random_update_of_epoch, records
+from tests.support.kill import (
+    ADL_DIST,
+    HOLD,
+    NUM_SAMPLES,
+    SECONDS_PER_SAMPLE,
+    Command,
+    random_update_of_epoch,
+    records,
+)
 from tests.support.ranks import RanksFailed, run_ranks
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -278,28 +286,69 @@ def test_interrupted_while_its_ranks_start_a_run_leaves_one_line_and_no_process(
 
 
 @needs_proc
-def test_terminated_or_interrupted_a_run_leaves_one_line_and_no_process_and_the_same_command_resumes_it(
+def test_asked_by_a_signal_to_any_process_a_run_saves_and_says_so_and_goes_on_as_if_it_had_been_planned(
+    tmp_path: Path,
+) -> None:
+    stops = []
+    for epoch, number, rank in ((0, signal.SIGTERM, None), (1, signal.SIGUSR1, 1)):
+        with held(tmp_path) as run:
+            run.wait_for_update(epoch * UPDATES_PER_EPOCH + 1)
+            run.send(number, rank=rank)
+            run.wait_until_gone(seconds=30)
+        assert run.finish() == 75
+        saved = newest(run.run_dir)
+        stops.append(checkpoint.read_manifest(saved)["update"])
+        assert run.err.startswith(
+            f"adl-dist: stopped at update {stops[-1]} (epoch {epoch}) by {number.name}; saved {saved}; the same "
+            "command goes on; the pipeline was emptied in mid-epoch, so values will differ"
+        )
+        assert run.err.count("\n") == 1
+        assert left_in_tmp(run) == []
+    assert epoch * UPDATES_PER_EPOCH < stops[1] < (epoch + 1) * UPDATES_PER_EPOCH
+
+    planned = tmp_path / "planned"
+    for most in stops:
+        assert train_here(IMAGES, planned, f"train.max_updates={most}") == 0
+    for folder in (tmp_path, planned):
+        assert train_here(IMAGES, folder) == 0
+    expected = tensors_of(newest(planned / "run"))
+    assert [n for n, t in tensors_of(newest(run.run_dir)).items() if not torch.equal(t, expected[n])] == []
+
+
+@needs_proc
+def test_at_a_second_signal_a_run_that_cannot_stop_ends_at_once_and_leaves_one_line_and_no_process(
     tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted]
 ) -> None:
     with held(tmp_path) as run:
-        run.wait_for_update(SECOND * UPDATES_PER_EPOCH)
-        run.send(signal.SIGTERM, rank=None)
-        run.wait_until_gone(seconds=5)
-    assert run.finish() == 128 + signal.SIGTERM
-    assert run.err == "adl-dist: ended by SIGTERM; the same command resumes the run\n"
-    assert left_in_tmp(run) == []
-
-    with held(tmp_path) as run:
-        run.wait_for("the resumption", lambda: "resumed from" in run.out)
-        run.wait_for_update(SECOND * UPDATES_PER_EPOCH + 1)
+        run.wait_for_update(2 * UPDATES_PER_EPOCH)
+        time.sleep(2 * NUM_SAMPLES * SECONDS_PER_SAMPLE)  # by then no data come any more
+        run.interrupt()
+        time.sleep(1)
+        assert set(run.processes().values()) == {None, 0, 1}
         run.interrupt()
         run.wait_until_gone(seconds=5)
     assert run.finish() == 130
     assert run.err.strip() == "adl-dist: interrupted; the same command goes on from the last checkpoint"
     assert left_in_tmp(run) == []
-
     assert train_here(IMAGES, tmp_path) == 0
     uninterrupted(IMAGES).assert_equal_to(run.run_dir)
+
+
+@needs_proc
+def test_torchrun_asked_to_end_lets_its_ranks_stop_where_a_traceless_stop_is_planned(tmp_path: Path) -> None:
+    every = ("runtime.checkpoint_every_updates=3", "data.num_workers=1")
+    with held(tmp_path, *every, start=(*TORCHRUN, "-m", "adl_dist")) as run:
+        run.wait_for_update(UPDATES_PER_EPOCH)
+        run.send(signal.SIGTERM, rank=None)
+        run.wait_until_gone(seconds=20)
+    update = checkpoint.read_manifest(newest(run.run_dir))["update"]
+    assert update - UPDATES_PER_EPOCH in (3, 6, 8)
+    assert f"adl-dist: stopped at update {update} (epoch 1) by SIGTERM; saved" in run.err
+    assert "values will differ" not in run.err
+    straight = tmp_path / "straight"
+    for folder in (tmp_path, straight):
+        assert train_here(IMAGES, folder, *every[:1]) == 0
+    Uninterrupted(straight / "run").assert_equal_to(run.run_dir)
 
 
 # --- saves -----------------------------------------------------------------------------------------------------------

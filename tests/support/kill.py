@@ -145,7 +145,7 @@ class Command:
                     found.add(rank)
         return found
 
-    def wait_for(self, what: str, condition: Callable[[], bool], *, seconds: float = 60) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], *, seconds: float = 240) -> None:
         """Wait, while it runs, for ``condition``, which ``what`` describes."""
 
         def holds() -> bool:
@@ -172,7 +172,7 @@ class Command:
         """Do what a terminal does on Ctrl-C."""
         os.killpg(self._process.pid, signal.SIGINT)
 
-    def finish(self, *, seconds: float = 90) -> int:
+    def finish(self, *, seconds: float = 240) -> int:
         """Wait for its end.
 
         Returns:

@@ -1,0 +1,114 @@
+"""Signals that ask a process to stop, and those that end it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from adl_dist.runtime import signals
+from adl_dist.runtime.signals import Patience, heeded
+
+# The main thread is busy in C for a while and runs no Python, as when it waits for a message of a peer.
+STUCK = """
+import hashlib, sys, threading
+from adl_dist.runtime.signals import heeded
+
+def ask(name):
+    print(name, flush=True)
+    return len(sys.argv) < 2
+
+with heeded(ask):
+    threading.Thread(target=lambda: print("ready", flush=True)).start()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)
+"""
+
+
+def stuck(*arguments):
+    environment = {k: v for k, v in os.environ.items() if k != "RANK"}
+    return subprocess.Popen(
+        [sys.executable, "-c", STUCK, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def test_a_process_that_waits_in_c_asks_at_the_first_signal_and_ends_at_the_second():
+    process = stuck()
+    try:
+        assert process.stdout.readline() == "ready\n"
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGINT):
+            process.send_signal(number)
+            assert process.stdout.readline() == f"{number.name}\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert err.strip() == "adl-dist: ended by SIGINT; the same command goes on from the last checkpoint"
+
+
+def test_a_process_whose_peer_is_gone_ends_at_the_first_signal():
+    process = stuck("alone")
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "a process of the run is gone; ended by SIGTERM" in err
+
+
+def test_handlers_and_the_wakeup_pipe_are_what_they_were_afterwards():
+    before = [signal.getsignal(number) for number in signals.STOPPING]
+    threads, asked = threading.active_count(), []
+    with heeded(lambda name: not asked.append(name)):
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while not asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert asked == ["SIGTERM"]
+    assert [signal.getsignal(number) for number in signals.STOPPING] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert threading.active_count() == threads
+
+
+def test_outside_of_the_main_thread_nothing_is_done():
+    found = []
+
+    def look():
+        with heeded(lambda name: True):
+            found.append(signal.getsignal(signal.SIGUSR1))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGUSR1)]
+
+
+@pytest.mark.parametrize(
+    ("sent", "ends"),
+    [
+        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 0.2)], False),  # the echo of a launcher
+        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 2.0)], True),
+        ([(signal.SIGTERM, 0.0), (signal.SIGINT, 0.2)], True),
+        ([(signal.SIGINT, 0.0), (signal.SIGINT, 0.2)], True),
+        ([(signal.SIGUSR1, 0.0), (signal.SIGINT, 2.0)], False),
+        ([(signal.SIGINT, 0.0), (signal.SIGUSR1, 2.0)], False),
+    ],
+    ids=str,
+)
+def test_the_second_sigterm_or_sigint_ends_but_no_echo_of_a_sigterm(sent, ends, monkeypatch):
+    patience = Patience()
+    answers = []
+    for number, when in sent:
+        monkeypatch.setattr(signals.time, "monotonic", lambda when=when: when)
+        answers.append(patience.ends_with(number))
+    assert answers == [False, ends]

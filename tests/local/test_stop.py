@@ -1,0 +1,156 @@
+"""Runs that are asked to stop or to save, all stages in one process: where they end, and what that does to values."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.runtime import checkpoint, control
+from adl_dist.runtime.requests import Ask
+from tests.support.toys import FixedImages, batch_norm_net
+
+NUM_SAMPLES, MICRO_BATCH, EPOCHS = 60, 2, 3
+
+
+class Asking(FixedImages):
+    """Asks for something while a sample is loaded, the ``at``-th of all; never if that is 0."""
+
+    def __init__(self, at=0, what=Ask.STOP):
+        super().__init__(NUM_SAMPLES)
+        self.at, self.what, self.num_served, self.answer = at, what, 0, None
+
+    def __getitem__(self, index):
+        self.num_served += 1
+        if self.num_served == self.at:
+            self.answer = control.requests.ask(self.what, "a test")
+        return super().__getitem__(index)
+
+
+def fitted(K, *, data=None, name="adl", M=3, run_dir=None, options=None, **of_fit):
+    """Train up to three epochs; return the dataset, the state and the summary."""
+    data = data or Asking()
+    trainer = adl_dist.Trainer(
+        batch_norm_net(dropout=0.2),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        method=adl_dist.method(name, accumulation_steps=M, **(options or {})),
+        num_stages=K,
+        threads=1,
+    )
+    settings = {"epochs": EPOCHS, "batch_size": MICRO_BATCH * M, "run_dir": run_dir, "quiet": True}
+    summary = trainer.fit(data, **settings, val_dataset=FixedImages(6, seed=1), tensorboard=False, **of_fit)
+    return data, trainer.full_state_dict(), summary
+
+
+def assert_same(state, expected):
+    assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
+
+
+STALE = [(2, "adl", {}), (3, "adl", {}), (3, "dsp", {}), (3, "ddg", {}), (2, "2bw", {}), (3, "fr", {})]
+FRESH = [(1, "adl", {}), (3, "gpipe", {}), (2, "1f1b", {}), (3, "dgl", {"head": "linear"})]
+
+
+@pytest.mark.parametrize(("K", "name", "options"), FRESH, ids=lambda v: str(v))
+def test_where_nothing_is_stale_a_run_stopped_in_mid_epoch_goes_on_to_the_bits_of_an_uninterrupted_one(
+    K, name, options, tmp_path
+):
+    _, expected, _ = fitted(K, name=name, options=options)
+    data, _, summary = fitted(K, data=Asking(at=70), name=name, options=options, run_dir=tmp_path)
+    assert summary["stopped"] == {
+        "why": "a test",
+        "update": 12,  # the sample is one of the 5th micro-batch of the second epoch, whose group of 3 ends there
+        "epoch": 1,
+        "checkpoint": str(tmp_path / "checkpoints" / "update-00000012"),
+        "leaves_trace": False,
+    }
+    assert data.answer.result(0) == summary["stopped"]["checkpoint"]
+    assert json.loads((tmp_path / "summary.json").read_text())["stopped"] == summary["stopped"]
+    _, state, summary = fitted(K, name=name, options=options, run_dir=tmp_path)
+    assert "stopped" not in summary
+    assert_same(state, expected)
+
+
+@pytest.mark.parametrize(("K", "name", "options"), STALE, ids=lambda v: str(v))
+def test_where_gradients_are_stale_a_stop_is_the_same_as_max_updates_there_and_says_that_it_leaves_a_trace(
+    K, name, options, tmp_path
+):
+    stopped, planned = tmp_path / "stopped", tmp_path / "planned"
+    _, _, summary = fitted(K, data=Asking(at=70), name=name, options=options, run_dir=stopped)
+    assert (summary["stopped"]["leaves_trace"], summary["updates"]) == (True, 12)
+    fitted(K, name=name, options=options, run_dir=planned, max_updates=12)
+    _, state, _ = fitted(K, name=name, options=options, run_dir=stopped)
+    _, expected, _ = fitted(K, name=name, options=options, run_dir=planned)
+    assert_same(state, expected)
+
+
+@pytest.mark.parametrize("at", [70, 90])
+def test_with_planned_checkpoints_a_stop_waits_for_the_next_and_leaves_no_trace(at, tmp_path):
+    every = {"checkpoint_every_updates": 4}
+    _, expected, _ = fitted(3, **every)
+    _, otherwise, _ = fitted(3)
+    _, _, summary = fitted(3, data=Asking(at=at), run_dir=tmp_path, **every)
+    assert summary["stopped"]["update"] == {70: 14, 90: 18}[at]  # 10 updates an epoch
+    assert not summary["stopped"]["leaves_trace"]
+    _, state, _ = fitted(3, run_dir=tmp_path, **every)
+    assert_same(state, expected)
+    assert not all(torch.equal(otherwise[name], expected[name]) for name in expected), (
+        "the key changes what is computed"
+    )
+
+
+def test_checkpoints_come_where_they_are_planned_and_evaluations_only_between_epochs(tmp_path):
+    fitted(2, run_dir=tmp_path, checkpoint_every_updates=4, keep_checkpoints=99)
+    saved = [checkpoint.read_manifest(path)["update"] for path in checkpoint.complete(tmp_path / "checkpoints")]
+    assert saved == [4, 8, 10, 14, 18, 20, 24, 28, 30]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["update"] for r in records if r["name"] == "validation/loss"] == [9, 19, 29]
+    assert sorted(r["update"] for r in records if r["name"] == "train/loss") == list(range(30))
+
+
+def test_planned_checkpoints_of_another_distance_belong_to_another_run(tmp_path):
+    fitted(2, run_dir=tmp_path, checkpoint_every_updates=4, max_updates=4)
+    with pytest.raises(ConfigError, match="checkpoint_every_updates is 4 there and 5 here"):
+        fitted(2, run_dir=tmp_path, checkpoint_every_updates=5)
+
+
+def test_asked_for_a_checkpoint_a_run_saves_where_it_is_and_goes_on_to_its_end(tmp_path):
+    _, expected, _ = fitted(1)
+    data, state, summary = fitted(1, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path, keep_checkpoints=99)
+    assert data.answer.result(0) == str(tmp_path / "checkpoints" / "update-00000012")
+    assert checkpoint.read_manifest(tmp_path / "checkpoints" / "update-00000012")["update"] == 12
+    assert "stopped" not in summary
+    assert summary["updates"] == 30
+    assert_same(state, expected)
+
+
+def test_stages_that_draw_from_buffers_stop_at_the_end_of_the_epoch(tmp_path):
+    options = {"head": "linear", "buffer_size": 4}
+    _, expected, _ = fitted(2, name="dgl", options=options)
+    _, _, summary = fitted(2, data=Asking(at=70), name="dgl", options=options, run_dir=tmp_path)
+    assert (summary["stopped"]["update"], summary["stopped"]["leaves_trace"]) == (20, False)
+    _, state, _ = fitted(2, name="dgl", options=options, run_dir=tmp_path)
+    assert_same(state, expected)
+
+
+def test_a_run_without_a_folder_stops_and_says_that_nothing_is_saved():
+    data, _, summary = fitted(2, data=Asking(at=70))
+    assert summary["stopped"]["checkpoint"] is None
+    assert data.answer.result(0) == "nothing is saved: the run has no run_dir"
+
+
+def test_asked_to_stop_in_its_last_group_a_run_is_complete_and_has_not_stopped(tmp_path):
+    data, _, summary = fitted(2, data=Asking(at=EPOCHS * NUM_SAMPLES), run_dir=tmp_path)
+    assert "stopped" not in summary
+    assert data.answer.result(0) == str(tmp_path / "checkpoints" / "update-00000030")
+
+
+def test_what_is_asked_of_a_run_that_fails_is_answered_and_not_left_for_the_next_one():
+    data = Asking(at=1)
+    data.images[3] = float("nan")
+    with pytest.raises(DivergedError):
+        fitted(1, data=data, M=30)
+    assert data.answer.result(0) == "the run has ended, at update 0"
+    assert not control.requests.any_open

@@ -1,0 +1,88 @@
+"""A segment that is ended while it runs: the streams alone, no tensor, no process."""
+
+import itertools
+
+import pytest
+
+from adl_dist.schedule import (
+    METHODS,
+    Op,
+    end_early,
+    leaves_no_trace,
+    method,
+    replay,
+    training_stream,
+    updates_that_load,
+)
+from adl_dist.schedule.actions import RECEIVES
+from adl_dist.schedule.replay import at_random
+
+CHOSEN = {
+    **{name: {} for name in METHODS},
+    "dsp": {"activation_queue": 2, "gradient_queue": 3},
+    "adl": {"order": "backward_first"},
+    "gpipe": {"recompute": "except_last"},
+}
+GRID = list(itertools.product(CHOSEN, (1, 2, 3, 5), (1, 2, 4, 9)))  # name, K, M
+NUM_MICRO_BATCHES = 21
+
+
+def chosen(name, K, M):
+    M = max(M, K - 1) if name == "2bw" else M
+    return method(name, accumulation_steps=M, **CHOSEN[name]), [M] * (NUM_MICRO_BATCHES // M) + [1]
+
+
+def stream_of(a_method, k, K, groups):
+    return list(training_stream(a_method, k, num_stages=K, group_sizes=groups))
+
+
+@pytest.mark.parametrize(("name", "K", "M"), GRID)
+def test_until_a_micro_batch_beyond_it_comes_a_stage_does_what_the_shorter_segment_has(name, K, M):
+    a_method, groups = chosen(name, K, M)
+    for k, num_updates in itertools.product(range(K), range(1, len(groups))):
+        stream, end = stream_of(a_method, k, K, groups), sum(groups[:num_updates])
+        begins = [i for i, a in enumerate(stream) if a.op in (Op.LOAD, Op.RECV_ACT) and a.number >= end]
+        known = begins[0] - (stream[begins[0] - 1].op is Op.WEIGHTS)
+        before = stream[:known]
+        end_early(stream, a_method, k, num_stages=K, group_sizes=groups[:num_updates])
+        assert stream[:known] == before
+        assert stream == stream_of(a_method, k, K, groups[:num_updates])
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("name", "K", "M"), GRID)
+def test_ended_at_any_load_all_stages_end_after_the_same_update_having_posted_no_receive_in_vain(name, K, M, ahead):
+    a_method, groups = chosen(name, K, M)
+    for stop_at in range(0, NUM_MICRO_BATCHES, 5):
+        streams = [stream_of(a_method, k, K, groups) for k in range(K)]
+        arriving = {
+            (k, what): [a.number for a in s if a.op in RECEIVES and RECEIVES[a.op].what == what]
+            for k, s in enumerate(streams)
+            for what in {link.what for link in RECEIVES.values()}
+        }
+        done = [[] for _ in range(K)]
+        num_updates = len(groups)
+        for k, action in replay(streams, choose=at_random(stop_at)):
+            if action == (Op.LOAD, stop_at):
+                num_updates = updates_that_load(groups, stop_at + 1 + ahead)
+                end = sum(groups[:num_updates])
+                for (j, what), order in arriving.items():
+                    got = sum(a.op in RECEIVES and RECEIVES[a.op].what == what for a in done[j])
+                    if got or what == "act":  # the next one is awaited, and so many are posted beyond it
+                        assert all(b < end for b in order[got : got + 1 + ahead] if end < NUM_MICRO_BATCHES)
+                for j, stream in enumerate(streams):
+                    end_early(stream, a_method, j, num_stages=K, group_sizes=groups[:num_updates])
+            done[k].append(action)
+        assert done == [stream_of(a_method, k, K, groups[:num_updates]) for k in range(K)]
+
+
+def test_the_fewest_updates_that_load_so_many_micro_batches():
+    assert [updates_that_load([4, 4, 2], n) for n in (1, 4, 5, 8, 9, 10, 11)] == [1, 1, 2, 2, 3, 3, 3]
+
+
+def test_emptying_the_pipeline_leaves_no_trace_just_where_nothing_is_stale():
+    def untraced(K):
+        return {name for name in METHODS if leaves_no_trace(method(name), num_stages=K)}
+
+    assert untraced(3) == {"bp", "gpipe", "1f1b", "dgl"}
+    assert untraced(1) == METHODS.keys() - {"2bw"}
