@@ -26,7 +26,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 # Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
 # "of" is what the position refers to: sizes of data and batches, length of the run, optimizer; and the cut.
-FIELDS = {"update": int, "epochs": int, "sample": int, "metrics": dict, "of": dict, "files": dict, "sha256": str}
+FIELDS = {"update": int, "epochs": int, "sample": int, "metrics": dict, "of": dict, "files": dict}
 
 Told = dict[str, Any]  # of one file: {"bytes", "sha256"}
 
@@ -167,17 +167,18 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = dict(json.loads(file.read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:
         raise damaged(path, f"its {MANIFEST} cannot be read ({error})") from None
-    if type(manifest.get("format")) is int and manifest["format"] != FORMAT:
+    expected = manifest.pop("sha256", None)
+    is_as_written = expected is None or _checksum(manifest) == expected  # that of format 1 has none
+    if manifest.get("format") != FORMAT and is_as_written:
         raise CheckpointError(
-            f"{path} has format {manifest['format']}; this version of adl_dist reads format {FORMAT}: use the version "
-            "that wrote it"
+            f"{path} has format {manifest.get('format')}; this version of adl_dist reads format {FORMAT}: use the "
+            "version that wrote it"
         )
     for name, kind in FIELDS.items():
         if type(manifest.get(name)) is not kind:
             found = repr(manifest[name]) if name in manifest else "nothing"
             raise damaged(path, f"its {MANIFEST} should tell '{name}' as {kind.__name__}, found {found}")
-    expected = manifest.pop("sha256")
-    if _checksum(manifest) != expected:
+    if expected is None or not is_as_written:
         raise damaged(path, f"its {MANIFEST} does not have the checksum that it tells")
     for name, told in manifest["files"].items():
         if Path(name).name != name:

@@ -10,6 +10,7 @@ The indexes are pickles (torch 2.15). They are read with a list of what may be m
 import dataclasses
 import io
 import pickle
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike, fspath
@@ -86,7 +87,10 @@ def read(path: Path, state: dict[str, Tensor]) -> None:
     Raises:
         CheckpointException: torch's, around whatever went wrong.
     """
-    dcp.load(state, storage_reader=_Reader(path), planner=_TensorsOnly(), no_dist=True)
+    with warnings.catch_warnings():
+        # With no_dist=True one process reads alone, which is what is wanted.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=_Reader(path), planner=_TensorsOnly(), no_dist=True)
 
 
 def read_index(file: Path) -> Metadata:
@@ -133,6 +137,9 @@ class _Files(FileSystem):
         with HashedFile(Path(path)) as stream:
             yield stream
         self.told[Path(fspath(path)).name] = stream.told
+
+    def exists(self, path: str | PathLike[str]) -> bool:
+        return False  # the folder is new; what torch would warn of there is the index of another rank
 
 
 class _Writer(dcp.FileSystemWriter):

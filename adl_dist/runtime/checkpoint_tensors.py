@@ -4,7 +4,6 @@ How the model was cut leaves no trace in the tensors' names, see :mod:`adl_dist.
 it. Learning rates are not stored: a schedule is a function of the update index and of the cut in use.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,10 +121,7 @@ def check_signature(path: Path, expected: Signature) -> None:
 def _explained(path: Path) -> Iterator[None]:
     """Turn whatever goes wrong into one readable error."""
     try:
-        with warnings.catch_warnings():
-            # With no_dist=True each process reads alone, which is what was asked for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
+        yield
     except CheckpointException as failed:  # a BaseException, and it wraps the cause
         cause = failed.failures[min(failed.failures)][0]
         raise _unreadable(path, cause) from failed

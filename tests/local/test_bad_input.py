@@ -507,11 +507,12 @@ DAMAGES = [
     ("manifest.json", edited(update="two"), ["its manifest.json", "update"]),
     ("manifest.json", edited(metrics=None), ["its manifest.json", "'metrics'"]),
     ("manifest.json", edited(update=3), ["its manifest.json", "does not have the checksum"]),
+    ("manifest.json", edited(format=3), ["its manifest.json", "does not have the checksum"]),
     ("manifest.json", edited(files={"../x": {}}), ["its manifest.json", "does not have the checksum"]),
 ]
 IDS = ["cut data", "no data", "cut metadata", "garbled data", "garbled metadata", "cut manifest", "garbled manifest"]
 IDS += ["empty manifest", "no manifest", "no update", "a word for the update", "no metrics", "another update"]
-IDS += ["other files"]
+IDS += ["another format", "other files"]
 
 
 @pytest.mark.parametrize(("name", "damage", "parts"), DAMAGES, ids=IDS)
@@ -547,7 +548,7 @@ def test_where_no_checkpoint_is_good_nothing_is_changed(damage, run_dir):
 
 
 def test_a_checkpoint_of_a_newer_format_is_told_with_both_formats(run_dir):
-    edited(format=3)(run_dir / "checkpoints" / NEWEST / "manifest.json")
+    edited(format=3, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
     line = refused(*words(run_dir, SMALL, "train.epochs=3"))
     shows(line, [NEWEST, "has format 3", "reads format 2"])
 
