@@ -128,6 +128,8 @@ class RuntimeConfig:
     checkpoint_every_epochs: int = 1
     checkpoint_every_updates: int | None = None
     keep_checkpoints: int = 2
+    keep_best: bool = False
+    async_save: bool = True
     tensorboard: bool = True
     trace: bool = False
     memory: bool = False

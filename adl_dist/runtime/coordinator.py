@@ -3,18 +3,19 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adl_dist.errors import CheckpointError, DivergedError
-from adl_dist.report import Progress, Recorder
-from adl_dist.runtime import checkpoint
-from adl_dist.runtime.control import Crew, Record, Result
+from adl_dist.errors import CheckpointError, DivergedError, SaveError
+from adl_dist.report import Progress, Recorder, warn
+from adl_dist.runtime import checkpoint, checkpoint_tensors
+from adl_dist.runtime.control import LAST_SAVE_SECONDS, Crew, Record, Result
 from adl_dist.runtime.length import Plan
 from adl_dist.runtime.requests import Ask, Requests
 from adl_dist.runtime.run_folder import RunFolder
+from adl_dist.runtime.saving import Saver
 from adl_dist.runtime.trace_file import merge_parts
 
 logger = logging.getLogger("adl_dist")
@@ -31,8 +32,8 @@ class Saving:
     config: Mapping[str, Any]
     resume: str
     every_epochs: int
-    keep: int
-    signature: checkpoint.Signature
+    saver: Saver
+    signature: checkpoint_tensors.Signature
     optimizer: str
     cut: Mapping[str, Any]
     trace: bool = False
@@ -60,6 +61,7 @@ class Coordinator:
         self._epoch = self._sample = self._update = 0
         self._last_epoch = 0
         self._saved_at: int | None = None
+        self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
         self._totals: dict[int, dict[str, float]] = {}
         self._spent: dict[int, dict[str, float]] = {}
@@ -67,6 +69,15 @@ class Coordinator:
 
     def train(self) -> Result:
         """Run to the end and return the summary."""
+        try:
+            return self._train()
+        except BaseException as error:
+            if self._saving is not None:
+                # A process that is gone, which is what makes victims, will not write its part either.
+                self._saving.saver.wait(1.0 if getattr(error, "is_victim", False) else LAST_SAVE_SECONDS)
+            raise
+
+    def _train(self) -> Result:
         started, origin = time.monotonic(), time.perf_counter()
         try:
             self._resume()
@@ -108,21 +119,26 @@ class Coordinator:
             return None
         if self._saved_at != self._update:
             self._save()
-        path = str(checkpoint.place(self._saving.folder.checkpoints, self._update)) if self._saving else None
-        self._requests.answer(asked, path or "nothing is saved: the run has no run_dir")
         why = [request.why for request in asked if request.what is Ask.STOP]
+        path, answer = None, "nothing is saved: the run has no run_dir"
+        if self._saving is not None:
+            path = self._finish_saving(self._saving.saver)
+            answer = str(path) if path is not None else self._saving.saver.failure or "nothing is saved"
+        self._requests.answer(asked, answer)
+        if why and self._saving is not None:
+            self._finish_last_save(self._saving.saver, "the run was to stop, and what it learned since is lost")
         if self._is_over or not why:
             return None
         leaves_trace = self._drains_leave_traces and not self._plan.ends_at(self._sample)
-        where = {"update": self._update, "epoch": self._epoch, "checkpoint": path}
+        where = {"update": self._update, "epoch": self._epoch, "checkpoint": None if path is None else str(path)}
         return {"why": why[0], **where, "leaves_trace": leaves_trace}
 
     def _resume(self) -> None:
         path = None
         if self._saving is not None:
-            path = self._saving.folder.open(resume=self._saving.resume)
-            if path is not None:
-                self._go_on_from(path, self._saving)
+            candidates = self._saving.folder.open(resume=self._saving.resume)
+            if candidates:
+                path = self._go_on_from(candidates, self._saving)
             # Only now that all stages agree and the checkpoint has been read: a start that failed must not stand in
             # the way of the corrected command. A run that is over keeps the settings that it was made with.
             if not (self._is_over and self._saving.folder.is_claimed):
@@ -131,15 +147,17 @@ class Coordinator:
         if path is not None:
             self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
 
-    def _go_on_from(self, path: Path, saving: Saving) -> None:
-        manifest = checkpoint.read_manifest(path)
-        checkpoint.check_signature(path, saving.signature)
+    def _go_on_from(self, candidates: Sequence[Path], saving: Saving) -> Path:
+        path, manifest, rejected = checkpoint_tensors.newest_good(candidates, saving.signature)
         self._check_identity(path, manifest["of"])
         self._crew.call("load", path=str(path), update=manifest["update"])
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
         if not self._is_over:
             self._tell_of_another_cut(manifest["of"].get("cut", {}), saving.cut)
+        for bad, error in rejected:
+            warn(f"{error}; going on from {path.name}, {bad.name} is kept as {checkpoint.reject(bad).name}")
+        return path
 
     def _identity(self) -> dict[str, Any]:
         assert self._saving is not None
@@ -238,8 +256,6 @@ class Coordinator:
         if self._saving is None:
             return
         self._recorder.flush()  # what a checkpoint stands for must not be lost with the process
-        path = checkpoint.begin(self._saving.folder.checkpoints, self._update)
-        self._crew.call("save", path=str(path))
         manifest = {
             "update": self._update,
             "epochs": self._epoch,
@@ -247,9 +263,28 @@ class Coordinator:
             "metrics": self._metrics,
             "of": {**self._identity(), "cut": dict(self._saving.cut)},
         }
-        final = checkpoint.commit(path, manifest, keep=self._saving.keep)
+        saver = self._saving.saver
+        self._finish_saving(saver)
+        saver.save(self._crew, manifest)
         self._saved_at = self._update
-        logger.info("saved %s", final)
+        if self._is_over:
+            self._finish_last_save(saver, "training is over, but its last weights are lost")
+
+    def _finish_saving(self, saver: Saver) -> Path | None:
+        path = saver.wait()
+        if saver.failure is not None and saver.failure != self._failure_recorded:
+            self._failure_recorded = saver.failure
+            self._record("checkpoint/failed", 1.0, reason=saver.failure)
+        return path
+
+    def _finish_last_save(self, saver: Saver, so: str) -> Path | None:
+        path = self._finish_saving(saver)
+        if saver.failure is not None:
+            raise SaveError(
+                f"{saver.failure}; {so}. Make room, or mend what is wrong; the same command goes on from the newest "
+                "checkpoint"
+            )
+        return path
 
     def _write_trace(self, run_dir: Path, origin: float) -> None:
         results = self._crew.call("write_trace", run_dir=str(run_dir), origin=origin)

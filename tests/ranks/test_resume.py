@@ -209,6 +209,7 @@ def test_a_run_whose_process_was_killed_in_an_epoch_ends_with_the_same_bits_afte
     update = random_update_of_epoch(SECOND, updates_per_epoch=UPDATES_PER_EPOCH, seed=seed)
     with held(tmp_path) as run:
         run.wait_for_update(update)
+        run.wait_for("the checkpoint", lambda: newest(run.run_dir).name == "update-00000008")  # written meanwhile
         run.send(signal.SIGKILL, rank=victim)
         run.wait_until_gone(seconds=GONE_SECONDS)
     if victim is None:
