@@ -5,7 +5,7 @@ AdlError
 ├── PartitionError    the model cannot be cut as asked
 ├── DataError         a dataset is missing, empty, too small, or holds what the loss cannot take
 ├── CheckpointError   a checkpoint or run folder is damaged, foreign or would be overwritten
-├── DivergedError     the loss is not finite any more
+├── DivergedError     a loss or a gradient is not finite
 ├── ScheduleError     a list of actions cannot be carried out (a bug, never the user's fault)
 └── ChannelError      a peer sent something else, too late, or nothing at all
 
@@ -41,7 +41,7 @@ class CheckpointError(AdlError, RuntimeError):
 
 
 class DivergedError(AdlError, ArithmeticError):
-    """The loss is not finite any more."""
+    """A loss or a gradient is not finite."""
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         super().__init__(

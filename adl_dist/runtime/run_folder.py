@@ -31,6 +31,7 @@ FREE_TO_CHANGE = {
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
     *("runtime.trace", "runtime.memory"),
+    *("train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
     *CUT,
     *(f"partition.{name}" for name in CUT),
 }
