@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import Method
-from adl_dist.stage.calls import Tensors
+from adl_dist.stage.calls import Tensors, takes_gradient
 from adl_dist.stage.tally import Tally
 
 
@@ -161,10 +161,13 @@ def buffers_kept_finite(module: nn.Module) -> Iterator[None]:
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     yield
     pairs = [(buffer, before[name]) for name, buffer in module.named_buffers() if name in before]
-    if not pairs:
+    if not (numbers := [pair for pair in pairs if takes_gradient(pair[0])]):
         return
     with torch.no_grad():
-        fine = torch.stack([(now.isfinite() | ~then.isfinite()).all() for now, then in pairs]).all()
+        after, earlier = (torch.cat([buffer.flatten() for buffer in side]) for side in zip(*numbers, strict=True))
+        fine = (after.isfinite() | ~earlier.isfinite()).all()
+        if fine.device.type == "cpu" and fine:
+            return
         for now, then in pairs:
             # Through .data, as BatchNorm itself writes them: unseen by autograd, which keeps them for the backward.
             now.data.copy_(torch.where(fine, now, then))

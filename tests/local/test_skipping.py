@@ -1,5 +1,6 @@
-"""A loss or gradient that is not finite: its group is applied in no stage, or the run stops. Clipping, stage by stage."""
+"""What is not finite: its group is applied in no stage, or the run stops. Clipping, stage by stage."""
 
+import functools
 import json
 
 import pytest
@@ -81,6 +82,24 @@ def test_skipped_updates_are_recorded_with_their_reason_and_no_figure_of_theirs_
     shown = capsys.readouterr().out
     assert shown.count("skipped 1\n") == 2, "of each epoch"
     assert "loss nan" not in shown
+
+
+def test_a_run_that_stopped_at_a_fault_goes_on_over_it_with_skip(tmp_path):
+    def run(**options):
+        non_finite = options.pop("non_finite", "stop")
+        trainer = adl_dist.Trainer(
+            batch_norm_net(), loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, num_stages=2, non_finite=non_finite
+        )
+        data = FixedImages(32)
+        data.images[20] = float("nan")
+        fit = functools.partial(trainer.fit, epochs=1, batch_size=8, shuffle=False, quiet=True, tensorboard=False)
+        return fit(data, run_dir=tmp_path, **options)
+
+    run(max_updates=1)
+    with pytest.raises(DivergedError, match="stage 1: the loss is nan at update 2 "):
+        run()
+    summary = run(non_finite="skip")
+    assert (summary["updates"], summary["skipped_updates"], summary["num_samples"]) == (4, 1, 24)
 
 
 def test_more_skipped_updates_in_a_row_than_allowed_stop_the_run():
