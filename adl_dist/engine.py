@@ -114,6 +114,8 @@ def step(action: Action, seat: Seat) -> None:
             # The gradient of a loss is its weight in the group.
             grads = (seat.loss_grads[b],) if stage.has_loss else held.pop("grad")
             held["grad"] = stage.backward(b, grads)
+            if b in seat.work.last_of_groups:
+                held["grad"] = stage.close_group(grads, held["grad"])
         case Op.SEND_GRAD:
             seat.senders["grad"].send(b, held.pop("grad"))
         case Op.UPDATE:

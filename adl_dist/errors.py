@@ -7,7 +7,7 @@ AdlError
 ├── CheckpointError   a checkpoint or run folder is damaged, foreign or would be overwritten
 │   └── UnusableError    this checkpoint cannot be gone on from, an older one perhaps can
 ├── SaveError         the last checkpoint of a run could not be written
-├── DivergedError     the loss is not finite any more
+├── DivergedError     a loss or a gradient is not finite
 ├── ScheduleError     a list of actions cannot be carried out (a bug, never the user's fault)
 └── ChannelError      a peer sent something else, too late, or nothing at all
 
@@ -53,7 +53,7 @@ class SaveError(AdlError, RuntimeError):
 
 
 class DivergedError(AdlError, ArithmeticError):
-    """The loss is not finite any more."""
+    """A loss or a gradient is not finite."""
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         super().__init__(

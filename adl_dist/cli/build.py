@@ -55,6 +55,7 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         grain=config.partition.grain.value if config.partition.grain and num_stages is None else None,
         speeds=config.partition.speeds if num_stages is None else None,
         lr_schedule=lr_schedule(config),
+        **config.train.guard,
         seed=config.seed,
         device=config.runtime.device.value,
         channels_last=config.runtime.channels_last,

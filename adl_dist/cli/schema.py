@@ -32,6 +32,13 @@ class NarrowDtype(enum.Enum):
     bfloat16 = "bfloat16"
 
 
+class NonFinite(enum.Enum):
+    """What a loss or gradient that is not finite does."""
+
+    stop = "stop"
+    skip = "skip"
+
+
 class Grain(enum.Enum):
     """How finely a model may be cut."""
 
@@ -101,12 +108,20 @@ class TrainConfig:
     batch_size: int = 128
     epochs: int = 10
     max_updates: int | None = None
+    clip_norm: float | None = None
+    non_finite: NonFinite = NonFinite.stop
+    max_skipped: int = 10
 
     def __post_init__(self) -> None:
         _at_least("train.batch_size", self.batch_size, 1)
         _at_least("train.epochs", self.epochs, 1)
         if self.max_updates is not None:
             _at_least("train.max_updates", self.max_updates, 1)
+
+    @property
+    def guard(self) -> dict[str, Any]:
+        """What is done to gradients before they are applied; see :class:`adl_dist.stage.Guard`."""
+        return {"clip_norm": self.clip_norm, "non_finite": self.non_finite.value, "max_skipped": self.max_skipped}
 
 
 @dataclass(kw_only=True)

@@ -26,6 +26,7 @@ class Progress:
         self._last_size = 0
         self._rate = 0.0
         self._has_accuracy = False
+        self._num_skipped = 0
 
     def begin(self, epoch: int, epochs: int, total_updates: int, *, goes_on: bool = False) -> None:
         """Begin an epoch, counted from 0, or go on with it after a checkpoint in its midst."""
@@ -35,6 +36,7 @@ class Progress:
             self._seconds_before += self._seconds
         else:
             self._loss_sum = self._num_correct = self._samples = self._seconds_before = 0.0
+            self._num_skipped = 0
         self._seconds = 0.0
 
     def update(self, record: Mapping[str, Any]) -> None:
@@ -52,6 +54,9 @@ class Progress:
             case "train/accuracy":
                 self._has_accuracy = True
                 self._num_correct += record["value"] * self._last_size
+            case "train/skipped_updates":
+                self._update = record["update"] + 1
+                self._num_skipped += 1
         now = time.monotonic()
         if self._live and self._samples and now - self._shown_at > REDRAW_SECONDS:
             self._shown_at = now
@@ -80,9 +85,10 @@ class Progress:
         accuracy = f"  acc {self._num_correct / self._samples:7.2%}" if self._has_accuracy and self._samples else ""
         loss = self._loss_sum / self._samples if self._samples else float("nan")
         width = len(str(self._total_updates))
+        skipped = f"  skipped {self._num_skipped}" if self._num_skipped else ""
         return (
             f"{self._head}  update {self._update:>{width}}/{self._total_updates}  loss {loss:.4f}{accuracy}"
-            f"  {self._rate:7,.0f} images/s  staleness {stale}"
+            f"  {self._rate:7,.0f} images/s  staleness {stale}{skipped}"
         )
 
 
@@ -96,6 +102,8 @@ def final_table(summary: Mapping[str, Any]) -> str:
     if "samples_per_second" in summary:
         head.append(f"{summary['samples_per_second']:,.0f} images/s, {summary['train_seconds']:.1f} s of training")
     lines = ["", ", ".join(head)]
+    if summary["skipped_updates"]:
+        lines.append(f"{summary['skipped_updates']} updates skipped: their loss or gradient was not finite")
     if summary["stages"]:
         measured = "peak_tensor_bytes" in summary["stages"][0]
         lines += ["", f"stage  staleness mean  max  busy  peak memory{'  of it tensors' * measured}"]

@@ -17,7 +17,7 @@ from adl_dist.runtime.placement import Placement
 from adl_dist.runtime.worker import LocalWorker
 from adl_dist.runtime.world import World
 from adl_dist.schedule import Method, in_turn
-from adl_dist.stage import check_outs
+from adl_dist.stage import Guard, check_outs
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -34,6 +34,7 @@ class Job:
         loss_fn: (output, target) to the mean loss over the samples.
         optimizer: makes the optimizer of one stage.
         numerics: how stages compute.
+        guard: what is done to gradients before they are applied.
         channels_last: whether images are stored so.
         balance: as asked for.
         placement: the model, and where it is cut.
@@ -45,6 +46,7 @@ class Job:
     loss_fn: LossFn
     optimizer: OptimizerFactory
     numerics: Numerics
+    guard: Guard
     channels_last: bool
     balance: str | list[Any]
     placement: Placement
@@ -58,6 +60,7 @@ class Job:
             "balance": self.balance,
             "seed": self.seed,
             **self.numerics.settings,
+            **self.guard.settings,
             "channels_last": self.channels_last,
             "model": {name: list(shape) for name, shape in self.placement.signature.items()},
         }
@@ -138,6 +141,7 @@ def assemble(
             num_classes=num_outputs,
             device=world.device,
             numerics=numerics,
+            guard=job.guard,
             channels_last=job.channels_last,
             seed=job.seed,
         )

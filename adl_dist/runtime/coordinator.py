@@ -66,6 +66,7 @@ class Coordinator:
         self._totals: dict[int, dict[str, float]] = {}
         self._spent: dict[int, dict[str, float]] = {}
         self._train_seconds, self._trained_samples = 0.0, 0
+        self._num_skipped = 0
 
     def train(self) -> Result:
         """Run to the end and return the summary."""
@@ -211,6 +212,7 @@ class Coordinator:
         if self._sample == self._plan.num_samples:
             self._epoch, self._sample = self._epoch + 1, 0
         self._last_epoch = segment.epoch
+        self._num_skipped += results[-1]["num_skipped"]
         for result in results:
             self._add(result)
         self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
@@ -304,6 +306,7 @@ class Coordinator:
             **self._metrics,
             "epochs": self._epoch,
             "updates": self._update,
+            "skipped_updates": self._num_skipped,
             "seconds": seconds,
             "train_seconds": self._train_seconds,
             "num_samples": self._trained_samples,

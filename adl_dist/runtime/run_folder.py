@@ -34,6 +34,7 @@ FREE_TO_CHANGE = {
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
     *("runtime.keep_best", "runtime.async_save"),
     *("runtime.trace", "runtime.memory"),
+    *("train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
     *CUT,
     *(f"partition.{name}" for name in CUT),
 }

@@ -40,6 +40,7 @@ from adl_dist.runtime.world import (
     single_process,
 )
 from adl_dist.schedule import Method, in_turn, leaves_no_trace
+from adl_dist.stage import Guard
 
 
 class Trainer:
@@ -67,6 +68,9 @@ class Trainer:
         grain: str | None = None,
         speeds: Sequence[float] | None = None,
         lr_schedule: Callable[..., LRScheduler] | None = None,
+        clip_norm: float | None = None,
+        non_finite: str = "stop",
+        max_skipped: int = 10,
         seed: int = 0,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
@@ -96,6 +100,9 @@ class Trainer:
             speeds: of the stages' devices, relative to the one that measures; None: all equal.
             lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
                 ``updates_per_epoch`` and ``total_updates`` if it takes them.
+            clip_norm: the norm that the gradient of each stage is scaled down to if it is longer; None: it never is.
+            non_finite: what a loss or gradient that is not finite does: ``stop`` the run, or ``skip`` its update.
+            max_skipped: updates that may be skipped in a row.
             seed: of data order, augmentation and dropout. Initial weights are the model's own.
             device: ``cpu`` or ``cuda`` (the GPU of the local rank).
             dtype: of parameters and floating-point inputs.
@@ -141,6 +148,8 @@ class Trainer:
             cudnn_benchmark=cudnn_benchmark,
         )
         numerics.check(method)
+        guard = Guard(non_finite=non_finite, max_skipped=max_skipped, clip_norm=clip_norm)
+        guard.check(method, num_stages)
         self._job = Job(
             method=method,
             num_stages=num_stages,
@@ -148,6 +157,7 @@ class Trainer:
             loss_fn=loss_fn,
             optimizer=optimizer,
             numerics=numerics,
+            guard=guard,
             channels_last=channels_last,
             balance=balance if isinstance(balance, str) else list(balance),
             placement=Placement(
@@ -227,7 +237,7 @@ class Trainer:
 
         Raises:
             ConfigError, DataError, CheckpointError: before training starts.
-            DivergedError: the loss is not finite any more.
+            DivergedError: a loss or a gradient is not finite.
             StageFailed, ChannelError: another process failed.
             SaveError: the last checkpoint could not be written.
         """

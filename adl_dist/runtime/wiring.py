@@ -15,7 +15,7 @@ from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.world import World
 from adl_dist.schedule import Method
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import NORMALISES_SAMPLES, Stage, build_head
+from adl_dist.stage import NORMALISES_SAMPLES, Guard, Stage, build_head
 from adl_dist.transport import LocalChannel, ProcessReceiver, ProcessSender, Receiver, Sender, Specs, TensorSpec
 
 GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
@@ -34,6 +34,7 @@ def build_stage(
     num_classes: int | None,
     device: torch.device,
     numerics: Numerics,
+    guard: Guard,
     channels_last: bool,
     seed: int,
 ) -> Stage:
@@ -51,6 +52,7 @@ def build_stage(
         num_classes: of the model's output, if it is [B, classes].
         device: of the stage.
         numerics: how it computes.
+        guard: what it does to gradients before it applies them.
         channels_last: whether it stores images so.
         seed: of the run.
 
@@ -82,6 +84,7 @@ def build_stage(
         overwrites=overwrites,
         within=numerics.autocasting(device),
         compiled=numerics.compile,
+        guard=guard,
         seed=seed,
     )
 

@@ -175,9 +175,9 @@ class LocalWorker:
                     seat.open(work[k], training=training)
                 with listening(running) if training else contextlib.nullcontext():
                     engine.run(order, self.seats)
-                for seat in self.seats.values():
-                    seat.stage.losses.check()
-                    seat.drain()
+                for k in sorted(self.seats, reverse=True):  # of one fault the stage nearest the loss knows most
+                    self.seats[k].stage.faults.check()
+                    self.seats[k].drain()
             finally:
                 for seat in self.seats.values():
                     seat.stage.end()
@@ -228,7 +228,13 @@ def _records(tally: Tally, learning_rate: float | None, seconds: float, *, is_la
         "max": max(by_offset),
         "by_offset": by_offset,
     }
+    if tally.skipped is not None:
+        if is_last:  # loss and hits of what is thrown away would be no figures of the run
+            yield {"name": "train/skipped_updates", "value": 1, "unit": "updates", "why": tally.skipped}
+        return
     numbers = tally.numbers()
+    if "gradient_norm" in numbers:
+        yield {"name": "stage/gradient_norm", "value": numbers["gradient_norm"]}
     if "loss_sum" in numbers and not is_last:
         yield {"name": "stage/local_loss", "value": numbers["loss_sum"] / numbers["num_samples"]}
     elif "loss_sum" in numbers:
@@ -249,6 +255,7 @@ class _Totals:
         self._staleness_max = 0
         self._num_backwards = 0
         self._num_updates = 0
+        self._num_skipped = 0
 
     def add(self, tally: Tally) -> None:
         self._busy_seconds += tally.busy_seconds
@@ -256,6 +263,7 @@ class _Totals:
         self._staleness_max = max(self._staleness_max, *tally.staleness)
         self._num_backwards += len(tally.staleness)
         self._num_updates += 1
+        self._num_skipped += tally.skipped is not None
 
     def result(self) -> Result:
         return {
@@ -264,6 +272,7 @@ class _Totals:
             "staleness_max": self._staleness_max,
             "num_backwards": self._num_backwards,
             "num_updates": self._num_updates,
+            "num_skipped": self._num_skipped,
         }
 
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
-from adl_dist.schedule.actions import Action
+from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.greedy import greedy_streams
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.segment import Segment
@@ -26,6 +27,17 @@ class Work:
     sizes: list[int]
     sizes_upstream: list[int]
     loss_weights: list[float]
+
+    @cached_property
+    def last_of_groups(self) -> frozenset[int]:
+        """The micro-batches whose backward completes the gradients of a group."""
+        last, found = -1, set()
+        for action in self.stream:
+            if action.op is Op.BACKWARD:
+                last = action.number
+            elif action.op is Op.UPDATE:
+                found.add(last)
+        return frozenset(found)
 
 
 def training_work(

@@ -1,12 +1,14 @@
 """One stage's mathematics: forward, delayed backward, weight versions, update. Knows no rank."""
 
 from adl_dist.stage.calls import packed, takes_gradient, unpacked
+from adl_dist.stage.faults import Guard
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head, check_outs
 from adl_dist.stage.stage import Stage
 from adl_dist.stage.tally import Tally
 
 __all__ = [
     "NORMALISES_SAMPLES",
+    "Guard",
     "Stage",
     "Tally",
     "build_head",

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from adl_dist.seeds import stream_seeds
+
+SEEDS_AT_ONCE = 256  # one by one they would take as long as a small layer
 Tensors = tuple[Tensor, ...]
 # From what a module is given, and buffers in the place of its own (None: its own), to what it returns.
 Call = Callable[[Any, dict[str, Tensor] | None], Any]
@@ -53,9 +56,26 @@ def takes_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def torch_seed(seed: int, device: torch.device) -> None:
-    """Seed the generator that random operations on ``device`` draw from, and no other."""
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+class DropoutStreams:
+    """Seeds torch for each micro-batch of one stage, by (seed, epoch, stage, micro-batch)."""
+
+    def __init__(self, seed: int, stage: int) -> None:
+        self._seed, self._stage = seed, stage
+        self.begin(0, first_micro_batch=0)
+
+    def begin(self, epoch: int, *, first_micro_batch: int) -> None:
+        """Begin a segment of ``epoch``."""
+        self._epoch, self._first_micro_batch = epoch, first_micro_batch
+        self._seeds: dict[int, int] = {}  # of some micro-batches of the epoch
+
+    def seed(self, micro_batch: int, device: torch.device) -> None:
+        """Seed the generator that random operations on ``device`` draw from, and no other."""
+        of_epoch = self._first_micro_batch + micro_batch
+        if of_epoch not in self._seeds:
+            block = range(of_epoch, of_epoch + SEEDS_AT_ONCE)
+            seeds = stream_seeds(self._seed, "dropout", self._epoch, self._stage, last=block)
+            self._seeds = dict(zip(block, seeds, strict=True))
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(self._seeds[of_epoch])
+        else:
+            torch.default_generator.manual_seed(self._seeds[of_epoch])

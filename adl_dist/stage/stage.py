@@ -1,34 +1,21 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.seeds import stream_seeds
-from adl_dist.stage.calls import Tensors, call_of, packed, takes_gradient, torch_seed, unpacked
-from adl_dist.stage.losses import Losses
+from adl_dist.stage.calls import DropoutStreams, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.stage.faults import Faults, Guard, buffers_kept_finite, refusal
+from adl_dist.stage.in_flight import InFlight
+from adl_dist.stage.learning_rates import scaled_learning_rates, step_schedule
 from adl_dist.stage.tally import Tally
 from adl_dist.stage.weights import TwoVersions, weight_policy
-
-SEEDS_AT_ONCE = 256  # one by one they would take as long as a small layer
-
-
-@dataclass
-class InFlight:
-    """A micro-batch between its forward and its backward."""
-
-    acts: Tensors  # what came in; their .grad is sent upstream
-    target: Tensor | None  # where there is a loss
-    version: int  # updates that had led to the weights of the forward
-    outs: Tensors | None = None  # what went out, or the scalar loss, with the graph behind it; None: to be recomputed
-    scored: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
-    buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
 
 
 class Stage:
@@ -41,7 +28,7 @@ class Stage:
         version: updates applied so far, over the whole run.
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
         tally: what the stage counts about itself; the owner takes it and puts a fresh one.
-        losses: of the updates; whoever ends a segment has the last ones checked.
+        faults: looks at loss and gradient of each update; whoever ends a segment has the last ones checked.
     """
 
     def __init__(
@@ -60,6 +47,7 @@ class Stage:
         overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
         compiled: bool = False,
+        guard: Guard | None = None,
         seed: int = 0,
     ) -> None:
         """Take over ``module``.
@@ -79,13 +67,18 @@ class Stage:
             overwrites: in training and in evaluation, for each act whether ``module`` writes to it; ``()``: to none.
             within: what the module, the head and the loss are called in: autocast, or nothing.
             compiled: call ``module`` through torch.compile.
+            guard: what is done to gradients that are not finite, or too long; None: the run is stopped, nothing.
             seed: the run's seed; dropout draws from (seed, epoch, stage, micro-batch).
         """
         self.index, self.is_last = index, is_last
         self.module, self.head = module, head
         self.version = 0
         self.in_flight: dict[int, InFlight] = {}
-        self.tally, self.losses = Tally(), Losses(index)
+        guard = guard or Guard()
+        self.tally, self.faults = Tally(), Faults(guard, stage=index, is_last=is_last)
+        self._clip_norm = guard.clip_norm
+        self._watching_buffers = buffers_kept_finite if guard.skips else nullcontext
+        self._gradient_norm: Tensor | None = None  # of the group that is complete
         # What is trained together: the part of the model and what serves only to train it.
         self._trained = module if head is None else nn.ModuleList([module, head])
         parameters = list(self._trained.parameters())
@@ -99,9 +92,8 @@ class Stage:
         self._loss_fn, self._within = loss_fn, within
         self._call_module = call_of(module, compiled=compiled)
         self._gradient_shrink, self._lr_factor, self._learns_locally = gradient_shrink, lr_factor, learns_locally
-        self._seed = seed
-        self._epoch = self._first_micro_batch = 0
-        self._dropout_seeds: dict[int, int] = {}  # of some micro-batches of the epoch
+        self._epoch = 0
+        self._dropout = DropoutStreams(seed, index)
         # An in-place operation on what came in would overwrite a leaf, and in one process also what the
         # upstream stage keeps for its backward. The data's own input is nobody else's.
         self._overwrites = overwrites if index > 0 else ((), ())
@@ -129,11 +121,11 @@ class Stage:
 
     def begin(self, epoch: int, *, training: bool, first_micro_batch: int = 0) -> None:
         """Get ready for a segment that starts at ``first_micro_batch`` of ``epoch``."""
-        self._epoch, self._first_micro_batch = epoch, first_micro_batch
-        self._dropout_seeds = {}
+        self._epoch = epoch
+        self._dropout.begin(epoch, first_micro_batch=first_micro_batch)
         self._first_version, self._forward_version = self.version, None
         self.tally = Tally()
-        self.losses.forget()
+        self.faults.forget()
         self._trained.train(training)
         if training:
             # What an interrupted segment, or the user before us, left there belongs to no group.
@@ -183,9 +175,10 @@ class Stage:
             if not keep_graph:  # the module may overwrite what it is given, and its buffers, which the replay needs
                 given = tuple(leaf.clone() for leaf in leaves)
                 kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            self._seed_dropout(micro_batch, leaves)
+            self._dropout.seed(micro_batch, leaves[0].device)
             with torch.set_grad_enabled(keep_graph):
-                out = self._call(given)
+                with self._watching_buffers(self.module):
+                    out = self._call(given)
                 outs = unpacked(out)
                 ends = (self._loss(out, target),) if self.has_loss else outs
             if self.has_loss:
@@ -201,7 +194,7 @@ class Stage:
         """
         with self.tally.busy():
             kept = self.in_flight[micro_batch]
-            self._seed_dropout(micro_batch, kept.acts)
+            self._dropout.seed(micro_batch, kept.acts[0].device)
             out = self._call(kept.acts, kept.buffers)
             kept.outs = (self._loss(out, kept.target),) if self.has_loss else unpacked(out)
 
@@ -231,26 +224,50 @@ class Stage:
                 self.tally.score(kept.scored[0], kept.target, kept.scored[1])
             if self.index == 0 or self._learns_locally:
                 return ()
-            return tuple(
+            leaving = tuple(
                 act.grad if act.grad is not None else torch.zeros_like(act) for act in kept.acts if takes_gradient(act)
             )
+            self.faults.sent(leaving)
+            return leaving
+
+    def close_group(self, arrived: Tensors, leaving: Tensors) -> Tensors:
+        """Look at a group's gradients, which are complete, before the last of those for upstream is sent.
+
+        In this order, because no stage upstream can complete the group before that.
+
+        Args:
+            arrived: the ``grads`` of the last backward.
+            leaving: what it returned.
+
+        Returns:
+            What goes upstream instead.
+
+        Raises:
+            DivergedError: the loss or the gradient of the group is not finite, and the weights are left as they are; on
+                a GPU those of the group before, which has been applied.
+        """
+        with self.tally.busy():
+            gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
+            self._gradient_norm = self.tally.gradient_norm = get_total_norm(gradients) if gradients else None
+            self.tally.skipped = self.faults.judge(self.tally, arrived, update=self.version, epoch=self._epoch)
+            return refusal(leaving) if self.tally.skipped else leaving
 
     def update(self) -> None:
         """Apply the gradients of the group and move on to the next weight version and learning rate.
 
-        Raises:
-            DivergedError: the loss of the group is not finite, and the weights are left as they are; on a GPU that of
-                the group before, which has been applied.
+        A group that is skipped leaves weights and optimizer as they are; versions and learning rates go on.
         """
-        self.losses.add(self.tally, update=self.version, epoch=self._epoch)
+        skip = self.tally.skipped is not None
         with self.tally.busy():
             if self._policy is not None:
+                if self._clip_norm is not None and self._gradient_norm is not None and not skip:
+                    clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
                 graphs = {kept.version for kept in self.in_flight.values() if kept.outs is not None}
-                with self._scaled_learning_rates():
-                    self._policy.step(self.version, in_flight=graphs)
+                with scaled_learning_rates(self.optimizer, self._lr_factor):
+                    self._policy.step(self.version, in_flight=graphs, skip=skip)
             self.version += 1
             if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
-                self.lr_schedule.step()
+                step_schedule(self.lr_schedule, skipped=skip)
 
     @torch.no_grad()
     def predict(self, acts: Tensors, target: Tensor | None) -> Tensors:
@@ -264,25 +281,6 @@ class Stage:
             target = target.to(outs[0].device, non_blocking=True)
             self.tally.score(outs[0], target, self._loss(out, target))
             return ()
-
-    @contextmanager
-    def _scaled_learning_rates(self) -> Iterator[None]:
-        # Around the step, not once and for all: some schedules set the learning rate, whatever it was.
-        groups = self.optimizer.param_groups if self.optimizer and self._lr_factor != 1.0 else []
-        before = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = group["lr"] * self._lr_factor
-        yield
-        for group, rate in zip(groups, before, strict=True):
-            group["lr"] = rate
-
-    def _seed_dropout(self, micro_batch: int, acts: Tensors) -> None:
-        of_epoch = self._first_micro_batch + micro_batch
-        if of_epoch not in self._dropout_seeds:
-            block = range(of_epoch, of_epoch + SEEDS_AT_ONCE)
-            seeds = stream_seeds(self._seed, "dropout", self._epoch, self.index, last=block)
-            self._dropout_seeds = dict(zip(block, seeds, strict=True))
-        torch_seed(self._dropout_seeds[of_epoch], acts[0].device)
 
     def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Any:
         written = self._overwrites[0 if self.module.training else 1]

@@ -9,13 +9,15 @@ from torch import Tensor
 
 @dataclass
 class Tally:
-    """Counts since the last :meth:`take`. Loss and hits exist on the last stage only.
+    """Counts of one group, or of an evaluation. Loss and hits exist on the last stage only.
 
     Attributes:
         staleness: updates between forward and update, one entry per backward.
         num_samples: samples that went through.
         loss_sum: sum of the loss over samples; None where there is no loss.
         num_correct: samples whose largest output is the target; None if the task has no classes.
+        gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
+        skipped: why the update is not made; None: it is.
         busy_seconds: time in forward, backward and update.
     """
 
@@ -23,6 +25,8 @@ class Tally:
     num_samples: int = 0
     loss_sum: Tensor | None = None
     num_correct: Tensor | None = None
+    gradient_norm: Tensor | None = None
+    skipped: str | None = None
     busy_seconds: float = 0.0
     _fetched: torch.cuda.Event | None = None
 
@@ -42,17 +46,17 @@ class Tally:
             self.num_correct = correct if self.num_correct is None else self.num_correct + correct
 
     def fetch(self) -> bool:
-        """Start to copy loss and hits off a GPU, for :meth:`numbers`; False: they are not on one."""
-        if self.loss_sum is None or not self.loss_sum.is_cuda:
+        """Start to copy loss, hits and norm off a GPU, for :meth:`numbers`; False: they are not on one."""
+        if not any(number is not None and number.is_cuda for number in (self.loss_sum, self.gradient_norm)):
             return False
-        self.loss_sum = self.loss_sum.to("cpu", non_blocking=True)  # which torch gives pinned memory
-        if self.num_correct is not None:
-            self.num_correct = self.num_correct.to("cpu", non_blocking=True)
+        for name in ("loss_sum", "num_correct", "gradient_norm"):
+            if (number := getattr(self, name)) is not None:
+                setattr(self, name, number.to("cpu", non_blocking=True))  # which torch gives pinned memory
         self._fetched = torch.cuda.current_stream().record_event()
         return True
 
     def numbers(self) -> dict[str, float | int]:
-        """Samples, loss sum and hits as plain numbers; a number that is not there is absent."""
+        """Samples, loss sum, hits and norm as plain numbers; a number that is not there is absent."""
         if self._fetched is not None:
             self._fetched.synchronize()  # with these copies, not with what was launched behind them
         told: dict[str, float | int] = {"num_samples": self.num_samples}
@@ -60,6 +64,8 @@ class Tally:
             told["loss_sum"] = float(self.loss_sum)
         if self.num_correct is not None:
             told["num_correct"] = int(torch.as_tensor(self.num_correct))
+        if self.gradient_norm is not None:
+            told["gradient_norm"] = float(self.gradient_norm)
         return told
 
 

@@ -15,29 +15,44 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from adl_dist.errors import ConfigError
 
 
-class Latest:
+class _Policy:
+    """What all policies share: the optimizer."""
+
+    num_copies = 0
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def gather(self) -> list[nn.Parameter]:
+        """The parameters that the next step is about, each with the whole gradient of the group if it has one."""
+        return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    def _finish(self, *, skip: bool) -> None:
+        if not skip:
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class Latest(_Policy):
     """The present weights over old activations: PACI, and what the authors' code did.
 
     The weights change under the graphs in flight on purpose. The gradient is then exact for the topmost
     weights of a stage only, and a hybrid below.
     """
 
-    num_copies = 0
-
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
         self._parameters = tuple(module.parameters())
-        self._optimizer = optimizer
 
-    def step(self, version: int, *, in_flight: Collection[int]) -> None:
+    def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
         """Step in place, without telling autograd; arguments as of :meth:`Stash.step`."""
         # The one private call of the project. Public ways to the same values are slower (identity
         # saved_tensors_hooks around every forward) or touch .data; a test on each torch version guards it.
         with _unsafe_preserve_version_counter(self._parameters):
-            self._optimizer.step()
-        self._optimizer.zero_grad()
+            self._finish(skip=skip)
 
 
-class Stash:
+class Stash(_Policy):
     """The weights of the forward (paper, Eq. 15): a graph in flight keeps the tensors it was built on.
 
     An update moves the module and its optimizer on to fresh tensors if the present ones are in use, so all
@@ -46,7 +61,7 @@ class Stash:
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._newest = [p for p in module.parameters() if p.requires_grad]
         place = {id(p): i for i, p in enumerate(self._newest)}
         # (owner, attribute, position): a parameter used twice within the stage has two slots.
@@ -59,30 +74,34 @@ class Stash:
         self._older: dict[int, list[nn.Parameter]] = {}
 
     @property
-    def num_copies(self) -> int:
+    def num_copies(self) -> int:  # type: ignore[override]
         """Weight versions alive beside the newest."""
         return len(self._older)
 
-    def step(self, version: int, *, in_flight: Collection[int]) -> None:
+    def gather(self) -> list[nn.Parameter]:
+        """Move the gradients of older versions to the newest, and return the parameters that have some."""
+        for old in self._older.values():
+            for newest, theirs in zip(self._newest, old, strict=True):
+                newest.grad, theirs.grad = _sum(newest.grad, theirs.grad), None
+        return super().gather()
+
+    def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
         """Gather the gradients of all versions, step the newest, and so turn ``version`` into the next.
 
         Args:
-            version: updates applied to the stage so far.
+            version: updates applied to the stage so far, skipped ones among them.
             in_flight: the versions that graphs not yet back-propagated were built with.
+            skip: drop the gradients instead; the next version is a copy of this one.
         """
-        self._gather(keep=in_flight)
+        self.gather()
+        self._forget(keep=in_flight)
         if version in in_flight:
             self._older[version] = self._newest
             self._move_optimizer()
             self._install(self._newest)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._finish(skip=skip)
 
-    def _gather(self, *, keep: Collection[int]) -> None:
-        """Move the gradients of older versions to the newest, and forget the versions not in ``keep``."""
-        for old in self._older.values():
-            for newest, theirs in zip(self._newest, old, strict=True):
-                newest.grad, theirs.grad = _sum(newest.grad, theirs.grad), None
+    def _forget(self, *, keep: Collection[int]) -> None:
         self._older = {version: kept for version, kept in self._older.items() if version in keep}
 
     def _move_optimizer(self) -> None:
@@ -114,13 +133,13 @@ class TwoVersions(Stash):
         """Have the module compute with ``version``, which is the newest or the one before."""
         self._install(self._newest if version == newest else self._older[version])
 
-    def step(self, version: int, *, in_flight: Collection[int]) -> None:
+    def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
         """Gather the gradients, then make the next version beside ``version``; see :meth:`Stash.step`."""
-        self._gather(keep=in_flight)
+        self.gather()
+        self._forget(keep=in_flight)
         self._older[version] = self._newest
         self._move_optimizer()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._finish(skip=skip)
 
 
 # With ``recompute`` no graph outlives an update, so there is nothing to stash.

@@ -82,6 +82,8 @@ NONSENSE = [
     ("partition.num_stages=0", ["partition.num_stages must be at least 1, got 0"]),
     ("train.epochs=0", ["train.epochs must be at least 1, got 0"]),
     ("train.max_updates=0", ["train.max_updates must be at least 1, got 0"]),
+    ("train.clip_norm=0", ["train.clip_norm must be finite and above 0, got 0"]),
+    ("train.max_skipped=0", ["train.max_skipped must be at least 1, got 0"]),
     ("train.batch_size=0", ["train.batch_size must be at least 1, got 0"]),
     ("train.batch_size=3", ["train.batch_size=3", "method.accumulation_steps=4", "use train.batch_size>=4"]),
     ("seed=-1", ["seed must be at least 0, got -1"]),

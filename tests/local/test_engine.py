@@ -54,6 +54,7 @@ class SymbolicStage:
     older: list = field(default_factory=list)
     used: int | None = None
     gradient: tuple = ()
+    closed: tuple = ()
     in_flight: dict = field(default_factory=dict)
 
     def use_weights(self, num_updates):
@@ -79,7 +80,12 @@ class SymbolicStage:
         self.gradient += (hash((kept, grads)),)
         return (hash((grads, kept)),)
 
+    def close_group(self, arrived, leaving):
+        self.closed = self.gradient  # the decision that goes upstream may depend on the whole group
+        return (hash((leaving, self.gradient)),)
+
     def update(self):
+        assert self.closed == self.gradient
         self.older.append(self.weights)
         self.weights, self.gradient = hash((self.weights, self.gradient)), ()
 

@@ -137,6 +137,7 @@ def test_the_run_folder_holds_what_the_design_says(tmp_path):
     assert {r["name"] for r in records} == {
         "train/loss", "train/accuracy", "train/learning_rate", "train/samples_per_second",
         "validation/loss", "validation/accuracy", "stage/staleness", "stage/busy_share", "stage/peak_memory",
+        "stage/gradient_norm",
     }  # fmt: skip
     for r in records:
         assert {"name", "value", "update", "epoch"} <= r.keys()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from adl_dist.schedule import METHODS
+from tests.support.planted import nan_inputs
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import train
 
@@ -19,6 +20,8 @@ CASES = [
     (1, torch.float32, {"method": "dgl", "options": {"head": "linear", "buffer_size": 3}}),
     (2, torch.float32, {"dropout": 0.3, "shuffle": True}),
     (2, torch.float32, {"channels_last": True}),
+    (2, torch.float32, {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
+    (3, torch.float32, {"method": "paci", "non_finite": "skip", "plant": nan_inputs}),
 ]
 
 
@@ -37,7 +40,7 @@ def test_k_processes_equal_one_process_bit_for_bit(K):
             assert state.keys() == expected.keys()
             for name in expected:
                 assert torch.equal(state[name], expected[name]), f"M={M} {dtype} {options} rank {rank}: {name}"
-            for figure in ("validation_loss", "validation_accuracy", "updates"):
+            for figure in ("validation_loss", "validation_accuracy", "updates", "skipped_updates"):
                 assert summary[figure] == expected_summary[figure]
             told = [(s["staleness_mean"], s["staleness_max"]) for s in summary["stages"]]
             assert told == [(s["staleness_mean"], s["staleness_max"]) for s in expected_summary["stages"]]

@@ -7,7 +7,7 @@ random numbers. The caller's modules stay as they are.
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ def train_by_the_equations(
     reduction: str = "mean",
     lr_of: Callable[[int, int], float] | None = None,
     lr_factors: Sequence[float] | None = None,
+    clip_norm: float | None = None,
+    skipped: Collection[int] = (),
+    unseen: Collection[int] = (),
 ) -> Named:
     """Train and return all parameters and buffers.
 
@@ -55,6 +58,9 @@ def train_by_the_equations(
         reduction: mean: a gradient is the mean over the samples of its group; sum: over micro-batches the sum.
         lr_of: the learning rate of (module k, update s), instead of ``lr``.
         lr_factors: by how much the learning rate of module 1..K is multiplied.
+        clip_norm: the norm that the gradient of each module, by itself, is scaled down to if it is longer.
+        skipped: groups of every epoch that leave weights and momentum as they are; the update index goes on.
+        unseen: micro-batches of theirs that no running statistic remembers.
     """
     assert weights in ("stash", "recompute", "latest", "2bw"), weights
     assert reduction in ("mean", "sum"), reduction
@@ -68,6 +74,13 @@ def train_by_the_equations(
     for batches in epochs:
         base = theta[0].updates
         for b, (u, target) in enumerate(batches):
+            share, last_of_group = place_in_group(batches, b, M)
+            if b in unseen:
+                assert b // M in skipped
+                if last_of_group:
+                    for versions in theta:
+                        versions.skip()
+                continue
             # The forward. Eq. 15: batch b meets theta_k with update index floor((b - d_k) / M), none before the first.
             # PipeDream-2BW, section 3.1: micro-batch b meets max(floor(b / M) - 1, 0) in every stage.
             index = [max(0, b // M - 1 if weights == "2bw" else (b - d[k]) // M) for k in range(K)]
@@ -82,7 +95,6 @@ def train_by_the_equations(
                 z = y
 
             # Eq. 16 with 1/M as the share of samples, which is 1/M for micro-batches of equal size.
-            share, last_of_group = place_in_group(batches, b, M)
             z = leaf(z)
             error = torch.autograd.grad(loss_fn(z, target) * (share if reduction == "mean" else 1.0), floats(z))
 
@@ -111,6 +123,11 @@ def train_by_the_equations(
 
             if last_of_group:
                 for k in range(K):
+                    if b // M in skipped:
+                        theta[k].skip()
+                        continue
+                    if clip_norm is not None:
+                        theta[k].clip(clip_norm)
                     s = theta[k].updates
                     gamma = lr[s] if lr_of is None else lr_of(k + 1, s)
                     theta[k].update(gamma if lr_factors is None else gamma * lr_factors[k])
@@ -195,6 +212,16 @@ class Versions:
         assert gradient.keys() == self.gradient.keys()
         for n, g in gradient.items():
             self.gradient[n] = self.gradient[n] + g
+
+    def clip(self, longest: float) -> None:
+        """g = g min(1, c / (|g| + 1e-6)), as torch.nn.utils.clip_grad_norm_ is documented."""
+        norm = sum(float((g * g).sum()) for g in self.gradient.values()) ** 0.5
+        self.gradient = {n: g * min(1.0, longest / (norm + 1e-6)) for n, g in self.gradient.items()}
+
+    def skip(self) -> None:
+        """The next version is the present one."""
+        self.gradient = {n: torch.zeros_like(w) for n, w in self.present.items()}
+        self.theta.append(self.present)
 
     def update(self, lr: float) -> None:
         """v = mu v + (g + wd w); w = w - lr v."""

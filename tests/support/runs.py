@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,11 +48,20 @@ def trained(
     optimizer: Callable[..., torch.optim.Optimizer] = sgd,
     shuffle: bool = False,
     epochs: int = EPOCHS,
+    plant: Callable[[nn.Sequential, FixedImages], None] | None = None,
+    run_dir: Path | None = None,
     **of_trainer: Any,
 ) -> tuple[adl_dist.Trainer, dict[str, Any]]:
-    """Train the toy net; return the trainer, which takes ``of_trainer`` too, and the summary."""
+    """Train the toy net, with a fault that ``plant`` has planted in it or its data.
+
+    Returns:
+        The trainer, which takes ``of_trainer`` too, and the summary.
+    """
+    model, data = batch_norm_net(dropout=dropout), FixedImages(NUM_SAMPLES, dtype=dtype)
+    if plant is not None:
+        plant(model, data)
     trainer = adl_dist.Trainer(
-        batch_norm_net(dropout=dropout),
+        model,
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=optimizer,
         method=adl_dist.method(method, accumulation_steps=M, **(options or {})),
@@ -65,12 +75,13 @@ def trained(
         **of_trainer,
     )
     summary = trainer.fit(
-        FixedImages(NUM_SAMPLES, dtype=dtype),
+        data,
         epochs=epochs,
         batch_size=MICRO_BATCH * M,
         val_dataset=FixedImages(10, seed=1, dtype=dtype),
         shuffle=shuffle,
         choose=choose,
+        run_dir=run_dir,
         quiet=True,
     )
     return trainer, summary

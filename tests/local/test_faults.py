@@ -1,0 +1,70 @@
+"""Figures of a GPU are looked at one update late, but all of them, by the number of their update."""
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import DivergedError
+from adl_dist.stage.faults import Faults, Guard
+from adl_dist.stage.tally import Tally
+from tests.support.toys import FixedImages, batch_norm_net
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture
+def underway(monkeypatch):
+    """As on a GPU: figures are on their way when they are first asked for."""
+    monkeypatch.setattr(Tally, "fetch", lambda self: True)
+
+
+def tally_of(loss=1.0, norm=1.0):
+    tally = Tally(gradient_norm=torch.tensor(norm))
+    tally.score(None, torch.zeros(1), torch.tensor(loss))
+    return tally
+
+
+def faults_of_stage_3():
+    return Faults(Guard(), stage=3, is_last=True)
+
+
+@pytest.mark.parametrize(
+    ("figures", "what"),
+    [({"loss": NAN}, "the loss is nan"), ({"norm": INF}, "the norm of the gradient is inf")],
+    ids=["loss", "gradient"],
+)
+def test_on_the_cpu_what_is_not_finite_is_told_at_once(figures, what):
+    with pytest.raises(DivergedError, match=rf"stage 3: {what} at update 0 \(epoch 0\)"):
+        faults_of_stage_3().judge(tally_of(**figures), (), update=0, epoch=0)
+
+
+@pytest.mark.usefixtures("underway")
+def test_what_is_underway_is_told_with_the_next_or_at_the_end():
+    faults = faults_of_stage_3()
+    faults.judge(tally_of(), (), update=0, epoch=0)
+    faults.judge(tally_of(norm=INF), (), update=1, epoch=0)
+    with pytest.raises(DivergedError, match="the norm of the gradient is inf at update 1 "):
+        faults.judge(tally_of(NAN), (), update=2, epoch=0)
+    faults.forget()  # the segment was interrupted there
+    faults.judge(tally_of(NAN), (), update=5, epoch=2)
+    with pytest.raises(DivergedError, match=r"the loss is nan at update 5 \(epoch 2\)"):
+        faults.check()
+
+
+def test_a_stage_without_loss_and_parameters_has_nothing_to_look_at():
+    faults = Faults(Guard(), stage=0, is_last=False)
+    faults.judge(Tally(), (), update=0, epoch=0)
+    faults.check()
+
+
+@pytest.mark.usefixtures("underway")
+def test_no_segment_ends_before_its_last_loss_was_looked_at():
+    trainer = adl_dist.Trainer(
+        batch_norm_net(),
+        loss_fn=lambda out, target: nn.functional.cross_entropy(out, target) * float("inf"),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        num_stages=2,
+    )
+    with pytest.raises(DivergedError, match="stage 1: the loss is inf at update 0 "):
+        trainer.fit(FixedImages(8), epochs=1, batch_size=8, quiet=True)
