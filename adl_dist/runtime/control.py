@@ -82,8 +82,9 @@ class LocalCrew:
 class RpcCrew:
     """One stage in each process; used by the coordinator's thread on rank 0."""
 
-    def __init__(self, world: World, on_record: Callable[[Record], None]) -> None:
-        self._world, self._on_record = world, on_record
+    def __init__(self, world: World, on_record: Callable[[Record], None], held_up_by: Callable[[], str | None]) -> None:
+        """Take the processes of ``world``; ``held_up_by`` names the one that victims wait for in vain."""
+        self._world, self._on_record, self._held_up_by = world, on_record, held_up_by
 
     def call(self, do: str, **arguments: Any) -> list[Result]:
         """See :class:`Crew`.
@@ -98,7 +99,7 @@ class RpcCrew:
             for record in report.get("records", ()):
                 self._on_record(record)
             if "failed" in report:
-                raise _cause(report)
+                raise _cause(report, self._held_up_by)
             if "results" in report:
                 results[report["rank"]] = report["results"]
         return [result for rank in sorted(results) for result in results[rank]]
@@ -221,7 +222,13 @@ def _wait_all(futures: list[torch.futures.Future[Any]]) -> None:
         raise ChannelError(f"control plane: a process is gone: {str(error).splitlines()[0]}") from error
 
 
-def _cause(report: dict[str, Any]) -> StageFailed:
+def report_gone(rank: int, text: str) -> None:
+    """On rank 0: report, in place of ``rank``, that it is gone."""
+    failure = {"failed": text, "traceback": text, "exit_code": 1, "is_victim": False}
+    _reports.put(json.dumps({"rank": rank, **failure}))
+
+
+def _cause(report: dict[str, Any], held_up_by: Callable[[], str | None]) -> StageFailed:
     """Prefer, among the failures that arrive together, the one that the others follow from."""
     deadline = time.monotonic() + CAUSE_SECONDS
     told = [report]
@@ -235,4 +242,6 @@ def _cause(report: dict[str, Any]) -> StageFailed:
     for one in told:
         logger.error("rank %s failed:\n%s", one["rank"], one["traceback"])
     cause = min(told, key=lambda one: bool(one["is_victim"]))
+    if cause["is_victim"] and (name := held_up_by()):
+        cause = {**cause, "failed": f"{name}; {cause['failed']}", "is_victim": False}
     return StageFailed(**_failure(cause))
