@@ -77,7 +77,8 @@ class Beacon:
     ) -> Iterator[tuple[int, Action]]:
         """Hand ``order`` through, and keep up with whoever takes it and carries it out."""
         self._seats, self._segment, self._totals = seats, segment, totals
-        self._last = last = {k: {} for k in seats}
+        last: dict[int, dict[Op, int]] = {k: {} for k in seats}
+        self._last = last
         self._num_segments += 1
         now = time.monotonic
         self._began = now()
