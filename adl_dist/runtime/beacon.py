@@ -20,8 +20,9 @@ from typing import Protocol
 import torch
 
 from adl_dist.engine import Seat
-from adl_dist.runtime.sighting import COORDINATOR, FAILED, IDLE, Sighting, StageSighting
+from adl_dist.runtime.sighting import AWAITING, COORDINATOR, FAILED, IDLE, STARTING, Sighting, StageSighting
 from adl_dist.runtime.trace import KINDS
+from adl_dist.runtime.world import launched_rank
 from adl_dist.schedule import Action, Op, Segment
 from adl_dist.schedule.actions import LINKS, RECEIVES
 
@@ -47,13 +48,17 @@ class Beacon:
         """For ``num_stages`` in all; ``runs_ahead``: see :class:`Sighting`."""
         self._num_stages, self._runs_ahead = num_stages, runs_ahead
         self._num_segments = 0
-        self._phase = (IDLE, time.monotonic())
+        self._phase = (STARTING, time.monotonic())
         self._doing: tuple[int, Action, float] | None = None
         self._last: dict[int, dict[Op, int]] = {}
         self._seats: Mapping[int, Seat] = {}
         self._totals: Mapping[int, Totals] = {}
         self._segment: Segment | None = None
         self._began = time.monotonic()
+
+    def shine(self) -> None:
+        """From now on commands are awaited."""
+        self._phase = (IDLE, time.monotonic())
 
     @contextmanager
     def during(self, command: str) -> Iterator[None]:
@@ -103,13 +108,19 @@ class Beacon:
             phase=phase,
             seconds=now - since,
             mark=f"{since} {doing[2] if doing else ''}",
-            stages=[self._tell_of(k, phase, since, doing, now) for k in sorted(self._seats)],
+            stages=[self._tell_of(k, phase, since, doing, now) for k in sorted(self._seats)]
+            or [self._before_segments(phase, now - since)],
             at=_place(frame),
             in_collective=_waits_for_all(frame),
             loaders=_loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
             memory_bytes=_memory_bytes(),
             runs_ahead=self._runs_ahead,
         )
+
+    def _before_segments(self, phase: str, seconds: float) -> StageSighting:
+        if phase == IDLE:
+            return StageSighting(stage=launched_rank(), doing=AWAITING, seconds=seconds, waits_for=[COORDINATOR])
+        return StageSighting(stage=launched_rank(), doing=phase, seconds=seconds)
 
     def _tell_of(
         self, k: int, phase: str, since: float, doing: tuple[int, Action, float] | None, now: float
@@ -131,7 +142,7 @@ class Beacon:
         elif doing is not None:
             what, waits_for = "wait for its turn", [doing[0]]
         elif phase == IDLE:
-            what, waits_for = "wait for the next command", [COORDINATOR]
+            what, waits_for = AWAITING, [COORDINATOR]
         elif phase == FINISHING:
             what, waits_for = (
                 "wait for the last messages to leave",

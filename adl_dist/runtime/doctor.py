@@ -21,18 +21,19 @@ import torch.distributed.rpc as rpc
 from adl_dist.runtime.beacon import Beacon, born, machine, state_of
 from adl_dist.runtime.diagnosis import GONE, Cause, cause_of, picture
 from adl_dist.runtime.sighting import Coordination, Member, Sighting
-from adl_dist.runtime.world import World, name_of
+from adl_dist.runtime.world import World, launched_world_size, name_of
 
 logger = logging.getLogger("adl_dist")
 
-ANSWER_SECONDS = 1.0  # of one question; an answer takes a few milliseconds
+ANSWER_SECONDS = 0.8  # of one question; an answer takes a few milliseconds
+AGAIN_SECONDS = 0.2  # of one to a process that has not answered the question before
 MOST_SECONDS_APART = 1.0  # of two looks
 LOOKS_PER_STALL = 4
 GRACE_SECONDS = 0.2  # in which the answer to the last word leaves, and logs are written
 # What TensorPipe says when the other end has closed the connection or listens no more.
 REFUSALS = ("ECONNRESET", "ECONNREFUSED", "EPIPE", "EOF")
 
-_beacon: Beacon | None = None  # of this process, for those who ask from elsewhere
+_beacon = Beacon(launched_world_size() or 1)  # of this process, for those who ask from elsewhere
 _asked: tuple[float, Sighting | None] = (0.0, None)  # when rank 0 asked last, and who it is
 
 
@@ -40,7 +41,7 @@ def _answer(question: str) -> str:
     global _asked
     told = json.loads(question)
     _asked = (time.monotonic(), Sighting.from_json(told["asker"]))
-    return json.dumps(_beacon.tell(closely=told["closely"]).to_json() if _beacon else None)
+    return json.dumps(_beacon.tell(closely=told["closely"]).to_json())
 
 
 def _end_too(why: str) -> None:
@@ -116,9 +117,9 @@ class Doctor:
             now = time.monotonic()
             for rank, answer in told.items():
                 before = self._members[rank]
-                if not isinstance(answer, RuntimeError):
+                if isinstance(answer, Sighting):
                     self._heard_at[rank] = now
-                    self._members[rank] = Member(rank=rank, seen=answer or before.seen)
+                    self._members[rank] = Member(rank=rank, seen=answer)
                 else:
                     silent = now - self._heard_at[rank]
                     state = _state_of(before.seen, answer)
@@ -130,21 +131,21 @@ class Doctor:
         cause = cause_of(self.members(closely=True), self._coordination(closely=True))
         return cause.text if cause.rank is not None else None
 
-    def _ask(self, closely: bool) -> dict[int, Sighting | RuntimeError | None]:
+    def _ask(self, closely: bool) -> dict[int, Sighting | RuntimeError]:
         own = self._beacon.tell(closely=closely)
-        told: dict[int, Sighting | RuntimeError | None] = {0: own}
+        told: dict[int, Sighting | RuntimeError] = {0: own}
         question = json.dumps({"closely": closely, "asker": own.to_json()})
         asked: dict[int, Any] = {}
         for rank, member in self._members.items():
             if rank and member.state != GONE:
+                seconds = AGAIN_SECONDS if member.silent_seconds else ANSWER_SECONDS
                 try:
-                    asked[rank] = rpc.rpc_async(name_of(rank), _answer, args=(question,), timeout=ANSWER_SECONDS)
+                    asked[rank] = rpc.rpc_async(name_of(rank), _answer, args=(question,), timeout=seconds)
                 except RuntimeError as error:
                     told[rank] = error
         for rank, future in asked.items():
             try:
-                answer = json.loads(future.wait())
-                told[rank] = None if answer is None else Sighting.from_json(answer)
+                told[rank] = Sighting.from_json(json.loads(future.wait()))
             except RuntimeError as error:
                 told[rank] = error
         return told
@@ -260,6 +261,7 @@ class Deputy:
 def shine(beacon: Beacon) -> None:
     """Let ``beacon`` answer those who ask this process from now on."""
     global _beacon, _asked
+    beacon.shine()
     _beacon, _asked = beacon, (time.monotonic(), None)
 
 

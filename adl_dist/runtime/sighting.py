@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-IDLE = "idle"  # the phase of a process that waits for the coordinator's next command
+STARTING = "start"  # the phase of a process whose stages are not built yet
+IDLE = "idle"  # of one that waits for the coordinator's next command
+AWAITING = "wait for the next command"
 FAILED = "failed"  # of one whose command raised
 COORDINATOR = -1  # whom an idle stage waits for
 
@@ -55,7 +57,7 @@ class Sighting:
         pid: its process id there.
         machine: equal for two processes only if each sees the other in /proc.
         born: when the process began, in the kernel's ticks, against a process id that is used again; 0: not known.
-        phase: the command that it carries out, or ``idle``, or ``failed``.
+        phase: the command that it carries out, or ``start``, ``idle`` or ``failed``.
         seconds: since when.
         mark: changes with everything that it does.
         stages: that live in it.
