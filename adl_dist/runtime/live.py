@@ -26,6 +26,8 @@ SOCKET = "control.sock"
 LONGEST_REQUEST = 10_000  # bytes
 SILENT_SECONDS = 60.0  # after which a client that says nothing is hung up on
 CONNECT_SECONDS = 5.0
+LATE_SECONDS = 0.1  # by which an answer may come after the checkpoint
+ENDED = "the run ended before it answered"
 LONGEST_ADDRESS = 107  # bytes of a Unix socket's address on Linux
 
 
@@ -42,6 +44,7 @@ class LiveControl:
         """
         self._path = run_dir / SOCKET
         self._status, self._requests = status, requests
+        self._over = threading.Event()
         self._folder: int | None = None
         self._server: _Server | None = None
 
@@ -64,14 +67,15 @@ class LiveControl:
 
     def close(self) -> None:
         """Listen no more, and leave no file."""
-        if self._server is not None:
+        self._over.set()
+        # The doctor may close it too, when it ends the job.
+        (server, self._server), (folder, self._folder) = (self._server, None), (self._folder, None)
+        if server is not None:
             self._path.unlink(missing_ok=True)  # first: whoever sees the file may connect
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
-        if self._folder is not None:
-            os.close(self._folder)
-            self._folder = None
+            server.shutdown()
+            server.server_close()
+        if folder is not None:
+            os.close(folder)
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
@@ -85,6 +89,9 @@ class LiveControl:
             known = ", ".join(json.dumps({"ask": name}) for name in ("status", *(a.value for a in Ask)))
             return {"error": f"not a request: {line[:80].decode(errors='replace').strip()!r}; expected one of {known}"}
         done = self._requests.ask(Ask(ask), f"adl-dist {ask}")
+        while not done.done():
+            if self._over.wait(LATE_SECONDS):
+                return {"error": ENDED}
         try:
             return {"done": done.result()}
         except (Exception, CancelledError) as error:
@@ -172,7 +179,7 @@ def ask_run(run_dir: Path, ask: str) -> dict[str, Any]:
             "ask on the machine of its rank 0"
         ) from None
     if not line:
-        raise ConfigError(f"run_dir={run_dir}: the run ended before it answered")
+        raise ConfigError(f"run_dir={run_dir}: {ENDED}")
     answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
         raise ConfigError(f"run_dir={run_dir}: {answer['error']}")
