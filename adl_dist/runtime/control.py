@@ -61,11 +61,12 @@ class StageFailed(AdlError, RuntimeError):
 
     Attributes:
         is_victim: it failed for want of yet another one, which could not say anything.
+        is_gone: it could not say anything itself.
     """
 
-    def __init__(self, text: str, *, exit_code: int, is_victim: bool = False) -> None:
+    def __init__(self, text: str, *, exit_code: int, is_victim: bool = False, is_gone: bool = False) -> None:
         super().__init__(text)
-        self.exit_code, self.is_victim = exit_code, is_victim
+        self.exit_code, self.is_victim, self.is_gone = exit_code, is_victim, is_gone
 
 
 class LocalCrew:
@@ -115,6 +116,7 @@ class RpcCrew:
             "failed": str(error),
             "exit_code": getattr(error, "exit_code", 1),
             "is_victim": getattr(error, "is_victim", False),
+            "is_gone": getattr(error, "is_gone", False),
         }
         message = json.dumps({"do": "stop", "arguments": arguments})
         with contextlib.suppress(RuntimeError):  # RPC itself has ended, or a peer does not answer
@@ -165,7 +167,7 @@ def _cause_heard() -> StageFailed | None:
 
 
 def _failure(told: dict[str, Any]) -> dict[str, Any]:
-    return {"text": told["failed"], "exit_code": told["exit_code"], "is_victim": told["is_victim"]}
+    return {"text": told["failed"], **{name: told[name] for name in ("exit_code", "is_victim", "is_gone")}}
 
 
 class _Outbox:
@@ -199,6 +201,7 @@ class _Outbox:
             "traceback": "".join(traceback.format_exception(error)),
             "exit_code": getattr(error, "exit_code", 1),
             "is_victim": isinstance(error, ChannelError),
+            "is_gone": False,
         }
         if self._world.rank == COORDINATOR_RANK:
             _reports.put(json.dumps({"rank": self._world.rank, **failure}))
@@ -224,7 +227,7 @@ def _wait_all(futures: list[torch.futures.Future[Any]]) -> None:
 
 def report_gone(rank: int, text: str) -> None:
     """On rank 0: report, in place of ``rank``, that it is gone."""
-    failure = {"failed": text, "traceback": text, "exit_code": 1, "is_victim": False}
+    failure = {"failed": text, "traceback": text, "exit_code": 1, "is_victim": False, "is_gone": True}
     _reports.put(json.dumps({"rank": rank, **failure}))
 
 
@@ -243,5 +246,5 @@ def _cause(report: dict[str, Any], held_up_by: Callable[[], str | None]) -> Stag
         logger.error("rank %s failed:\n%s", one["rank"], one["traceback"])
     cause = min(told, key=lambda one: bool(one["is_victim"]))
     if cause["is_victim"] and (name := held_up_by()):
-        cause = {**cause, "failed": f"{name}; {cause['failed']}", "is_victim": False}
+        cause = {**cause, "failed": f"{name}; {cause['failed']}", "is_victim": False, "is_gone": True}
     return StageFailed(**_failure(cause))

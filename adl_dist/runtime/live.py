@@ -131,6 +131,17 @@ class _Client(socketserver.StreamRequestHandler):
                 self.wfile.write(json.dumps(answer).encode() + b"\n")
 
 
+def remove_stale(run_dir: Path) -> None:
+    """Remove the socket of a run that was killed and could not; one that is in use stays."""
+    with contextlib.suppress(OSError):
+        folder = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (run_dir / SOCKET).unlink(missing_ok=True)
+        finally:
+            os.close(folder)
+
+
 @contextlib.contextmanager
 def address_of(path: Path) -> Iterator[str]:
     """An address of the socket ``path`` that is short enough for the kernel, while inside.

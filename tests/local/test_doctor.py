@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def test_in_one_process_a_stage_that_sleeps_is_told_and_then_that_it_goes_on(tmp
     fit(trainer_of([(5, stage_1)], num_stages=2), tmp_path)
     err = capfd.readouterr().err
     assert "likely cause: stage 1 (" in err
-    assert "): still at work: forward 4 since 1 s, at local/test_doctor.py:" in err
+    assert re.search(r"still at work: forward \d since 1 s, at local/test_doctor.py:\d+ in <lambda>", err)
     assert "wait for its turn" in err
     assert "adl-dist: going on, after" in err
     assert "likely cause: stage 1" in (tmp_path / "logs" / "rank0.log").read_text()

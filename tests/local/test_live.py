@@ -16,7 +16,7 @@ import adl_dist
 from adl_dist.cli.live import table
 from adl_dist.cli.main import main
 from adl_dist.errors import ConfigError
-from adl_dist.runtime.live import LONGEST_ADDRESS, SOCKET, LiveControl, address_of, ask_run
+from adl_dist.runtime.live import LONGEST_ADDRESS, SOCKET, LiveControl, address_of, ask_run, remove_stale
 from adl_dist.runtime.requests import Ask, Requests
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -95,11 +95,13 @@ def test_the_socket_of_a_killed_run_is_replaced_and_that_of_a_running_one_is_not
     stale = socket.socket(socket.AF_UNIX)
     stale.bind(str(tmp_path / SOCKET))
     stale.close()
+    remove_stale(tmp_path / "none")
     with pytest.raises(ConfigError, match="no run is training there"):
         ask_run(tmp_path, "status")
     with listening(tmp_path):
         with listening(tmp_path):  # a second run, which will be refused
             assert ask_run(tmp_path, "status") == STATUS
+        remove_stale(tmp_path)
         assert ask_run(tmp_path, "status") == STATUS
 
 

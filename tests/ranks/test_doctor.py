@@ -21,7 +21,7 @@ CAUSES = {
     "update of stage 1": r"stage 1 \(\S+, pid \d+\): still at work: update \d+ .* in sleep",
     "load of stage 0": r"stage 0 \(\S+, pid \d+\): the data loader is stuck: it loads micro-batch \d+ .* in sleep",
     "save of stage 2": r"stage 2 \(\S+, pid \d+\): takes long to save its part of a checkpoint, .* in sleep",
-    "commit of the coordinator": r"the coordinator on rank 0 \(\S+, pid \d+\): at work after 'save' .* in sleep",
+    "summary of the coordinator": r"the coordinator on rank 0 \(\S+, pid \d+\): at work after '\w+' .* in sleep",
 }
 
 

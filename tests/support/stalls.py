@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import adl_dist
-from adl_dist.runtime import checkpoint
+from adl_dist.runtime.run_folder import RunFolder
+from adl_dist.runtime.worker import LocalWorker
 from tests.support.toys import FixedImages, batch_norm_net
 
 STALL_SECONDS, ASLEEP_SECONDS = 0.8, 2.0
@@ -61,21 +62,27 @@ class AtBackward(At):
         return _Slow.apply(x, self._act) if self._left == 0 and torch.is_grad_enabled() else x
 
 
-def trainer_of(extra: list[tuple[int, nn.Module]], *, num_stages: int, **options: Any) -> adl_dist.Trainer:
+def trainer_of(
+    extra: list[tuple[int, nn.Module]],
+    *,
+    num_stages: int,
+    optimizer: type[torch.optim.SGD] = torch.optim.SGD,
+    abort_seconds: float | None = None,
+) -> adl_dist.Trainer:
     """Of seven units and ``extra`` ones before the places of them that are given."""
     units: list[nn.Module] = list(batch_norm_net())
-    for place, module in sorted(extra, key=lambda pair: -pair[0]):
+    for place, module in extra:
         units[place] = nn.Sequential(module, units[place])
-    settings: dict[str, Any] = {"stall_seconds": STALL_SECONDS, "abort_seconds": None, "timeout_seconds": 30.0}
-    settings |= options
     return adl_dist.Trainer(
         nn.Sequential(*units),
         loss_fn=nn.CrossEntropyLoss(),
-        optimizer=options.pop("optimizer", lambda p: torch.optim.SGD(p, lr=0.1)),
+        optimizer=lambda p: optimizer(p, lr=0.1),
         method=adl_dist.method("adl", accumulation_steps=2),
         num_stages=num_stages,
         threads=1,
-        **{name: value for name, value in settings.items() if name != "optimizer"},
+        timeout_seconds=30,
+        stall_seconds=STALL_SECONDS,
+        abort_seconds=abort_seconds,
     )
 
 
@@ -93,7 +100,7 @@ def fit(trainer: adl_dist.Trainer, run_dir: Path, data: Any = None, **options: A
 
 
 def all_stalls(run_dir: Path) -> None:
-    """One rank of three: asleep in forward, backward, update, load, save and commit, one after the other."""
+    """One rank of three: asleep in forward, backward, update, load, save and summary, one after the other."""
 
     def asleep(name: str) -> Callable[[], None]:
         def sleep() -> None:
@@ -120,26 +127,23 @@ def all_stalls(run_dir: Path) -> None:
                 asleep("load of stage 0")()
             return super().__getitem__(index)
 
-    save, commit = checkpoint.save, checkpoint.commit
+    execute, write_summary = LocalWorker.execute, RunFolder.write_summary
 
-    def slow_save(*args: Any, **more: Any) -> None:
-        if os.environ["RANK"] == "2":
+    def slow_save(self: LocalWorker, do: str, *args: Any) -> Any:
+        if do == "save" and os.environ["RANK"] == "2":
             asleep("save of stage 2")()
-        save(*args, **more)
+        return execute(self, do, *args)
 
-    def slow_commit(*args: Any, **more: Any) -> Any:
-        asleep("commit of the coordinator")()
-        return commit(*args, **more)
+    def slow_summary(self: RunFolder, summary: Any) -> None:
+        asleep("summary of the coordinator")()
+        write_summary(self, summary)
 
-    checkpoint.save, checkpoint.commit = slow_save, slow_commit
+    LocalWorker.execute, RunFolder.write_summary = slow_save, slow_summary  # type: ignore[method-assign]
     run_dir.mkdir(exist_ok=True)
     stage_1 = At(3, asleep("forward of stage 1"))
     stage_2 = AtBackward(15, asleep("backward of stage 2"))
-    fit(
-        trainer_of([(3, stage_1), (6, stage_2)], num_stages=3, optimizer=lambda p: SlowOnce(p, lr=0.1)),
-        run_dir,
-        SlowData(NUM_SAMPLES),
-    )
+    trainer = trainer_of([(3, stage_1), (6, stage_2)], num_stages=3, optimizer=SlowOnce)
+    fit(trainer, run_dir, SlowData(NUM_SAMPLES))
 
 
 def signalled(run_dir: Path, number: int) -> None:
