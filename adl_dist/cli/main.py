@@ -89,11 +89,13 @@ def _run(words: list[str]) -> int:
 
 
 def _tell(error: AdlError) -> None:
-    from adl_dist.cli.commands import is_told_elsewhere
+    if "RANK" in os.environ:  # else it need not wait for torch
+        from adl_dist.cli.commands import is_told_elsewhere
 
-    if not is_told_elsewhere(error):
-        text = " ".join(str(error).split())
-        sys.stderr.write(f"adl-dist: error: {text}\n")
+        if is_told_elsewhere(error):
+            return
+    text = " ".join(str(error).split())
+    sys.stderr.write(f"adl-dist: error: {text}\n")
 
 
 def _rank() -> str:
