@@ -65,6 +65,7 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         processes=config.runtime.processes if processes is None else processes,
         bind_cores=config.runtime.bind_cores,
         timeout_seconds=config.runtime.timeout_seconds,
+        **vars(config.runtime.limits),
     )
 
 

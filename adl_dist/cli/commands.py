@@ -17,6 +17,7 @@ from adl_dist.runtime import child
 from adl_dist.runtime.checkpoint import complete
 from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.launch import launch_local
+from adl_dist.runtime.live import remove_stale
 from adl_dist.runtime.run_folder import RunFolder, chosen_checkpoint
 from adl_dist.runtime.world import launched_rank, launched_world_size
 
@@ -43,14 +44,17 @@ def train(words: list[str]) -> None:
     num_stages = config.partition.num_stages
     if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
         build.trainer(config, processes=False)  # shows that the model can be built and cut
-        raise SystemExit(
-            launch_local(
-                ["train", *words],
-                num_processes=num_stages,
-                max_restarts=config.runtime.max_restarts,
-                passes_stops_on=not child.is_part_of_more(),
+        try:
+            raise SystemExit(
+                launch_local(
+                    ["train", *words],
+                    num_processes=num_stages,
+                    max_restarts=config.runtime.max_restarts,
+                    passes_stops_on=not child.is_part_of_more(),
+                )
             )
-        )
+        finally:
+            remove_stale(Path(config.run_dir))
     trainer = build.trainer(config)
     _setting_up = False
     train_data, val_data = build.build_data(config) if trainer.needs_data else (None, None)

@@ -23,6 +23,9 @@ adl-dist COMMAND [KEY=VALUE ...]
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
   bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
+  status      what a running job is at:    adl-dist status runs/NAME [--json]
+  checkpoint  have it save now:            adl-dist checkpoint runs/NAME
+  stop        have it save now and end:    adl-dist stop runs/NAME
 
 adl-dist train --help lists the keys, also those of another method: adl-dist train --help method=fr
 adl-dist train --multirun KEY=A,B runs all combinations and compares them
@@ -87,11 +90,13 @@ def _run(words: list[str]) -> int:
 
 
 def _tell(error: AdlError) -> None:
-    from adl_dist.cli.commands import is_told_elsewhere
+    if "RANK" in os.environ:  # else it need not wait for torch
+        from adl_dist.cli.commands import is_told_elsewhere
 
-    if not is_told_elsewhere(error):
-        text = " ".join(str(error).split())
-        sys.stderr.write(f"adl-dist: error: {text}\n")
+        if is_told_elsewhere(error):
+            return
+    text = " ".join(str(error).split())
+    sys.stderr.write(f"adl-dist: error: {text}\n")
 
 
 def _rank() -> str:
@@ -110,6 +115,9 @@ def _commands() -> dict[str, Callable[[list[str]], None]]:
         "schedule": _late("schedule", "schedule"),
         "plan": _late("plan", "plan"),
         "bench": _late("bench", "bench"),
+        "status": _late("live", "status"),
+        "checkpoint": _late("live", "checkpoint"),
+        "stop": _late("live", "stop"),
     }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from adl_dist.errors import ConfigError
+from adl_dist.runtime.limits import Limits
 from adl_dist.schedule import Method
 
 LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
@@ -139,6 +140,8 @@ class RuntimeConfig:
     tf32: bool = False
     cudnn_benchmark: bool = False
     timeout_seconds: float = 300.0
+    stall_seconds: float = 60.0
+    abort_seconds: float | None = 600.0
     max_restarts: int = 0
     checkpoint_every_epochs: int = 1
     checkpoint_every_updates: int | None = None
@@ -158,11 +161,17 @@ class RuntimeConfig:
             raise ConfigError(
                 f"runtime.timeout_seconds must be above 0 and at most {LONGEST_TIMEOUT}, got {self.timeout_seconds}"
             )
+        self.limits.check()
         _at_least("runtime.max_restarts", self.max_restarts, 0)
         _at_least("runtime.checkpoint_every_epochs", self.checkpoint_every_epochs, 0)
         if self.checkpoint_every_updates is not None:
             _at_least("runtime.checkpoint_every_updates", self.checkpoint_every_updates, 1)
         _at_least("runtime.keep_checkpoints", self.keep_checkpoints, 1)
+
+    @property
+    def limits(self) -> Limits:
+        """Of a standstill."""
+        return Limits(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds)
 
 
 @dataclass(kw_only=True)

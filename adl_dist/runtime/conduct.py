@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch.futures
 
+from adl_dist.errors import ChannelError
 from adl_dist.runtime.control import (
     COORDINATOR_RANK,
     LAST_SAVE_SECONDS,
@@ -18,11 +19,13 @@ from adl_dist.runtime.control import (
     Worker,
     serve,
 )
+from adl_dist.runtime.doctor import gone_rank_0
+from adl_dist.runtime.watch import Watch
 from adl_dist.runtime.world import World, disconnect
 
 
 def conduct(
-    world: World, worker: Worker, policy: Callable[[Crew], Result], on_record: Callable[[Record], None]
+    world: World, worker: Worker, policy: Callable[[Crew], Result], on_record: Callable[[Record], None], watch: Watch
 ) -> Result:
     """Run ``policy`` against all stages; every process calls it, and rank 0's policy is the one that runs.
 
@@ -31,6 +34,7 @@ def conduct(
         worker: this process's stages.
         policy: tells the crew what to do, from the first command to the result.
         on_record: takes what the stages report meanwhile; on rank 0 only.
+        watch: over this process, and on rank 0 over all.
 
     Returns:
         What ``policy`` returned, on every rank.
@@ -40,27 +44,32 @@ def conduct(
         AdlError: this one did, or the policy.
     """
     if not world.is_distributed:
-        return policy(LocalCrew(worker, on_record))
-    with _disconnected_on_error():
+        with watch.kept():
+            return policy(watch.followed(LocalCrew(worker, on_record)))
+    with _disconnected_on_error(), watch.kept():
         if world.rank != COORDINATOR_RANK:
-            return serve(worker, world)
-        return _conduct_from_rank_0(world, worker, policy, on_record)
+            with _rank_0_named():
+                return serve(worker, world)
+        return _conduct_from_rank_0(world, worker, policy, on_record, watch)
 
 
 def _conduct_from_rank_0(
-    world: World, worker: Worker, policy: Callable[[Crew], Result], on_record: Callable[[Record], None]
+    world: World, worker: Worker, policy: Callable[[Crew], Result], on_record: Callable[[Record], None], watch: Watch
 ) -> Result:
-    crew = RpcCrew(world, on_record)
+    crew = RpcCrew(world, on_record, watch.cause)
     errors: list[BaseException] = []
 
     def coordinate() -> None:
         try:
-            told = crew.tell("stop", result=policy(crew))
+            result = policy(watch.followed(crew))
+            watch.rest()
+            told = crew.tell("stop", result=result)
             # This process may end at once, and the last word must have arrived before it does.
             with contextlib.suppress(RuntimeError):  # a process that is gone needs no telling
                 torch.futures.wait_all(told)
         except BaseException as error:
             errors.append(error)
+            watch.rest()
             crew.stop_all(error)
 
     # The main thread issues all data-plane communication, so the coordinator is the one to move out.
@@ -77,6 +86,17 @@ def _conduct_from_rank_0(
         raise
     thread.join()
     return result
+
+
+@contextlib.contextmanager
+def _rank_0_named() -> Iterator[None]:
+    """Name rank 0 as the cause where it is; of any other process rank 0 itself does so."""
+    try:
+        yield
+    except ChannelError as error:
+        if (name := gone_rank_0()) is not None:
+            raise ChannelError(f"{name}; {error}") from error
+        raise
 
 
 @contextlib.contextmanager

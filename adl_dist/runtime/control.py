@@ -94,11 +94,12 @@ class StageFailed(AdlError, RuntimeError):
 
     Attributes:
         is_victim: it failed for want of yet another one, which could not say anything.
+        is_gone: it could not say anything itself.
     """
 
-    def __init__(self, text: str, *, exit_code: int, is_victim: bool = False) -> None:
+    def __init__(self, text: str, *, exit_code: int, is_victim: bool = False, is_gone: bool = False) -> None:
         super().__init__(text)
-        self.exit_code, self.is_victim = exit_code, is_victim
+        self.exit_code, self.is_victim, self.is_gone = exit_code, is_victim, is_gone
 
 
 class LocalCrew:
@@ -115,8 +116,9 @@ class LocalCrew:
 class RpcCrew:
     """One stage in each process; used by the coordinator's thread on rank 0."""
 
-    def __init__(self, world: World, on_record: Callable[[Record], None]) -> None:
-        self._world, self._on_record = world, on_record
+    def __init__(self, world: World, on_record: Callable[[Record], None], held_up_by: Callable[[], str | None]) -> None:
+        """Take the processes of ``world``; ``held_up_by`` names the one that victims wait for in vain."""
+        self._world, self._on_record, self._held_up_by = world, on_record, held_up_by
 
     def call(self, do: str, **arguments: Any) -> list[Result]:
         """See :class:`Crew`.
@@ -131,7 +133,7 @@ class RpcCrew:
             for record in report.get("records", ()):
                 self._on_record(record)
             if "failed" in report:
-                raise _cause(report)
+                raise _cause(report, self._held_up_by)
             if "results" in report:
                 results[report["rank"]] = report["results"]
         return [result for rank in sorted(results) for result in results[rank]]
@@ -147,6 +149,7 @@ class RpcCrew:
             "failed": str(error),
             "exit_code": getattr(error, "exit_code", 1),
             "is_victim": getattr(error, "is_victim", False),
+            "is_gone": getattr(error, "is_gone", False),
         }
         message = json.dumps({"do": "stop", "arguments": arguments})
         with contextlib.suppress(RuntimeError):  # RPC itself has ended, or a peer does not answer
@@ -202,7 +205,7 @@ def _cause_heard() -> StageFailed | None:
 
 
 def _failure(told: dict[str, Any]) -> dict[str, Any]:
-    return {"text": told["failed"], "exit_code": told["exit_code"], "is_victim": told["is_victim"]}
+    return {"text": told["failed"], **{name: told[name] for name in ("exit_code", "is_victim", "is_gone")}}
 
 
 class _Outbox:
@@ -236,6 +239,7 @@ class _Outbox:
             "traceback": "".join(traceback.format_exception(error)),
             "exit_code": getattr(error, "exit_code", 1),
             "is_victim": isinstance(error, ChannelError),
+            "is_gone": False,
         }
         if self._world.rank == COORDINATOR_RANK:
             _reports.put(json.dumps({"rank": self._world.rank, **failure}))
@@ -261,7 +265,13 @@ def _wait_all(futures: list[torch.futures.Future[Any]]) -> None:
         raise ChannelError(f"control plane: a process is gone: {str(error).splitlines()[0]}") from error
 
 
-def _cause(report: dict[str, Any]) -> StageFailed:
+def report_gone(rank: int, text: str) -> None:
+    """On rank 0: report, in place of ``rank``, that it is gone."""
+    failure = {"failed": text, "traceback": text, "exit_code": 1, "is_victim": False, "is_gone": True}
+    _reports.put(json.dumps({"rank": rank, **failure}))
+
+
+def _cause(report: dict[str, Any], held_up_by: Callable[[], str | None]) -> StageFailed:
     """Prefer, among the failures that arrive together, the one that the others follow from."""
     deadline = time.monotonic() + CAUSE_SECONDS
     told = [report]
@@ -275,4 +285,6 @@ def _cause(report: dict[str, Any]) -> StageFailed:
     for one in told:
         logger.error("rank %s failed:\n%s", one["rank"], one["traceback"])
     cause = min(told, key=lambda one: bool(one["is_victim"]))
+    if cause["is_victim"] and (name := held_up_by()):
+        cause = {**cause, "failed": f"{name}; {cause['failed']}", "is_victim": False, "is_gone": True}
     return StageFailed(**_failure(cause))

@@ -30,6 +30,7 @@ FREE_TO_CHANGE = {
     *("data.root", "data.download", "data.num_workers"),
     *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores"),
     *("runtime.timeout_seconds", "runtime.max_restarts"),
+    *("runtime.stall_seconds", "runtime.abort_seconds"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
     *("runtime.keep_best", "runtime.async_save"),

@@ -21,14 +21,16 @@ from adl_dist.runtime.control import Crew, Result
 from adl_dist.runtime.coordinator import Coordinator, Saving, record_to
 from adl_dist.runtime.feed import Feed, feed_from
 from adl_dist.runtime.length import Plan, check_lengths
+from adl_dist.runtime.limits import Limits
 from adl_dist.runtime.memory import MemoryMeter
 from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import Placement
 from adl_dist.runtime.process import bound_to, keep_freed_memory, num_cores
-from adl_dist.runtime.requests import Ask
+from adl_dist.runtime.requests import Ask, Requests
 from adl_dist.runtime.run_folder import RunFolder, log_to
 from adl_dist.runtime.saving import Saver
 from adl_dist.runtime.trace import Tracer
+from adl_dist.runtime.watch import FollowedWorker, Watch
 from adl_dist.runtime.worker import LocalWorker
 from adl_dist.runtime.world import (
     World,
@@ -84,6 +86,8 @@ class Trainer:
         bind_cores: bool = True,
         processes: bool | None = None,
         timeout_seconds: float = 300.0,
+        stall_seconds: float = 60.0,
+        abort_seconds: float | None = 600.0,
     ) -> None:
         """Cut the model. Of K processes each keeps only its own stage.
 
@@ -118,6 +122,8 @@ class Trainer:
                 is at least one for each.
             processes: one process per stage; None: if torchrun started this script.
             timeout_seconds: how long to wait for one message of a peer.
+            stall_seconds: without progress of any stage, until what all of them do is printed, and the likely cause.
+            abort_seconds: likewise, until the process ends, with exit code 1; None: never.
 
         Raises:
             ConfigError: the number of processes is not K, a value is out of range, or the method does not fit K.
@@ -129,6 +135,8 @@ class Trainer:
             raise ConfigError(f"seed must be >= 0, got {seed}")
         if not timeout_seconds > 0:
             raise ConfigError(f"timeout_seconds must be above 0, got {timeout_seconds}")
+        self._limits = Limits(stall_seconds=stall_seconds, abort_seconds=abort_seconds)
+        self._limits.check()
         self._distributed = launched_world_size() is not None if processes is None else processes
         self._distributed = self._distributed and num_stages > 1
         if self._distributed and launched_world_size() is None:
@@ -352,7 +360,19 @@ class Trainer:
             heeded if handle_signals else contextlib.nullcontext(),
         ):
             try:
-                return conduct(world, worker, train, lambda record: record_to(recorder, progress, record))
+                return conduct(
+                    world,
+                    FollowedWorker(worker, worker.beacon),
+                    train,
+                    lambda record: record_to(recorder, progress, record),
+                    Watch(
+                        world,
+                        worker.beacon,
+                        self._limits,
+                        run_dir=folder.path if folder is not None else None,
+                        requests=control.requests,
+                    ),
+                )
             finally:
                 recorder.close()
                 if folder is not None:
@@ -384,9 +404,10 @@ class Trainer:
         with self._job.numerics.in_force(threads=self._threads), self._bound(world):
             return conduct(
                 world,
-                worker,
+                FollowedWorker(worker, worker.beacon),
                 lambda crew: Coordinator(crew, plan, saving=None, recorder=recorder, progress=progress).evaluate(),
                 lambda record: None,
+                Watch(world, worker.beacon, self._limits, run_dir=None, requests=Requests()),
             )
 
     def full_state_dict(self) -> dict[str, Tensor]:

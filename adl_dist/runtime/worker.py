@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from adl_dist import engine
 from adl_dist.engine import Seat
 from adl_dist.optim import fast_forward
 from adl_dist.runtime import checkpoint_tensors
+from adl_dist.runtime.beacon import Beacon
 from adl_dist.runtime.control import Record, Result
 from adl_dist.runtime.early_end import RunningSegment, listening
 from adl_dist.runtime.feed import Feed
@@ -49,6 +50,7 @@ class LocalWorker:
         tracer: records when each action began and ended; None: nobody does.
         meter: measures the memory of the one stage of this process; None: nobody does.
         requests: that end a segment of training early, on rank 0; None: none does.
+        beacon: shows what this process does now.
     """
 
     world: World
@@ -63,6 +65,11 @@ class LocalWorker:
     tracer: Tracer | None = None
     meter: MemoryMeter | None = None
     requests: Requests | None = None
+    beacon: Beacon = field(init=False)
+
+    def __post_init__(self) -> None:
+        on_device = self.world.is_distributed and self.world.backend == "nccl"
+        self.beacon = Beacon(self.num_stages, runs_ahead=on_device)
 
     @property
     def stages(self) -> list[Stage]:
@@ -102,7 +109,8 @@ class LocalWorker:
         if self.meter is not None:
             order = self.meter.measured(order, self.stages[0])
         try:
-            self._run(self._traced(order, segment, training=True), work, segment, self.train_feed, training=True)
+            order = self.beacon.followed(self._traced(order, segment, training=True), self.seats, segment, totals)
+            self._run(order, work, segment, self.train_feed, training=True)
         finally:
             if self.meter is not None:
                 self.meter.stop()
@@ -126,7 +134,7 @@ class LocalWorker:
         for seat in self.seats.values():
             seat.stage.begin(0, training=False)
         work = evaluation_work(segment, num_stages=self.num_stages, stages=self.seats)
-        order = self._traced(self._order(work), segment, training=False)
+        order = self.beacon.followed(self._traced(self._order(work), segment, training=False), self.seats, segment, {})
         self._run(order, work, segment, self.validation_feed, training=False)
         return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
 

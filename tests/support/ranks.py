@@ -22,7 +22,7 @@ class RanksFailed(AssertionError):
 
 # One server process imports torch once and forks clean ranks from then on: milliseconds instead of seconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "adl_dist.runtime.trainer", "tests.support.toys"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "adl_dist.runtime.trainer", "tests.support.toys"])
 
 
 def _rank_main(rank: int, world_size: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:

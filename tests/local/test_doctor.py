@@ -1,0 +1,116 @@
+"""The doctor with all stages in one process, and the deputies of the other processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from adl_dist.errors import ConfigError
+from adl_dist.runtime import doctor
+from adl_dist.runtime.beacon import born, machine
+from adl_dist.runtime.limits import Limits
+from adl_dist.runtime.sighting import Sighting
+from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, At, fit, trainer_of
+from tests.support.toys import FixedImages
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+
+
+class StuckInWorker(FixedImages):
+    """Its twentieth sample takes long; served by a worker process."""
+
+    def __getitem__(self, index):
+        if index == 19:
+            time.sleep(ASLEEP_SECONDS)
+        return super().__getitem__(index)
+
+
+def test_in_one_process_a_stage_that_sleeps_is_told_and_then_that_it_goes_on(tmp_path, capfd):
+    stage_1 = At(5, lambda: time.sleep(ASLEEP_SECONDS))
+    fit(trainer_of([(5, stage_1)], num_stages=2), tmp_path)
+    err = capfd.readouterr().err
+    assert "likely cause: stage 1 (" in err
+    assert re.search(r"still at work: forward \d since 1 s, at local/test_doctor.py:\d+ in <lambda>", err)
+    assert "wait for its turn" in err
+    assert "adl-dist: going on, after" in err
+    assert "likely cause: stage 1" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+@needs_proc
+def test_a_worker_process_that_loads_data_and_is_stuck_is_told_with_its_process_id(tmp_path, capfd):
+    fit(trainer_of([], num_stages=2), tmp_path, StuckInWorker(NUM_SAMPLES), num_workers=1)
+    causes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("likely cause: ")]
+    assert any(
+        "the data loader is stuck: it loads micro-batch" in c and "1 worker processes (pid " in c for c in causes
+    )
+
+
+def test_a_run_in_which_nothing_moves_for_abort_seconds_ends_with_exit_code_1_and_the_cause_last(tmp_path):
+    script = (
+        "import time, sys, pathlib; from tests.support.stalls import *\n"
+        "stage_1 = At(5, lambda: time.sleep(60))\n"
+        "fit(trainer_of([(5, stage_1)], num_stages=2, abort_seconds=1.6), pathlib.Path(sys.argv[1]))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=50)
+    assert ran.returncode == 1
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith("adl-dist: error: no progress in ")
+    assert "(runtime.abort_seconds=1.6): stage 1 (" in last
+    assert not (tmp_path / "control.sock").exists()
+
+
+@pytest.mark.parametrize(
+    ("stall", "abort", "said"),
+    [
+        (0.0, None, "runtime.stall_seconds must be above 0, got 0.0"),
+        (float("nan"), None, "runtime.stall_seconds must be above 0, got nan"),
+        (5.0, 5.0, "runtime.abort_seconds must be above runtime.stall_seconds=5.0, or null for never, got 5.0"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(stall, abort, said):
+    with pytest.raises(ConfigError) as refused:
+        Limits(stall_seconds=stall, abort_seconds=abort).check()
+    assert str(refused.value) == said
+
+
+@needs_proc
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGSTOP, "is stopped (SIGSTOP)"), (signal.SIGKILL, "is gone")])
+def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_its_process(number, said, monkeypatch):
+    told, ends = [], []
+    monkeypatch.setattr(doctor, "_say", lambda text, level=0: told.append(text))
+    monkeypatch.setattr(doctor, "_exit", lambda: ends.append(time.monotonic()))
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
+        try:
+            asker = Sighting(host="node", pid=rank_0.pid, machine=machine(), born=born(rank_0.pid)).to_json()
+            deputy = doctor.Deputy(1, stall_seconds=0.4, abort_seconds=0.8)
+            deputy.start()
+            for _ in range(10):
+                json.loads(doctor._answer(json.dumps({"closely": False, "asker": asker})))
+                time.sleep(0.1)
+            assert told == []
+            os.kill(rank_0.pid, number)
+            began = time.monotonic()
+            while not ends and time.monotonic() - began < 10:
+                time.sleep(0.05)
+            deputy.stop()
+        finally:
+            rank_0.kill()
+    assert "rank 0, which looks after the job, has not asked for 0 s" in told[0]
+    assert f"stage 0 (node, pid {rank_0.pid}): the process {said}" in told[0]
+    assert told[1].startswith("adl-dist: error: rank 1 ends itself: rank 0, which looks after the job")
+    assert ends[0] - began < 0.8 + 2
+
+
+@needs_proc
+def test_a_rank_0_that_is_gone_is_known_by_name_to_those_it_has_asked(monkeypatch):
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
+        asker = Sighting(host="node", pid=rank_0.pid, machine=machine(), born=born(rank_0.pid))
+        monkeypatch.setattr(doctor, "_asked", (time.monotonic(), asker))
+        assert doctor.gone_rank_0() is None
+        rank_0.kill()
+    assert doctor.gone_rank_0() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"

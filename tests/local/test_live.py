@@ -1,0 +1,233 @@
+"""Live control: the socket of a run, and the commands that use it."""
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.cli.live import table
+from adl_dist.cli.main import main
+from adl_dist.errors import ConfigError
+from adl_dist.runtime.live import LONGEST_ADDRESS, SOCKET, LiveControl, address_of, ask_run, remove_stale
+from adl_dist.runtime.requests import Ask, Requests
+from tests.support.toys import FixedImages, batch_norm_net
+
+STAGE = {
+    "stage": 1,
+    "host": "node",
+    "pid": 42,
+    "epoch": 2,
+    "update": 17,
+    "micro_batch": 5,
+    "images_per_second": 1234.5,
+    "busy_share": 0.875,
+    "staleness_mean": 0.5,
+    "memory_bytes": 300 * 2**20,
+    "doing": "forward 6",
+    "seconds": 0.25,
+    "silent_seconds": 0.0,
+}
+STATUS = {"coordinator": "waits for the results of 'train' since 3.0 s", "stages": [STAGE]}
+
+
+@contextlib.contextmanager
+def listening(run_dir, requests=None):
+    control = LiveControl(run_dir, lambda: STATUS, requests or Requests())
+    control.start()
+    try:
+        yield control
+    finally:
+        control.close()
+
+
+def raw(path):
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(5)
+    with address_of(path) as address:
+        client.connect(address)
+    return client
+
+
+def say(client, line):
+    client.sendall(line)
+    return json.loads(client.makefile("rb").readline())
+
+
+def ended(words, capsys):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    out, err = capsys.readouterr()
+    return end.value.code, out, err
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o277])
+def test_only_the_owner_may_connect_whatever_the_umask_and_nothing_is_left_behind(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        with listening(tmp_path):
+            assert stat.S_IMODE((tmp_path / SOCKET).stat().st_mode) == 0o600
+            assert ask_run(tmp_path, "status") == STATUS
+    finally:
+        os.umask(before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_folder_with_a_path_longer_than_a_socket_may_have_is_no_hindrance(tmp_path):
+    run_dir = tmp_path / ("long" * 30)
+    run_dir.mkdir()
+    assert len(os.fsencode(run_dir / SOCKET)) > LONGEST_ADDRESS
+    with listening(run_dir):
+        assert stat.S_IMODE((run_dir / SOCKET).stat().st_mode) == 0o600
+        assert ask_run(run_dir, "status") == STATUS
+    assert list(run_dir.iterdir()) == []
+
+
+def test_the_socket_of_a_killed_run_is_replaced_and_that_of_a_running_one_is_not(tmp_path):
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(tmp_path / SOCKET))
+    stale.close()
+    remove_stale(tmp_path / "none")
+    with pytest.raises(ConfigError, match="no run is training there"):
+        ask_run(tmp_path, "status")
+    with listening(tmp_path):
+        with listening(tmp_path):  # a second run, which will be refused
+            assert ask_run(tmp_path, "status") == STATUS
+        remove_stale(tmp_path)
+        assert ask_run(tmp_path, "status") == STATUS
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\n", b"hello\n", b"\xff\xfe\x00\n", b"[]\n", b"{}\n", b'{"ask": []}\n', b'{"ask": "rm"}\n', b"[" * 9000 + b"\n"],
+)
+def test_what_is_no_request_gets_a_line_that_says_so_and_the_next_one_its_answer(tmp_path, line):
+    with listening(tmp_path), contextlib.closing(raw(tmp_path / SOCKET)) as client:
+        assert "not a request" in say(client, line)["error"]
+        assert say(client, b'{"ask": "status"}\n') == STATUS
+
+
+def test_clients_that_say_nothing_half_a_line_or_hang_up_hold_up_nobody_and_not_the_end(tmp_path):
+    with listening(tmp_path):
+        silent, half, gone = (raw(tmp_path / SOCKET) for _ in range(3))
+        half.sendall(b'{"ask": ')
+        gone.sendall(b'{"ask": "status"}\n' * 100)
+        gone.close()
+        for _ in range(3):
+            assert ask_run(tmp_path, "status") == STATUS
+        began = time.monotonic()
+    assert time.monotonic() - began < 2
+    silent.close(), half.close()
+
+
+@pytest.mark.parametrize("ask", list(Ask))
+def test_checkpoint_and_stop_print_what_became_of_the_request(tmp_path, ask, capsys):
+    requests = Requests()
+
+    def coordinate():
+        while not requests.any_open:
+            time.sleep(0.01)
+        (request,) = requests.take()
+        assert (request.what, request.why) == (ask, f"adl-dist {ask.value}")
+        request.done.set_result("runs/a/checkpoints/update-00000007")
+
+    with listening(tmp_path, requests):
+        coordinator = threading.Thread(target=coordinate)
+        coordinator.start()
+        assert ended([ask.value, str(tmp_path)], capsys) == (0, "runs/a/checkpoints/update-00000007\n", "")
+        coordinator.join()
+
+
+def test_a_request_that_cannot_be_carried_out_is_an_error_of_one_line(tmp_path, capsys):
+    requests = Requests()
+
+    def refuse():
+        while not requests.any_open:
+            time.sleep(0.01)
+        requests.take()[0].done.set_exception(OSError("the disk is full"))
+
+    with listening(tmp_path, requests):
+        threading.Thread(target=refuse).start()
+        code, out, err = ended(["checkpoint", f"run_dir={tmp_path}"], capsys)
+    assert (code, out) == (2, "")
+    assert err == f"adl-dist: error: run_dir={tmp_path}: checkpoint: the disk is full\n"
+
+
+def test_a_run_that_ends_before_it_answers_is_told_so(tmp_path):
+    with listening(tmp_path, Requests()) as control:
+        threading.Timer(0.3, control.close).start()
+        with pytest.raises(ConfigError, match="the run ended before it answered"):
+            ask_run(tmp_path, "stop")
+
+
+def test_status_prints_one_line_per_stage_or_json(tmp_path, capsys):
+    with listening(tmp_path):
+        code, out, _ = ended(["status", str(tmp_path)], capsys)
+        assert (code, out) == (0, table(STATUS) + "\n")
+        assert json.loads(ended(["status", str(tmp_path), "--json"], capsys)[1]) == STATUS
+    head, row, coordinator = out.splitlines()
+    assert " ".join(head.split()) == "stage host:pid epoch update micro-batch images/s busy staleness memory now"
+    assert " ".join(row.split()) == "1 node:42 3 17 5 1,234 88% 0.50 300 MiB forward 6 since 0.2 s"
+    assert coordinator == "coordinator  waits for the results of 'train' since 3.0 s"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["status"], "takes the folder of a running job, got none: adl-dist status RUN_DIR"),
+        (["stop", "a", "b"], "takes the folder of a running job, got 'a b'"),
+        (["checkpoint", "--now"], "takes the folder of a running job, got '--now'"),
+        (["status", "{tmp}/none"], "no run is training there on this machine (there is no such folder)"),
+        (["stop", "{tmp}"], "no run is training there on this machine (there is no control.sock)"),
+    ],
+)
+def test_where_no_run_is_there_is_one_readable_line_and_exit_code_2(tmp_path, words, said, capsys):
+    code, out, err = ended([word.format(tmp=tmp_path) for word in words], capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+def test_a_run_trains_on_without_a_socket_where_it_cannot_make_one(tmp_path, caplog):
+    control = LiveControl(tmp_path / "none", lambda: STATUS, Requests())
+    control.start()
+    control.close()
+    assert "no live control of this run" in caplog.text
+
+
+def test_all_stages_of_a_run_in_one_process_tell_what_they_are_at(tmp_path):
+    answers = []
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            if self.training and len(answers) < 40:
+                answers.append(ask_run(tmp_path, "status") if (tmp_path / SOCKET).exists() else None)
+            return x
+
+    asks = nn.Sequential(Asks())
+    units = list(batch_norm_net())
+    trainer = adl_dist.Trainer(
+        nn.Sequential(*units[:3], asks, *units[3:]),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        method=adl_dist.method("adl", accumulation_steps=2),
+        num_stages=2,
+        threads=1,
+    )
+    trainer.fit(FixedImages(40), epochs=1, batch_size=4, run_dir=tmp_path, quiet=True, tensorboard=False)
+    first, last = (answer["stages"] for answer in (answers[3], answers[-1]))
+    assert [row["stage"] for row in last] == [0, 1]
+    assert {row["doing"].split()[0] for row in last} == {"forward", "wait"}
+    assert last[0]["update"] > first[0]["update"]
+    assert last[0]["staleness_mean"] > 0
+    assert last[0]["images_per_second"] > 0
+    assert 0 < last[0]["busy_share"] <= 1
+    assert last[0]["memory_bytes"] > 2**20
+    assert not (tmp_path / SOCKET).exists()

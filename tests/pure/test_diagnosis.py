@@ -1,0 +1,169 @@
+"""What the doctor makes of what processes tell: the cause that was planted, and one picture."""
+
+import pytest
+
+from adl_dist.runtime.diagnosis import cause_of, picture
+from adl_dist.runtime.sighting import COORDINATOR, Coordination, Member, Sighting, StageSighting
+
+TRAINING = Coordination("train", True, 60.0)
+
+
+def stage(k, doing, op="", number=0, *, waits_for=(), seconds=60.0, **more):
+    return StageSighting(
+        stage=k, doing=doing, op=op, number=number, waits_for=list(waits_for), seconds=seconds, segment=1, **more
+    )
+
+
+def member(told, *, silent=0.0, state="", phase="train", **more):
+    seen = Sighting(host="node", pid=100 + told.stage, phase=phase, stages=[told], **more)
+    return Member(rank=told.stage, seen=seen, silent_seconds=silent, state=state)
+
+
+def waits(k, what, op, number, peer, **more):
+    return stage(k, f"wait for {what} {number} from stage {peer}", op, number, waits_for=[peer], **more)
+
+
+def idle(k):
+    return stage(k, "wait for the next command", waits_for=[COORDINATOR])
+
+
+# Stage 2 of three waits for stage 1, and stage 0 for its gradient: the usual victims of a stage 1 that does nothing.
+def victims_of_stage_1(second, **more):
+    return [member(waits(0, "grad", "RG", 4, 1)), member(second, **more), member(waits(2, "act", "RA", 7, 1))]
+
+
+def test_a_stage_asleep_in_forward_backward_or_update_is_the_cause():
+    for doing, op in (("forward 7", "F"), ("backward 4", "B"), ("update 2", "U")):
+        cause = cause_of(victims_of_stage_1(stage(1, doing, op, 7), at="net.py:3 in slow"), TRAINING)
+        assert cause == (1, f"stage 1 (node, pid 101): still at work: {doing} since 60 s, at net.py:3 in slow")
+
+
+def test_a_stuck_data_loader_is_the_cause_with_its_worker_processes():
+    chain = [waits(1, "act", "RA", 8, 0), waits(2, "act", "RA", 8, 1)]
+    load = stage(0, "load 8", "L", 8)
+    text = cause_of([member(load), *map(member, chain)], TRAINING).text
+    assert text == "stage 0 (node, pid 100): the data loader is stuck: it loads micro-batch 8 since 60 s"
+    workers = member(load, loaders=[(7, "S"), (8, "T")])
+    text = cause_of([workers, *map(member, chain)], TRAINING).text
+    assert "by its 2 worker processes (pid 7, pid 8 is stopped)" in text
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("gone", "the process is gone"),
+        ("Z", "the process is gone"),
+        ("T", "the process is stopped (SIGSTOP); kill -CONT 101 lets it go on"),
+        ("t", "held by a debugger"),
+        ("D", "held in the kernel"),
+        ("S", "runs but does not answer"),
+        ("", "its host is down or cut off"),
+    ],
+)
+def test_a_process_that_does_not_answer_is_the_cause_whatever_it_told_before(state, said):
+    last_told = waits(1, "act", "RA", 5, 0)
+    cause = cause_of(victims_of_stage_1(last_told, silent=61.0, state=state), TRAINING)
+    assert cause.rank == 1
+    assert cause.text.startswith("stage 1 (node, pid 101): ")
+    assert said in cause.text
+
+
+def test_a_process_that_is_gone_comes_before_one_that_is_stopped_and_that_before_one_that_cannot_be_seen():
+    members = [
+        member(stage(0, "forward 1", "F", 1)),
+        member(stage(1, "forward 1", "F", 1), silent=9.0, state=""),
+        member(stage(2, "forward 1", "F", 1), silent=9.0, state="T"),
+        member(stage(3, "forward 1", "F", 1), silent=9.0, state="gone"),
+    ]
+    found = []
+    while len(members) > 1:
+        found.append(cause_of(members, TRAINING).rank)
+        members = [m for m in members if m.rank != found[-1]]
+    assert found == [3, 2, 1]
+
+
+def test_a_message_that_was_sent_and_does_not_arrive_is_the_fault_of_the_link():
+    members = [
+        member(waits(0, "grad", "RG", 4, 1)),
+        member(waits(1, "grad", "RG", 5, 2, last={"SA": 7, "SG": 3})),
+        member(waits(2, "act", "RA", 7, 1, last={"SG": 4})),
+    ]
+    cause = cause_of(members, TRAINING)
+    assert cause.rank is None
+    assert cause.text.startswith("the link from stage 1 to stage 2: act 7 was sent and has not arrived in 60 s")
+
+
+def test_what_was_sent_in_another_segment_or_only_launched_on_a_gpu_is_not_taken_for_lost():
+    receiver = waits(1, "act", "RA", 3, 0)
+    before = StageSighting(stage=0, doing="forward 0", op="F", seconds=60.0, segment=0, last={"SA": 9})
+    assert cause_of([member(before), member(receiver)], TRAINING).rank == 0
+    launched = stage(0, "update 9", "U", 9, last={"SA": 9})
+    on_gpu = [member(launched, runs_ahead=True), member(receiver, runs_ahead=True)]
+    assert cause_of(on_gpu, TRAINING).rank == 0
+
+
+def test_stages_that_wait_for_each_other_are_called_a_bug():
+    cause = cause_of([member(waits(0, "grad", "RG", 4, 1)), member(waits(1, "act", "RA", 9, 0))], TRAINING)
+    assert cause.rank is None
+    assert "stage 0 waits for stage 1 waits for stage 0; that is a bug of adl_dist" in cause.text
+
+
+def test_of_two_stages_at_work_the_one_that_more_wait_for_is_the_cause():
+    members = [
+        member(stage(0, "forward 9", "F", 9, seconds=90.0)),
+        member(waits(1, "grad", "RG", 4, 2)),
+        member(stage(2, "forward 4", "F", 4)),
+    ]
+    assert cause_of(members, TRAINING).rank == 2
+
+
+def test_a_slow_save_is_the_fault_of_the_stage_that_has_not_come_to_where_the_others_wait():
+    told = [stage(k, "save") for k in range(3)]
+    members = [
+        member(told[k], phase="save", in_collective=k != 1, at="checkpoint.py:9 in write" * (k == 1)) for k in range(3)
+    ]
+    cause = cause_of(members, Coordination("save", True, 60.0))
+    assert cause == (
+        1,
+        "stage 1 (node, pid 101): takes long to save its part of a checkpoint, since 60 s, at checkpoint.py:9 in write",
+    )
+
+
+def test_when_all_stages_have_nothing_to_do_the_coordinator_is_the_cause():
+    at_work = Coordination("save", False, 60.0, "checkpoint.py:9 in commit")
+    cause = cause_of([member(idle(k), phase="idle") for k in range(2)], at_work)
+    assert cause == (
+        0,
+        "the coordinator on rank 0 (node, pid 100): at work after 'save' since 60 s, at checkpoint.py:9 in commit",
+    )
+
+
+def test_a_stage_whose_neighbour_has_finished_its_part_waits_for_the_link_not_for_the_coordinator():
+    done = stage(0, "wait for the next command", waits_for=[COORDINATOR], last={"SA": 7})
+    behind = waits(1, "act", "RA", 7, 0)
+    cause = cause_of([member(done, phase="idle"), member(behind)], TRAINING)
+    assert "the link from stage 0 to stage 1: act 7" in cause.text
+
+
+def test_all_stages_in_one_process_have_one_line_each_and_that_one_at_work_is_the_cause():
+    at_work = stage(1, "backward 3", "B", 3)
+    others = [stage(k, "wait for its turn", waits_for=[1]) for k in (0, 2)]
+    seen = Sighting(host="node", pid=7, phase="train", stages=[others[0], at_work, others[1]], at="net.py:3 in f")
+    members = [Member(rank=0, seen=seen)]
+    assert cause_of(members, TRAINING).text.startswith("stage 1 (node, pid 7): still at work: backward 3")
+    assert picture(members, TRAINING).splitlines() == [
+        "  stage 0  (node, pid 7)  wait for its turn since 60.0 s",
+        "  stage 1  (node, pid 7)  backward 3 since 60.0 s, at net.py:3 in f",
+        "  stage 2  (node, pid 7)  wait for its turn since 60.0 s",
+        "  coordinator  waits for the results of 'train' since 60.0 s",
+    ]
+
+
+def test_the_picture_holds_the_last_message_on_each_edge_and_how_long_a_silent_process_has_been_so():
+    told = stage(1, "forward 7", "F", 7, last={"RA": 7, "SA": 6, "RG": 4, "SG": 3, "B": 3})
+    shown = picture([member(told, silent=9.5, state="T"), Member(rank=2)], TRAINING).splitlines()
+    assert shown[0] == (
+        "  stage 1  (node, pid 101)  no answer since 9.5 s; before: forward 7 since 60.0 s; last sent act 6, grad 3; "
+        "last got act 7, grad 4"
+    )
+    assert shown[1] == "  stage 2  (-)  has told nothing yet since 0.0 s"

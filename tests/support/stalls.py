@@ -1,0 +1,158 @@
+"""A job in which every kind of stall is planted, each once, and each ends by itself. Names say which stage."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import adl_dist
+from adl_dist.runtime.run_folder import RunFolder
+from adl_dist.runtime.worker import LocalWorker
+from tests.support.toys import FixedImages, batch_norm_net
+
+STALL_SECONDS, ASLEEP_SECONDS = 0.8, 2.0
+NUM_SAMPLES = 48  # 12 updates of 2 micro-batches of 2 samples
+PLANTED = "planted.txt"  # in the run folder: name and time of each
+
+
+def note(run_dir: Path, name: str) -> None:
+    """Write down that ``name`` begins now; each name once."""
+    with (run_dir / PLANTED).open("a") as file:
+        file.write(f"{time.time()} {name}\n")
+
+
+class At(nn.Module):
+    """Passes its input on; calls ``act`` in the n-th forward of training."""
+
+    def __init__(self, n: int, act: Callable[[], None]) -> None:
+        super().__init__()
+        self._left, self._act = n, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pass ``x`` on."""
+        self._left -= self.training
+        if self._left == 0:
+            self._act()
+        return x
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+        ctx.act = act
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.act()
+        return grads[0], None
+
+
+class AtBackward(At):
+    """Passes its input on; calls ``act`` in the backward of the n-th forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pass ``x`` on."""
+        self._left -= self.training
+        return _Slow.apply(x, self._act) if self._left == 0 and torch.is_grad_enabled() else x
+
+
+def trainer_of(
+    extra: list[tuple[int, nn.Module]],
+    *,
+    num_stages: int,
+    optimizer: type[torch.optim.SGD] = torch.optim.SGD,
+    abort_seconds: float | None = None,
+) -> adl_dist.Trainer:
+    """Of seven units and ``extra`` ones before the places of them that are given."""
+    units: list[nn.Module] = list(batch_norm_net())
+    for place, module in extra:
+        units[place] = nn.Sequential(module, units[place])
+    return adl_dist.Trainer(
+        nn.Sequential(*units),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: optimizer(p, lr=0.1),
+        method=adl_dist.method("adl", accumulation_steps=2),
+        num_stages=num_stages,
+        threads=1,
+        timeout_seconds=30,
+        stall_seconds=STALL_SECONDS,
+        abort_seconds=abort_seconds,
+    )
+
+
+def fit(trainer: adl_dist.Trainer, run_dir: Path, data: Any = None, **options: Any) -> Any:
+    """Train for an epoch."""
+    return trainer.fit(
+        data or FixedImages(NUM_SAMPLES),
+        epochs=1,
+        batch_size=4,
+        run_dir=run_dir,
+        quiet=True,
+        tensorboard=False,
+        **options,
+    )
+
+
+def all_stalls(run_dir: Path) -> None:
+    """One rank of three: asleep in forward, backward, update, load, save and summary, one after the other."""
+
+    def asleep(name: str) -> Callable[[], None]:
+        def sleep() -> None:
+            note(run_dir, name)
+            time.sleep(ASLEEP_SECONDS)
+
+        return sleep
+
+    class SlowOnce(torch.optim.SGD):
+        steps = 0
+
+        def step(self, *args: Any, **more: Any) -> Any:
+            SlowOnce.steps += 1
+            if SlowOnce.steps == 9 and os.environ["RANK"] == "1":
+                asleep("update of stage 1")()
+            return super().step(*args, **more)
+
+    class SlowData(FixedImages):
+        served = 0
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            SlowData.served += 1
+            if SlowData.served == 20:
+                asleep("load of stage 0")()
+            return super().__getitem__(index)
+
+    execute, write_summary = LocalWorker.execute, RunFolder.write_summary
+
+    def slow_save(self: LocalWorker, do: str, *args: Any) -> Any:
+        if do == "save" and os.environ["RANK"] == "2":
+            asleep("save of stage 2")()
+        return execute(self, do, *args)
+
+    def slow_summary(self: RunFolder, summary: Any) -> None:
+        asleep("summary of the coordinator")()
+        write_summary(self, summary)
+
+    LocalWorker.execute, RunFolder.write_summary = slow_save, slow_summary  # type: ignore[method-assign]
+    run_dir.mkdir(exist_ok=True)
+    stage_1 = At(3, asleep("forward of stage 1"))
+    stage_2 = AtBackward(15, asleep("backward of stage 2"))
+    trainer = trainer_of([(3, stage_1), (6, stage_2)], num_stages=3, optimizer=SlowOnce)
+    fit(trainer, run_dir, SlowData(NUM_SAMPLES))
+
+
+def signalled(run_dir: Path, number: int) -> None:
+    """One rank of two: stage 1 gets a signal in its ninth forward."""
+    run_dir.mkdir(exist_ok=True)
+
+    def act() -> None:
+        note(run_dir, "signal")
+        os.kill(os.getpid(), number)
+
+    abort = 5 * STALL_SECONDS if number == signal.SIGSTOP else None
+    fit(trainer_of([(5, At(9, act))], num_stages=2, abort_seconds=abort), run_dir)
