@@ -114,8 +114,8 @@ def interface_towards(first: str) -> str | None:
     family, address = address_of_host(first)
     if is_loopback(address):
         raise ConfigError(
-            f"this run has several nodes, but on {socket.gethostname()} the first node's {first} means {address}, where no "
-            f"other node reaches it; name the network interface that joins the nodes: {GLOO}=NAME"
+            f"this run has several nodes, but on {socket.gethostname()} the first node's {first} means {address}, "
+            f"where no other node reaches it; name the network interface that joins the nodes: {GLOO}=NAME"
         )
     with socket.socket(family, socket.SOCK_DGRAM) as any_socket:
         try:

@@ -45,6 +45,9 @@ def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
+    class Backend(C10dRendezvousBackend):
+        name = parameters.backend  # torch compares it with what was asked for
+
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
         check_named_interfaces()
@@ -58,7 +61,7 @@ def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
                 parameters.local_addr = address_of(interface) if interface is not None else None
     except ConfigError as error:
         _refuse(str(error))
-    return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
+    return create_handler(store, Backend(store, parameters.run_id), parameters)
 
 
 def _store_of_agents(parameters: "RendezvousParameters") -> dist.TCPStore:
