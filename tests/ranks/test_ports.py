@@ -1,19 +1,17 @@
 """No port of a run can be reached from outside, and who reaches one from inside can do no harm."""
 
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
-from adl_dist.cli.main import main
 from tests.support.kill import ADL_DIST, HOLD, Command
-from tests.support.ports import Fuzzer, open_ports
+from tests.support.ports import Fuzzer, free_port, open_ports
+from tests.support.weights import assert_same, ended, weights_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ports in /proc")
 
@@ -38,23 +36,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     folder = tmp_path_factory.mktemp("undisturbed")
     assert ended("train", *WORDS, "runtime.processes=false", f"run_dir={folder / 'run'}") == 0
     return weights_of(folder)
-
-
-def ended(*words: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    return int(end.value.code or 0)
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    assert ended("export", f"run_dir={folder / 'run'}", f"out={folder / 'model.pt'}") == 0
-    state: dict[str, Tensor] = torch.load(folder / "model.pt", weights_only=True)
-    return state
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.parametrize(
@@ -103,9 +84,3 @@ def test_on_two_nodes_a_killed_rank_restarts_all_and_a_stranger_at_the_agents_st
     assert fuzzer.let_in.total() > 50
     assert "Traceback" not in first.err + second.err
     assert_same(weights_of(tmp_path), undisturbed)
-
-
-def free_port() -> int:
-    with socket.socket() as any_socket:
-        any_socket.bind(("127.0.0.1", 0))
-        return int(any_socket.getsockname()[1])

@@ -44,6 +44,13 @@ def open_ports(pids: Iterable[int]) -> set[Port]:
     return {Port(pid, *by_inode[name]) for pid in pids for name in _open_files(pid) if name in by_inode}
 
 
+def free_port() -> int:
+    """One on loopback that nobody listens on now."""
+    with socket.socket() as any_socket:
+        any_socket.bind(("127.0.0.1", 0))
+        return int(any_socket.getsockname()[1])
+
+
 def _address(told: str) -> str:
     """The kernel writes an address as hexadecimal words of four bytes, each in the order of the machine."""
     words = [int(told[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(told), 8)]
