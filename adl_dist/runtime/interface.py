@@ -28,7 +28,7 @@ def choose_interface(*, size: int) -> None:
     check_named_interfaces()
     chosen = named_interface()
     if chosen is None:
-        chosen = loopback() if is_one_node(size) else interface_towards(os.environ["MASTER_ADDR"])
+        chosen = loopback() if is_one_node(size) else interface_towards(os.environ.get("MASTER_ADDR", "localhost"))
     if chosen is not None:
         for variable, value in ((GLOO, chosen), (RPC, chosen), (NCCL, f"={chosen}")):
             os.environ.setdefault(variable, value)

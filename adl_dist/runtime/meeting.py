@@ -41,36 +41,53 @@ class Meeting:
         """
         self.listener: socket.socket | None = None
         if folder := os.environ.get(RENDEZVOUS_FOLDER):
-            shared: dist.Store = dist.FileStore(str(Path(folder) / "store"), size)
+            # A file is removed with the last process that had it open, which must not be one of the attempt before.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            shared: dist.Store = dist.FileStore(str(Path(folder) / f"attempt{attempt}"), size)
             shared.set_timeout(timeout)
         elif dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
             # It is there: that of torchrun's agent, or of the user's own init_process_group.
             shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         else:
             shared = self._tcp_store(rank, size, timeout)
-        attempt = agree_on_attempt(shared, rank, size, timeout)
-        self.store: dist.Store = dist.PrefixStore(f"adl_dist/{attempt}", shared)
+        prefix = f"adl_dist/{agree_on_attempt(shared, rank, size, timeout)}"
+        self.store: dist.Store = dist.PrefixStore(prefix, shared)
 
     def _tcp_store(self, rank: int, size: int, timeout: datetime.timedelta) -> dist.TCPStore:
-        host, port = LOOPBACK if is_one_node(size) else os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        except (KeyError, ValueError):
+            raise ConfigError(
+                "RANK and WORLD_SIZE are set, so this is one of several processes, but MASTER_ADDR and MASTER_PORT do "
+                "not say where they meet; start them with torchrun, or unset RANK and WORLD_SIZE"
+            ) from None
+        if is_one_node(size):
+            host = LOOPBACK
         if rank > 0:
             return dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
-        self.listener = listen_at(host, port)
+        self.listener = listen_at(host if is_one_node(size) else reachable(host), port)
         return store_on(self.listener, timeout)
+
+
+def reachable(host: str) -> str:
+    """The address of this node that other nodes reach by ``host``, its name or address.
+
+    A node's own name may mean loopback on the node itself; then it is that of the named interface, if there is one.
+    """
+    _, address = address_of_host(host)
+    interface = named_interface()
+    if is_loopback(address) and interface is not None:
+        return address_of(interface) or address
+    return address
 
 
 def listen_at(host: str, port: int) -> socket.socket:
     """A socket that listens at ``host``'s address and nowhere else, which ``TCPStore`` by itself cannot.
 
-    Where the name means loopback, which other nodes cannot reach, the address of the named interface is taken.
-
     Raises:
         ConfigError: it cannot listen there; ``__cause__`` is the system's error.
     """
     family, address = address_of_host(host)
-    interface = named_interface()
-    if is_loopback(address) and interface is not None and (own := address_of(interface)) is not None:
-        family, address = socket.AF_INET, own
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else not for a minute after a run before

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from adl_dist.errors import ConfigError
 from adl_dist.runtime.interface import address_of, check_named_interfaces, interface_towards, named_interface
-from adl_dist.runtime.meeting import LOOPBACK, listen_at, store_on
+from adl_dist.runtime.meeting import LOOPBACK, listen_at, reachable, store_on
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import (
@@ -68,7 +68,7 @@ def _store_of_agents(parameters: "RendezvousParameters") -> dist.TCPStore:
     host, port = _endpoint(parameters)
     timeout = datetime.timedelta(seconds=parameters.get_as_int("read_timeout", 60) or 60)
     try:
-        return store_on(listen_at(host, port), timeout)
+        return store_on(listen_at(reachable(host), port), timeout)
     except ConfigError as error:
         number = getattr(error.__cause__, "errno", None)
         if number not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):

@@ -48,7 +48,7 @@ def trained(starts: list[Sequence[str]], folder: Path, *, strangers: bool) -> tu
             commands.enter_context(Command(WORDS, folder=folder, start=start, node=str(place)))
             for place, start in enumerate(starts)
         ]
-        nodes[0].wait_for_update(1)
+        nodes[0].wait_for_update(1, seconds=200)
         fuzzer = Fuzzer(lambda: open_ports(nodes[0].processes()))
         began = time.monotonic()
         with fuzzer if strangers else nullcontext():

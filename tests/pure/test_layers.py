@@ -70,6 +70,15 @@ def test_only_one_file_sends_and_receives():
     assert senders == ["process.py"]
 
 
+def test_no_pickled_object_crosses_the_data_plane():
+    """All of torch's collectives for Python objects end so, but for its lists."""
+    for path in files():
+        names = imported(path) | {
+            node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+        }
+        assert not [n for n in names if n.endswith(("_object", "_object_list"))], path
+
+
 def test_the_bottom_rooms_and_the_package_itself_run_without_torch():
     names = ", ".join(f"adl_dist.{name}" for name in sorted(WITHOUT_TORCH))
     code = f"import sys; sys.modules['torch'] = None; import adl_dist, {names}; adl_dist.method('adl')"
