@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-zoo test-long test-gpu lint install clean
+.PHONY: train test test-zoo test-long test-fuzz test-gpu lint install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test  [ARGS='-k name']         run the tests"
 	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
+	@echo "make test-fuzz                      strangers knock at every port of a run for a minute; some minutes"
 	@echo "make test-gpu                       run the tests that need a CUDA device; NCCL's need two"
 	@echo "make lint                           ruff and mypy"
 
@@ -26,6 +27,9 @@ test-zoo: install
 
 test-long: install
 	@$(VENV)/bin/python -m pytest -m long tests/long $(ARGS)
+
+test-fuzz: install
+	@$(VENV)/bin/python -m pytest -m fuzz tests/fuzz $(ARGS)
 
 test-gpu: install
 	@$(VENV)/bin/python -m pytest tests/gpu $(ARGS)

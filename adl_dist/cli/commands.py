@@ -16,6 +16,7 @@ from adl_dist.report import final_table
 from adl_dist.runtime import child
 from adl_dist.runtime.checkpoint import complete
 from adl_dist.runtime.control import StageFailed
+from adl_dist.runtime.interface import check_named_interfaces
 from adl_dist.runtime.launch import launch_local
 from adl_dist.runtime.live import remove_stale
 from adl_dist.runtime.run_folder import RunFolder, chosen_checkpoint
@@ -43,6 +44,7 @@ def train(words: list[str]) -> None:
     RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)
     num_stages = config.partition.num_stages
     if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
+        check_named_interfaces()
         build.trainer(config, processes=False)  # shows that the model can be built and cut
         try:
             raise SystemExit(

@@ -1,8 +1,7 @@
 """The processes of one run: who they are and how they reach each other.
 
 Rank k is stage k. The data plane is gloo or NCCL point-to-point (transport/), the control plane is RPC
-(control.py); both meet through one store, whose keys are prefixed by the restart attempt. Without the prefix
-a restarted job would read the addresses of its dead predecessor: torchrun keeps one store for all attempts.
+(control.py); both meet through one store (meeting.py). Once all are connected nobody else is let in.
 """
 
 import atexit
@@ -16,16 +15,17 @@ import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
-from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.runtime.child import RENDEZVOUS_FOLDER
+from adl_dist.errors import AdlError, ChannelError, ConfigError
+from adl_dist.runtime.interface import choose_interface
+from adl_dist.runtime.meeting import Meeting
 from adl_dist.runtime.process import cores_here, own_cores
+from adl_dist.transport.doors import open_again, shut, shut_behind
 from adl_dist.transport.process import Edge, connect_edges
 
 # A receive that was posted ahead is a kernel that waits on the GPU for its peer, beside the stage's own work.
@@ -53,6 +53,7 @@ class World:
         backend: of the edges that stay on ``device``.
         timeout: of one message.
         cores: this process's share of those of its node; None: whichever there are.
+        listener: on which this process hosts the store, if it does and is shut.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class World:
     backend: str = "gloo"
     timeout: datetime.timedelta = dist.default_pg_timeout
     cores: Sequence[int] | None = None
+    listener: socket.socket | None = None
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
     _num_jobs: int = 0
 
@@ -77,15 +79,26 @@ class World:
         if not missing:
             return
         try:
-            self.edges |= connect_edges(
-                self.size, missing, backend=self.backend, device=self.device, timeout=self.timeout
-            )
+            with self._store_reachable():
+                self.edges |= connect_edges(
+                    self.size, missing, backend=self.backend, device=self.device, timeout=self.timeout
+                )
         except RuntimeError as error:
             raise ChannelError(
                 f"rank {self.rank} could not connect the edges for {', '.join(missing)}: {_first_line(error)}; a peer "
                 "is gone or silent, and its own log, logs/rankR.log, says why"
             ) from error
         self._links |= set(missing)
+
+    @contextlib.contextmanager
+    def _store_reachable(self) -> Iterator[None]:
+        """A new group may want a connection of its own to the store."""
+        if self.listener is not None:
+            open_again(self.listener)
+        yield
+        if self.listener is not None:
+            dist.barrier()
+            shut(self.listener)
 
     def fresh_store(self) -> dist.Store:
         """The store of the next job; what one before it settled must not answer for it."""
@@ -132,7 +145,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     """Join the other processes; called once per process, later calls return the same world.
 
     Raises:
-        ConfigError: no CUDA device for this rank.
+        ConfigError: no CUDA device for this rank, or no such network interface, address or port.
         ChannelError: the others could not be reached in time.
     """
     global _connected
@@ -148,19 +161,27 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     rank, size = launched_rank(), num_stages
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = choose_device(device_type)
-    _stay_on_loopback(size)
+    choose_interface(size=size)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # who connects when he has something to say finds the door shut
     try:
-        store = _open_store(rank, size, timeout)
+        meeting = Meeting(rank, size, timeout)
         if not dist.is_initialized():
             # No device_id: this group is gloo and stays on the CPU; each NCCL group of an edge is given its own. Bound
             # to a GPU, torch would have gloo connect eagerly there, and split the edges' groups from it.
-            dist.init_process_group(
-                "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size, timeout=timeout
-            )
+            with shut_behind():
+                dist.init_process_group(
+                    "gloo", store=dist.PrefixStore("world", meeting.store), rank=rank, world_size=size, timeout=timeout
+                )
         backend = _edge_backend(device)
         edges = connect_edges(num_stages, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
-        _start_rpc(rank, size, store, timeout_seconds)
-        cores = _share_of_cores(rank, size, store)
+        with shut_behind():
+            _start_rpc(rank, size, meeting.store, timeout_seconds)
+        cores = _share_of_cores(rank, size, meeting.store)
+        listener = meeting.listener if backend == "gloo" else None  # NCCL may connect to the store again
+        if listener is not None:
+            shut(listener)
+    except AdlError:
+        raise
     except (RuntimeError, OSError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', '-')}"
         raise ChannelError(
@@ -168,7 +189,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
             f"{_first_line(error)}; is the port free, is the interface right "
             f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
         ) from error
-    _connected = World(rank, size, device, store, edges, backend, timeout, cores)
+    _connected = World(rank, size, device, meeting.store, edges, backend, timeout, cores, listener)
     # After an exception that nobody caught, the others may be waiting for us: do not wait for them.
     atexit.register(lambda: disconnect(in_order=not hasattr(sys, "last_value")))
     return _connected
@@ -217,30 +238,6 @@ def _edge_backend(device: torch.device) -> str:
     return "nccl" if local_ranks <= torch.cuda.device_count() and dist.is_nccl_available() else "gloo"
 
 
-def _stay_on_loopback(size: int) -> None:
-    """On one node nothing has to be reachable from outside; a user's own choice of interface stands.
-
-    On several, RPC takes the interface that was named for gloo unless it is named one of its own.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        os.environ.setdefault("TP_SOCKET_IFNAME", os.environ["GLOO_SOCKET_IFNAME"])
-    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size:
-        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-        if loopback is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-            os.environ.setdefault("TP_SOCKET_IFNAME", loopback)
-
-
-def _open_store(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if folder := os.environ.get(RENDEZVOUS_FOLDER):
-        store: dist.Store = dist.FileStore(str(Path(folder) / f"attempt{attempt}"), size)
-        store.set_timeout(timeout)
-        return store
-    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-    return dist.PrefixStore(f"adl_dist/attempt{attempt}", store)
-
-
 def _share_of_cores(rank: int, size: int, store: dist.Store) -> list[int] | None:
     """Of this process, if all processes of its node may use the same ones."""
     store.set(f"cores/{rank}", json.dumps(cores_here()))
@@ -250,6 +247,8 @@ def _share_of_cores(rank: int, size: int, store: dist.Store) -> list[int] | None
 
 
 def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) -> None:
+    """Connect rank 0 with every rank, in both directions: RPC between any two others would find a shut door."""
+    dist.barrier()  # the port of RPC is open from here to the next one: all ranks are there, so that is not long
     # A name of its own, because a process registers a scheme once and for all.
     scheme = f"adl-dist-{uuid.uuid4().hex}"
 
@@ -269,6 +268,13 @@ def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) 
         # RPC's own use of gloo for its start-up (torch 2.15).
         warnings.filterwarnings("ignore", message="You are using a Backend")
         rpc.init_rpc(name_of(rank), rank=rank, world_size=size, rpc_backend_options=options)
+    for other in range(size) if rank == 0 else [0]:
+        rpc.rpc_sync(name_of(other), _be_greeted)
+    dist.barrier()
+
+
+def _be_greeted() -> None:
+    """For a first call, which makes the connection."""
 
 
 def name_of(rank: int) -> str:

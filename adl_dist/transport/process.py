@@ -11,6 +11,7 @@ waits for a handshake in the middle of training.
 import datetime
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from adl_dist.errors import ChannelError
 from adl_dist.schedule.actions import LINKS, receiver
+from adl_dist.transport.doors import shut_behind
 from adl_dist.transport.spec import Specs
 from adl_dist.transport.staging import to_device, to_host
 
@@ -68,13 +70,15 @@ def connect_edges(
         if to == sender or not 0 <= to < num_stages:
             continue
         edge_backend = "gloo" if what in ON_CPU else backend
-        group = dist.new_group(
-            [sender, to],
-            backend=edge_backend,
-            timeout=timeout,
-            # Named, or NCCL takes LOCAL_RANK modulo the device count (torch 2.15).
-            device_id=device if edge_backend == "nccl" else None,
-        )
+        # NCCL asks strangers for a number that only its ranks know, and may connect again later.
+        with shut_behind() if edge_backend == "gloo" else nullcontext():
+            group = dist.new_group(
+                [sender, to],
+                backend=edge_backend,
+                timeout=timeout,
+                # Named, or NCCL takes LOCAL_RANK modulo the device count (torch 2.15).
+                device_id=device if edge_backend == "nccl" else None,
+            )
         if rank in (sender, to):
             assert isinstance(group, dist.ProcessGroup)
             edge = edges[what, sender] = Edge(sender, to, group, edge_backend)

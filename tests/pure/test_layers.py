@@ -70,6 +70,15 @@ def test_only_one_file_sends_and_receives():
     assert senders == ["process.py"]
 
 
+def test_no_pickled_object_crosses_the_data_plane():
+    """All of torch's collectives for Python objects have names that end so."""
+    for path in files():
+        if room_of(path) in MAY_KNOW_RANKS:
+            nodes = ast.walk(ast.parse(path.read_text()))
+            called = imported(path) | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            assert not [name for name in called if name.endswith(("_object", "_object_list"))], path
+
+
 def test_the_bottom_rooms_and_the_package_itself_run_without_torch():
     names = ", ".join(f"adl_dist.{name}" for name in sorted(WITHOUT_TORCH))
     code = f"import sys; sys.modules['torch'] = None; import adl_dist, {names}; adl_dist.method('adl')"

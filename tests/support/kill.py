@@ -73,18 +73,20 @@ class Command:
     Leaving it kills whatever of it is still there.
     """
 
-    def __init__(self, words: Sequence[str], *, folder: Path, start: Sequence[str] = ADL_DIST) -> None:
+    def __init__(self, words: Sequence[str], *, folder: Path, start: Sequence[str] = ADL_DIST, node: str = ".") -> None:
         """Start it.
 
         Args:
             words: the configuration.
             folder: of everything that it writes; a second command in the same folder is the same command again.
             start: what stands before ``train``: our own launcher, or torchrun's.
+            node: a folder in ``folder`` for what one of several commands of the same run prints.
         """
         self.run_dir = folder / "run"
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
-        self._output = [folder / "stdout", folder / "stderr"]
+        (folder / node).mkdir(exist_ok=True)
+        self._output = [folder / node / "stdout", folder / node / "stderr"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)}
         with self._output[0].open("w") as out, self._output[1].open("w") as err:
             self._process = subprocess.Popen(
@@ -154,9 +156,11 @@ class Command:
 
         self._wait(what, holds, seconds)
 
-    def wait_for_update(self, update: int) -> None:
+    def wait_for_update(self, update: int, *, seconds: float = 60) -> None:
         """Wait until metrics.jsonl holds ``update`` or a later one."""
-        self.wait_for(f"update {update}", lambda: any(r["update"] >= update for r in records(self.run_dir)))
+        self.wait_for(
+            f"update {update}", lambda: any(r["update"] >= update for r in records(self.run_dir)), seconds=seconds
+        )
 
     def wait_until_gone(self, *, seconds: float) -> None:
         """Wait until none of its processes is left."""

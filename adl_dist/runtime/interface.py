@@ -1,0 +1,133 @@
+"""Which network interface a run uses: loopback on one node, one that is named or found on several."""
+
+import fcntl
+import os
+import socket
+import struct
+import sys
+
+from adl_dist.errors import ConfigError
+
+# What gloo, TensorPipe (RPC) and NCCL read. The first may be a list, the last a prefix, exact after "=".
+GLOO, RPC, NCCL = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+
+
+def choose_interface(*, size: int) -> None:
+    """Have everything that this process will listen on be on one interface; a user's own choice stands.
+
+    On one node that is loopback: nothing has to be reachable from outside. On several it is the interface by which this
+    node reaches ``MASTER_ADDR``, not the one to whose address the node's own name resolves, which on many is loopback.
+
+    Args:
+        size: number of processes of the run.
+
+    Raises:
+        ConfigError: an interface is named that this node does not have; on several nodes, none can be found.
+    """
+    check_named_interfaces()
+    chosen = named_interface()
+    if chosen is None:
+        chosen = loopback() if is_one_node(size) else interface_towards(os.environ.get("MASTER_ADDR", "localhost"))
+    if chosen is not None:
+        for variable, value in ((GLOO, chosen), (RPC, chosen), (NCCL, f"={chosen}")):
+            os.environ.setdefault(variable, value)
+
+
+def is_one_node(size: int) -> bool:
+    """Whether all processes of the run are on this node, as far as their launcher has told."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size
+
+
+def check_named_interfaces() -> None:
+    """Refuse names of interfaces that are not there; gloo would say that it finds no address for an empty name.
+
+    Raises:
+        ConfigError: with those that there are.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    for variable in (GLOO, RPC):
+        for name in _names(variable):
+            if name not in here:
+                raise ConfigError(
+                    f"{variable}={os.environ[variable]}, but {socket.gethostname()} has no network interface {name}; "
+                    f"it has {', '.join(here)}"
+                )
+
+
+def named_interface() -> str | None:
+    """The one that the user has named for gloo, or for RPC."""
+    return next((names[0] for variable in (GLOO, RPC) if (names := _names(variable))), None)
+
+
+def loopback() -> str | None:
+    """The loopback interface; None where it has an unknown name."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+def address_of(interface: str) -> str | None:
+    """Its IPv4 address; None if it has none, or where the system is not asked like that."""
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def address_of_host(host: str) -> tuple[socket.AddressFamily, str]:
+    """What ``host`` means on this node, IPv4 first, because interfaces are told by that.
+
+    Raises:
+        ConfigError: nothing that is known here.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"{host} is no name or address that {socket.gethostname()} knows ({error.strerror}); give the first "
+            "node's address instead of its name, as --rdzv-endpoint or --master-addr"
+        ) from None
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, str(address[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it can be reached on its own node only."""
+    return address == "::1" or address.startswith("127.")
+
+
+def interface_towards(first: str) -> str | None:
+    """The interface by which this node reaches the first one; the first one itself: the one that has its address.
+
+    Args:
+        first: name or address of the first node.
+
+    Returns:
+        None: the route is known, but not the name of the interface.
+
+    Raises:
+        ConfigError: it is not reached, or only by itself.
+    """
+    family, address = address_of_host(first)
+    if is_loopback(address):
+        raise ConfigError(
+            f"this run has several nodes, but on {socket.gethostname()} the first node's {first} means {address}, "
+            f"where no other node reaches it; name the network interface that joins the nodes: {GLOO}=NAME"
+        )
+    with socket.socket(family, socket.SOCK_DGRAM) as any_socket:
+        try:
+            any_socket.connect((address, 1))  # sends nothing; the kernel looks up the route
+        except OSError as error:
+            raise ConfigError(
+                f"{socket.gethostname()} cannot reach the first node's {first} ({address}): {error.strerror}; name the "
+                f"network interface that joins the nodes: {GLOO}=NAME"
+            ) from None
+        own = any_socket.getsockname()[0]
+    return next((name for _, name in socket.if_nameindex() if address_of(name) == own), None)
+
+
+def _names(variable: str) -> list[str]:
+    return [name for name in os.environ.get(variable, "").split(",") if name]

@@ -1,0 +1,75 @@
+"""A minute of strangers at every port that a run has: its weights and its speed. Skipped unless: `make test-fuzz`."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.support.kill import ADL_DIST, Command
+from tests.support.ports import Fuzzer, free_port, open_ports
+from tests.support.weights import assert_same, weights_of
+
+pytestmark = [
+    pytest.mark.fuzz,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(sys.platform != "linux", reason="finds ports in /proc"),
+]
+
+EPOCHS = 120  # of the default run: a minute on two cores
+WORDS = (f"train.epochs={EPOCHS}", "runtime.threads=1", "runtime.tensorboard=false")
+AGENT = (sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=adl-dist")
+MODULE = ("-m", "adl_dist")
+
+
+def own_launcher() -> list[Sequence[str]]:
+    return [ADL_DIST]
+
+
+def torchrun() -> list[Sequence[str]]:
+    return [(*AGENT, "--nnodes=1", "--nproc-per-node=2", *MODULE)]
+
+
+def two_agents() -> list[Sequence[str]]:
+    agent = (*AGENT, "--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{free_port()}", *MODULE)
+    return [agent, agent]
+
+
+def trained(starts: list[Sequence[str]], folder: Path, *, strangers: bool) -> tuple[dict[str, Tensor], float, str]:
+    """Its weights, samples per second, and what the strangers met."""
+    folder.mkdir()
+    with ExitStack() as commands:
+        nodes = [
+            commands.enter_context(Command(WORDS, folder=folder, start=start, node=str(place)))
+            for place, start in enumerate(starts)
+        ]
+        nodes[0].wait_for_update(1, seconds=200)
+        fuzzer = Fuzzer(lambda: open_ports(nodes[0].processes()))
+        began = time.monotonic()
+        with fuzzer if strangers else nullcontext():
+            codes = [node.finish(seconds=400) for node in nodes]
+        assert codes == [0] * len(nodes), "".join(node.err for node in nodes)
+        assert [node.err for node in nodes if "Traceback" in node.err] == []
+    summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
+    met = f"{fuzzer.attempts.total()} attempts at {len(fuzzer.attempts)} ports in {time.monotonic() - began:.0f} s"
+    return weights_of(folder), summary["samples_per_second"], f"{met}, {fuzzer.let_in.total()} let in"
+
+
+@pytest.mark.parametrize("starts", [own_launcher, torchrun, two_agents], ids=lambda one: one.__name__)
+def test_a_minute_of_strangers_at_every_port_changes_no_bit(
+    starts: Callable[[], list[Sequence[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    expected, speed_alone, _ = trained(starts(), tmp_path / "alone", strangers=False)
+    found, speed, met = trained(starts(), tmp_path / "among strangers", strangers=True)
+    told = f"{starts.__name__}: {met}; {speed:.0f} samples/s, {speed_alone:.0f} alone"
+    record_property("measured", told)
+    assert_same(found, expected)

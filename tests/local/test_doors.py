@@ -1,0 +1,163 @@
+"""Ports that are shut once everybody is there, and the meeting before."""
+
+import contextlib
+import datetime
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from adl_dist.errors import ChannelError, ConfigError
+from adl_dist.runtime import interface
+from adl_dist.runtime.meeting import agree_on_attempt, listen_at, store_on
+from adl_dist.transport.doors import open_again, shut, shut_behind
+from tests.support.commands import in_process, shows, words
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="ports are shut by the Linux kernel")
+
+LONG_ENOUGH = datetime.timedelta(seconds=20)
+SHORT = datetime.timedelta(seconds=0.2)
+NO_SUCH = "nosuch0"
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[socket.socket]:
+    with listen_at("127.0.0.1", 0) as listener:
+        yield listener
+
+
+def lets_in(listener: socket.socket, *, seconds: float = 0.1) -> bool:
+    try:
+        socket.create_connection(listener.getsockname(), timeout=seconds).close()
+    except TimeoutError:
+        return False
+    return True
+
+
+# --- doors -----------------------------------------------------------------------------------------------------------
+
+
+@on_linux
+def test_a_shut_port_answers_nobody_and_keeps_whoever_is_connected() -> None:
+    with listening() as listener, socket.create_connection(listener.getsockname()) as friend:
+        inside, _ = listener.accept()
+        shut(listener)
+        assert not lets_in(listener)
+        with inside:
+            friend.sendall(b"still here")
+            assert inside.recv(100) == b"still here"
+        open_again(listener)
+        assert lets_in(listener)
+
+
+@on_linux
+def test_what_begins_to_listen_inside_is_shut_behind_and_nothing_else() -> None:
+    with listening() as before:
+        with shut_behind(), contextlib.ExitStack() as opened:
+            inside = opened.enter_context(listening())
+            lasting = opened.pop_all()
+        with lasting:
+            assert not lets_in(inside)
+            assert lets_in(before)
+
+
+@on_linux
+def test_the_store_of_rank_0_listens_at_one_address_and_serves_whoever_came_before_it_was_shut() -> None:
+    with listening() as listener:
+        store = store_on(listener, LONG_ENOUGH)
+        _, port = listener.getsockname()
+        friend = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG_ENOUGH)
+        shut(listener)
+        store.set("key", "value")
+        assert friend.get("key") == b"value"
+        with pytest.raises(RuntimeError, match="timed out"):
+            dist.TCPStore("127.0.0.1", port, is_master=False, timeout=SHORT)
+
+
+def test_a_port_that_is_taken_is_told_with_its_address_and_what_to_choose() -> None:
+    with listening() as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1, port {port}: .* in use; choose"):
+            listen_at("127.0.0.1", port)
+
+
+# --- interfaces ------------------------------------------------------------------------------------------------------
+
+
+def test_an_interface_that_is_not_there_is_told_before_any_process_starts(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(interface.GLOO, NO_SUCH)
+    line = in_process(*words(tmp_path / "run", processes=True)).refusal()
+    shows(line, [f"{interface.GLOO}={NO_SUCH}", f"no network interface {NO_SUCH}", "lo"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_named_interface_is_that_of_all_transports_and_none_is_loopback_on_one_node(monkeypatch) -> None:
+    names = [name for _, name in socket.if_nameindex()]
+    for named in ({}, {interface.GLOO: names[-1]}, {interface.RPC: names[-1]}):
+        with monkeypatch.context() as patch:
+            for variable in (interface.GLOO, interface.RPC, interface.NCCL):
+                patch.setenv(variable, "")  # so that it is as before afterwards
+                patch.delenv(variable)
+            for variable, name in named.items():
+                patch.setenv(variable, name)
+            interface.choose_interface(size=2)
+            chosen = next(iter(named.values()), interface.loopback())
+            found = [os.environ[v] for v in (interface.GLOO, interface.RPC, interface.NCCL)]
+            assert found == [chosen, chosen, f"={chosen}"]
+
+
+def test_on_several_nodes_a_first_node_that_only_it_can_reach_is_refused(monkeypatch) -> None:
+    for variable in (interface.GLOO, interface.RPC):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(ConfigError, match=r"localhost means .* name the network interface"):
+        interface.choose_interface(size=2)
+
+
+# --- attempts --------------------------------------------------------------------------------------------------------
+
+
+def agreed(store: dist.Store, order: list[int]) -> dict[int, str]:
+    """What each of the ranks agrees on, started one after the other."""
+    attempts: dict[int, str] = {}
+
+    def take_part(rank: int) -> None:
+        attempts[rank] = agree_on_attempt(store, rank, len(order), LONG_ENOUGH)
+
+    ranks = [threading.Thread(target=take_part, args=(rank,)) for rank in order]
+    for rank in ranks:
+        rank.start()
+        rank.join(0.05)  # the next one comes late
+    for rank in ranks:
+        rank.join()
+    return attempts
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_every_attempt_in_one_store_has_a_name_of_its_own_whoever_comes_first(order: list[int]) -> None:
+    """The store holds all that the dead have written: their names, their list, and that all had confirmed it."""
+    store, past = dist.HashStore(), set()
+    for _ in range(3):
+        attempts = agreed(store, order)
+        assert sorted(attempts) == [0, 1, 2]
+        assert len(set(attempts.values())) == 1
+        assert past.isdisjoint(attempts.values())
+        past |= set(attempts.values())
+
+
+def test_no_rank_takes_a_dead_one_for_the_living() -> None:
+    store = dist.HashStore()
+    agreed(store, [0, 1])
+    for rank in (0, 1):
+        with pytest.raises(ChannelError, match=f"rank {rank} waited 0.2 s .* and one of them has died meanwhile"):
+            agree_on_attempt(store, rank, 2, SHORT)
+
+
+def test_who_never_came_is_named() -> None:
+    with pytest.raises(ChannelError, match=r"rank 0 waited 0.2 s for all 3 .*, and rank 1, 2 never did"):
+        agree_on_attempt(dist.HashStore(), 0, 3, SHORT)
