@@ -23,6 +23,7 @@ adl-dist COMMAND [KEY=VALUE ...]
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
   bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
+  launch      submit a run to SLURM:       adl-dist launch slurm --nodes 2 --processes-per-node 4 model=resnet56
 
 adl-dist train --help lists the keys, also those of another method: adl-dist train --help method=fr
 adl-dist train --multirun KEY=A,B runs all combinations and compares them
@@ -57,7 +58,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(USAGE)
         return 0 if words else 2
     command = _commands().get(words[0])
-    if command and words[0] not in ("train", "schedule", "plan", "bench") and {"-h", "--help"} & set(words):
+    if command and words[0] not in ("train", "schedule", "plan", "bench", "launch") and {"-h", "--help"} & set(words):
         sys.stdout.write(USAGE)
         return 0
     try:
@@ -109,6 +110,7 @@ def _commands() -> dict[str, Callable[[list[str]], None]]:
         "schedule": _late("schedule", "schedule"),
         "plan": _late("plan", "plan"),
         "bench": _late("bench", "bench"),
+        "launch": _late("launch", "launch"),
     }
 
 
