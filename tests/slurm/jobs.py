@@ -110,7 +110,7 @@ class SlurmJob:
         """``scancel --signal=USR1 JOB``."""
         self.cluster.ask("scancel", "--signal=USR1", *words, self.number)
 
-    def wait_for(self, what: str, condition: Callable[[], bool], *, seconds: float = 90) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], *, seconds: float = 240) -> None:
         """Wait, while it is not over, for ``condition``, which ``what`` describes."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -118,7 +118,7 @@ class SlurmJob:
             assert not self._is_over, f"{self.state} before {what}\n{self.said}"
             time.sleep(0.1)
 
-    def finish(self, *, seconds: float = 120) -> None:
+    def finish(self, *, seconds: float = 240) -> None:
         """Wait for the end, which must be a good one."""
         deadline = time.monotonic() + seconds
         while not self._is_over:
@@ -139,7 +139,9 @@ def saved(run_dir: Path) -> int:
 def weights(run_dir: Path) -> dict[str, Tensor]:
     """Parameters and buffers at the end of a run, by ``adl-dist export``."""
     out = run_dir / "exported.pt"
-    done = as_command(sys.executable, "-m", "adl_dist", "export", f"run_dir={run_dir}", f"out={out}")
+    done = as_command(
+        sys.executable, "-m", "adl_dist", "export", f"run_dir={run_dir}", f"out={out}", timeout_seconds=120
+    )
     assert done.code == 0, done
     state: dict[str, Tensor] = torch.load(out)
     return state

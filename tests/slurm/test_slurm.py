@@ -1,18 +1,21 @@
 """Jobs on a real SLURM cluster: several nodes equal one, and neither a lost node nor a signal changes a bit."""
 
 import json
+import subprocess
 import sys
 import time
 
 import pytest
+import yaml
 
 from adl_dist.runtime.run_folder import newest_checkpoint
 from tests.slurm.jobs import SlurmJob, assert_same_end, saved
-from tests.support.commands import as_command, shows
+from tests.support.commands import ROOT, as_command, shows
 from tests.support.kill import HOLD, records
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
+PATIENCE = 240  # seconds; all nodes share the cores of this machine
 COMMON = ("runtime.threads=1", "runtime.tensorboard=false", "runtime.timeout_seconds=60")
 DIGITS = (*COMMON, "data=digits", "model=resnet8", "train.epochs=2")
 # Eight updates an epoch; with the file `hold` they come slowly, and none after two and a half epochs.
@@ -31,7 +34,7 @@ def alone(words, K, folder):
     """The run folder of the same run in one process on one node, which nothing happens to."""
     done = as_command(
         sys.executable, "-m", "adl_dist", "train", *words, f"partition.num_stages={K}", "runtime.processes=false",
-        "run_dir=alone", cwd=folder,
+        "run_dir=alone", cwd=folder, timeout_seconds=PATIENCE,
     )  # fmt: skip
     assert done.code == 0, done
     return folder / "alone"
@@ -67,7 +70,7 @@ def test_after_a_node_is_cut_off_the_job_names_it_and_ends_elsewhere_with_the_sa
     cluster.call("cut", first[1])
     try:
         (folder / HOLD).unlink()
-        job.wait_for("the second start", lambda: job.starts == 2, seconds=120)
+        job.wait_for("the second start", lambda: job.starts == 2)
         shows(job.said, [first[1]])
         assert first[1] not in cluster.nodes_of(job)
         job.finish()
@@ -129,12 +132,31 @@ def test_an_interface_that_a_node_does_not_have_is_said_with_those_that_it_has(c
     shows(job.said, ["ib7", "give INTERFACE, one of: lo eth0"])
 
 
+def test_the_commands_of_compose_yaml_train_together_on_two_hosts(cluster, folder):
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    hosts, running = folder / "hosts", []
+    hosts.write_text("".join(f"10.79.0.{i + 1} {name}\n" for i, name in enumerate(services)))
+    settings = {"SETTINGS": f"train.epochs=1 {' '.join(COMMON)}"}
+    for i, (name, service) in enumerate(services.items()):
+        own = {key: str(value) for key, value in service["environment"].items()} | settings
+        command = service["command"][0].replace("$$", "$")
+        start = f"hostname {name} && mount --bind {hosts} /etc/hosts && cd {folder} && {command}"
+        words = ["nsenter", f"--net=/var/run/netns/adl{i + 1}", "unshare", "--uts", "--mount", "sh", "-c", start]
+        running.append(subprocess.Popen(words, env={**cluster.environment, **own}))
+    try:
+        assert [process.wait(PATIENCE) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.kill()
+    assert json.loads((folder / "runs" / "compose" / "summary.json").read_text())["epochs"] == 1
+
+
 def test_a_sweep_by_submitit_runs_as_jobs_and_compares(cluster, folder):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install 'adl_dist[slurm]'")
     words = ["hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=2", "hydra.launcher.timeout_min=10"]
     done = as_command(
         sys.executable, "-m", "adl_dist", "train", "--multirun", *words, *DIGITS, "method=adl,bp", "run_dir=sweep",
-        cwd=folder, env=cluster.environment, timeout_seconds=200,
+        cwd=folder, env=cluster.environment, timeout_seconds=2 * PATIENCE,
     )  # fmt: skip
     assert done.code == 0, done
     shows(done.out, ["2 of them to do, handed to hydra/launcher=submitit_slurm", "| adl ", "| bp "])
