@@ -16,4 +16,4 @@ export ADL_DIST_RENDEZVOUS=$folder TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOC
 # shellcheck disable=SC2086 # several flags
 "${PYTHON:-python}" -m torch.distributed.run --nnodes=1 --nproc-per-node="$K" --local-addr=127.0.0.1 \
     --rdzv-backend=c10d --rdzv-endpoint="$folder/agent" --rdzv-conf=store_type=file --max-restarts="${MAX_RESTARTS:-3}" \
-    ${TORCHRUN:-} -m adl_dist train "partition.num_stages=$K" "$@"
+    --log-dir="$folder/logs" ${TORCHRUN:-} -m adl_dist train "partition.num_stages=$K" "$@"

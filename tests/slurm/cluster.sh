@@ -109,7 +109,8 @@ down() {
     end "$DIR/munged.pid"
     for node in $(nodes); do
         end_jobs_on "$node"
-        ip netns del "$node" 2>/dev/null || true # and with it its link
+        ip link del "adlv${node#adl}" 2>/dev/null || true # by itself: a namespace takes its time to go
+        ip netns del "$node" 2>/dev/null || true
     done
     ip link del "$BRIDGE" 2>/dev/null || true
     # Not sed -i: where /etc/hosts is a mount, it cannot be replaced.
