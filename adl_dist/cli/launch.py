@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from adl_dist.cli import build
 from adl_dist.cli.compose import compose_run, config_folder, parse
-from adl_dist.cli.sweep_request import STAGES, values_of
+from adl_dist.cli.sweep_request import STAGES, requested, values_of
 from adl_dist.errors import ConfigError
 from adl_dist.runtime.run_folder import RunFolder
 
@@ -174,6 +174,11 @@ def _shape(flags: argparse.Namespace) -> tuple[int, int]:
 
 def _check_runs(words: Sequence[str], choices: Sequence[str]) -> None:
     """Refuse here, and not when the job starts, what cannot be run. (Whether there are GPUs only the nodes know.)"""
+    if requested(words) is not None:
+        raise ConfigError(
+            "several runs are several jobs: adl-dist train --multirun hydra/launcher=submitit_slurm submits a sweep, "
+            "hydra.mode=RUN makes one run of an experiment"
+        )
     folders: dict[str, str] = {}
     for choice in choices or [""]:
         config, plain = compose_run([*words, *filter(None, [choice])])

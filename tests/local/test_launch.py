@@ -90,6 +90,7 @@ REFUSED = [
     (["--sbatch", "exclusive"], ["OPTION=VALUE"]),
     (["--gpus", "2"], ["--gpus", "adl-dist launch slurm --help"]),
     (["train.epoch=2"], ["did you mean 'train.epochs'?"]),
+    (["experiment=compare"], ["several runs", "hydra/launcher=submitit_slurm", "hydra.mode=RUN"]),
     (["runtime.processes=false"], ["runtime.processes=false needs no nodes"]),
 ]
 
