@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-zoo test-long test-fuzz test-gpu lint install clean
+.PHONY: train test test-zoo test-long test-fuzz test-gpu test-slurm lint install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
 	@echo "make test-fuzz                      strangers knock at every port of a run for a minute; some minutes"
 	@echo "make test-gpu                       run the tests that need a CUDA device; NCCL's need two"
+	@echo "make test-slurm                     a SLURM cluster of four nodes on this machine; needs root, Linux, apt"
 	@echo "make lint                           ruff and mypy"
 
 train: install
@@ -33,6 +34,10 @@ test-fuzz: install
 
 test-gpu: install
 	@$(VENV)/bin/python -m pytest tests/gpu $(ARGS)
+
+test-slurm: install
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,slurm]'
+	@$(VENV)/bin/python -m pytest -m slurm tests/slurm $(ARGS)
 
 lint: install
 	@$(VENV)/bin/ruff check .

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from adl_dist.cli.schema import RunConfig
 from adl_dist.errors import ConfigError
 
+LAUNCHER = "hydra/launcher"
 # Nodes that name a callable and hold its arguments, whatever these are.
 OPEN_NODES = ("model", "data", "optimizer", "lr_schedule", "loss")
 
@@ -185,11 +186,17 @@ def parse(word: str, *, several: bool = False) -> Override:
         )
     if key == "method.name":
         raise ConfigError(f"{word}: choose a method by method=NAME, which brings its settings along")
-    if key.partition(".")[0] == "hydra" and word not in ("hydra.mode=RUN", "hydra.mode=MULTIRUN"):
+    of_hydra = re.split(r"[./]", key)[0] == "hydra" and word not in ("hydra.mode=RUN", "hydra.mode=MULTIRUN")
+    if of_hydra and not is_of_launcher(key):
         raise ConfigError(f"there is no key '{key}'; adl-dist train --help lists all keys")
     if (config_folder() / key).is_dir() and not override.is_delete() and not isinstance(override.value(), str | dict):
         raise ConfigError(f"{word} is no choice of {key}; choose one of {', '.join(_choices(key))}")
     return override
+
+
+def is_of_launcher(key: str) -> bool:
+    """Whether a key is about the launcher of Hydra that starts the runs of a sweep."""
+    return key == LAUNCHER or key.startswith("hydra.launcher.")
 
 
 def _choices(group: str) -> list[str]:
@@ -220,10 +227,12 @@ def readable(error: Exception, words: Sequence[str]) -> str:
         key = max(match[1], getattr(error.__cause__, "full_key", None) or "", key=len)
         return f"there is no key '{key}'{_did_you_mean(key)}; adl-dist train --help lists all keys"
     if match := re.search(r"Could not find '([^']*)'", text):
-        group, _, name = match[1].partition("/")
-        known = _choices(group) if name else []
+        group, _, name = match[1].rpartition("/")
+        if group == LAUNCHER:
+            return f"there is no {group}={name}; the submitit launchers come by pip install 'adl_dist[slurm]'"
+        known = _choices(group) if group else []
         listed = f"; choose one of {', '.join(known)}" if known else ""
-        return f"there is no {group}={name}{listed}" if name else f"there is no configuration '{match[1]}'"
+        return f"there is no {group}={name}{listed}" if group else f"there is no configuration '{match[1]}'"
     if isinstance(error.__cause__, OmegaConfBaseException):
         error = error.__cause__
     full_key = getattr(error, "full_key", None)

@@ -26,6 +26,7 @@ adl-dist COMMAND [KEY=VALUE ...]
   status      what a running job is at:    adl-dist status runs/NAME [--json]
   checkpoint  have it save now:            adl-dist checkpoint runs/NAME
   stop        have it save now and end:    adl-dist stop runs/NAME
+  launch      submit a run to SLURM:       adl-dist launch slurm --nodes 2 --processes-per-node 4 model=resnet56
 
 adl-dist train --help lists the keys, also those of another method: adl-dist train --help method=fr
 adl-dist train --multirun KEY=A,B runs all combinations and compares them
@@ -60,7 +61,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(USAGE)
         return 0 if words else 2
     command = _commands().get(words[0])
-    if command and words[0] not in ("train", "schedule", "plan", "bench") and {"-h", "--help"} & set(words):
+    if command and words[0] not in ("train", "schedule", "plan", "bench", "launch") and {"-h", "--help"} & set(words):
         sys.stdout.write(USAGE)
         return 0
     try:
@@ -118,6 +119,7 @@ def _commands() -> dict[str, Callable[[list[str]], None]]:
         "status": _late("live", "status"),
         "checkpoint": _late("live", "checkpoint"),
         "stop": _late("live", "stop"),
+        "launch": _late("launch", "launch"),
     }
 
 

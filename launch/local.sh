@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# K stages on this machine through torchrun, for looking into what torchrun itself does (its restarts, --log-dir, --tee).
+# To train, `adl-dist train` is enough: it starts its own processes.
+#
+#   launch/local.sh K [adl-dist train settings ...]     TORCHRUN="--tee 3" adds flags of torchrun
+#
+# Nothing listens but the connections between the processes, on loopback: the launcher and the processes meet in files.
+set -euo pipefail
+K=${1:?"the number of stages, like: launch/local.sh 2 model=resnet20"}
+shift
+folder=$(mktemp -d -t adl-dist-XXXXXX)
+trap 'rm -rf "$folder"' EXIT
+# A stop by signal is for the processes; torchrun and this script wait for them.
+trap : INT TERM
+export ADL_DIST_RENDEZVOUS=$folder TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 GLOO_SOCKET_IFNAME=lo TP_SOCKET_IFNAME=lo
+# shellcheck disable=SC2086 # several flags
+"${PYTHON:-python}" -m torch.distributed.run --nnodes=1 --nproc-per-node="$K" --local-addr=127.0.0.1 \
+    --rdzv-backend=c10d --rdzv-endpoint="$folder/agent" --rdzv-conf=store_type=file --max-restarts="${MAX_RESTARTS:-3}" \
+    --log-dir="$folder/logs" ${TORCHRUN:-} -m adl_dist train "partition.num_stages=$K" "$@"

@@ -1,0 +1,155 @@
+"""Jobs of the cluster that the tests bring up, as a user submits, watches and cancels them."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from adl_dist.runtime import checkpoint
+from adl_dist.runtime.run_folder import newest_checkpoint
+from tests.support.commands import ROOT, as_command
+
+TEMPLATE = ROOT / "launch" / "slurm.sbatch"
+SLURMS_OWN = ("slurmd", "slurmstepd")
+DONE = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The cluster. Nodes share the file system, the processes and the cores of this machine."""
+
+    folder: Path
+    call: Callable[..., None]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of what speaks to it, and of the jobs that are submitted from there."""
+        return {
+            **os.environ,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        }
+
+    def ask(self, *command: str) -> str:
+        """What a command of SLURM prints."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout.strip()
+
+    def submit(
+        self,
+        words: Sequence[str],
+        *,
+        folder: Path,
+        options: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+    ) -> "SlurmJob":
+        """``sbatch launch/slurm.sbatch`` in ``folder``."""
+        done = subprocess.run(
+            ["sbatch", "--parsable", "--cpus-per-task=2", *options, TEMPLATE, *words],
+            env={**self.environment, **(variables or {})}, cwd=folder,
+            capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return SlurmJob(self, done.stdout.strip(), folder)
+
+    def nodes_of(self, job: "SlurmJob") -> list[str]:
+        """That run it at this moment, the first one first."""
+        names = self.ask("squeue", "--noheader", "--format=%N", f"--jobs={job.number}")
+        return self.ask("scontrol", "show", "hostnames", names).split() if names else []
+
+    def processes(self) -> list[str]:
+        """Command lines of all that runs on the nodes, SLURM's own aside."""
+        found = []
+        for node in (self.folder / "nodes").read_text().split():
+            for pid in subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True).stdout.split():
+                try:
+                    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                except OSError:  # it has ended meanwhile
+                    continue
+                if line and Path(line.split()[0].rstrip(":")).name not in SLURMS_OWN:
+                    found.append(f"{node}: {line}")
+        return found
+
+    def cancel_all(self) -> None:
+        """Leave no job."""
+        self.ask("scancel", "--user=root")
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job that was submitted."""
+
+    cluster: Cluster
+    number: str
+    folder: Path
+
+    @property
+    def said(self) -> str:
+        """All output so far."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob(f"adl-dist-{self.number}*.out")))
+
+    @property
+    def state(self) -> str:
+        """Of the job, or of the tasks of an array, in one word each."""
+        shown = self.cluster.ask("scontrol", "--oneliner", "show", "job", self.number)
+        return " ".join(word.removeprefix("JobState=") for word in shown.split() if word.startswith("JobState="))
+
+    @property
+    def starts(self) -> int:
+        """How often the script has begun."""
+        return self.said.count(f"slurm.sbatch: job {self.number}, start ")
+
+    def signal(self, *words: str) -> None:
+        """``scancel --signal=USR1 JOB``."""
+        self.cluster.ask("scancel", "--signal=USR1", *words, self.number)
+
+    def wait_for(self, what: str, condition: Callable[[], bool], *, seconds: float = 240) -> None:
+        """Wait, while it is not over, for ``condition``, which ``what`` describes."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s; {self.state}\n{self.said}"
+            assert not self._is_over, f"{self.state} before {what}\n{self.said}"
+            time.sleep(0.1)
+
+    def finish(self, *, seconds: float = 240) -> None:
+        """Wait for the end, which must be a good one."""
+        deadline = time.monotonic() + seconds
+        while not self._is_over:
+            assert time.monotonic() < deadline, f"the end: not within {seconds} s; {self.state}\n{self.said}"
+            time.sleep(0.2)
+        assert set(self.state.split()) == {"COMPLETED"}, f"{self.state}\n{self.said}"
+
+    @property
+    def _is_over(self) -> bool:
+        return all(word in DONE for word in self.state.split())
+
+
+def saved(run_dir: Path) -> int:
+    """How many complete checkpoints there are."""
+    return len(checkpoint.complete(run_dir / "checkpoints")) if run_dir.is_dir() else 0
+
+
+def weights(run_dir: Path) -> dict[str, Tensor]:
+    """Parameters and buffers at the end of a run, by ``adl-dist export``."""
+    out = run_dir / "exported.pt"
+    done = as_command(
+        sys.executable, "-m", "adl_dist", "export", f"run_dir={run_dir}", f"out={out}", timeout_seconds=120
+    )
+    assert done.code == 0, done
+    state: dict[str, Tensor] = torch.load(out)
+    return state
+
+
+def assert_same_end(run_dir: Path, other: Path) -> None:
+    """The weights, running statistics and number of updates of both runs are the same, to the bit."""
+    assert newest_checkpoint(run_dir).name == newest_checkpoint(other).name
+    ours, theirs = weights(run_dir), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
