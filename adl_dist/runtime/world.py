@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.runtime.child import RENDEZVOUS_FOLDER
+from adl_dist.runtime.child import RENDEZVOUS_FOLDER, end_with_torchrun
 from adl_dist.runtime.process import cores_here, own_cores
 from adl_dist.transport.process import Edge, connect_edges
 
@@ -149,6 +149,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = choose_device(device_type)
     _stay_on_loopback(size)
+    end_with_torchrun()  # the command line has done so long ago, a user's own script has not
     try:
         store = _open_store(rank, size, timeout)
         if not dist.is_initialized():
