@@ -1,7 +1,7 @@
-"""Disturbs runs by seed: ``python -m tests.faults`` simulates 10,000 seeds, ``python -m tests.faults SEED`` replays one.
+"""Disturbs runs: ``python -m tests.faults`` simulates 10,000 seeds, ``python -m tests.faults SEED`` replays one.
 
-Exits 1 if a seed does not end with the weights of the undisturbed run, or with an error that nothing planted explains;
-its story is printed, and replaying the seed prints it again.
+Exits 1 if a run does not end as the undisturbed one does, or with an error that nothing planted explains. Its story is
+printed, and replaying the seed prints it again.
 """
 
 import argparse

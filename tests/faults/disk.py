@@ -117,23 +117,23 @@ class Disk:
             self._strike()
 
     def _changing(self, name: str, change: Callable[..., None]) -> Callable[..., None]:
-        def changed(path: Any, *arguments: Any, **options: Any) -> None:
+        def changed(path: Any, *arguments: Any, **options: Any) -> None:  # as those in os do
             told = os.fspath(path)
             # What is named relative to an open folder is being removed with it, and only checkpoints ever are.
             place = "checkpoints" if options.get("dir_fd") is not None else self._place(told)
             happens = partial(change, path, *arguments, **options)
             if not place or (name == "mkdir" and os.path.isdir(path)):  # which raises
-                return happens()
+                happens()
+                return
             if self._is_dead:
                 raise Died
-            if not self._strikes(place, Event(name, told.removeprefix(self._folder))):
-                return happens()
-            assert self._fault is not None
-            if self._fault.error is None and self._fault.share >= 0.5:
+            fault = self._fault if self._strikes(place, Event(name, told.removeprefix(self._folder))) else None
+            # To remove and to rename takes no room. The process may die before or after it.
+            has_room = fault is not None and fault.error == errno.ENOSPC and name != "mkdir"
+            if fault is None or has_room or (fault.error is None and fault.share >= 0.5):
                 happens()
-            if self._fault.error == errno.ENOSPC and name != "mkdir":  # for this there is always room
-                return happens()
-            self._strike()
+            if fault is not None and not has_room:
+                self._strike()
 
         return changed
 

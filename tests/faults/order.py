@@ -70,7 +70,9 @@ class Clock:
     ) -> int:
         def time(k: int) -> int:
             """When stage k can go on."""
-            ends = [begin + length for stage, begin, length in self._weather.pauses if stage == k and begin <= self._now]
+            ends = [
+                begin + length for stage, begin, length in self._weather.pauses if stage == k and begin <= self._now
+            ]
             action = streams[k][cursor[k]]
             if action.op in RECEIVES:
                 ends.append(arrivals[RECEIVES[action.op].what, k][0])
