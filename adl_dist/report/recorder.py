@@ -1,9 +1,7 @@
 """Writes every record once to metrics.jsonl and once to TensorBoard. One writer per run."""
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -30,7 +28,7 @@ class Recorder:
         if self._folder is None:
             return
         path = self._folder / METRICS
-        kept = [line for line, update in _lines(path) if update < from_update]
+        kept = [line for line in _lines(path) if json.loads(line)["update"] < from_update]
         unfinished = path.with_name(f".{METRICS}.saving")
         unfinished.write_text("".join(kept))
         os.replace(unfinished, path)
@@ -63,10 +61,9 @@ class Recorder:
             self._board.close()
 
 
-def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Every whole line with its update."""
-    for line in path.read_text().splitlines(keepends=True) if path.is_file() else []:
-        # A process that was killed leaves half a line at the end, a disk that failed one in the middle.
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if line.endswith("\n"):
-                yield line, json.loads(line)["update"]
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    # A process that was killed may have left half a line.
+    return [line for line in lines if line.endswith("\n")]

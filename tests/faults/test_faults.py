@@ -1,6 +1,5 @@
 """Runs that are killed, fail to save, and are started again: a few of the 10,000 seeds of ``make test-faults``."""
 
-import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
