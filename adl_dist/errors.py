@@ -5,12 +5,14 @@ AdlError
 ├── PartitionError    the model cannot be cut as asked
 ├── DataError         a dataset is missing, empty, too small, or holds what the loss cannot take
 ├── CheckpointError   a checkpoint or run folder is damaged, foreign or would be overwritten
+│   └── UnusableError    this checkpoint cannot be gone on from, an older one perhaps can
+├── SaveError         the last checkpoint of a run could not be written
 ├── DivergedError     the loss is not finite any more
 ├── ScheduleError     a list of actions cannot be carried out (a bug, never the user's fault)
 └── ChannelError      a peer sent something else, too late, or nothing at all
 
-The first five are the user's to mend and end a command with exit code 2. A ChannelError is a victim:
-its cause is in the peer's own log.
+ConfigError to CheckpointError and DivergedError are the user's to mend and end a command with exit code 2. A
+ChannelError is a victim: its cause is in the peer's own log.
 """
 
 
@@ -38,6 +40,16 @@ class DataError(AdlError, ValueError):
 
 class CheckpointError(AdlError, RuntimeError):
     """A checkpoint or run folder is damaged, foreign, or would be overwritten."""
+
+
+class UnusableError(CheckpointError):
+    """A checkpoint is damaged or of another model; an older one beside it may be good."""
+
+
+class SaveError(AdlError, RuntimeError):
+    """The last checkpoint of a run could not be written, and its weights with it."""
+
+    exit_code = 1
 
 
 class DivergedError(AdlError, ArithmeticError):

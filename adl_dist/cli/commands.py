@@ -17,7 +17,7 @@ from adl_dist.runtime.checkpoint import complete
 from adl_dist.runtime.child import is_restarted
 from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.launch import launch_local
-from adl_dist.runtime.run_folder import RunFolder, newest_checkpoint
+from adl_dist.runtime.run_folder import RunFolder, chosen_checkpoint
 from adl_dist.runtime.world import launched_rank, launched_world_size
 
 _setting_up = True  # until this rank meets the others, all ranks find the same errors
@@ -61,6 +61,8 @@ def train(words: list[str]) -> None:
         num_workers=config.data.get("num_workers", 0),
         checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
         keep_checkpoints=config.runtime.keep_checkpoints,
+        keep_best=config.runtime.keep_best,
+        async_save=config.runtime.async_save,
         tensorboard=config.runtime.tensorboard,
         trace=config.runtime.trace,
         memory=config.runtime.memory,
@@ -74,7 +76,7 @@ def evaluate(words: list[str]) -> None:
     """``adl-dist evaluate``: a checkpoint, uncut, in this process."""
     options = simple_options(words, command="evaluate", required={"run_dir": "runs/NAME"}, optional=["checkpoint"])
     config = known_run(Path(options["run_dir"]))
-    path = newest_checkpoint(Path(options.get("checkpoint") or options["run_dir"]))
+    path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
     trainer = build.trainer(config, num_stages=1, processes=False)
     trainer.load_checkpoint(path)
     _, val_data = build.build_data(config)
@@ -95,7 +97,7 @@ def export(words: list[str]) -> None:
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
     config = known_run(Path(options["run_dir"]))
-    path = newest_checkpoint(Path(options.get("checkpoint") or options["run_dir"]))
+    path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
     trainer = build.trainer(config, num_stages=1, processes=False)
     trainer.load_checkpoint(path)
     state = trainer.full_state_dict()

@@ -127,6 +127,8 @@ class RuntimeConfig:
     max_restarts: int = 0
     checkpoint_every_epochs: int = 1
     keep_checkpoints: int = 2
+    keep_best: bool = False
+    async_save: bool = True
     tensorboard: bool = True
     trace: bool = False
     memory: bool = False

@@ -1,9 +1,13 @@
 """Writes every record once to metrics.jsonl and once to TensorBoard. One writer per run."""
 
+import contextlib
+import io
 import json
 import os
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
+
+from adl_dist.report.warning import warn
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -14,13 +18,15 @@ METRICS = "metrics.jsonl"
 class Recorder:
     """Takes records ``{"name", "value", "unit"?, "stage"?, "update", "epoch", ...}``.
 
-    What belongs to a whole epoch carries the index of its last update.
+    What belongs to a whole epoch carries the index of its last update. A disk that fails costs records, never the run.
     """
 
     def __init__(self, folder: Path | None, *, tensorboard: bool = True) -> None:
         """Write into ``folder``, or nowhere if it is None."""
         self._folder, self._wants_tensorboard = folder, tensorboard
-        self._file: IO[str] | None = None
+        self._file: io.FileIO | None = None
+        self._size = 0  # of the file, in whole lines
+        self._is_failing = False
         self._board: SummaryWriter | None = None
 
     def start(self, *, from_update: int) -> None:
@@ -28,42 +34,89 @@ class Recorder:
         if self._folder is None:
             return
         path = self._folder / METRICS
-        kept = [line for line in _lines(path) if json.loads(line)["update"] < from_update]
+        kept = [line for line in _lines(path) if _update_of(line) < from_update]
         unfinished = path.with_name(f".{METRICS}.saving")
-        unfinished.write_text("".join(kept))
-        os.replace(unfinished, path)
-        self._file = path.open("a")
+        try:
+            unfinished.write_bytes(b"".join(kept))
+            os.replace(unfinished, path)
+            self._file = io.FileIO(path, "a")
+            self._size = sum(len(line) for line in kept)
+        except OSError as error:
+            warn(f"{path} cannot be written ({error.strerror}); training goes on without records")
+            return
         if self._wants_tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # imported late: it costs a second
 
-            self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=from_update)
+            try:
+                self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=from_update)
+            except OSError as error:
+                self._give_up_board(error)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            self._append(self._file, json.dumps(record).encode() + b"\n")
         if self._board is not None:
             per_stage = record["name"].startswith("stage/")
             tag = f"{record['name']}/{record['stage']}" if per_stage else record["name"]
-            self._board.add_scalar(tag, record["value"], record["update"])
+            try:
+                self._board.add_scalar(tag, record["value"], record["update"])
+            except OSError as error:  # met by the thread that writes, told at the next call
+                self._give_up_board(error)
 
     def flush(self) -> None:
-        """Hand everything written so far to the operating system."""
+        """Have everything written so far on disk."""
+        with contextlib.suppress(OSError):  # told when it was written
+            if self._file is not None:
+                os.fsync(self._file.fileno())
         if self._board is not None:
-            self._board.flush()
+            try:
+                self._board.flush()
+            except OSError as error:
+                self._give_up_board(error)
 
     def close(self) -> None:
         """Close the files."""
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+            if self._board is not None:
+                self._board.close()
+
+    def _append(self, file: io.FileIO, line: bytes) -> None:
+        """Append a line whole or not at all."""
+        try:
+            written = file.write(line)
+            if written != len(line):
+                raise OSError(0, "the disk is full")
+            self._size += len(line)
+            self._is_failing = False
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                file.truncate(self._size)
+            if not self._is_failing:
+                self._is_failing = True
+                warn(f"{file.name!s} cannot be written ({error.strerror}); records are lost until it can")
+
+    def _give_up_board(self, error: OSError) -> None:
+        warn(f"TensorBoard's file cannot be written ({error.strerror}); the run goes on without it")
+        board, self._board = self._board, None
+        if board is not None:
+            with contextlib.suppress(OSError):
+                board.close()
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> list[bytes]:
     if not path.is_file():
         return []
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True)
     # A process that was killed may have left half a line.
-    return [line for line in lines if line.endswith("\n")]
+    return [line for line in lines if line.endswith(b"\n")]
+
+
+def _update_of(line: bytes) -> float:
+    """Of a record; infinite if it cannot be read, as after a power failure."""
+    try:
+        return int(json.loads(line)["update"])
+    except (ValueError, TypeError, KeyError):
+        return float("inf")

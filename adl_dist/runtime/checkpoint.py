@@ -1,89 +1,64 @@
-"""Checkpoints of a drained pipeline: torch.distributed.checkpoint files under the uncut model's own names.
+"""Checkpoints as files: complete or not there, and checked by content before anything goes on from them.
 
-    checkpoints/update-00000042/    complete, or not there: it appears by one rename
-        manifest.json               position, metrics, and the size of every file
-        .metadata  __0_0.distcp ... what torch.distributed.checkpoint writes
-    checkpoints/.saving-...         unfinished (.removing-...: half removed); gone at the next start
+    checkpoints/update-00000042/     complete: it appears by one rename
+        manifest.json                position, metrics, size and SHA-256 of every file, and a SHA-256 of itself
+        .metadata  __0_0.distcp ...  what torch.distributed.checkpoint writes; one file of tensors for each process
+    checkpoints/.saving-...          unfinished (.removing-...: half removed); gone at the next start
+    checkpoints/rejected-update-...  damaged, and passed over for an older one; kept for whoever wants to look
 
-How the model was cut leaves no trace in the tensors' names, see :mod:`adl_dist.runtime.stage_state`; the manifest tells
-it. Learning rates are not stored: a schedule is a function of the update index and of the cut in use.
+What the tensors are is the matter of :mod:`adl_dist.runtime.checkpoint_tensors`.
 """
 
+import hashlib
+import io
 import json
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.nn.parameter import is_lazy
+from typing_extensions import Buffer
 
-from adl_dist.errors import ChannelError, CheckpointError, ConfigError
-from adl_dist.runtime import stage_state
-from adl_dist.stage import Stage
+from adl_dist.errors import CheckpointError, UnusableError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 # Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
 # "of" is what the position refers to: sizes of data and batches, length of the run, optimizer; and the cut.
-FIELDS = {"format": int, "update": int, "epochs": int, "sample": int, "metrics": dict, "of": dict, "files": dict}
+FIELDS = {"update": int, "epochs": int, "sample": int, "metrics": dict, "of": dict, "files": dict}
 
-Signature = dict[str, list[int]]
-
-
-def signature(model: nn.Module) -> Signature:
-    """Names and shapes of all parameters and buffers of the uncut model.
-
-    Raises:
-        ConfigError: its state holds something that is no tensor.
-    """
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        raise ConfigError(f"{lazy[0]} of the model has no shape yet; run the model on one batch before handing it over")
-    state = model.state_dict()
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"{name} of the model's state is a {type(value).__name__}, no tensor, and cannot be saved"
-            )
-    return {name: list(tensor.shape) for name, tensor in state.items()}
+Told = dict[str, Any]  # of one file: {"bytes", "sha256"}
 
 
-def save(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
-    """Write the state of this process's stages; every process calls it with the same unfinished ``path``."""
-    state = {key: value for stage in stages for key, value in stage_state.saved(stage).items()}
-    with _explained(path, distributed=distributed):
-        dcp.save(state, checkpoint_id=path, no_dist=not distributed)
+class HashedFile(io.BufferedWriter):
+    """A new file that knows what was written to it, and is on disk once it is closed."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "x"))
+        self._hash, self._size = hashlib.sha256(), 0
 
-def load(path: Path, stages: Iterable[Stage], *, distributed: bool) -> None:
-    """Read the state of this process's stages from a complete checkpoint, whatever cut wrote it.
+    def write(self, data: Buffer, /) -> int:
+        """Write all of ``data``."""
+        size = super().write(data)
+        self._hash.update(data)
+        self._size += size
+        return size
 
-    Raises:
-        CheckpointError: it cannot be read, or holds local losses that do not fit.
-        ChannelError: another rank has found so.
-    """
-    stages = list(stages)
-    stored = _stored(path)
-    state = stage_state.wanted(stages, stored)
-    planner = _Planner(lambda: stage_state.check_heads(path, stages, stored))
-    with _explained(path, distributed=distributed):
-        dcp.load(state, checkpoint_id=path, planner=planner, no_dist=not distributed)
-    stage_state.restore_optimizers(stages, state)
+    def close(self) -> None:
+        """Close it when its content has reached the disk."""
+        if self.closed:
+            return
+        try:
+            self.flush()
+            os.fsync(self.fileno())
+        finally:
+            super().close()
 
-
-def load_weights(path: Path, module: nn.Module) -> None:
-    """Read parameters and buffers of a model, or of a part of it, from a complete checkpoint."""
-    state = {f"model.{name}": tensor for name, tensor in module.state_dict().items()}
-    with _explained(path, distributed=False):
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+    @property
+    def told(self) -> Told:
+        """Size and checksum of what was written."""
+        return {"bytes": self._size, "sha256": self._hash.hexdigest()}
 
 
 def begin(folder: Path, update: int) -> Path:
@@ -94,34 +69,77 @@ def begin(folder: Path, update: int) -> Path:
     return path
 
 
-def commit(path: Path, manifest: Mapping[str, Any], *, keep: int) -> Path:
-    """Turn an unfinished checkpoint into a complete one by one rename, and drop all but the newest ``keep``."""
-    files = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
-    told = {"format": FORMAT, **manifest, "files": files}
-    with (path / MANIFEST).open("w") as out:
-        json.dump(told, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
+def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Told]) -> Path:
+    """Turn an unfinished checkpoint into a complete one by one rename.
+
+    Args:
+        path: from :func:`begin`, with all files in it.
+        manifest: position and metrics.
+        files: what the process that wrote a file knows of it.
+
+    Raises:
+        OSError: it could not be, and no complete checkpoint has changed.
+    """
+    for name, told in files.items():
+        if (there := _size(path / name)) != told["bytes"]:
+            raise OSError(
+                f"{path / name} should hold {told['bytes']} bytes, found {there}; run_dir must lie on a file system "
+                "that all nodes share"
+            )
+    text = {"format": FORMAT, **manifest, "files": dict(files)}
+    with HashedFile(path / MANIFEST) as out:
+        out.write(json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode())
+    _sync_folder(path)
     final = path.with_name(f"update-{manifest['update']:08d}")
-    if final.exists():  # the same update, saved by an attempt whose successor started before it
-        _remove(final)
+    if final.exists():
+        # Saved before, at the same place of the same run. A good one is never exchanged, since that takes two renames.
+        try:
+            verify(final)
+            shutil.rmtree(path)
+            return final
+        except UnusableError:
+            reject(final)
     path.rename(final)
     _sync_folder(final.parent)
-    for old in complete(final.parent)[:-keep]:
-        _remove(old)
     return final
-
-
-def _remove(path: Path) -> None:
-    """Remove a complete checkpoint: gone by one rename, as it came, so no reader finds half of it."""
-    going = path.with_name(f".removing-{path.name}")
-    path.rename(going)
-    shutil.rmtree(going)
 
 
 def complete(folder: Path) -> list[Path]:
     """All complete checkpoints in a ``checkpoints`` folder, oldest first."""
     return sorted(path for path in folder.glob("update-*") if path.is_dir())
+
+
+def prune(folder: Path, *, keep: int, keep_best: bool) -> None:
+    """Remove all complete checkpoints but the newest ``keep`` and, if asked to, the best one."""
+    saved = complete(folder)
+    best = best_of(saved) if keep_best else None
+    for path in saved[:-keep]:
+        if path != best:
+            # Gone by one rename, as it came, so no reader finds half of it.
+            going = path.with_name(f".removing-{path.name}")
+            path.rename(going)
+            shutil.rmtree(going)
+
+
+def best_of(saved: Sequence[Path]) -> Path | None:
+    """The one with the highest validation accuracy or, where there is none, the lowest loss; the newest of equals."""
+    scores = {}
+    for path in saved:
+        try:
+            metrics = read_manifest(path)["metrics"]
+        except (CheckpointError, OSError):  # damaged, or gone meanwhile
+            continue
+        if "validation_loss" in metrics:
+            scores[path] = metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
+    return max(scores, key=lambda path: (scores[path], path.name), default=None)
+
+
+def reject(path: Path) -> Path:
+    """Move a checkpoint out of the way, so that nothing takes it for a good one, and keep it."""
+    aside = path.with_name(f"rejected-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    return aside
 
 
 def clean(folder: Path) -> None:
@@ -131,100 +149,104 @@ def clean(folder: Path) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read and check a checkpoint's manifest.
+    """Read a checkpoint's manifest and compare it with itself and with the sizes of the files.
 
     Raises:
-        CheckpointError: not a checkpoint, a damaged one, or one of a newer format.
+        UnusableError: damaged.
+        CheckpointError: not a checkpoint, or one of another format.
     """
     file = path / MANIFEST
     if not file.is_file():
         if path in complete(path.parent):
-            raise _damaged(path, f"it has no {MANIFEST}")
+            raise damaged(path, f"it has no {MANIFEST}")
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {MANIFEST}; expected a folder like "
             "runs/NAME/checkpoints/update-00000042"
         )
     try:
-        manifest = dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
-        raise _damaged(path, f"its {MANIFEST} cannot be read ({error})") from None
+        manifest = dict(json.loads(file.read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise damaged(path, f"its {MANIFEST} cannot be read ({error})") from None
+    expected = manifest.pop("sha256", None)
+    is_as_written = expected is None or _checksum(manifest) == expected  # that of format 1 has none
+    if manifest.get("format") != FORMAT and is_as_written:
+        raise CheckpointError(
+            f"{path} has format {manifest.get('format')}; this version of adl_dist reads format {FORMAT}: use the "
+            "version that wrote it"
+        )
     for name, kind in FIELDS.items():
         if type(manifest.get(name)) is not kind:
             found = repr(manifest[name]) if name in manifest else "nothing"
-            raise _damaged(path, f"its {MANIFEST} should tell '{name}' as {kind.__name__}, found {found}")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {manifest['format']}; this version of adl_dist reads format {FORMAT}: use the version "
-            "that wrote it"
-        )
-    for name, size in manifest["files"].items():
-        there = (path / name).stat().st_size if (path / name).is_file() else "no such file"
-        if there != size:
-            raise _damaged(path, f"{name} should hold {size} bytes, found {there}")
+            raise damaged(path, f"its {MANIFEST} should tell '{name}' as {kind.__name__}, found {found}")
+    if expected is None or not is_as_written:
+        raise damaged(path, f"its {MANIFEST} does not have the checksum that it tells")
+    for name, told in manifest["files"].items():
+        if Path(name).name != name:
+            raise damaged(path, f"its {MANIFEST} names a file elsewhere, {name}")
+        if (there := _size(path / name)) != told["bytes"]:
+            raise damaged(path, f"{name} should hold {told['bytes']} bytes, found {there}")
     return manifest
 
 
-def check_signature(path: Path, expected: Signature) -> None:
-    """Refuse a checkpoint of another model.
+def newest_whole(saved: Sequence[Path]) -> Path:
+    """The newest of ``saved`` whose manifest and sizes are in order, without reading it.
+
+    Args:
+        saved: complete checkpoints, oldest first; at least one.
 
     Raises:
-        CheckpointError: names the first parameter or buffer that differs.
+        UnusableError: of the newest, if none is.
+        CheckpointError: one is of another format.
     """
-    stored = _stored(path)
-    found = {k.removeprefix("model."): list(v.size) for k, v in stored.items() if k.startswith("model.")}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            here, there = expected.get(name, "missing"), found.get(name, "missing")
-            raise CheckpointError(
-                f"{path} is of another model: {name} is {here} in this model and {there} in the checkpoint; "
-                "use the run's own model= and data=, or another run_dir"
-            )
+    errors = []
+    for path in reversed(saved):
+        try:
+            read_manifest(path)
+            return path
+        except UnusableError as error:
+            errors.append(error)
+    raise errors[0]
 
 
-@contextmanager
-def _explained(path: Path, *, distributed: bool) -> Iterator[None]:
-    """Turn the failure of any rank into one readable error, on the rank that it is of."""
-    try:
-        with warnings.catch_warnings():
-            # With no_dist=True one process saves alone, which is what was asked for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as error:  # a BaseException, and it wraps whatever went wrong
-        rank = min(error.failures)
-        cause = error.failures[rank][0]
-        if distributed and rank != dist.get_rank():
-            raise ChannelError(f"{path}: rank {rank} could not read or write it; see what it says") from error
-        if isinstance(cause, CheckpointError):
-            raise cause from None
-        raise CheckpointError(
-            f"{path} cannot be read or written: rank {rank}: {type(cause).__name__}: {cause}; an older checkpoint "
-            "beside it, if there is one, is untouched"
-        ) from error
+def verify(path: Path) -> dict[str, Any]:
+    """Read all of a checkpoint and compare it with its checksums.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        UnusableError, CheckpointError: see :func:`read_manifest`.
+    """
+    manifest = read_manifest(path)
+    for name, told in manifest["files"].items():
+        try:
+            with (path / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
+        if found != told["sha256"]:
+            raise damaged(path, f"{name} should have the SHA-256 {told['sha256'][:12]}..., found {found[:12]}...")
+    return manifest
 
 
-def _stored(path: Path) -> dict[str, Any]:
-    try:
-        return dict(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-    except Exception as error:  # the reader unpickles, and a damaged pickle can raise anything
-        raise _damaged(path, f"its .metadata cannot be read ({type(error).__name__}: {error})") from None
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
+def damaged(path: Path, what: str) -> UnusableError:
+    """The error that says so, and how to go on."""
     others = [other.name for other in complete(path.parent) if other != path]
-    way_out = f"remove {path.name} to go on from {others[-1]}" if others else "start again with another run_dir"
-    return CheckpointError(f"{path} is damaged: {what}; {way_out}")
+    way_out = (
+        f"{others[-1]} beside it may be good: train takes the newest good one with resume=auto, evaluate and export "
+        f"take checkpoint={path.parent / others[-1]}"
+        if others
+        else "start again with another run_dir"
+    )
+    return UnusableError(f"{path} is damaged: {what}; {way_out}")
 
 
-class _Planner(dcp.DefaultLoadPlanner):
-    """Checks first, at a point where all ranks hear of a refusal: else the others would wait for this one."""
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
-    def __init__(self, check: Callable[[], None]) -> None:
-        super().__init__()
-        self._check = check
 
-    def create_local_plan(self) -> LoadPlan:
-        self._check()
-        return super().create_local_plan()
+def _size(path: Path) -> int | str:
+    return path.stat().st_size if path.is_file() else "no such file"
 
 
 def _sync_folder(folder: Path) -> None:

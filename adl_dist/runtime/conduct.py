@@ -8,6 +8,7 @@ import torch.futures
 
 from adl_dist.runtime.control import (
     COORDINATOR_RANK,
+    LAST_SAVE_SECONDS,
     Crew,
     LocalCrew,
     Record,
@@ -69,10 +70,10 @@ def _conduct_from_rank_0(
         result = serve(worker, world)
     except StageFailed:
         # The coordinator stopped everything: for an error of its own, or for that of another rank.
-        thread.join(timeout=5)
+        thread.join(timeout=5 + LAST_SAVE_SECONDS)
         raise errors[0] from None
     except BaseException:
-        thread.join(timeout=5)  # it tells the others; only then may this process hang up
+        thread.join(timeout=5 + LAST_SAVE_SECONDS)  # it tells the others; only then may this process hang up
         raise
     thread.join()
     return result

@@ -27,6 +27,7 @@ Result = dict[str, Any]
 COORDINATOR_RANK = 0
 REPORT_SECONDS = 0.2  # records travel in batches this far apart
 CAUSE_SECONDS = 1.0  # how long a victim's report waits for that of its cause
+LAST_SAVE_SECONDS = 60.0  # how long a run that ends with an error waits for the save that is under way
 
 _commands: "queue.SimpleQueue[str]" = queue.SimpleQueue()
 _reports: "queue.SimpleQueue[str]" = queue.SimpleQueue()
@@ -147,9 +148,14 @@ def serve(worker: Worker, world: World) -> Result:
             results = worker.execute(command["do"], arguments, outbox.add)
             outbox.report(results=results)
         except BaseException as error:
-            outbox.report_failure(error)
-            if isinstance(error, ChannelError) and (cause := _cause_heard()):
-                raise cause from None
+            heard = outbox.report_failure(error)
+            if isinstance(error, ChannelError):
+                if cause := _cause_heard():
+                    raise cause from None
+            elif heard and world.rank != COORDINATOR_RANK:
+                # The coordinator first lets a save end that is under way, and this process may be writing its part.
+                with contextlib.suppress(queue.Empty):
+                    _commands.get(timeout=LAST_SAVE_SECONDS)
             raise
 
 
@@ -188,8 +194,8 @@ class _Outbox:
         self._under_way = []
         self._send(message).wait()
 
-    def report_failure(self, error: BaseException) -> None:
-        """Tell the coordinator first-hand, before the peers fail for want of this stage."""
+    def report_failure(self, error: BaseException) -> bool:
+        """Tell the coordinator first-hand, before the peers fail for want of this stage; return whether it heard."""
         text = str(error)
         if not isinstance(error, AdlError):
             text = f"rank {self._world.rank}: {type(error).__name__}: {error}"
@@ -201,11 +207,13 @@ class _Outbox:
         }
         if self._world.rank == COORDINATOR_RANK:
             _reports.put(json.dumps({"rank": self._world.rank, **failure}))
-            return
+            return True
         try:
             self._send(failure).wait()
+            return True
         except RuntimeError:
             logger.warning("could not report the failure to the coordinator: it is gone")
+            return False
 
     def _send(self, message: dict[str, Any]) -> "torch.futures.Future[Any]":
         text = json.dumps({"rank": self._world.rank, "records": self._records, **message})

@@ -3,17 +3,18 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adl_dist.errors import CheckpointError, DivergedError
-from adl_dist.report import Progress, Recorder
-from adl_dist.runtime import checkpoint
-from adl_dist.runtime.control import Crew, Record, Result
+from adl_dist.errors import CheckpointError, DivergedError, SaveError
+from adl_dist.report import Progress, Recorder, warn
+from adl_dist.runtime import checkpoint, checkpoint_tensors
+from adl_dist.runtime.control import LAST_SAVE_SECONDS, Crew, Record, Result
 from adl_dist.runtime.length import Plan
 from adl_dist.runtime.run_folder import RunFolder
+from adl_dist.runtime.saving import Saver
 from adl_dist.runtime.trace_file import merge_parts
 
 logger = logging.getLogger("adl_dist")
@@ -30,8 +31,8 @@ class Saving:
     config: Mapping[str, Any]
     resume: str
     every_epochs: int
-    keep: int
-    signature: checkpoint.Signature
+    saver: Saver
+    signature: checkpoint_tensors.Signature
     optimizer: str
     cut: Mapping[str, Any]
     trace: bool = False
@@ -55,6 +56,15 @@ class Coordinator:
 
     def train(self) -> Result:
         """Run to the end and return the summary."""
+        try:
+            return self._train()
+        except BaseException as error:
+            if self._saving is not None:
+                # A process that is gone, which is what makes victims, will not write its part either.
+                self._saving.saver.wait(1.0 if getattr(error, "is_victim", False) else LAST_SAVE_SECONDS)
+            raise
+
+    def _train(self) -> Result:
         started, origin = time.monotonic(), time.perf_counter()
         self._resume()
         while not self._is_over:
@@ -83,9 +93,9 @@ class Coordinator:
     def _resume(self) -> None:
         path = None
         if self._saving is not None:
-            path = self._saving.folder.open(resume=self._saving.resume)
-            if path is not None:
-                self._go_on_from(path, self._saving)
+            candidates = self._saving.folder.open(resume=self._saving.resume)
+            if candidates:
+                path = self._go_on_from(candidates, self._saving)
             # Only now that all stages agree and the checkpoint has been read: a start that failed must not stand in
             # the way of the corrected command. A run that is over keeps the settings that it was made with.
             if not (self._is_over and self._saving.folder.is_claimed):
@@ -94,15 +104,17 @@ class Coordinator:
         if path is not None:
             self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
 
-    def _go_on_from(self, path: Path, saving: Saving) -> None:
-        manifest = checkpoint.read_manifest(path)
-        checkpoint.check_signature(path, saving.signature)
+    def _go_on_from(self, candidates: Sequence[Path], saving: Saving) -> Path:
+        path, manifest, rejected = checkpoint_tensors.newest_good(candidates, saving.signature)
         self._check_identity(path, manifest["of"])
         self._crew.call("load", path=str(path), update=manifest["update"])
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
         if not self._is_over:
             self._tell_of_another_cut(manifest["of"].get("cut", {}), saving.cut)
+        for bad, error in rejected:
+            warn(f"{error}; going on from {path.name}, {bad.name} is kept as {checkpoint.reject(bad).name}")
+        return path
 
     def _identity(self) -> dict[str, Any]:
         assert self._saving is not None
@@ -198,8 +210,6 @@ class Coordinator:
         if self._saving is None:
             return
         self._recorder.flush()  # what a checkpoint stands for must not be lost with the process
-        path = checkpoint.begin(self._saving.folder.checkpoints, self._update)
-        self._crew.call("save", path=str(path))
         manifest = {
             "update": self._update,
             "epochs": self._epoch,
@@ -207,8 +217,21 @@ class Coordinator:
             "metrics": self._metrics,
             "of": {**self._identity(), "cut": dict(self._saving.cut)},
         }
-        final = checkpoint.commit(path, manifest, keep=self._saving.keep)
-        logger.info("saved %s", final)
+        saver = self._saving.saver
+        self._finish_saving(saver)
+        saver.save(self._crew, manifest)
+        if self._is_over:
+            self._finish_saving(saver)
+            if saver.failure is not None:
+                raise SaveError(
+                    f"{saver.failure}; training is over, but its last weights are lost. Make room, or mend what is "
+                    "wrong; the same command goes on from the newest checkpoint"
+                )
+
+    def _finish_saving(self, saver: Saver) -> None:
+        saver.wait()
+        if saver.failure is not None:
+            self._record("checkpoint/failed", 1.0, reason=saver.failure)
 
     def _write_trace(self, run_dir: Path, origin: float) -> None:
         results = self._crew.call("write_trace", run_dir=str(run_dir), origin=origin)

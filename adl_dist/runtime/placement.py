@@ -20,7 +20,7 @@ from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut
 from adl_dist.partition.profile import Profile
 from adl_dist.runtime import agreement
-from adl_dist.runtime.checkpoint import signature
+from adl_dist.runtime.checkpoint_tensors import signature
 from adl_dist.runtime.feed import Feed
 from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.wiring import to_channels_last

@@ -4,6 +4,7 @@ import fcntl
 import json
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 
 from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.report import warn
 from adl_dist.runtime import checkpoint
 
 logger = logging.getLogger("adl_dist")
@@ -30,6 +32,7 @@ FREE_TO_CHANGE = {
     *("runtime.timeout_seconds", "runtime.max_restarts"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
+    *("runtime.keep_best", "runtime.async_save"),
     *("runtime.trace", "runtime.memory"),
     *CUT,
     *(f"partition.{name}" for name in CUT),
@@ -80,7 +83,8 @@ class RunFolder:
                     "over it; choose another run_dir to go on from there"
                 )
         elif saved:
-            checkpoint.read_manifest(saved[-1])
+            # The content is for rank 0 to read, once. But where nothing is even whole, all can know it at once.
+            checkpoint.newest_whole(saved)
 
     def _check_place(self) -> None:
         try:
@@ -93,11 +97,11 @@ class RunFolder:
                 "choose another run_dir"
             )
 
-    def open(self, *, resume: str) -> Path | None:
+    def open(self, *, resume: str) -> list[Path]:
         """Make the folder, keep others out, and say where to start from; on rank 0, after :meth:`check`.
 
         Returns:
-            The checkpoint to continue from, or None for a fresh start.
+            The checkpoints to continue from, the first of them that is good; none for a fresh start.
 
         Raises:
             ConfigError: the folder cannot be made, or another process is training there.
@@ -113,12 +117,21 @@ class RunFolder:
             ) from None
         checkpoint.clean(self.checkpoints)
         if resume in ("auto", "never"):
-            return next(reversed(checkpoint.complete(self.checkpoints)), None)
-        return Path(resume)
+            return checkpoint.complete(self.checkpoints)[::-1]
+        return [Path(resume)]
 
     def claim(self, config: Mapping[str, Any]) -> None:
-        """Write down whose run this is."""
-        _write(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
+        """Write down whose run this is.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        try:
+            _write(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir={self.path} cannot be written: {error.strerror}; make room, or choose another run_dir"
+            ) from error
 
     @property
     def is_claimed(self) -> bool:
@@ -132,8 +145,11 @@ class RunFolder:
             self._lock = None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write ``summary.json``, whole or not at all."""
-        _write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        """Write ``summary.json``, whole or not at all; a disk that fails now must not make the run a failed one."""
+        try:
+            _write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        except OSError as error:
+            warn(f"{self.path / SUMMARY} could not be written: {error.strerror}; the run itself is complete and saved")
 
     def _recognise(self, known: Path, config: Mapping[str, Any]) -> None:
         try:
@@ -155,13 +171,28 @@ class RunFolder:
             )
 
 
+class _LogFile(logging.FileHandler):
+    """A log that says once that it cannot be written, where logging itself would print a traceback for each line."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            self._failed = True
+            sys.stderr.write(f"adl-dist: warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
+
+
 def log_to(path: Path) -> None:
     """Send this process's log to a file of its own, and no longer to that of a run before."""
     make_folder(path.parent)
     for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
         logger.removeHandler(old)
         old.close()
-    handler = logging.FileHandler(path.resolve())
+    try:
+        handler = _LogFile(path.resolve())
+    except OSError as error:
+        warn(f"{path} cannot be written: {error.strerror}; this process writes no log")
+        return
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -180,12 +211,24 @@ def make_folder(path: Path) -> None:
         raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}; choose another run_dir") from None
 
 
-def newest_checkpoint(path: Path) -> Path:
-    """The checkpoint that ``path`` means: itself, or the newest of a run folder.
+def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
+    """The checkpoint that is wanted of a run.
+
+    Args:
+        run_dir: of the run.
+        wanted: ``best`` by validation; the path of one, or of another run; None: the newest.
 
     Raises:
         CheckpointError: there is none.
     """
+    if wanted == "best":
+        best = checkpoint.best_of(checkpoint.complete(run_dir / "checkpoints"))
+        if best is None:
+            raise CheckpointError(
+                f"checkpoint=best: {run_dir} holds no checkpoint with a validation loss; leave it away for the newest"
+            )
+        return best
+    path = Path(wanted or run_dir)
     if (path / checkpoint.MANIFEST).is_file():
         return path
     saved = checkpoint.complete(path / "checkpoints")

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.errors import ConfigError
 from adl_dist.report import Progress, Recorder
-from adl_dist.runtime import agreement, checkpoint, wiring
+from adl_dist.runtime import agreement, checkpoint, checkpoint_tensors, wiring
 from adl_dist.runtime.assembly import Job, LossFn, OptimizerFactory, assemble
 from adl_dist.runtime.conduct import conduct
 from adl_dist.runtime.control import Result
@@ -26,6 +26,7 @@ from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.placement import Placement
 from adl_dist.runtime.process import bound_to, keep_freed_memory, num_cores
 from adl_dist.runtime.run_folder import RunFolder, log_to
+from adl_dist.runtime.saving import Saver
 from adl_dist.runtime.trace import Tracer
 from adl_dist.runtime.worker import LocalWorker
 from adl_dist.runtime.world import (
@@ -180,6 +181,8 @@ class Trainer:
         num_workers: int = 0,
         checkpoint_every_epochs: int = 1,
         keep_checkpoints: int = 2,
+        keep_best: bool = False,
+        async_save: bool = True,
         tensorboard: bool = True,
         trace: bool = False,
         memory: bool = False,
@@ -201,6 +204,8 @@ class Trainer:
             num_workers: processes that load data; 0: the first stage loads between its actions.
             checkpoint_every_epochs: 0: only at the end.
             keep_checkpoints: how many of the newest to keep.
+            keep_best: keep besides the one with the best validation accuracy or, where there is none, loss.
+            async_save: train on while a checkpoint is being written; costs a copy of the state in host memory.
             tensorboard: write ``run_dir/tensorboard``.
             trace: write ``run_dir/trace.json``, what each stage did and when, and the shares of its time.
             memory: measure the most bytes of tensors that each stage's process held; slows the first updates.
@@ -215,6 +220,7 @@ class Trainer:
             ConfigError, DataError, CheckpointError: before training starts.
             DivergedError: the loss is not finite any more.
             StageFailed, ChannelError: another process failed.
+            SaveError: the last checkpoint could not be written.
         """
         steps, num_stages = self._job.method.micro_batches_per_update, self._job.num_stages
         micro_batch_size = check_lengths(epochs=epochs, max_updates=max_updates, batch_size=batch_size, steps=steps)
@@ -277,7 +283,7 @@ class Trainer:
                 config=told,
                 resume=resume,
                 every_epochs=checkpoint_every_epochs,
-                keep=keep_checkpoints,
+                saver=Saver(folder.checkpoints, keep=keep_checkpoints, keep_best=keep_best, background=async_save),
                 signature=self._job.placement.signature,
                 optimizer=type(self._job.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
                 cut={
@@ -354,10 +360,10 @@ class Trainer:
         Raises:
             CheckpointError: damaged, no checkpoint, or of another model.
         """
-        checkpoint.read_manifest(Path(path))
-        checkpoint.check_signature(Path(path), self._job.placement.signature)
+        checkpoint.verify(Path(path))
+        checkpoint_tensors.check_signature(Path(path), self._job.placement.signature)
         for module in self._job.placement.modules.values():
-            checkpoint.load_weights(Path(path), module)
+            checkpoint_tensors.load_weights(Path(path), module)
 
     def _join(self) -> World:
         if self._distributed:

@@ -15,10 +15,11 @@ import torch
 from adl_dist import engine
 from adl_dist.engine import Seat
 from adl_dist.optim import fast_forward
-from adl_dist.runtime import checkpoint
+from adl_dist.runtime import checkpoint_tensors
 from adl_dist.runtime.control import Record, Result
 from adl_dist.runtime.feed import Feed
 from adl_dist.runtime.memory import MemoryMeter
+from adl_dist.runtime.saving import PartWriter
 from adl_dist.runtime.trace import Tracer
 from adl_dist.runtime.trace_file import write_part
 from adl_dist.runtime.world import World
@@ -72,7 +73,9 @@ class LocalWorker:
             case "evaluate":
                 return self._evaluate(**arguments)
             case "save":
-                checkpoint.save(Path(arguments["path"]), self.stages, distributed=self.world.is_distributed)
+                state = checkpoint_tensors.state_of(self.stages)
+                PartWriter(self.world).write(Path(arguments.pop("path")), state, **arguments)
+                return [{"stage": stage.index, "rank": self.world.rank} for stage in self.stages]
             case "load":
                 self._load(**arguments)
             case "write_trace":
@@ -124,7 +127,7 @@ class LocalWorker:
         return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
 
     def _load(self, path: str, update: int) -> None:
-        checkpoint.load(Path(path), self.stages, distributed=self.world.is_distributed)
+        checkpoint_tensors.load(Path(path), self.stages)
         for stage in self.stages:
             stage.version = update
             if stage.lr_schedule is not None:

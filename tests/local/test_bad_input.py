@@ -497,7 +497,8 @@ DAMAGES = [
     ("__0_0.distcp", cut, ["__0_0.distcp should hold", "bytes, found"]),
     ("__0_0.distcp", lambda path: path.unlink(), ["__0_0.distcp should hold", "found no such file"]),
     (".metadata", cut, [".metadata should hold", "bytes, found"]),
-    (".metadata", garble, ["its .metadata cannot be read"]),
+    ("__0_0.distcp", garble, ["__0_0.distcp should have the SHA-256"]),
+    (".metadata", garble, [".metadata should have the SHA-256"]),
     ("manifest.json", cut, ["its manifest.json cannot be read"]),
     ("manifest.json", garble, ["its manifest.json cannot be read"]),
     ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
@@ -505,9 +506,13 @@ DAMAGES = [
     ("manifest.json", edited(update=None), ["its manifest.json", "'update'"]),
     ("manifest.json", edited(update="two"), ["its manifest.json", "update"]),
     ("manifest.json", edited(metrics=None), ["its manifest.json", "'metrics'"]),
+    ("manifest.json", edited(update=3), ["its manifest.json", "does not have the checksum"]),
+    ("manifest.json", edited(format=3), ["its manifest.json", "does not have the checksum"]),
+    ("manifest.json", edited(files={"../x": {}}), ["its manifest.json", "does not have the checksum"]),
 ]
-IDS = ["cut data", "no data", "cut metadata", "garbled metadata", "cut manifest", "garbled manifest", "empty manifest"]
-IDS += ["no manifest", "no update", "a word for the update", "no metrics"]
+IDS = ["cut data", "no data", "cut metadata", "garbled data", "garbled metadata", "cut manifest", "garbled manifest"]
+IDS += ["empty manifest", "no manifest", "no update", "a word for the update", "no metrics", "another update"]
+IDS += ["another format", "other files"]
 
 
 @pytest.mark.parametrize(("name", "damage", "parts"), DAMAGES, ids=IDS)
@@ -515,28 +520,37 @@ def test_a_damaged_checkpoint_is_told_with_what_is_wrong_and_how_to_go_on(name, 
     newest = run_dir / "checkpoints" / NEWEST
     damage(newest / name)
     out, before = tmp_path / "model.pt", snapshot(run_dir / "checkpoints")
-    parts = [f"{newest} is damaged", *parts, f"remove {NEWEST} to go on from {OLDER}"]
+    parts = [f"{newest} is damaged", *parts, f"{OLDER} beside it may be good", f"checkpoint={newest.parent / OLDER}"]
     train = words(run_dir, SMALL, "train.epochs=3")
-    for command in (train, [*train, f"resume={newest}"], ["evaluate", f"run_dir={run_dir}"]):
+    for command in ([*train, f"resume={newest}"], ["evaluate", f"run_dir={run_dir}"]):
         shows(refused(*command), parts)
     shows(refused("export", f"run_dir={run_dir}", f"out={out}"), parts)
     assert not out.exists()
     assert snapshot(run_dir / "checkpoints") == before
-    shutil.rmtree(newest)  # the way out that was told
-    assert in_process(*train).code == 0
+    assert in_process("evaluate", f"run_dir={run_dir}", f"checkpoint={newest.parent / OLDER}").code == 0
+    outcome = in_process(*train)
+    assert outcome.code == 0
+    shows(outcome.err, ["adl-dist: warning: ", *parts[:-2], f"going on from {OLDER}, {NEWEST} is kept as rejected-"])
+    assert outcome.err.count("\n") == 1
+    shows(outcome.out, [f"resumed from {newest.parent / OLDER}"])
+    assert {n.removeprefix("rejected-"): h for n, h in snapshot(newest.parent).items() if "rejected-" in n} == {
+        n: h for n, h in before.items() if n.startswith(NEWEST)
+    }
 
 
-def test_a_damaged_checkpoint_is_told_before_the_configuration_is_changed(run_dir):
-    cut(run_dir / "checkpoints" / NEWEST / "__0_0.distcp")
+@pytest.mark.parametrize("damage", [cut, garble])
+def test_where_no_checkpoint_is_good_nothing_is_changed(damage, run_dir):
+    for name in (NEWEST, OLDER):
+        damage(run_dir / "checkpoints" / name / "__0_0.distcp")
     before = snapshot(run_dir)
-    refused(*words(run_dir, SMALL, "train.epochs=3"))
+    shows(refused(*words(run_dir, SMALL, "train.epochs=3")), [NEWEST, "__0_0.distcp should h"])
     assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
 
 
 def test_a_checkpoint_of_a_newer_format_is_told_with_both_formats(run_dir):
-    edited(format=2)(run_dir / "checkpoints" / NEWEST / "manifest.json")
+    edited(format=3, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
     line = refused(*words(run_dir, SMALL, "train.epochs=3"))
-    shows(line, [NEWEST, "has format 2", "reads format 1"])
+    shows(line, [NEWEST, "has format 3", "reads format 2"])
 
 
 def test_a_checkpoint_of_another_model_is_told_with_the_first_difference(run_dir, foreign, tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import adl_dist
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optim.schedules import multistep
-from adl_dist.runtime import checkpoint
+from adl_dist.runtime import checkpoint, checkpoint_storage, checkpoint_tensors
 from adl_dist.stage import Stage
 from tests.support.commands import in_process, snapshot, words
 from tests.support.toys import FixedImages, batch_norm_net
@@ -193,9 +193,11 @@ def test_a_parameter_of_two_names_keeps_its_momentum_if_the_other_name_comes_fir
             stage.optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, momentum)}
         return stage
 
-    checkpoint.save(tmp_path, [stage("first", "second", momentum=3.0)], distributed=False)
+    state = checkpoint_tensors.state_of([stage("first", "second", momentum=3.0)])
+    checkpoint_storage.write(tmp_path, state, rank=0)
+    checkpoint_storage.join(tmp_path, [0])
     other = stage("second", "first", momentum=4.0)
-    checkpoint.load(tmp_path, [other], distributed=False)
+    checkpoint_tensors.load(tmp_path, [other])
     assert other.optimizer is not None
     buffers = [state["momentum_buffer"] for state in other.optimizer.state.values()]
     assert [buffer.unique().tolist() for buffer in buffers] == [[3.0], [3.0]]

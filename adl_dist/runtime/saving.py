@@ -1,0 +1,182 @@
+"""Saves while training goes on: each process writes its part, and rank 0 makes a checkpoint of all parts.
+
+A part is copied at once, where the pipeline is empty, and written by a thread of its own. What rank 0 needs to know of
+it travels by RPC; no thread but the main one issues data-plane communication. A save that fails is told and leaves
+nothing behind: training and the older checkpoints are worth more than it.
+"""
+
+import json
+import logging
+import queue
+import shutil
+import threading
+import uuid
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+from torch import Tensor
+
+from adl_dist.report import warn
+from adl_dist.runtime import checkpoint, checkpoint_storage
+from adl_dist.runtime.control import COORDINATOR_RANK, Crew
+from adl_dist.runtime.world import World, name_of
+
+logger = logging.getLogger("adl_dist")
+
+_parts: "queue.SimpleQueue[str]" = queue.SimpleQueue()
+
+
+def _take_part(message: str) -> None:
+    _parts.put(message)
+
+
+class PartWriter:
+    """Writes what this process has of a checkpoint, and tells rank 0 when it is there."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def write(self, path: Path, state: Mapping[str, Tensor], *, token: str, background: bool) -> None:
+        """Write ``state``; if in the background, copy it and return.
+
+        Args:
+            path: the unfinished checkpoint.
+            state: tensors of this process's stages, their own.
+            token: of this save.
+            background: whether ``state`` may change as soon as this returns.
+        """
+        if not background:
+            self._write(path, state, token)
+            return
+        copy = _copied(state)
+        threading.Thread(target=self._write, args=(path, copy, token), name="saving", daemon=True).start()
+
+    def _write(self, path: Path, state: Mapping[str, Tensor], token: str) -> None:
+        rank = self._world.rank
+        told: dict[str, Any] = {"token": token, "rank": rank}
+        try:
+            told["files"] = checkpoint_storage.write(path, state, rank=rank)
+        except Exception as error:  # torch wraps those of the disk in its own
+            logger.exception("%s could not be written", path)
+            told["failed"] = f"rank {rank}: {_reason(error)}"
+        message = json.dumps(told)
+        if rank == COORDINATOR_RANK:
+            _take_part(message)
+            return
+        try:
+            rpc.rpc_sync(name_of(COORDINATOR_RANK), _take_part, args=(message,))
+        except RuntimeError:
+            logger.warning("could not tell rank 0 that its part of %s is written: it is gone", path)
+
+
+class Saver:
+    """Rank 0's side: at most one save is under way, and it knows how the last one ended.
+
+    Attributes:
+        failure: why the last save failed; None: it did not.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, keep_best: bool, background: bool) -> None:
+        """Save into ``folder``.
+
+        Args:
+            folder: of checkpoints.
+            keep: how many of the newest.
+            keep_best: the best one besides.
+            background: go on before it is written.
+        """
+        self._folder, self._keep, self._keep_best, self._background = folder, keep, keep_best, background
+        self._thread: threading.Thread | None = None
+        self._saved: Path | None = None
+        self.failure: str | None = None
+
+    def save(self, crew: Crew, manifest: Mapping[str, Any]) -> None:
+        """Save what the stages hold now; wait for the save before."""
+        self.wait()
+        self._saved = self.failure = None
+        try:
+            path = checkpoint.begin(self._folder, manifest["update"])
+        except OSError as error:
+            self._fail(manifest, error)
+            return
+        token = uuid.uuid4().hex
+        results = crew.call("save", path=str(path), token=token, background=self._background)
+        ranks = {result["rank"] for result in results}
+        if self._background:
+            arguments = (path, manifest, ranks, token)
+            self._thread = threading.Thread(target=self._finish, args=arguments, name="committing", daemon=True)
+            self._thread.start()
+        else:
+            self._finish(path, manifest, ranks, token)
+
+    def wait(self, seconds: float | None = None) -> Path | None:
+        """Wait until no save is under way, at most so long.
+
+        Returns:
+            The checkpoint that the last one made; None: it failed, or there was none, or it is not done.
+        """
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._saved
+
+    def _finish(self, path: Path, manifest: Mapping[str, Any], ranks: Collection[int], token: str) -> None:
+        parts = _collected(ranks, token)  # of all, also if one failed: then nobody writes there any more
+        try:
+            if failed := [part["failed"] for part in parts if "failed" in part]:
+                raise OSError("; ".join(failed))
+            files = {name: told for part in parts for name, told in part["files"].items()}
+            files |= checkpoint_storage.join(path, ranks)
+            self._saved = checkpoint.commit(path, manifest, files)
+        except Exception as error:
+            logger.exception("%s could not be completed", path)
+            shutil.rmtree(path, ignore_errors=True)
+            self._fail(manifest, error)
+            return
+        logger.info("saved %s", self._saved)
+        try:
+            checkpoint.prune(self._folder, keep=self._keep, keep_best=self._keep_best)
+        except OSError as error:
+            warn(f"{self._folder}: an old checkpoint could not be removed: {_reason(error)}")
+
+    def _fail(self, manifest: Mapping[str, Any], error: BaseException) -> None:
+        self.failure = f"update {manifest['update']} could not be saved in {self._folder}: {_reason(error)}"
+        warn(f"{self.failure}; the checkpoints before it are untouched")
+
+
+def _collected(ranks: Collection[int], token: str) -> list[dict[str, Any]]:
+    parts: dict[int, dict[str, Any]] = {}
+    while len(parts) < len(ranks):
+        part = json.loads(_parts.get())
+        if part["token"] == token:  # not of a save that an error has cut off
+            parts[part["rank"]] = part
+    return [parts[rank] for rank in sorted(parts)]
+
+
+def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU, complete when this returns."""
+    copies = {}
+    device = None
+    for key, tensor in state.items():
+        tensor = tensor.detach()
+        if tensor.device.type == "cpu":
+            copies[key] = tensor.clone()
+        else:
+            device = tensor.device
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # which the GPU fills at full speed
+            copies[key] = host.copy_(tensor, non_blocking=True)
+    if device is not None:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def _reason(error: BaseException) -> str:
+    """What the operating system said, if it is the cause; else the error itself."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    told = cause or error
+    text = " ".join(str(told).split())
+    return text if isinstance(told, OSError) else f"{type(told).__name__}: {text}"

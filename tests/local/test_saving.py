@@ -1,0 +1,326 @@
+"""Saves in the background and saves that fail: what is there before stays, what is half made goes, training goes on."""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import resource
+import subprocess
+import threading
+import time
+
+import pytest
+import torch
+
+import adl_dist
+from adl_dist.report import Recorder
+from adl_dist.runtime import checkpoint
+from adl_dist.runtime.checkpoint import HashedFile
+from adl_dist.runtime.run_folder import chosen_checkpoint, log_to, logger
+from adl_dist.runtime.saving import Saver
+from tests.support.commands import in_process, snapshot, words
+from tests.support.runs import trainer_of
+from tests.support.saved import OneProcess, position, saved, state
+from tests.support.toys import FixedImages, batch_norm_net
+
+UPDATES = 2  # of an epoch: 8 samples by 4
+
+
+def fit(run_dir, *, epochs=3, dataset=None, **options):
+    """Train the toy net; return its weights."""
+    trainer = trainer_of(batch_norm_net())
+    trainer.fit(
+        dataset or FixedImages(8), epochs=epochs, batch_size=4, run_dir=run_dir, quiet=True, tensorboard=False,
+        **{"keep_checkpoints": 9, **options},
+    )  # fmt: skip
+    return trainer.full_state_dict()
+
+
+def names(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def full_after(monkeypatch, num_bytes):
+    """From now on the disk takes so many bytes more of checkpoints, and no more."""
+    write, left = HashedFile.write, [num_bytes]
+
+    def limited(file, data):
+        size = memoryview(data).nbytes
+        if size > left[0]:
+            write(file, bytes(memoryview(data).cast("B")[: left[0]]))
+            left[0] = 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= size
+        return write(file, data)
+
+    monkeypatch.setattr(HashedFile, "write", limited)
+
+
+# --- one save --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing_else(
+    background, tmp_path, monkeypatch, capfd
+):
+    """And the next save, for which there is room again, is complete."""
+    saver = Saver(tmp_path, keep=1, keep_best=False, background=background)
+    saver.save(OneProcess(state()), position(1))
+    assert saver.wait().name == "update-00000001"
+    before = snapshot(tmp_path)
+    needed = sum(file.stat().st_size for file in saver.wait().iterdir())
+    tried = range(0, 2 * needed, needed // 12)
+    failed = 0
+    for room in tried:
+        with monkeypatch.context() as patch:
+            full_after(patch, room)
+            saver.save(OneProcess(state(seed=room)), position(2))
+            path = saver.wait()
+        if path is not None:
+            break
+        failed += 1
+        assert "update 2 could not be saved" in saver.failure
+        assert "No space left on device" in saver.failure
+        assert snapshot(tmp_path) == before
+    assert failed >= 12, "a save takes the index twice"
+    assert [path.name for path in tmp_path.iterdir()] == ["update-00000002"]
+    checkpoint.verify(path)
+    assert capfd.readouterr().err.count("adl-dist: warning: update 2 could not be saved in") == failed
+
+
+def test_a_folder_that_has_gone_is_made_again_and_one_that_cannot_be_is_told(tmp_path, capfd):
+    folder = tmp_path / "run" / "checkpoints"
+    saver = Saver(folder, keep=1, keep_best=False, background=True)
+    saver.save(OneProcess(state()), position(1))
+    assert saver.wait() == folder / "update-00000001"
+    (tmp_path / "run").rename(tmp_path / "moved")
+    saver.save(OneProcess(state()), position(2))
+    assert saver.wait() == folder / "update-00000002"
+    (tmp_path / "run").rename(tmp_path / "moved again")
+    (tmp_path / "run").write_text("a file")
+    saver.save(OneProcess(state()), position(3))
+    assert (saver.wait(), "Not a directory" in saver.failure) == (None, True)
+    assert capfd.readouterr().err.count("warning") == 1
+
+
+def test_what_was_saved_before_at_the_same_update_is_replaced_only_if_it_is_damaged(tmp_path):
+    first = saved(tmp_path, 1)
+    before = snapshot(tmp_path)
+    saved(tmp_path, 1, state(seed=1))
+    assert snapshot(tmp_path) == before
+    (first / "__0_0.distcp").write_bytes(b"")
+    saved(tmp_path, 1, state(seed=1))
+    checkpoint.verify(first)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rejected-update-00000001", "update-00000001"]
+
+
+def test_the_newest_are_kept_and_if_asked_to_the_best_by_accuracy_else_by_loss(tmp_path):
+    accuracies = {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.7, 5: 0.6}
+    for update, accuracy in accuracies.items():
+        saved(tmp_path, update, validation_loss=1 / update, validation_accuracy=accuracy)
+    checkpoint.prune(tmp_path, keep=4, keep_best=True)
+    assert [path.name[-1] for path in checkpoint.complete(tmp_path)] == list("2345")
+    checkpoint.prune(tmp_path, keep=1, keep_best=True)
+    assert [path.name[-1] for path in checkpoint.complete(tmp_path)] == list("35"), "of equals the lower loss"
+    (tmp_path / "update-00000003" / "manifest.json").write_text("damaged")
+    checkpoint.prune(tmp_path, keep=1, keep_best=True)
+    assert [path.name[-1] for path in checkpoint.complete(tmp_path)] == ["5"]
+    for update, loss in ((6, 0.3), (7, 0.2), (8, 0.4)):
+        saved(tmp_path / "without classes", update, validation_loss=loss)
+    checkpoint.prune(tmp_path / "without classes", keep=1, keep_best=True)
+    assert [path.name[-1] for path in checkpoint.complete(tmp_path / "without classes")] == list("78")
+
+
+# --- while training --------------------------------------------------------------------------------------------------
+
+
+class SecondEpoch(FixedImages):
+    """Tells when its second epoch begins."""
+
+    def __init__(self):
+        super().__init__(8)
+        self.has_begun, self._num_served = threading.Event(), 0
+
+    def __getitem__(self, index):
+        self._num_served += 1
+        if self._num_served > 8:
+            self.has_begun.set()
+        return super().__getitem__(index)
+
+
+def test_training_goes_on_while_a_checkpoint_is_being_written_and_does_not_change_what_is_saved(tmp_path, monkeypatch):
+    fit(tmp_path / "foreground", async_save=False)
+    dataset, write, went_on = SecondEpoch(), HashedFile.write, []
+
+    def slowly(file, data):
+        if file.name.parent.name == f".saving-{UPDATES:08d}":
+            went_on.append(dataset.has_begun.wait(timeout=20))
+        return write(file, data)
+
+    monkeypatch.setattr(HashedFile, "write", slowly)
+    fit(tmp_path / "background", dataset=dataset)
+    assert went_on
+    assert all(went_on)
+    data = [f"checkpoints/update-{n * UPDATES:08d}/__0_0.distcp" for n in (1, 2, 3)]
+    foreground, background = (snapshot(tmp_path / name) for name in ("foreground", "background"))
+    assert [background[name] for name in data] == [foreground[name] for name in data]
+
+
+def test_a_save_that_fails_is_told_and_recorded_and_the_run_ends_as_if_nothing_had_been(tmp_path, monkeypatch, capfd):
+    expected = fit(None)
+    write = HashedFile.write
+
+    def refuses_the_second(file, data):
+        if file.name.parent.name == f".saving-{2 * UPDATES:08d}":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(file, data)
+
+    monkeypatch.setattr(HashedFile, "write", refuses_the_second)
+    got = fit(tmp_path)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert names(tmp_path) == ["update-00000002", "update-00000006"]
+    told = "update 4 could not be saved in .*: rank 0: .*Input/output error"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.search(f"adl-dist: warning: {told}.*; the checkpoints before it are untouched", line)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (reason,) = (record["reason"] for record in records if record["name"] == "checkpoint/failed")
+    assert re.search(told, reason)
+
+
+def test_a_run_whose_last_save_fails_says_so_and_goes_on_from_the_one_before(tmp_path, monkeypatch):
+    assert in_process(*words(tmp_path / "run")).code == 0
+    with monkeypatch.context() as patch:
+        full_after(patch, 1000)
+        outcome = in_process(*words(tmp_path / "run", "train.epochs=2"))
+    assert outcome.code == 1
+    warning, error = outcome.err.splitlines()
+    assert warning.startswith("adl-dist: warning: update 4 could not be saved in")
+    assert error.startswith("adl-dist: error: update 4 could not be saved in")
+    assert "No space left on device" in error
+    assert "the same command goes on from the newest checkpoint" in error
+    outcome = in_process(*words(tmp_path / "run", "train.epochs=2"))
+    assert (outcome.code, names(tmp_path / "run")) == (0, ["update-00000002", "update-00000004"])
+    assert "resumed from" in outcome.out
+
+
+def test_the_save_that_is_under_way_when_a_run_fails_is_completed(tmp_path, monkeypatch):
+    write = HashedFile.write
+    monkeypatch.setattr(HashedFile, "write", lambda file, data: (time.sleep(0.02), write(file, data))[1])
+
+    class Ends(FixedImages):
+        def __getitem__(self, index):
+            if names(tmp_path):
+                raise RuntimeError("the second epoch has no data")
+            return super().__getitem__(index)
+
+    with pytest.raises(adl_dist.AdlError, match="the second epoch has no data"):
+        fit(tmp_path, dataset=Ends(8))
+    assert names(tmp_path) == ["update-00000002"]
+
+
+def test_the_best_checkpoint_is_evaluated_by_name_and_is_not_the_newest(tmp_path):
+    run_dir = tmp_path / "run"
+    for update, loss in ((1, 0.5), (2, 0.7)):
+        saved(run_dir / "checkpoints", update, validation_loss=loss)
+    assert chosen_checkpoint(run_dir, "best").name == "update-00000001"
+    assert chosen_checkpoint(run_dir, None).name == "update-00000002"
+    saved(tmp_path / "blind" / "checkpoints", 1)
+    with pytest.raises(adl_dist.AdlError, match=r"checkpoint=best: .* no checkpoint with a validation loss"):
+        chosen_checkpoint(tmp_path / "blind", "best")
+
+
+# --- a real file system that is full ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+class Ballast(SecondEpoch):
+    """Fills the disk in its second epoch, and gives the room back in its third."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self._file = folder / "ballast"
+
+    def __getitem__(self, index):
+        image = super().__getitem__(index)
+        if self._num_served == 12:
+            with contextlib.suppress(OSError), self._file.open("wb", buffering=0) as out:
+                while out.write(bytes(512)):
+                    pass
+        if self._num_served == 20:
+            self._file.unlink()
+        return image
+
+
+def test_a_full_disk_costs_the_records_and_the_checkpoint_of_that_time_and_nothing_else(small_disk, capfd):
+    run_dir = small_disk / "run"
+    got, expected = fit(run_dir, dataset=Ballast(small_disk)), fit(None)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert names(run_dir) == ["update-00000002", "update-00000006"]
+    for path in checkpoint.complete(run_dir / "checkpoints"):
+        checkpoint.verify(path)
+    updates = [json.loads(line)["update"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert {0, 1, 5} <= set(updates)
+    told = capfd.readouterr().err
+    assert told.count("metrics.jsonl cannot be written (No space left on device)") == 1, told
+    assert told.count("update 4 could not be saved") == 1, told
+    assert "Traceback" not in told
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# TensorBoard's own thread ends with the error, which Python tells, and its caller hears of it at the next call.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_records_that_cannot_be_written_are_told_once_and_leave_no_half_line(tmp_path, small_files, monkeypatch):
+    warnings = []
+    monkeypatch.setattr("adl_dist.report.recorder.warn", warnings.append)
+    recorder = Recorder(tmp_path)
+    recorder.start(from_update=0)
+    for update in range(20):
+        small_files(150 if 2 < update < 15 else resource.RLIM_INFINITY)
+        recorder.write({"name": "train/loss", "value": 0.5, "update": update, "epoch": 0})
+        recorder.flush()
+    recorder.close()
+    written = [json.loads(line)["update"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert written == [0, 1, *range(15, 20)] or written == [0, 1, 2, *range(15, 20)]
+    assert [("metrics.jsonl" in text, "TensorBoard" in text) for text in warnings] in (
+        [(True, False), (False, True)],
+        [(False, True), (True, False)],
+    )
+
+
+def test_a_log_that_cannot_be_written_is_told_once_without_a_traceback(tmp_path, small_files, capfd):
+    log_to(tmp_path / "log")
+    try:
+        small_files(1000)  # standard error may be a file too
+        for _ in range(100):
+            logger.info("a line")
+        small_files(resource.RLIM_INFINITY)
+        assert capfd.readouterr().err.count("\n") == 1
+    finally:
+        log_to(tmp_path / "another log")
+
+
+def test_a_record_that_a_power_failure_garbled_is_dropped_at_the_next_start(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"update": 0}\n\0\0\0\n{"update": 1}\n[]\n{"upd')
+    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder.start(from_update=1)
+    recorder.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"update": 0}\n'

@@ -1,0 +1,95 @@
+"""Checkpoints of a few tensors, made without training, and what can happen to them."""
+
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adl_dist.runtime import checkpoint, checkpoint_storage
+from adl_dist.runtime.saving import PartWriter
+from adl_dist.runtime.world import World, single_process
+
+SIGNATURE = {"weight": [3, 4], "bias": [4], "num_batches_tracked": []}
+
+
+def state(seed: int = 0) -> dict[str, Tensor]:
+    """A model by SIGNATURE and its momentum."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "model.weight": torch.randn(3, 4, generator=random),
+        "model.bias": torch.randn(4, generator=random),
+        "model.num_batches_tracked": torch.tensor(seed),
+        "optimizer.weight.momentum_buffer": torch.randn(3, 4, generator=random),
+    }
+
+
+def position(update: int, **metrics: float) -> dict[str, Any]:
+    """What a manifest tells besides the files."""
+    return {"update": update, "epochs": 1, "sample": 0, "metrics": metrics, "of": {}}
+
+
+def saved(folder: Path, update: int, tensors: Mapping[str, Tensor] | None = None, **metrics: float) -> Path:
+    """A complete checkpoint of two ranks in ``folder``."""
+    path = checkpoint.begin(folder, update)
+    parts = [{}, {}]
+    for place, (name, tensor) in enumerate((tensors or state()).items()):
+        parts[place % 2][name] = tensor
+    files = {}
+    for rank, part in enumerate(parts):
+        files |= checkpoint_storage.write(path, part, rank=rank)
+    files |= checkpoint_storage.join(path, [0, 1])
+    return checkpoint.commit(path, position(update, **metrics), files)
+
+
+def resealed(path: Path, **files: bytes) -> Path:
+    """Replace files of a checkpoint, by their names without dots, and make all checksums right again."""
+    names = {file.name.replace(".", ""): file for file in path.iterdir()}
+    for name, content in files.items():
+        names[name].write_bytes(content)
+    manifest = json.loads((path / checkpoint.MANIFEST).read_bytes())
+    told = {}
+    for name in manifest["files"]:
+        content = (path / name).read_bytes()
+        (path / name).unlink()
+        with checkpoint.HashedFile(path / name) as out:
+            out.write(content)
+        told[name] = out.told
+    position = {key: manifest[key] for key in ("update", "epochs", "sample", "metrics", "of")}
+    moved = path.rename(path.with_name(".saving-again"))
+    (moved / checkpoint.MANIFEST).unlink()
+    return checkpoint.commit(moved, position, told)
+
+
+class Trap:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = str(file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self._file,)
+
+
+def index_of(path: Path) -> Any:
+    """The index of a checkpoint, to be changed and pickled again."""
+    return pickle.loads((path / checkpoint_storage.INDEX).read_bytes())
+
+
+class OneProcess:
+    """A crew of one process that holds ``tensors``."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._world: World = single_process(torch.device("cpu"))
+
+    def call(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Save, which is all that it is asked for."""
+        assert do == "save"
+        path = Path(arguments.pop("path"))
+        PartWriter(self._world).write(path, self._tensors, **arguments)
+        return [{"stage": 0, "rank": 0}]
