@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
+FileIO = io.FileIO  # the real one
 PLACES = ("checkpoints", "metrics", "others")
 
 
@@ -66,19 +67,20 @@ class Disk:
         events: all of them, by place.
         struck: the event at which the fault was planted, once it has come.
         failures: every error that it has raised.
+        is_dead: whether nothing reaches the disk any more.
     """
 
     def __init__(self, folder: Path, fault: DiskFault | None, die: Callable[[], Died]) -> None:
         """Take the ``fault``; ``die`` is called at the moment of death, and what it returns is raised."""
         self._folder, self._fault, self._die = f"{folder}{os.sep}", fault, die
-        self._is_dead = False
+        self.is_dead = False
         self.events: dict[str, list[Event]] = {place: [] for place in PLACES}
         self.struck: Event | None = None
         self.failures: list[OSError] = []
 
     def end(self) -> None:
         """Nothing reaches the disk any more."""
-        self._is_dead = True
+        self.is_dead = True
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -88,12 +90,13 @@ class Disk:
                 stack.enter_context(patch.object(module, "open", self._opening(io.open)))
             for name in ("rename", "replace", "unlink", "remove", "rmdir", "mkdir"):
                 stack.enter_context(patch.object(os, name, self._changing(name, getattr(os, name))))
+            stack.enter_context(patch.object(io, "FileIO", self._raw))
             stack.enter_context(patch.object(os, "fsync", self._sync))
             yield
 
     def write(self, path: str, data: memoryview, write: Callable[[memoryview], int]) -> int:
         """Have ``write`` put ``data`` into the file ``path``, or as much of it as arrives."""
-        if self._is_dead:
+        if self.is_dead:
             return len(data)  # some buffer is emptied while the process unwinds
         event = Event("write", path.removeprefix(self._folder), len(data))
         if not self._strikes(self._place(path), event):
@@ -111,13 +114,13 @@ class Disk:
         raise self.failures[-1]
 
     def _sync(self, descriptor: int) -> None:
-        if self._is_dead:
+        if self.is_dead:
             raise Died
         if self._strikes("checkpoints", Event("fsync", "")):
             self._strike()
 
     def _changing(self, name: str, change: Callable[..., None]) -> Callable[..., None]:
-        def changed(path: Any, *arguments: Any, **options: Any) -> None:  # as those in os do
+        def changed(path: Any, *arguments: Any, **options: Any) -> None:
             told = os.fspath(path)
             # What is named relative to an open folder is being removed with it, and only checkpoints ever are.
             place = "checkpoints" if options.get("dir_fd") is not None else self._place(told)
@@ -125,7 +128,7 @@ class Disk:
             if not place or (name == "mkdir" and os.path.isdir(path)):  # which raises
                 happens()
                 return
-            if self._is_dead:
+            if self.is_dead:
                 raise Died
             fault = self._fault if self._strikes(place, Event(name, told.removeprefix(self._folder))) else None
             # To remove and to rename takes no room. The process may die before or after it.
@@ -140,19 +143,29 @@ class Disk:
     def _opening(self, open_: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", buffering: int = -1, *arguments: Any, **options: Any) -> Any:
             path = "" if isinstance(file, int) else os.fspath(file)
-            if not (set(mode) & set("wax+")) or not self._place(str(path)):
+            if not self._is_written(str(path), mode):
                 return open_(file, mode, buffering, *arguments, **options)
-            if self._is_dead:
-                raise Died
-            if self._strikes(self._place(path), Event("open", path.removeprefix(self._folder))):
-                self._strike()
-            raw = _File(path, mode.replace("b", "").replace("t", ""), self)
+            raw = self._raw(path, mode.replace("b", "").replace("t", ""))
             if buffering == 0:
                 return raw
             buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
             return buffered if "b" in mode else io.TextIOWrapper(buffered, *arguments, **options)
 
         return opened
+
+    def _raw(self, file: Any, mode: str = "r", *arguments: Any, **options: Any) -> io.FileIO:
+        """Like ``io.FileIO``."""
+        path = "" if isinstance(file, int) else str(file)
+        if not self._is_written(path, mode):
+            return FileIO(file, mode, *arguments, **options)
+        if self.is_dead:
+            raise Died
+        if self._strikes(self._place(path), Event("open", path.removeprefix(self._folder))):
+            self._strike()
+        return _File(path, mode, self)
+
+    def _is_written(self, path: str, mode: str) -> bool:
+        return bool(set(mode) & set("wax+")) and bool(self._place(path))
 
     def _place(self, path: str) -> str:
         """Where ``path`` is, of ``PLACES``; nothing if that does not matter."""
@@ -173,7 +186,7 @@ class Disk:
         return self.struck is not None and fault.lasts
 
 
-class _File(io.FileIO):
+class _File(FileIO):
     """A file open for writing, below all of Python's buffers."""
 
     def __init__(self, path: str, mode: str, disk: Disk) -> None:
@@ -182,3 +195,6 @@ class _File(io.FileIO):
 
     def write(self, data: Any) -> int:
         return self._disk.write(self._path, memoryview(data).cast("B"), super().write)
+
+    def truncate(self, size: int | None = None) -> int:
+        return super().truncate(size) if not self._disk.is_dead else 0

@@ -121,6 +121,8 @@ def draw_job(number: int) -> Job:
         "epochs": epochs,
         "checkpoint_every_epochs": _one_of(rng, {1: 4, 2: 1, 0: 1}),
         "keep_checkpoints": rng.randint(1, 3),
+        "keep_best": rng.random() < 0.3,
+        "async_save": rng.random() < 0.5,
         "shuffle": rng.random() < 0.8,
     }
     if rng.random() < 0.2:

@@ -24,7 +24,7 @@ class Weather:
     Attributes:
         seed: of all that is drawn while it runs.
         share_late: of the messages that are held back.
-        most_late: for how long at most.
+        most_late: for how long at most; also for a thread in the background.
         pauses: (stage, from when, for how long) that a stage does nothing.
     """
 
@@ -68,11 +68,9 @@ class Clock:
         arrivals: dict[tuple[str, int], deque[int]],
         runnable: Sequence[int],
     ) -> int:
-        def time(k: int) -> int:
-            """When stage k can go on."""
-            ends = [
-                begin + length for stage, begin, length in self._weather.pauses if stage == k and begin <= self._now
-            ]
+        def time(k: int) -> int:  # when stage k can go on
+            pauses = [(begin, length) for stage, begin, length in self._weather.pauses if stage == k]
+            ends = [begin + length for begin, length in pauses if begin <= self._now]
             action = streams[k][cursor[k]]
             if action.op in RECEIVES:
                 ends.append(arrivals[RECEIVES[action.op].what, k][0])

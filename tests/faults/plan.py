@@ -34,18 +34,21 @@ class StepFault:
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """The newest checkpoint loses the end of one of its files.
+    """The newest checkpoint loses the end of one of its files, or has a bit of it flipped.
 
     Attributes:
         file: which, as a share of the list of them.
-        kept: share of its bytes.
+        place: where, as a share of its bytes.
+        flips: whether it is a bit.
     """
 
     file: float
-    kept: float
+    place: float
+    flips: bool
 
     def __str__(self) -> str:
-        return f"{self.kept:.0%} kept of a file of the newest checkpoint"
+        what = "a bit flipped" if self.flips else "all cut off"
+        return f"{what} after {self.place:.0%} of a file of the newest checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +79,14 @@ def draw_plan(seed: int, *, num_stages: int, num_events: Mapping[str, int]) -> l
             Attempt(
                 weather=_draw_weather(rng, num_stages),
                 fault=_draw_fault(rng, num_events) if start < num_faults else None,
-                damage=Damage(file=rng.random(), kept=rng.random()) if start and rng.random() < 0.2 else None,
+                damage=_draw_damage(rng) if start and rng.random() < 0.25 else None,
             )
         )
     return attempts
+
+
+def _draw_damage(rng: random.Random) -> Damage:
+    return Damage(file=rng.random(), place=rng.random(), flips=rng.random() < 0.5)
 
 
 def _draw_weather(rng: random.Random, num_stages: int) -> Weather:

@@ -1,15 +1,17 @@
 """One start of a run, as if it were a process of its own, with whatever was planted into it."""
 
+import io
 import shutil
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from adl_dist import Trainer, engine
 from adl_dist.engine import Seat
-from adl_dist.runtime import wiring, worker
+from adl_dist.runtime import saving, wiring, worker
 from adl_dist.schedule import Action
+from tests.faults.background import Background
 from tests.faults.disk import Died, Disk, DiskFault, Event
 from tests.faults.jobs import Job
 from tests.faults.order import Clock, WatchedChannel
@@ -25,6 +27,7 @@ class Process:
         fault = attempt.fault
         self._disk = Disk(run_dir, fault if isinstance(fault, DiskFault) else None, self._die)
         self._fatal_step: int | None = None
+        self._background = Background(seed=attempt.weather.seed, most_late=attempt.weather.most_late)
         self.is_dead = False
         self.num_steps = 0
 
@@ -37,6 +40,8 @@ class Process:
             stack.enter_context(patch.object(engine, "step", self._stepping(engine.step)))
             stack.enter_context(patch.object(worker, "replay", clock.replay))
             stack.enter_context(patch.object(wiring, "LocalChannel", WatchedChannel))
+            stack.enter_context(patch.object(saving, "threading", self._background.threading))
+            stack.enter_context(redirect_stderr(io.StringIO()))  # warnings
             stack.enter_context(self._disk.watched())
             return self._job.train(self._run_dir)
 
@@ -66,6 +71,7 @@ class Process:
         def stepped(action: Action, seat: Seat) -> None:
             if self.is_dead:
                 raise Died
+            self._background.tick()
             self.num_steps += 1
             if self.num_steps - 1 == self._fatal_step:
                 assert isinstance(self._attempt.fault, StepFault)
@@ -77,5 +83,6 @@ class Process:
     def _die(self) -> Died:
         self.is_dead = True
         self._disk.end()
+        self._background.end()
         shutil.copytree(self._run_dir, self._as_it_died)
         return Died()

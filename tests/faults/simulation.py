@@ -32,6 +32,7 @@ MOST_STARTS = 10
 CALM = Attempt(weather=Weather(seed=0))
 TIMINGS = ("train/samples_per_second", "stage/busy_share", "stage/peak_memory")  # the only values that may differ
 UNREADABLE = "unreadable"
+OF_FAILURES = (UNREADABLE, "checkpoint/failed")
 MEMORY = Path("/dev/shm")
 
 
@@ -78,6 +79,7 @@ def simulate(seed: int) -> Story:
     story = Story(seed, [f"seed {seed}: {job}"])
     total_updates = int(expected.checkpoints[-1].removeprefix("update-"))
     is_whole = True  # whether every checkpoint and every record must be there
+    spoilt: set[Path] = set()  # checkpoints that nobody should go on from
     with folder() as scratch:
         run_dir = scratch / "run"
         for start in range(MOST_STARTS):
@@ -95,6 +97,7 @@ def simulate(seed: int) -> Story:
             story.lines.append(f"  start {start + 1}: {attempt}")
             if damaged is not None:
                 is_whole = False
+                spoilt.add(damaged.parent)
                 story.struck.append("checkpoint damaged")
                 story.lines.append(f"    damaged: {damaged}")
             if process.struck:
@@ -103,12 +106,14 @@ def simulate(seed: int) -> Story:
             story.lines.append(f"    {'killed' if process.is_dead else repr(error) if error else 'ended'}")
             if process.is_dead:
                 process.bury()
+            elif error is None and process.disk_failures:
+                is_whole = False  # and whatever could not be written at the end is due at the next start
             elif error is None:
-                is_whole = is_whole and not process.disk_failures
                 story.wrong = _differences(end_of(trainer, run_dir), expected, run_dir, is_whole=is_whole)
                 break
-            elif damaged is not None and _is_refusal(error, damaged.parent):
-                shutil.rmtree(damaged.parent)  # as the message says
+            elif _is_refusal(error, run_dir) and not any(path not in spoilt for path in saved):
+                shutil.rmtree(run_dir)  # "start again with another run_dir"
+                spoilt.clear()
             elif not _is_due(error, process):
                 story.wrong = f"start {start + 1} ended with {error!r}, which nothing of what was planted explains"
                 break
@@ -174,7 +179,13 @@ def _damage(run_dir: Path, damage: Damage) -> Path | None:
         return None
     files = sorted(file for file in saved[-1].iterdir() if file.stat().st_size)
     file = files[int(damage.file * len(files))]
-    os.truncate(file, int(damage.kept * file.stat().st_size))
+    place = int(damage.place * file.stat().st_size)
+    if damage.flips:
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        file.write_bytes(content)
+    else:
+        os.truncate(file, place)
     return file
 
 
@@ -189,8 +200,11 @@ def _kind(attempt: Attempt) -> str:
     raise AssertionError("no fault struck")
 
 
-def _is_refusal(error: BaseException, path: Path) -> bool:
-    return isinstance(error, CheckpointError) and str(error).startswith(f"{path} is damaged: ")
+def _is_refusal(error: BaseException, run_dir: Path) -> bool:
+    """Whether ``error`` says that there is no good checkpoint, and what to do."""
+    told = str(error)
+    names = "is damaged: " in told and str(run_dir / "checkpoints") in told
+    return isinstance(error, CheckpointError) and names and told.endswith("start again with another run_dir")
 
 
 def _is_due(error: BaseException, process: Process) -> bool:
@@ -220,7 +234,7 @@ def _differences(end: End, expected: End, run_dir: Path, *, is_whole: bool) -> s
         wrong.append(f"checkpoints: {end.checkpoints} instead of {expected.checkpoints}")
     lost = [key for key in expected.values if key not in end.values]
     wrong += [f"metrics: {key} lost" for key in lost if is_whole]
-    there = {key: value for key, value in end.values.items() if is_whole or key[0] != UNREADABLE}
+    there = {key: value for key, value in end.values.items() if is_whole or key[0] not in OF_FAILURES}
     wrong += [f"metrics: {key}" for key, value in there.items() if expected.values.get(key) != value]
     for place in (run_dir, run_dir / "checkpoints"):
         wrong += [f"left behind: {path.name}" for path in place.glob(".*")]
