@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from adl_dist.errors import AdlError, ConfigError
-from adl_dist.runtime.child import end_with_launcher
+from adl_dist.runtime.child import end_with_launcher, end_with_torchrun
 
 USAGE = """\
 adl-dist COMMAND [KEY=VALUE ...]
@@ -42,6 +42,7 @@ logger.addHandler(logging.NullHandler())
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 done, 2 the user can mend it, 1 a peer or we failed, 75 stopped, 130 interrupted."""
     end_with_launcher()
+    end_with_torchrun()
     # Read when torch is loaded: its networking layers narrate, with stack traces, what they also raise.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if os.getcwd() not in sys.path and not sys.flags.safe_path:

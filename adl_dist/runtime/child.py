@@ -1,4 +1,4 @@
-"""What a rank owes to adl_dist's own launcher. No torch: it has to hold while torch is still being loaded."""
+"""What a rank owes to its launcher, ours or torchrun. No torch: it has to hold while torch is still being loaded."""
 
 import contextlib
 import ctypes
@@ -38,10 +38,24 @@ def end_with_launcher() -> None:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _end_with_parent()
         if os.getppid() != int(os.environ[LAUNCHER]):  # it died before we asked
             os.kill(os.getpid(), signal.SIGKILL)
     del os.environ[LAUNCHER]  # not meant for processes that this one starts
+
+
+def end_with_torchrun() -> None:
+    """Die (on Linux) if the torchrun that started this rank is killed.
+
+    Nothing else would end it: it needs its peers and no torchrun, and while it trains on alone, the same command finds
+    the run folder taken. (A torchrun that died before this was asked leaves a rank that finds no store and gives up.)
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ and sys.platform == "linux":
+        _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def is_restarted() -> bool:

@@ -374,9 +374,11 @@ class Trainer:
                     ),
                 )
             finally:
-                recorder.close()
-                if folder is not None:
-                    folder.close()
+                try:
+                    recorder.close()  # writes what is left, which a disk may refuse
+                finally:
+                    if folder is not None:
+                        folder.close()
 
     def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Result:
         """Evaluate the present weights on ``dataset``, every sample exactly once.

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from adl_dist.errors import AdlError, ChannelError, ConfigError
+from adl_dist.runtime.child import end_with_torchrun
 from adl_dist.runtime.interface import choose_interface
 from adl_dist.runtime.meeting import Meeting
 from adl_dist.runtime.process import cores_here, own_cores
@@ -163,6 +164,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     device = choose_device(device_type)
     choose_interface(size=size)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # who connects when he has something to say finds the door shut
+    end_with_torchrun()  # the command line has done so long ago, a user's own script has not
     try:
         meeting = Meeting(rank, size, timeout)
         if not dist.is_initialized():

@@ -274,6 +274,15 @@ def test_no_rank_outlives_a_launcher_that_was_killed_before_its_ranks_were_up(tm
 
 
 @needs_proc
+def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path: Path) -> None:
+    """One that did would train on alone, and keep the same command out of its folder."""
+    with held(tmp_path, start=(*TORCHRUN, "-m", "adl_dist")) as run:
+        run.wait_for_update(0)
+        run.send(signal.SIGKILL, rank=None)
+        run.wait_until_gone(seconds=GONE_SECONDS)
+
+
+@needs_proc
 def test_interrupted_while_its_ranks_start_a_run_leaves_one_line_and_no_process(tmp_path: Path) -> None:
     with held(tmp_path) as run:
         run.wait_for("ranks that load torch", lambda: run.ranks_with_library("libtorch_python") == {0, 1})

@@ -158,9 +158,11 @@ class Command:
 
     def wait_for_update(self, update: int, *, seconds: float = 60) -> None:
         """Wait until metrics.jsonl holds ``update`` or a later one."""
-        self.wait_for(
-            f"update {update}", lambda: any(r["update"] >= update for r in records(self.run_dir)), seconds=seconds
-        )
+
+        def there() -> bool:
+            return any(record["update"] >= update for record in records(self.run_dir))
+
+        self.wait_for(f"update {update}", there, seconds=seconds)
 
     def wait_until_gone(self, *, seconds: float) -> None:
         """Wait until none of its processes is left."""

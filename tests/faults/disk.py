@@ -1,0 +1,200 @@
+"""A disk that fails, or with which the process dies, at any byte and between any two operations.
+
+Every write, rename and removal below one folder goes through here, whoever asks for it: Python's own ``open`` and
+``os`` are replaced for as long as a simulated process lives. Logs are left alone: they are not part of a run's state.
+"""
+
+import builtins
+import errno
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+FileIO = io.FileIO  # the real one
+PLACES = ("checkpoints", "metrics", "others")
+
+
+class Died(BaseException):
+    """The simulated process has been killed; whatever runs after that is not part of it."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that changes the disk."""
+
+    what: str
+    name: str
+    size: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.name}" + (f" ({self.size} bytes)" if self.size else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskFault:
+    """What goes wrong at one event.
+
+    Attributes:
+        place: which events are counted, of ``PLACES``.
+        event: its number among them.
+        share: of the bytes of a write that still arrive; of another event whether it happens (0.5 and more) or not.
+        error: the errno of the failure; None: the process dies.
+        lasts: whether everything after it fails too.
+    """
+
+    place: str
+    event: int
+    share: float
+    error: int | None
+    lasts: bool = False
+
+    def __str__(self) -> str:
+        what = "the process is killed" if self.error is None else errno.errorcode[self.error]
+        more = " and ever after" if self.lasts else ""
+        return f"{what} at event {self.event} of {self.place}, {self.share:.0%} of it done{more}"
+
+
+class Disk:
+    """What happens below ``folder`` while :meth:`watched`.
+
+    Attributes:
+        events: all of them, by place.
+        struck: the event at which the fault was planted, once it has come.
+        failures: every error that it has raised.
+        is_dead: whether nothing reaches the disk any more.
+    """
+
+    def __init__(self, folder: Path, fault: DiskFault | None, die: Callable[[], Died]) -> None:
+        """Take the ``fault``; ``die`` is called at the moment of death, and what it returns is raised."""
+        self._folder, self._fault, self._die = f"{folder}{os.sep}", fault, die
+        self.is_dead = False
+        self.events: dict[str, list[Event]] = {place: [] for place in PLACES}
+        self.struck: Event | None = None
+        self.failures: list[OSError] = []
+
+    def end(self) -> None:
+        """Nothing reaches the disk any more."""
+        self.is_dead = True
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have all that this process writes go through here."""
+        with ExitStack() as stack:
+            for module in (builtins, io):
+                stack.enter_context(patch.object(module, "open", self._opening(io.open)))
+            for name in ("rename", "replace", "unlink", "remove", "rmdir", "mkdir"):
+                stack.enter_context(patch.object(os, name, self._changing(name, getattr(os, name))))
+            stack.enter_context(patch.object(io, "FileIO", self._raw))
+            stack.enter_context(patch.object(os, "fsync", self._sync))
+            yield
+
+    def write(self, path: str, data: memoryview, write: Callable[[memoryview], int]) -> int:
+        """Have ``write`` put ``data`` into the file ``path``, or as much of it as arrives."""
+        if self.is_dead:
+            return len(data)  # some buffer is emptied while the process unwinds
+        event = Event("write", path.removeprefix(self._folder), len(data))
+        if not self._strikes(self._place(path), event):
+            return write(data)
+        if event is self.struck:
+            assert self._fault is not None
+            write(data[: int(self._fault.share * len(data))])
+        return self._strike()
+
+    def _strike(self) -> NoReturn:
+        assert self._fault is not None
+        if self._fault.error is None:
+            raise self._die()
+        self.failures.append(OSError(self._fault.error, f"{os.strerror(self._fault.error)} (planted)"))
+        raise self.failures[-1]
+
+    def _sync(self, descriptor: int) -> None:
+        if self.is_dead:
+            raise Died
+        if self._strikes("checkpoints", Event("fsync", "")):
+            self._strike()
+
+    def _changing(self, name: str, change: Callable[..., None]) -> Callable[..., None]:
+        def changed(path: Any, *arguments: Any, **options: Any) -> None:
+            told = os.fspath(path)
+            # What is named relative to an open folder is being removed with it, and only checkpoints ever are.
+            place = "checkpoints" if options.get("dir_fd") is not None else self._place(told)
+            happens = partial(change, path, *arguments, **options)
+            if not place or (name == "mkdir" and os.path.isdir(path)):  # which raises
+                happens()
+                return
+            if self.is_dead:
+                raise Died
+            fault = self._fault if self._strikes(place, Event(name, told.removeprefix(self._folder))) else None
+            # To remove and to rename takes no room. The process may die before or after it.
+            has_room = fault is not None and fault.error == errno.ENOSPC and name != "mkdir"
+            if fault is None or has_room or (fault.error is None and fault.share >= 0.5):
+                happens()
+            if fault is not None and not has_room:
+                self._strike()
+
+        return changed
+
+    def _opening(self, open_: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, mode: str = "r", buffering: int = -1, *arguments: Any, **options: Any) -> Any:
+            path = "" if isinstance(file, int) else os.fspath(file)
+            if not self._is_written(str(path), mode):
+                return open_(file, mode, buffering, *arguments, **options)
+            raw = self._raw(path, mode.replace("b", "").replace("t", ""))
+            if buffering == 0:
+                return raw
+            buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return buffered if "b" in mode else io.TextIOWrapper(buffered, *arguments, **options)
+
+        return opened
+
+    def _raw(self, file: Any, mode: str = "r", *arguments: Any, **options: Any) -> io.FileIO:
+        """Like ``io.FileIO``."""
+        path = "" if isinstance(file, int) else str(file)
+        if not self._is_written(path, mode):
+            return FileIO(file, mode, *arguments, **options)
+        if self.is_dead:
+            raise Died
+        if self._strikes(self._place(path), Event("open", path.removeprefix(self._folder))):
+            self._strike()
+        return _File(path, mode, self)
+
+    def _is_written(self, path: str, mode: str) -> bool:
+        return bool(set(mode) & set("wax+")) and bool(self._place(path))
+
+    def _place(self, path: str) -> str:
+        """Where ``path`` is, of ``PLACES``; nothing if that does not matter."""
+        inside = path.removeprefix(self._folder)
+        if inside == path or inside.startswith("logs"):
+            return ""
+        return next((place for place in PLACES if inside.lstrip(".").startswith(place)), "others")
+
+    def _strikes(self, place: str, event: Event) -> bool:
+        """Count ``event``; return whether it is to go wrong."""
+        self.events[place].append(event)
+        fault = self._fault
+        if fault is None:
+            return False
+        if self.struck is None and fault.place == place and fault.event == len(self.events[place]) - 1:
+            self.struck = event
+            return True
+        return self.struck is not None and fault.lasts
+
+
+class _File(FileIO):
+    """A file open for writing, below all of Python's buffers."""
+
+    def __init__(self, path: str, mode: str, disk: Disk) -> None:
+        super().__init__(path, mode)
+        self._path, self._disk = path, disk
+
+    def write(self, data: Any) -> int:
+        return self._disk.write(self._path, memoryview(data).cast("B"), super().write)
+
+    def truncate(self, size: int | None = None) -> int:
+        return super().truncate(size) if not self._disk.is_dead else 0

@@ -1,0 +1,75 @@
+"""Runs that are killed, fail to save, and are started again: a few of the 10,000 seeds of ``make test-faults``."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from adl_dist.optim import fast_forward
+from adl_dist.report import recorder
+from adl_dist.runtime import checkpoint, stage_state, worker
+from tests.faults.simulation import simulate
+
+SEEDS = 100
+ENOUGH = 60  # seeds, to find any bug that is planted below
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 10))
+def test_a_run_that_was_disturbed_ends_as_the_undisturbed_one_or_with_an_error_that_says_why(first: int) -> None:
+    for seed in range(first, first + 10):
+        story = simulate(seed)
+        assert not story.wrong, "\n".join(story.lines)
+
+
+def test_a_seed_tells_the_same_story_twice() -> None:
+    first, second = simulate(3), simulate(3)
+    assert [anonymous(line) for line in first.lines] == [anonymous(line) for line in second.lines]
+    assert len(first.lines) > 3
+
+
+def anonymous(line: str) -> str:
+    """Without the name of the temporary folder."""
+    return " ".join(word for word in line.split() if "adl-dist-faults-" not in word)
+
+
+# --- bugs that it must find ------------------------------------------------------------------------------------------
+
+
+def no_learning_rates(schedule: Any, updates: int) -> None:
+    fast_forward(schedule, 0)
+
+
+def one_update_ahead(self: Any, path: str, update: int, load: Any = worker.LocalWorker._load) -> None:
+    load(self, path, update + 1)
+
+
+def every_line(path: Path, lines: Callable[[Path], Iterator[tuple[str, int]]] = recorder._lines) -> Any:
+    return ((line, -1) for line, _ in lines(path))
+
+
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "optimizer state is not read back": (stage_state, "restore_optimizers", lambda stages, state: None),
+    "the learning rate starts again": (worker, "fast_forward", no_learning_rates),
+    "a resumed run counts its updates from one too many": (worker.LocalWorker, "_load", one_update_ahead),
+    "records of updates that are made again are kept": (recorder, "_lines", every_line),
+    "what an interrupted save left is not removed": (checkpoint, "clean", lambda folder: None),
+    "a checkpoint is copied to where it belongs instead of renamed": (Path, "rename", lambda a, b: copied(a, b)),
+}
+
+
+def copied(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+        shutil.rmtree(source)
+    else:
+        source.replace(target)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_it_finds(bug: str) -> None:
+    where, name, wrong = BUGS[bug]
+    with patch.object(where, name, wrong):
+        assert any(simulate(seed).wrong for seed in range(ENOUGH))
