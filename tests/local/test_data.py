@@ -213,7 +213,7 @@ def test_no_worker_is_started_that_would_have_no_micro_batch_to_load():
 def test_signals_to_all_processes_of_a_job_leave_its_workers_alone():
     expected, _ = joined(loaded([2] * 10))
     batches = Loader(Augmented(), seed=5, shuffle=True, num_workers=2).batches(2, [2] * 10)
-    found = [next(batches)]
+    found = [next(batches), next(batches)]  # one of each worker, which has begun by then
     for worker, number in itertools.product(
         multiprocessing.active_children(), (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     ):

@@ -287,7 +287,7 @@ def test_interrupted_while_its_ranks_start_a_run_leaves_one_line_and_no_process(
     with held(tmp_path) as run:
         run.wait_for("ranks that load torch", lambda: run.ranks_with_library("libtorch_python") == {0, 1})
         run.interrupt()
-        run.wait_until_gone(seconds=5)
+        run.wait_until_gone(seconds=10)
     assert run.finish() == 130
     assert run.err.strip() == "adl-dist: interrupted; the same command goes on from the last checkpoint"
 
@@ -304,7 +304,7 @@ def test_asked_by_a_signal_to_any_process_a_run_saves_and_says_so_and_goes_on_as
         with held(tmp_path) as run:
             run.wait_for_update(epoch * UPDATES_PER_EPOCH + 1)
             run.send(number, rank=rank)
-            run.wait_until_gone(seconds=30)
+            run.wait_until_gone(seconds=20)
         assert run.finish() == 75
         saved = newest(run.run_dir)
         stops.append(checkpoint.read_manifest(saved)["update"])
@@ -336,7 +336,7 @@ def test_at_a_second_signal_a_run_that_cannot_stop_ends_at_once_and_leaves_one_l
         time.sleep(1)
         assert set(run.processes().values()) == {None, 0, 1}
         run.interrupt()
-        run.wait_until_gone(seconds=5)
+        run.wait_until_gone(seconds=10)
     assert run.finish() == 130
     assert run.err.strip() == "adl-dist: interrupted; the same command goes on from the last checkpoint"
     assert left_in_tmp(run) == []
