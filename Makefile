@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-zoo test-long test-gpu lint install clean
+.PHONY: train test test-zoo test-long test-faults test-kill test-gpu lint install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,8 @@ help:
 	@echo "make test  [ARGS='-k name']         run the tests"
 	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
+	@echo "make test-faults [ARGS='--seeds N'] 10,000 runs with faults drawn by a seed: ten minutes"
+	@echo "make test-kill [ARGS='--kills N']   kill 100 runs and start them again: half an hour; Linux only"
 	@echo "make test-gpu                       run the tests that need a CUDA device; NCCL's need two"
 	@echo "make lint                           ruff and mypy"
 
@@ -26,6 +28,12 @@ test-zoo: install
 
 test-long: install
 	@$(VENV)/bin/python -m pytest -m long tests/long $(ARGS)
+
+test-faults: install
+	@$(VENV)/bin/python -m tests.faults $(ARGS)
+
+test-kill: install
+	@$(VENV)/bin/python -m tests.kill $(ARGS)
 
 test-gpu: install
 	@$(VENV)/bin/python -m pytest tests/gpu $(ARGS)
