@@ -4,7 +4,7 @@ VENV ?= .venv
 ARGS ?=
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-zoo test-long test-fuzz test-gpu test-slurm lint install clean
+.PHONY: train test test-zoo test-long test-fuzz test-faults test-kill test-gpu test-slurm lint install clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,8 @@ help:
 	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
 	@echo "make test-fuzz                      strangers knock at every port of a run for a minute; some minutes"
+	@echo "make test-faults [ARGS='--seeds N'] 10,000 runs with faults drawn by a seed: ten minutes"
+	@echo "make test-kill [ARGS='--kills N']   kill 100 runs and start them again: half an hour; Linux only"
 	@echo "make test-gpu                       run the tests that need a CUDA device; NCCL's need two"
 	@echo "make test-slurm                     a SLURM cluster of four nodes on this machine; needs root, Linux, apt"
 	@echo "make lint                           ruff and mypy"
@@ -31,6 +33,12 @@ test-long: install
 
 test-fuzz: install
 	@$(VENV)/bin/python -m pytest -m fuzz tests/fuzz $(ARGS)
+
+test-faults: install
+	@$(VENV)/bin/python -m tests.faults $(ARGS)
+
+test-kill: install
+	@$(VENV)/bin/python -m tests.kill $(ARGS)
 
 test-gpu: install
 	@$(VENV)/bin/python -m pytest tests/gpu $(ARGS)

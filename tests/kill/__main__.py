@@ -9,11 +9,13 @@ import argparse
 import os
 import platform
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, help="do the killing of this number alone")
     parser.add_argument("--out", type=Path, help="write the table there too")
     chosen = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the run under way
     folder = Path(tempfile.mkdtemp(prefix="adl-dist-kills-"))
     plain = {(starter, 2): undisturbed(folder / f"{starter}-2", starter, 2) for starter in ("adl-dist", "torchrun")}
     killings = draw(
@@ -48,7 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if key not in plain:
             plain[key] = undisturbed(folder / f"{key[0]}-{key[1]}", *key)
         expected, _, seconds = plain[key]
-        outcome = kill(killing, folder / f"{number}", expected)
+        while (outcome := kill(killing, folder / f"{number}", expected)) is None:
+            print(f"{number}: {killing}: too late, once more and earlier", flush=True)
+            shutil.rmtree(folder / f"{number}")
+            assert killing.update is not None
+            earlier = max(killing.update - UPDATES_PER_EPOCH, killing.update % UPDATES_PER_EPOCH)
+            killing = replace(killing, update=earlier)
         outcomes.append(outcome)
         lost.append(outcome.seconds - seconds)
         print(f"{number}: {killing}: {outcome.wrong or 'identical'}; {lost[-1]:.1f} s lost", flush=True)

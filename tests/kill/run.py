@@ -15,7 +15,7 @@ from tests.support.kill import ADL_DIST, Command
 NUM_EPOCHS, UPDATES_PER_EPOCH = 12, 5  # of 150 digits in updates of 32
 TIMEOUT_SECONDS = 20.0  # of a message; the processes of one machine also start within it
 MOST_SECONDS = 180.0  # for one command, from its start to its end
-GONE_SECONDS = 60.0  # torch's agent waits 30 s for a rank that is stopped
+GONE_SECONDS = 120.0  # torch's agent waits 30 s for a rank that is stopped
 WORDS = (
     "model=resnet8",
     "data._target_=tests.support.kill.few_digits",
@@ -69,8 +69,12 @@ def undisturbed(folder: Path, starter: Starter, num_stages: int) -> tuple[Uninte
     return Uninterrupted(folder / "run"), first, time.monotonic() - began
 
 
-def kill(killing: Killing, folder: Path, expected: Uninterrupted) -> Outcome:
-    """Start a run in ``folder``, kill it, start it again if nobody else does, and look at what is left."""
+def kill(killing: Killing, folder: Path, expected: Uninterrupted) -> Outcome | None:
+    """Start a run in ``folder``, kill it, start it again if nobody else does, and look at what is left.
+
+    Returns:
+        None: it ended before it could be killed.
+    """
     folder.mkdir()
     restarts = 1 if killing.restart in (OURS, TORCHRUN) else 0
     before, words = start(killing.starter, killing.num_stages, restarts)
@@ -78,8 +82,13 @@ def kill(killing: Killing, folder: Path, expected: Uninterrupted) -> Outcome:
     wrong, code = "", 0
     try:
         with Command(words, folder=folder, start=before) as run:
-            _wait_for_the_moment(run, killing)
-            run.send(signal.SIGSTOP if killing.kind == "stopped" else signal.SIGKILL, rank=killing.rank)
+            try:
+                _wait_for_the_moment(run, killing)
+                run.send(signal.SIGSTOP if killing.kind == "stopped" else signal.SIGKILL, rank=killing.rank)
+            except (AssertionError, StopIteration):
+                if not run.processes():
+                    return None
+                raise
             if restarts:
                 code = run.finish(seconds=MOST_SECONDS)
             else:
