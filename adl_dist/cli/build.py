@@ -27,8 +27,7 @@ from adl_dist.schedule import Method
 OF_THE_LOADER = ("shuffle", "num_workers")
 OF_THE_MODEL = ("num_classes", "in_channels")
 
-# Hydra logs what it also raises.
-logging.getLogger("hydra").addHandler(logging.NullHandler())
+logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it also raises
 
 
 def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool | None = None) -> Trainer:
@@ -65,7 +64,8 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         processes=config.runtime.processes if processes is None else processes,
         bind_cores=config.runtime.bind_cores,
         timeout_seconds=config.runtime.timeout_seconds,
-        **vars(config.runtime.limits),
+        stall_seconds=config.runtime.stall_seconds,
+        abort_seconds=config.runtime.abort_seconds,
     )
 
 

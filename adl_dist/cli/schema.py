@@ -161,17 +161,12 @@ class RuntimeConfig:
             raise ConfigError(
                 f"runtime.timeout_seconds must be above 0 and at most {LONGEST_TIMEOUT}, got {self.timeout_seconds}"
             )
-        self.limits.check()
+        Limits(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds).check()
         _at_least("runtime.max_restarts", self.max_restarts, 0)
         _at_least("runtime.checkpoint_every_epochs", self.checkpoint_every_epochs, 0)
         if self.checkpoint_every_updates is not None:
             _at_least("runtime.checkpoint_every_updates", self.checkpoint_every_updates, 1)
         _at_least("runtime.keep_checkpoints", self.keep_checkpoints, 1)
-
-    @property
-    def limits(self) -> Limits:
-        """Of a standstill."""
-        return Limits(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds)
 
 
 @dataclass(kw_only=True)
