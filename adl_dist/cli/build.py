@@ -64,8 +64,7 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         processes=config.runtime.processes if processes is None else processes,
         bind_cores=config.runtime.bind_cores,
         timeout_seconds=config.runtime.timeout_seconds,
-        stall_seconds=config.runtime.stall_seconds,
-        abort_seconds=config.runtime.abort_seconds,
+        **vars(config.runtime.limits),
     )
 
 

@@ -16,6 +16,7 @@ from adl_dist.runtime.length import Plan
 from adl_dist.runtime.requests import Ask, Requests
 from adl_dist.runtime.run_folder import RunFolder
 from adl_dist.runtime.saving import Saver
+from adl_dist.runtime.totals import RunTotals
 from adl_dist.runtime.trace_file import merge_parts
 
 logger = logging.getLogger("adl_dist")
@@ -59,14 +60,11 @@ class Coordinator:
         self._requests, self._drains_leave_traces = requests or Requests(), drains_leave_traces
         # Where the run stands: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
-        self._last_epoch = 0
+        self._last_epoch = self._last_stage = 0
         self._saved_at: int | None = None
         self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
-        self._totals: dict[int, dict[str, float]] = {}
-        self._spent: dict[int, dict[str, float]] = {}
-        self._train_seconds, self._trained_samples = 0.0, 0
-        self._num_skipped = 0
+        self._totals = RunTotals()
 
     def train(self) -> Result:
         """Run to the end and return the summary."""
@@ -75,7 +73,8 @@ class Coordinator:
         except BaseException as error:
             if self._saving is not None:
                 # A process that is gone, which is what makes victims, will not write its part either.
-                self._saving.saver.wait(1.0 if getattr(error, "is_victim", False) else LAST_SAVE_SECONDS)
+                is_gone = getattr(error, "is_victim", False) or getattr(error, "is_gone", False)
+                self._saving.saver.wait(1.0 if is_gone else LAST_SAVE_SECONDS)
             raise
 
     def _train(self) -> Result:
@@ -93,10 +92,17 @@ class Coordinator:
                 stopped = self._carry_out_requests()
         finally:
             self._requests.answer(self._requests.take(), f"the run has ended, at update {self._update}")
-        summary = self._summary(time.monotonic() - started) | ({"stopped": stopped} if stopped else {})
-        if self._saving and (self._trained_samples or not (self._saving.folder.path / "summary.json").is_file()):
+        summary: Result = {
+            **self._metrics,
+            "epochs": self._epoch,
+            "updates": self._update,
+            "seconds": time.monotonic() - started,
+            **self._totals.summary(),
+            **({"stopped": stopped} if stopped else {}),
+        }
+        if self._saving and (self._totals.num_samples or not (self._saving.folder.path / "summary.json").is_file()):
             self._saving.folder.write_summary(summary)
-        if self._saving and self._saving.trace and self._trained_samples:
+        if self._saving and self._saving.trace and self._totals.num_samples:
             self._write_trace(self._saving.folder.path, origin)
         return summary
 
@@ -198,38 +204,24 @@ class Coordinator:
 
     def _train_one(self) -> None:
         segment = self._plan.segment(self._epoch, self._sample, self._update)
-        goes_on = self._sample > 0 and self._trained_samples > 0  # with an epoch that this process has begun
+        goes_on = self._sample > 0 and self._totals.num_samples > 0  # with an epoch that this process has begun
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
         start = time.perf_counter()
         results = self._crew.call("train", **vars(segment))
         seconds = time.perf_counter() - start
         (num_updates,) = {result["num_updates"] for result in results}  # fewer if something was asked for meanwhile
         segment = segment.first_updates(num_updates)
-        self._train_seconds += seconds
-        self._trained_samples += segment.num_samples
         self._sample += segment.num_samples
         self._update += segment.num_updates
         if self._sample == self._plan.num_samples:
             self._epoch, self._sample = self._epoch + 1, 0
         self._last_epoch = segment.epoch
-        self._num_skipped += results[-1]["num_skipped"]
+        self._totals.add(segment, results, seconds)
         for result in results:
-            self._add(result)
+            stage = result["stage"]
+            self._record("stage/busy_share", result["busy_seconds"] / result["seconds"], stage=stage)
+            self._record("stage/peak_memory", result["peak_memory_bytes"], unit="bytes", stage=stage)
         self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
-
-    def _add(self, result: Mapping[str, Any]) -> None:
-        stage = result["stage"]
-        totals = self._totals.setdefault(stage, {})
-        for name in ("seconds", "busy_seconds", "staleness_sum", "num_backwards"):
-            totals[name] = totals.get(name, 0) + result[name]
-        for name in ("staleness_max", "peak_memory_bytes", "peak_tensor_bytes"):
-            if name in result:
-                totals[name] = max(totals.get(name, 0), result[name])
-        for name, seconds in result.get("spent", {}).items():
-            spent = self._spent.setdefault(stage, {})
-            spent[name] = spent.get(name, 0.0) + seconds
-        self._record("stage/busy_share", result["busy_seconds"] / result["seconds"], stage=stage)
-        self._record("stage/peak_memory", result["peak_memory_bytes"], unit="bytes", stage=stage)
 
     def _evaluate(self) -> None:
         if not self._plan.num_validation:
@@ -239,6 +231,7 @@ class Coordinator:
             "evaluate", num_samples=self._plan.num_validation, micro_batch_size=self._plan.micro_batch_size
         )
         last = results[-1]
+        self._last_stage = last["stage"]
         assert last["num_samples"] == self._plan.num_validation, "every sample is evaluated exactly once"
         self._metrics = {"validation_loss": last["loss_sum"] / last["num_samples"]}
         if "num_correct" in last:
@@ -251,8 +244,8 @@ class Coordinator:
         # The loss of training is that of the weights before the update; these here must not be saved either.
         loss = self._metrics.get("validation_loss", 0.0)
         if not math.isfinite(loss):
-            what, last = f"the validation loss is {loss}", max(self._totals)
-            raise DivergedError(what, stage=last, update=self._update - 1, epoch=self._last_epoch)
+            what = f"the validation loss is {loss}"
+            raise DivergedError(what, stage=self._last_stage, update=self._update - 1, epoch=self._last_epoch)
 
     def _save(self) -> None:
         if self._saving is None:
@@ -300,35 +293,6 @@ class Coordinator:
     def _record(self, name: str, value: float, **more: Any) -> None:
         where = {"update": self._update - 1, "epoch": self._last_epoch}
         self._recorder.write({"name": name, "value": value, **where, **more})
-
-    def _summary(self, seconds: float) -> Result:
-        summary: Result = {
-            **self._metrics,
-            "epochs": self._epoch,
-            "updates": self._update,
-            "skipped_updates": self._num_skipped,
-            "seconds": seconds,
-            "train_seconds": self._train_seconds,
-            "num_samples": self._trained_samples,
-        }
-        if self._train_seconds:
-            summary["samples_per_second"] = self._trained_samples / self._train_seconds
-        summary["stages"] = [
-            {
-                "stage": k,
-                "staleness_mean": t["staleness_sum"] / t["num_backwards"],
-                "staleness_max": int(t["staleness_max"]),
-                "busy_share": t["busy_seconds"] / t["seconds"],
-                "peak_memory_bytes": int(t["peak_memory_bytes"]),
-                **({"peak_tensor_bytes": int(t["peak_tensor_bytes"])} if "peak_tensor_bytes" in t else {}),
-                **({"shares": self._shares(k, t["seconds"])} if k in self._spent else {}),
-            }
-            for k, t in sorted(self._totals.items())
-        ]
-        return summary
-
-    def _shares(self, stage: int, seconds: float) -> dict[str, float]:
-        return {name: spent / seconds for name, spent in self._spent[stage].items()}
 
 
 def record_to(recorder: Recorder, progress: Progress, record: Record) -> None:
