@@ -24,8 +24,7 @@ from adl_dist.runtime.trainer import Trainer
 from adl_dist.schedule import Method
 
 # Keys of data.* that speak to us; the two that describe the data reach its target only if that takes them.
-OF_THE_LOADER = ("shuffle", "num_workers")
-OF_THE_MODEL = ("num_classes", "in_channels")
+OF_THE_LOADER, OF_THE_MODEL = ("shuffle", "num_workers"), ("num_classes", "in_channels")
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it also raises
 
@@ -64,7 +63,8 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         processes=config.runtime.processes if processes is None else processes,
         bind_cores=config.runtime.bind_cores,
         timeout_seconds=config.runtime.timeout_seconds,
-        **vars(config.runtime.limits),
+        stall_seconds=config.runtime.stall_seconds,
+        abort_seconds=config.runtime.abort_seconds,
     )
 
 

@@ -230,8 +230,7 @@ class Coordinator:
         results = self._crew.call(
             "evaluate", num_samples=self._plan.num_validation, micro_batch_size=self._plan.micro_batch_size
         )
-        last = results[-1]
-        self._last_stage = last["stage"]
+        last, self._last_stage = results[-1], results[-1]["stage"]
         assert last["num_samples"] == self._plan.num_validation, "every sample is evaluated exactly once"
         self._metrics = {"validation_loss": last["loss_sum"] / last["num_samples"]}
         if "num_correct" in last:
@@ -244,8 +243,8 @@ class Coordinator:
         # The loss of training is that of the weights before the update; these here must not be saved either.
         loss = self._metrics.get("validation_loss", 0.0)
         if not math.isfinite(loss):
-            what = f"the validation loss is {loss}"
-            raise DivergedError(what, stage=self._last_stage, update=self._update - 1, epoch=self._last_epoch)
+            where = {"stage": self._last_stage, "update": self._update - 1, "epoch": self._last_epoch}
+            raise DivergedError(f"the validation loss is {loss}", **where)
 
     def _save(self) -> None:
         if self._saving is None:
