@@ -79,7 +79,7 @@ def draw_plan(seed: int, *, num_stages: int, num_events: Mapping[str, int]) -> l
             Attempt(
                 weather=_draw_weather(rng, num_stages),
                 fault=_draw_fault(rng, num_events) if start < num_faults else None,
-                damage=_draw_damage(rng) if start and rng.random() < 0.25 else None,
+                damage=_draw_damage(rng) if start and rng.random() < 0.4 else None,
             )
         )
     return attempts

@@ -175,9 +175,9 @@ def folder() -> Iterator[Path]:
 def _damage(run_dir: Path, damage: Damage) -> Path | None:
     """Do it; return the file that is damaged now, if there is a checkpoint."""
     saved = checkpoint.complete(run_dir / "checkpoints")
-    if not saved:
+    files = sorted(file for file in saved[-1].iterdir() if file.stat().st_size) if saved else []
+    if not files:
         return None
-    files = sorted(file for file in saved[-1].iterdir() if file.stat().st_size)
     file = files[int(damage.file * len(files))]
     place = int(damage.place * file.stat().st_size)
     if damage.flips:
