@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from adl_dist.runtime import checkpoint
-from adl_dist.runtime.run_folder import newest_checkpoint
+from adl_dist.runtime.run_folder import chosen_checkpoint
 from tests.support.commands import ROOT, as_command
 
 TEMPLATE = ROOT / "launch" / "slurm.sbatch"
@@ -149,7 +149,7 @@ def weights(run_dir: Path) -> dict[str, Tensor]:
 
 def assert_same_end(run_dir: Path, other: Path) -> None:
     """The weights, running statistics and number of updates of both runs are the same, to the bit."""
-    assert newest_checkpoint(run_dir).name == newest_checkpoint(other).name
+    assert chosen_checkpoint(run_dir, None).name == chosen_checkpoint(other, None).name
     ours, theirs = weights(run_dir), weights(other)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

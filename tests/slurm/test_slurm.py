@@ -8,7 +8,7 @@ import time
 import pytest
 import yaml
 
-from adl_dist.runtime.run_folder import newest_checkpoint
+from adl_dist.runtime.run_folder import chosen_checkpoint
 from tests.slurm.jobs import SlurmJob, assert_same_end, saved
 from tests.support.commands import ROOT, as_command, shows
 from tests.support.kill import HOLD, records
@@ -122,7 +122,7 @@ def test_adl_dist_launch_submits_a_job_that_trains(cluster, folder):
     assert done.code == 0, done
     SlurmJob(cluster, done.out.split()[2].rstrip(":"), folder).finish()
     for seed in (5, 7):
-        assert newest_checkpoint(folder / "runs" / f"digits-resnet8-adl-k2-m4-seed{seed}").is_dir()
+        assert chosen_checkpoint(folder / "runs" / f"digits-resnet8-adl-k2-m4-seed{seed}", None).is_dir()
 
 
 def test_an_interface_that_a_node_does_not_have_is_said_with_those_that_it_has(cluster, folder):
