@@ -18,6 +18,7 @@ import torch
 
 import adl_dist
 from adl_dist.cli import build
+from adl_dist.cli.arguments import Parser
 from adl_dist.cli.bench_contenders import DEFAULT, Contender, Place, contenders, known_names
 from adl_dist.cli.bench_report import draw, facts_of, report, rows
 from adl_dist.cli.bench_run import Measured, Placing, Setting, as_json, measure_once
@@ -35,11 +36,6 @@ OF_THE_PILOT = 4  # updates, of which the first does not count
 SECONDS_TO_START = 300.0  # of a run, at most
 DAY = 86400.0
 TIMES_TOO_LONG = 10  # a run that takes so many times as long as it should is given up
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"adl-dist bench: {message}; adl-dist bench --help lists what it takes")
 
 
 def bench(words: list[str]) -> None:
@@ -149,7 +145,7 @@ def _pilot(setting: Setting, fit: Sequence[Contender]) -> float:
 
 
 def _flags(words: list[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="adl-dist bench",
         description="Train as configured in many ways, in turn and several times, and compare their speeds.",
         epilog="example: adl-dist bench model=resnet18 data=synthetic partition.num_stages=2 partition.balance=auto",

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from adl_dist.cli import build
+from adl_dist.cli.arguments import Parser
 from adl_dist.cli.compose import compose_run, config_folder, parse
 from adl_dist.cli.sweep_request import STAGES, requested, values_of
 from adl_dist.errors import ConfigError
@@ -19,11 +19,6 @@ from adl_dist.runtime.run_folder import RunFolder
 TEMPLATE = "slurm.sbatch"
 DIRECTIVE = "#SBATCH --"
 SETTINGS = "# Here `adl-dist launch slurm` writes the settings that it was given.\n"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help lists what it takes")
 
 
 def launch(words: list[str]) -> None:
@@ -101,7 +96,7 @@ def _option_of(line: str) -> str | None:
 
 
 def _flags(words: list[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="adl-dist launch slurm",
         description="Check a run and submit it to SLURM, one stage per process.",
         epilog="example: adl-dist launch slurm --nodes 2 --gpus-per-node 4 --time 12:00:00 model=resnet56 data=cifar10",

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from adl_dist.cli import build
+from adl_dist.cli.arguments import Parser
 from adl_dist.cli.compose import compose_run
 from adl_dist.cli.plan_check import check_cases, checked
 from adl_dist.cli.plan_measure import Measurer
@@ -32,11 +33,6 @@ from adl_dist.schedule import Method
 PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs, if nothing is said: PCIe 4, cautiously
 BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 DEFAULT_METHODS = "bp,gpipe,1f1b,ddg,fr,fdg,adl"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"adl-dist plan: {message}; adl-dist plan --help lists what it takes")
 
 
 def plan(words: list[str]) -> None:
@@ -123,7 +119,7 @@ def _plan(
 
 
 def _flags(words: list[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="adl-dist plan",
         description="Measure the model on this machine, cut it, predict what each method would do, and recommend one.",
         epilog="example: adl-dist plan model=resnet56 data=cifar10 --stages 2,4,8 --devices 8 --input 3,32,32",

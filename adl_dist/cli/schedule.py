@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
+from adl_dist.cli.arguments import Parser
 from adl_dist.cli.compose import compose_run
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Costs, Method, describe, figures, method, simulate, speed, streams_of
@@ -35,11 +36,6 @@ MEASURED: dict[str, tuple[float | None, ...]] = {
 HOPS = (0, 0.1, 0.25, 0.5, 1)
 PAPER_K, PAPER_N = 4, 600
 DELAYS = {"K-k": [3, 2, 1, 0], "K-k+1": [4, 3, 2, 0], "2(K-k)": [6, 4, 2, 0], "4(K-k)": [12, 8, 4, 0]}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"adl-dist schedule: {message}; adl-dist schedule --help lists what it takes")
 
 
 def schedule(words: list[str]) -> None:
@@ -77,7 +73,7 @@ def schedule(words: list[str]) -> None:
 
 
 def _flags(words: list[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog="adl-dist schedule",
         description="Print who does what when, how stale it is, and what each stage holds.",
         epilog=f"example: adl-dist schedule method=fr partition.num_stages=3 {EXAMPLE} --out fr.svg",

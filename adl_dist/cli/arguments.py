@@ -1,0 +1,18 @@
+"""The flags of commands that take more than settings. No torch."""
+
+import argparse
+from typing import NoReturn
+
+from adl_dist.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, whose refusals are the project's: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help lists what it takes")
