@@ -1,4 +1,4 @@
-"""What a rank owes to what started it, adl_dist's own launcher or torchrun. No torch: it has to hold while torch is still being loaded."""
+"""What a rank owes to its launcher, ours or torchrun. No torch: it has to hold while torch is still being loaded."""
 
 import ctypes
 import os
