@@ -87,7 +87,8 @@ def report(outcomes: Sequence[Outcome], lost: Sequence[float], *, seed: int) -> 
         f"{os.cpu_count()} cores, torch {torch.__version__}. Each run trains ResNet-8 on digits, {NUM_EPOCHS} epochs "
         f"of {UPDATES_PER_EPOCH} updates, as 2 to 4 processes. It is killed once and started again. Identical: in the "
         "end its weights, optimizer state and records equal those of a run that was not killed, to the bit, and no "
-        "process, socket or temporary file is left (but the temporary folder of a launcher that was itself killed).",
+        "process, socket or temporary file is left (but the temporary folder of torchrun, and of a launcher that was "
+        "itself killed).",
         "",
         "Cells: identical of killed, and the mean seconds that a kill cost: the whole run with its restart, less a run "
         "that was not killed.",

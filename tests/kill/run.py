@@ -127,7 +127,8 @@ def _left_behind(run: Command, killing: Killing) -> list[str]:
     left += [f"socket {path}" for path in everything if stat.S_ISSOCK(path.lstat().st_mode)]
     left += [f"{place}/{path.name}" for place in ("", "checkpoints") for path in (run.run_dir / place).glob(".*")]
     if killing.kind != "launcher":  # nobody is there any more to remove the folder of a launcher that was killed
-        left += left_in_tmp(run)
+        # torchrun itself leaves the folder of its logs, killed or not.
+        left += [name for name in left_in_tmp(run) if killing.starter == "adl-dist" or name.startswith("adl-dist")]
     return left
 
 
