@@ -54,14 +54,14 @@ class Watch:
             self._world, self._beacon, self._coordination, on_gone=report_gone, on_end=self._close, **limits
         )
         self._doctor.start()
-        if self._live is not None:
-            self._live.start()
         try:
+            if self._live is not None:
+                self._live.start()
             yield
         finally:
-            self._close()
-            self._doctor.stop()
+            self._doctor.stop()  # before anything that may fail: nobody is left whom it could look after
             self._doctor.join()
+            self._close()
 
     def followed(self, crew: Crew) -> Crew:
         """``crew``, watched; to be called in the thread that will command it."""
