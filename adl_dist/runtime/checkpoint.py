@@ -174,7 +174,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise damaged(path, f"its {MANIFEST} cannot be read ({error})") from None
     expected = manifest.pop("sha256", None)
     is_as_written = expected is None or _checksum(manifest) == expected  # that of format 1 has none
-    if manifest.get("format") != FORMAT and is_as_written:
+    if manifest.get("format", FORMAT) != FORMAT and is_as_written:
         raise CheckpointError(
             f"{path} has format {manifest.get('format')}; this version of adl_dist reads format {FORMAT}: use the "
             "version that wrote it"

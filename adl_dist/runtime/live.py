@@ -71,9 +71,11 @@ class LiveControl:
         # The doctor may close it too, when it ends the job.
         (server, self._server), (folder, self._folder) = (self._server, None), (self._folder, None)
         if server is not None:
-            self._path.unlink(missing_ok=True)  # first: whoever sees the file may connect
-            server.shutdown()
-            server.server_close()
+            try:
+                self._path.unlink(missing_ok=True)  # first: whoever sees the file may connect
+            finally:
+                server.shutdown()
+                server.server_close()
         if folder is not None:
             os.close(folder)
 

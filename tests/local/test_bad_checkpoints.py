@@ -132,8 +132,9 @@ def test_data_that_are_no_tensor_are_refused_by_the_index_and_by_the_reader(two,
     torch.save(Trap(made), data)
     index.state_dict_metadata["model.weight"] = BytesStorageMetadata()
     where = next(info for info in index.storage_data.values() if info.relative_path == "__0_0.distcp")
-    index.storage_data[MetadataIndex("model.weight")] = dataclasses.replace(where, offset=0, length=data.tell())
-    newest = resealed(two[1], __0_0distcp=data.getvalue(), metadata=pickle.dumps(index))
+    good = (two[1] / "__0_0.distcp").read_bytes()
+    index.storage_data[MetadataIndex("model.weight")] = dataclasses.replace(where, offset=len(good), length=data.tell())
+    newest = resealed(two[1], __0_0distcp=good + data.getvalue(), metadata=pickle.dumps(index))
     assert_passed_over(two[0], newest, match="asks for .*BytesStorageMetadata")
     # Even if the index let it through.
     monkeypatch.setattr(checkpoint_storage, "read_index", lambda file: index)

@@ -461,7 +461,7 @@ def test_our_own_launcher_restarts_a_run_where_it_was(
     attempts = []
     names = {"foreign": foreign[0], "run_dir": tmp_path / "run"}
 
-    def play_ranks(arguments, num_processes):
+    def play_ranks(arguments, num_processes, stopping):
         assert num_processes == 2
         os.environ.pop("ADL_DIST_LAUNCHER", None)  # this process is no child of its own
         more = saved_before if not attempts else []
