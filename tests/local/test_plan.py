@@ -242,7 +242,10 @@ def test_the_line_trains_the_very_method_that_was_predicted():
 
 
 def test_the_shape_of_a_sample_stands_in_for_data_that_is_not_there(tmp_path):
-    missing = ("model=resnet8", "data=imagefolder", f"data.root={tmp_path}", "--bandwidth", "1e9", "--stages", "2")
+    missing = (
+        *("model=resnet8", "data=imagefolder", f"data.root={tmp_path}", "--bandwidth", "1e9", "--stages", "2"),
+        *("--neighbours", "0"),
+    )
     shows(in_process("plan", *missing).refusal(), ["expected a folder train", "--input 3,224,224"])
     assert "input [3, 8, 8]" in done(*missing, "--input", "3,8,8", "--methods", "adl")
 
