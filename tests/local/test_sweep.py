@@ -204,6 +204,11 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path):
         pass
 
 
+def test_what_blocks_inside_a_sweep_is_not_taken_for_another_sweep(tmp_path):
+    with pytest.raises(BlockingIOError), sweep._own(tmp_path):
+        raise BlockingIOError
+
+
 def test_a_variant_that_settles_on_one_k_meets_the_seeds_but_not_the_other_ks():
     words = ["--multirun", "partition.num_stages=2,3", "seed=0,1", "runtime.processes=false"]
     one, all_ = (
