@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import pickle
 import random
 import shutil
@@ -86,6 +87,25 @@ def test_where_none_is_good_all_are_told_and_stay_as_they_are(two):
         checkpoint_tensors.newest_good(two[::-1], SIGNATURE)
     assert not isinstance(told.value, UnusableError)
     assert checkpoint.complete(two[0].parent) == list(two)
+
+
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        ({"__0_0.distcp": 7}, "should tell 'bytes' and 'sha256' of __0_0.distcp, found 7"),
+        ({"__0_0.distcp": {"bytes": 7}}, "should tell 'bytes' and 'sha256' of __0_0.distcp"),
+        ({"__0_0.distcp": {"bytes": 7, "sha256": 7}}, "should tell 'bytes' and 'sha256' of __0_0.distcp"),
+        *(({name: {"bytes": 7, "sha256": ""}}, f"names a file elsewhere, {name}") for name in ("", "..", "../__0_0")),
+    ],
+    ids=lambda told: str(told)[:40],
+)
+def test_a_manifest_whose_files_are_none_is_damaged(entry, match, two):
+    manifest = json.loads((two[1] / checkpoint.MANIFEST).read_bytes())
+    del manifest["sha256"]
+    manifest["files"] |= entry
+    text = {**manifest, "sha256": checkpoint._checksum(manifest)}
+    (two[1] / checkpoint.MANIFEST).write_text(json.dumps(text))
+    assert_passed_over(*two, match=match)
 
 
 # --- pickles that do something ---------------------------------------------------------------------------------------
