@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import errno
 import os
 import socket
 import sys
@@ -12,8 +13,9 @@ import pytest
 import torch.distributed as dist
 
 from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.runtime import interface
+from adl_dist.runtime import interface, world
 from adl_dist.runtime.meeting import agree_on_attempt, listen_at, store_on
+from adl_dist.transport import doors
 from adl_dist.transport.doors import open_again, shut, shut_behind
 from tests.support.commands import in_process, shows, words
 
@@ -76,6 +78,47 @@ def test_the_store_of_rank_0_listens_at_one_address_and_serves_whoever_came_befo
         assert friend.get("key") == b"value"
         with pytest.raises(RuntimeError, match="timed out"):
             dist.TCPStore("127.0.0.1", port, is_master=False, timeout=SHORT)
+
+
+@on_linux
+def test_a_default_timeout_of_the_users_code_leaves_the_sockets_of_others_as_they_are() -> None:
+    with shut_behind(), contextlib.ExitStack() as opened:
+        both = [opened.enter_context(listening()) for _ in range(2)]
+        both[1].setblocking(False)
+        lasting = opened.pop_all()
+        socket.setdefaulttimeout(5)
+    try:
+        with lasting, shut_behind():
+            assert [os.get_blocking(one.fileno()) for one in both] == [True, False]
+            assert socket.getdefaulttimeout() == 5
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+class Unfiltered(socket.socket):
+    """Of a kernel without socket filters."""
+
+    def setsockopt(self, level: int, option: int, *value: object) -> None:
+        raise OSError(errno.ENOPROTOOPT, os.strerror(errno.ENOPROTOOPT))
+
+
+@on_linux
+def test_a_kernel_that_shuts_no_port_ends_no_training_and_is_told_by_one_process_of_each_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doors, "_refused", None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with listening() as listener:
+        shut(listener)
+    world._tell_of_open_ports(0)
+    assert capsys.readouterr().err == ""
+    with Unfiltered() as listener:
+        shut(listener)
+        open_again(listener)
+    world._tell_of_open_ports(1)
+    assert capsys.readouterr().err == ""
+    world._tell_of_open_ports(0)
+    shows(capsys.readouterr().err, ["warning: the ports of", "stay open", "Protocol not available", "SECURITY.md"])
 
 
 def test_a_port_that_is_taken_is_told_with_its_address_and_what_to_choose() -> None:
