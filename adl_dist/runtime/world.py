@@ -246,8 +246,8 @@ def _tell_of_open_ports(rank: int) -> None:
     """One process of each node does, once: training needs no shut port."""
     if (why := refused()) is not None and int(os.environ.get("LOCAL_RANK", rank)) == 0:
         warn(
-            f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let only "
-            "those reach it whom you trust (SECURITY.md)"
+            f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let "
+            "only those reach it whom you trust (SECURITY.md)"
         )
 
 
