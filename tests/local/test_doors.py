@@ -8,16 +8,19 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.runtime import interface, world
+from adl_dist.runtime import interface, meeting, world
+from adl_dist.runtime.child import RENDEZVOUS_FOLDER
 from adl_dist.runtime.meeting import agree_on_attempt, listen_at, store_on
 from adl_dist.transport import doors
 from adl_dist.transport.doors import open_again, shut, shut_behind
 from tests.support.commands import in_process, shows, words
+from tests.support.ports import free_port
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="ports are shut by the Linux kernel")
 
@@ -160,6 +163,52 @@ def test_on_several_nodes_a_first_node_that_only_it_can_reach_is_refused(monkeyp
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(ConfigError, match=r"localhost means .* name the network interface"):
         interface.choose_interface(size=2)
+
+
+def test_an_interface_whose_name_the_route_does_not_tell_is_to_be_named(monkeypatch) -> None:
+    monkeypatch.setattr(interface, "is_loopback", lambda address: False)
+    monkeypatch.setattr(interface, "address_of", lambda name: None)  # as of one that has IPv6 alone
+    with pytest.raises(
+        ConfigError, match=r"from 127.0.0.1, which is .* no network interface here; name .*=NAME, one of"
+    ):
+        interface.interface_towards("127.0.0.1")
+
+
+@pytest.fixture
+def first_node(monkeypatch) -> None:
+    """This is node1 of several, where its own name means loopback; they are joined by an interface that is named."""
+    address_of_host = interface.address_of_host
+
+    def of_this_node(host: str) -> tuple[socket.AddressFamily, str]:
+        return (socket.AF_INET, "127.0.1.1") if host == "node1" else address_of_host(host)
+
+    monkeypatch.setattr(meeting, "address_of_host", of_this_node)
+    monkeypatch.setattr(meeting, "address_of", lambda name: "127.0.0.1")
+    monkeypatch.delenv(interface.RPC, raising=False)
+    for variable, value in ((interface.GLOO, "fast0"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_ADDR", "node1")):
+        monkeypatch.setenv(variable, value)
+    for variable in (RENDEZVOUS_FOLDER, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_a_node_whose_own_name_means_loopback_meets_itself_where_the_others_meet_it(first_node, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with ThreadPoolExecutor() as ranks:
+        met = list(ranks.map(lambda rank: meeting.Meeting(rank, 2, LONG_ENOUGH), (0, 1)))
+    assert met[0].listener.getsockname()[0] == "127.0.0.1"
+    met[0].store.set("key", "value")
+    assert met[1].store.get("key") == b"value"
+    met[0].listener.close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_where_every_node_would_meet_itself_none_does_unless_loopback_is_what_joins_them(
+    host, first_node, monkeypatch
+) -> None:
+    with pytest.raises(ConfigError, match=f"several nodes, but {host} is each of them to itself, .* joined by fast0"):
+        meeting.reachable(host)
+    monkeypatch.setenv(interface.GLOO, interface.loopback())
+    assert meeting.reachable(host) == "127.0.0.1"
 
 
 # --- attempts --------------------------------------------------------------------------------------------------------
