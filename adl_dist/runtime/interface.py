@@ -127,8 +127,8 @@ def interface_towards(first: str) -> str:
     found = next((name for name in here if address_of(name) == own), None)
     if found is None:
         raise ConfigError(
-            f"{socket.gethostname()} reaches the first node's {first} ({address}) from {own}, which is the IPv4 address "
-            f"of no network interface here; name that which joins the nodes: {GLOO}=NAME, one of {', '.join(here)}"
+            f"{socket.gethostname()} reaches the first node's {first} ({address}) from {own}, and no network interface "
+            f"here has that as its IPv4 address; name the one that joins the nodes: {GLOO}=NAME, {', '.join(here)}"
         )
     return found
 
