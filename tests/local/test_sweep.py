@@ -220,6 +220,7 @@ class Refusing:
 
 def test_what_a_cluster_refuses_is_told_also_by_the_second_attempt(tmp_path, monkeypatch):
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    sweep.requested([])  # tells Hydra what there is to compose
     first, second = (
         jobs.Job(title=name, words=[], folder=tmp_path / name, epochs=1, max_updates=None, threads=1) for name in "ab"
     )
@@ -236,7 +237,7 @@ def test_what_a_cluster_refuses_is_told_also_by_the_second_attempt(tmp_path, mon
     outcome.parent.mkdir()
     fails()  # in an attempt before
     for _ in range(2):
-        with pytest.raises(ConfigError, match="launcher=basic has brought none .* to an end: Invalid account or part"):
+        with pytest.raises(ConfigError, match=r"launcher=basic has brought none .* to an end: Invalid account or part"):
             outcomes()
     said = outcomes(run=fails)
     assert said[0] == "failed (exit code 3)"
