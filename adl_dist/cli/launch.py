@@ -25,7 +25,7 @@ def launch(words: list[str]) -> None:
     """Read the flags, check the runs, and submit or print the script."""
     if not words or words[0] not in ("slurm", "-h", "--help"):
         raise ConfigError("adl-dist launch needs the kind of cluster, which is slurm: adl-dist launch slurm --nodes 2")
-    flags = _flags([word for word in words if word != "slurm"])
+    flags = _flags(words[1:] if words[0] == "slurm" else words)
     nodes, per_node = _shape(flags)
     overrides = list(flags.overrides)
     if flags.gpus_per_node and not any(parse(word).key_or_group == "runtime.device" for word in overrides):
@@ -41,7 +41,7 @@ def launch(words: list[str]) -> None:
         "partition": flags.partition,
         "account": flags.account,
         **({"array": f"0-{len(choices) - 1}", "output": "%x-%A_%a.out"} if choices else {}),
-        **dict(option.split("=", 1) for option in flags.sbatch),
+        **dict(flags.sbatch),
     }
     variables = {"PROCESSES_PER_NODE": per_node, "INTERFACE": flags.interface, "PYTHON": sys.executable}
     script = filled_in(
@@ -75,20 +75,24 @@ def filled_in(
 
     Args:
         text: of the template.
-        options: of sbatch, by their long names; they replace those of the template.
+        options: of sbatch, by their long names, "" for one that takes no value; they replace those of the template.
         variables: that the script reads.
         choices: the word of each task of a job array; empty: it is none.
         words: of ``adl-dist train``.
     """
     lines = [line for line in text.splitlines(keepends=True) if _option_of(line) not in options]
     last = max(i for i, line in enumerate(lines) if _option_of(line))
-    lines[last + 1 : last + 1] = [f"{DIRECTIVE}{name}={value}\n" for name, value in options.items()]
+    lines[last + 1 : last + 1] = [f"{DIRECTIVE}{_directive(*option)}\n" for option in options.items()]
     settings = [f"{name}={shlex.quote(value)}\n" for name, value in variables.items()]
     if choices:
         settings.append(f"ARRAY_CHOICES=({shlex.join(choices)})\n")
     settings.append(f"set -- {shlex.join(words)}\n")
     where = lines.index(SETTINGS)
     return "".join([*lines[:where], *settings, *lines[where + 1 :]])
+
+
+def _directive(name: str, value: str) -> str:
+    return f"{name}={shlex.quote(value)}" if value else name  # sbatch reads quotes as a shell does
 
 
 def _option_of(line: str) -> str | None:
@@ -113,7 +117,12 @@ def _flags(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--interface", help="of the network between the nodes, like ib0; default: that of the route")
     parser.add_argument("--array", metavar="KEY=A,B", help="one run for each value, as a job array: seed=0,1,2,3")
     parser.add_argument(
-        "--sbatch", action="append", default=[], type=_option, metavar="OPTION=VALUE", help="any other, like qos=high"
+        "--sbatch",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="OPTION[=VALUE]",
+        help="any other, like qos=high or exclusive",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the script instead of submitting it")
     return parser.parse_intermixed_args(words)
@@ -125,10 +134,11 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _option(text: str) -> str:
-    if not re.fullmatch(r"[a-z][a-z-]*=[^\n]+", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is no OPTION=VALUE, like qos=high")
-    return text
+def _option(text: str) -> tuple[str, str]:
+    found = re.fullmatch(r"([a-z][a-z-]*)(?:=([^\n]+))?", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither OPTION=VALUE, like qos=high, nor OPTION, like exclusive")
+    return found[1], found[2] or ""
 
 
 def _shape(flags: argparse.Namespace) -> tuple[int, int]:

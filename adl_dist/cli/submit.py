@@ -16,7 +16,7 @@ from hydra.types import HydraContext
 from omegaconf.errors import OmegaConfBaseException
 
 from adl_dist.cli.compose import config_folder, readable
-from adl_dist.cli.jobs import Job, Outcome, outcome_of, run_side_by_side
+from adl_dist.cli.jobs import OUTCOME, Job, Outcome, outcome_of, run_side_by_side
 from adl_dist.errors import ConfigError
 
 FOLDER = ".launcher"  # of what the launcher writes, inside that of the sweep
@@ -34,10 +34,13 @@ def submitted(jobs: Sequence[Job], *, launcher: Sequence[str], folder: Path) -> 
         Each job with its outcome.
 
     Raises:
-        ConfigError: there is no such launcher or setting, or it does not start anything.
+        ConfigError: there is no such launcher or setting, or it brings no run to an end.
     """
     if not jobs:
         return
+    for job in jobs:  # what an attempt before came to must not answer for this one
+        (job.folder / OUTCOME).unlink(missing_ok=True)
+    told = ""
     there = str((folder / FOLDER).resolve()).replace("'", "\\'")
     words = [
         *launcher,
@@ -63,12 +66,13 @@ def submitted(jobs: Sequence[Job], *, launcher: Sequence[str], folder: Path) -> 
         raise ConfigError(readable(error, launcher)) from error
     except Exception as error:  # a launcher raises the first failure of a job, or whatever its cluster said
         told = " ".join(str(error).split())
-        if not any(job.folder.is_dir() for job in jobs):
-            raise ConfigError(f"{launcher[0]} has started none of the runs: {told}") from error
+        if all(outcome_of(job).status == "open" for job in jobs):
+            raise ConfigError(f"{launcher[0]} has brought none of the runs to an end: {told}") from error
     for job in jobs:
         outcome = outcome_of(job)
         if outcome.status == "open":
-            outcome = Outcome(status="failed", said=f"failed (ended without a word; see {folder / FOLDER})")
+            why = f"; {launcher[0]} said: {told}" if told else ""
+            outcome = Outcome(status="failed", said=f"failed (ended without a word; see {folder / FOLDER}{why})")
         yield job, outcome
 
 

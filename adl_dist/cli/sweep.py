@@ -1,6 +1,5 @@
 """Several runs in one command: what has to hold before the first one starts, who runs them, and their comparison."""
 
-import fcntl
 import itertools
 import os
 import re
@@ -22,7 +21,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import Run
 from adl_dist.runtime.process import num_cores
-from adl_dist.runtime.run_folder import RunFolder, make_folder
+from adl_dist.runtime.run_folder import RunFolder, lock, make_folder
 
 __all__ = ["requested", "run"]
 
@@ -181,14 +180,13 @@ def _device(config: RunConfig) -> str | None:
 def _own(folder: Path) -> Iterator[None]:
     """Keep other sweeps out of ``folder``, whose runs would be taken for failed ones."""
     make_folder(folder)
-    lock = os.open(folder, os.O_RDONLY)
+    held = lock(folder)
+    if held is None:
+        raise ConfigError(f"run_dir={folder}: another sweep is running here; wait for it, or give another")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it when the process ends
         yield
-    except BlockingIOError:
-        raise ConfigError(f"run_dir={folder}: another sweep is running here; wait for it, or give another") from None
     finally:
-        os.close(lock)
+        os.close(held)
 
 
 def _say(text: str) -> None:

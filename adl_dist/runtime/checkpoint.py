@@ -16,11 +16,12 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Any
 
 from adl_dist.errors import CheckpointError, UnusableError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # of collections.abc from Python 3.12 on
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -38,7 +39,7 @@ class HashedFile(io.BufferedWriter):
         super().__init__(io.FileIO(path, "x"))
         self._hash, self._size = hashlib.sha256(), 0
 
-    def write(self, data: Buffer, /) -> int:
+    def write(self, data: "Buffer", /) -> int:
         """Write all of ``data``."""
         size = super().write(data)
         self._hash.update(data)
@@ -186,8 +187,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if expected is None or not is_as_written:
         raise damaged(path, f"its {MANIFEST} does not have the checksum that it tells")
     for name, told in manifest["files"].items():
-        if Path(name).name != name:
+        if Path(name).name != name or name in ("", ".."):
             raise damaged(path, f"its {MANIFEST} names a file elsewhere, {name}")
+        if not isinstance(told, dict) or "bytes" not in told or not isinstance(told.get("sha256"), str):
+            raise damaged(path, f"its {MANIFEST} should tell 'bytes' and 'sha256' of {name}, found {told!r}")
         if (there := _size(path / name)) != told["bytes"]:
             raise damaged(path, f"{name} should hold {told['bytes']} bytes, found {there}")
     return manifest

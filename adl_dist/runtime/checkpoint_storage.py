@@ -9,13 +9,14 @@ The indexes are pickles (torch 2.15). They are read with a list of what may be m
 
 import dataclasses
 import io
+import math
 import pickle
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -99,13 +100,18 @@ def read_index(file: Path) -> Metadata:
     Raises:
         Exception: a damaged or malicious one can raise any.
     """
-    with file.open("rb") as stream:
-        index = _Unpickler(stream).load()
+    # From memory, because a file is read into as many bytes as the pickle says that it will need.
+    index = _Unpickler(io.BytesIO(file.read_bytes())).load()
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise pickle.UnpicklingError("it is no index")
+    told = 0
     for name, entry in index.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise pickle.UnpicklingError(f"{name} is no tensor")
+        told += _num_bytes(name, entry)
+    # Who reads makes tensors of these sizes first.
+    if told > (there := sum(data.stat().st_size for data in file.parent.glob("*.distcp"))):
+        raise pickle.UnpicklingError(f"it tells of {told:,} bytes of tensors, and the files hold {there:,}")
     for info in index.storage_data.values():
         if Path(info.relative_path).name != info.relative_path:
             raise pickle.UnpicklingError(f"it leads to {info.relative_path}")
@@ -116,7 +122,31 @@ def _union(parts: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-class _Unpickler(pickle.Unpickler):
+def _num_bytes(name: str, entry: TensorStorageMetadata) -> int:
+    size, dtype = entry.size, entry.properties.dtype
+    if not isinstance(size, torch.Size) or not isinstance(dtype, torch.dtype) or any(length < 0 for length in size):
+        raise pickle.UnpicklingError(f"{name} has size {size} and dtype {dtype}, which no tensor has")
+    return math.prod(size) * dtype.itemsize
+
+
+class _Unpickler(pickle._Unpickler):
+    """Makes an index and changes nothing that was there before.
+
+    Python's, not C's, so that instructions can be refused; nor does its memory grow with the numbers in a pickle.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.BYTEARRAY8[0]]  # would make as many bytes as it says
+
+    def _build(self) -> None:
+        """Give attributes to the parts of an index alone: a class or a member of an enumeration is everybody's."""
+        if not dataclasses.is_dataclass(type(self.stack[-2])):
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}")
+        pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
+
+    dispatch[pickle.BUILD[0]] = _build
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in MAY_BE_MADE:
             return super().find_class(module, name)

@@ -99,17 +99,14 @@ def is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def interface_towards(first: str) -> str | None:
+def interface_towards(first: str) -> str:
     """The interface by which this node reaches the first one; the first one itself: the one that has its address.
 
     Args:
         first: name or address of the first node.
 
-    Returns:
-        None: the route is known, but not the name of the interface.
-
     Raises:
-        ConfigError: it is not reached, or only by itself.
+        ConfigError: it is not reached, or only by itself; the name of the interface is not known, as of an IPv6 route.
     """
     family, address = address_of_host(first)
     if is_loopback(address):
@@ -126,7 +123,14 @@ def interface_towards(first: str) -> str | None:
                 f"network interface that joins the nodes: {GLOO}=NAME"
             ) from None
         own = any_socket.getsockname()[0]
-    return next((name for _, name in socket.if_nameindex() if address_of(name) == own), None)
+    here = [name for _, name in socket.if_nameindex()]
+    found = next((name for name in here if address_of(name) == own), None)
+    if found is None:
+        raise ConfigError(
+            f"{socket.gethostname()} reaches the first node's {first} ({address}) from {own}, and no network interface "
+            f"here has that as its IPv4 address; name the one that joins the nodes: {GLOO}=NAME, {', '.join(here)}"
+        )
+    return found
 
 
 def _names(variable: str) -> list[str]:

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
@@ -28,7 +29,7 @@ SILENT_SECONDS = 60.0  # after which a client that says nothing is hung up on
 CONNECT_SECONDS = 5.0
 LATE_SECONDS = 0.1  # by which an answer may come after the checkpoint
 ENDED = "the run ended before it answered"
-LONGEST_ADDRESS = 107  # bytes of a Unix socket's address on Linux
+LONGEST_ADDRESS = 107 if sys.platform == "linux" else 103  # bytes of a Unix socket's address; macOS has the least
 
 
 class LiveControl:
@@ -112,9 +113,12 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().__init__(address, _Client)  # type: ignore[arg-type]
 
     def server_bind(self) -> None:
-        """Let only the owner in; before it listens, nobody can connect, so that comes in time."""
-        self.socket.bind(self.server_address)
-        os.chmod(str(self.server_address), 0o600)
+        """Let only the owner in, from the beginning and whatever is put in its place."""
+        umask = os.umask(0o177)
+        try:
+            self.socket.bind(self.server_address)
+        finally:
+            os.umask(umask)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that fails is nobody's concern but its own."""
@@ -202,4 +206,4 @@ def ask_run(run_dir: Path, ask: str) -> dict[str, Any]:
 def _reason(path: Path, error: OSError) -> str:
     if not path.parent.is_dir():
         return "there is no such folder"
-    return f"there is no {SOCKET}" if isinstance(error, FileNotFoundError) else f"{SOCKET}: {error.strerror}"
+    return f"there is no {SOCKET}" if isinstance(error, FileNotFoundError) else f"{SOCKET}: {error.strerror or error}"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.runtime.child import RENDEZVOUS_FOLDER
-from adl_dist.runtime.interface import address_of, address_of_host, is_loopback, is_one_node, named_interface
+from adl_dist.runtime.interface import address_of, address_of_host, is_loopback, is_one_node, loopback, named_interface
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.01
@@ -61,24 +61,31 @@ class Meeting:
                 "RANK and WORLD_SIZE are set, so this is one of several processes, but MASTER_ADDR and MASTER_PORT do "
                 "not say where they meet; start them with torchrun, or unset RANK and WORLD_SIZE"
             ) from None
-        if is_one_node(size):
-            host = LOOPBACK
+        host = LOOPBACK if is_one_node(size) else reachable(host)
         if rank > 0:
             return dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
-        self.listener = listen_at(host if is_one_node(size) else reachable(host), port)
+        self.listener = listen_at(host, port)
         return store_on(self.listener, timeout)
 
 
 def reachable(host: str) -> str:
-    """The address of this node that other nodes reach by ``host``, its name or address.
+    """The address that ``host``, the first node's name or address, has for all nodes.
 
-    A node's own name may mean loopback on the node itself; then it is that of the named interface, if there is one.
+    Its own name may mean loopback on that node; then it is the address of the named interface, if there is one.
+
+    Raises:
+        ConfigError: ``host`` means another node on each of them.
     """
     _, address = address_of_host(host)
     interface = named_interface()
-    if is_loopback(address) and interface is not None:
-        return address_of(interface) or address
-    return address
+    if not is_loopback(address) or interface in (None, loopback()):
+        return address
+    if host == "localhost" or address == host:
+        raise ConfigError(
+            f"this run has several nodes, but {host} is each of them to itself, and they are to be joined by "
+            f"{interface}; give the first node's name or address there, as --rdzv-endpoint or --master-addr"
+        )
+    return address_of(interface) or address
 
 
 def listen_at(host: str, port: int) -> socket.socket:

@@ -57,8 +57,7 @@ def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
         else:
             store = _store_of_agents(parameters)
             if parameters.local_addr is None:
-                interface = named_interface() or interface_towards(_endpoint(parameters)[0])
-                parameters.local_addr = address_of(interface) if interface is not None else None
+                parameters.local_addr = address_of(named_interface() or interface_towards(_endpoint(parameters)[0]))
     except ConfigError as error:
         _refuse(str(error))
     return create_handler(store, Backend(store, parameters.run_id), parameters)
@@ -66,9 +65,10 @@ def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
 
 def _store_of_agents(parameters: "RendezvousParameters") -> dist.TCPStore:
     host, port = _endpoint(parameters)
+    host = reachable(host)
     timeout = datetime.timedelta(seconds=parameters.get_as_int("read_timeout", 60) or 60)
     try:
-        return store_on(listen_at(reachable(host), port), timeout)
+        return store_on(listen_at(host, port), timeout)
     except ConfigError as error:
         number = getattr(error.__cause__, "errno", None)
         if number not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):

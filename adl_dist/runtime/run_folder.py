@@ -19,6 +19,7 @@ logger = logging.getLogger("adl_dist")
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
+LOCK = "lock"
 
 # What says where the model is cut: settings of the Python API, and keys of partition.* on the command line.
 CUT = ("num_stages", "balance", "grain", "speeds")
@@ -42,7 +43,7 @@ FREE_TO_CHANGE = {
 
 
 class RunFolder:
-    """``run_dir``: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json.
+    """``run_dir``: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json, lock.
 
     Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl`` and the checkpoint's own files.
     """
@@ -109,14 +110,11 @@ class RunFolder:
             ConfigError: the folder cannot be made, or another process is training there.
         """
         make_folder(self.checkpoints)
-        self._lock = os.open(self.checkpoints, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it when the process ends
-        except BlockingIOError:
-            self.close()
+        self._lock = lock(self.path)
+        if self._lock is None:
             raise ConfigError(
                 f"run_dir={self.path}: another process is training here; wait for it, or choose another run_dir"
-            ) from None
+            )
         checkpoint.clean(self.checkpoints)
         if resume in ("auto", "never"):
             return checkpoint.complete(self.checkpoints)[::-1]
@@ -211,6 +209,33 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run_dir: {path} cannot be made: {error.strerror}; choose another run_dir") from None
+
+
+def lock(folder: Path) -> int | None:
+    """Keep others out of ``folder``, on all nodes that share it.
+
+    A file and not the folder itself: NFS has no locks of folders, where they would hold on one node only, and locks a
+    file only for who may write it. The file stays: were it removed, two could hold locks of two files of that name.
+
+    Returns:
+        What to close to let others in, which the kernel does when this process ends; None if somebody holds it.
+
+    Raises:
+        ConfigError: the file system lets nobody lock.
+    """
+    descriptor = None
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            return None
+        raise ConfigError(
+            f"run_dir={folder}: {LOCK} in it cannot be locked: {error.strerror}; choose another run_dir"
+        ) from None
+    return descriptor
 
 
 def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from adl_dist.runtime import control, saving
 from adl_dist.runtime.beacon import Beacon, place_of
-from adl_dist.runtime.control import COORDINATOR_RANK, Crew, Record, Result, Worker, report_gone
+from adl_dist.runtime.control import COORDINATOR_RANK, Crew, Record, Result, Worker
 from adl_dist.runtime.doctor import Deputy, Doctor, shine
 from adl_dist.runtime.limits import Limits
 from adl_dist.runtime.live import LiveControl
@@ -51,7 +52,7 @@ class Watch:
                 deputy.stop()
             return
         self._doctor = Doctor(
-            self._world, self._beacon, self._coordination, on_gone=report_gone, on_end=self._close, **limits
+            self._world, self._beacon, self._coordination, on_gone=_report_gone, on_end=self._close, **limits
         )
         self._doctor.start()
         try:
@@ -91,6 +92,11 @@ class Watch:
     def _close(self) -> None:
         if self._live is not None:
             self._live.close()
+
+
+def _report_gone(rank: int, text: str) -> None:
+    control.report_gone(rank, text)
+    saving.report_gone(rank, text)
 
 
 class FollowedWorker:

@@ -22,11 +22,12 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from adl_dist.errors import AdlError, ChannelError, ConfigError
+from adl_dist.report import warn
 from adl_dist.runtime.child import end_with_torchrun
 from adl_dist.runtime.interface import choose_interface
 from adl_dist.runtime.meeting import Meeting
 from adl_dist.runtime.process import cores_here, own_cores
-from adl_dist.transport.doors import open_again, shut, shut_behind
+from adl_dist.transport.doors import open_again, refused, shut, shut_behind
 from adl_dist.transport.process import Edge, connect_edges
 
 # A receive that was posted ahead is a kernel that waits on the GPU for its peer, beside the stage's own work.
@@ -182,6 +183,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
         listener = meeting.listener if backend == "gloo" else None  # NCCL may connect to the store again
         if listener is not None:
             shut(listener)
+        _tell_of_open_ports(rank)
     except AdlError:
         raise
     except (RuntimeError, OSError, ValueError) as error:
@@ -238,6 +240,15 @@ def _edge_backend(device: torch.device) -> str:
         return "gloo"
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", launched_world_size() or 1))
     return "nccl" if local_ranks <= torch.cuda.device_count() and dist.is_nccl_available() else "gloo"
+
+
+def _tell_of_open_ports(rank: int) -> None:
+    """One process of each node does, once: training needs no shut port."""
+    if (why := refused()) is not None and int(os.environ.get("LOCAL_RANK", rank)) == 0:
+        warn(
+            f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let "
+            "only those reach it whom you trust (SECURITY.md)"
+        )
 
 
 def _share_of_cores(rank: int, size: int, store: dist.Store) -> list[int] | None:

@@ -21,6 +21,8 @@ RETURN_CONSTANT = 0x06
 # Linux keeps a process's open files there, and filters its sockets. Elsewhere the ports stay open.
 OPEN_FILES = Path("/proc/self/fd")
 
+_refused: OSError | None = None
+
 
 class _Instruction(ctypes.Structure):
     _fields_ = (("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32))
@@ -31,16 +33,28 @@ class _Program(ctypes.Structure):
 
 
 def shut(listener: socket.socket) -> None:
-    """Let nobody in any more: an attempt to connect is not answered. Whoever is connected stays so."""
+    """Let nobody in any more: an attempt to connect is not answered. Whoever is connected stays so.
+
+    A kernel that takes no filter (gVisor's, or one behind seccomp) leaves the port open: see :func:`refused`.
+    """
+    global _refused
     if sys.platform == "linux":
         keep_nothing = _Instruction(RETURN_CONSTANT, 0, 0, 0)
-        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(_Program(1, ctypes.pointer(keep_nothing))))
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(_Program(1, ctypes.pointer(keep_nothing))))
+        except OSError as error:
+            _refused = error
+
+
+def refused() -> OSError | None:
+    """Why ports of this process that were to be shut are open; None if they are not."""
+    return _refused
 
 
 def open_again(listener: socket.socket) -> None:
     """Undo :func:`shut`; who has tried meanwhile gets in when the kernel tries for him again, within a second."""
     if sys.platform == "linux":
-        with contextlib.suppress(FileNotFoundError):  # it was not shut
+        with contextlib.suppress(OSError):  # it was not shut
             listener.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 
@@ -54,7 +68,7 @@ def shut_behind() -> Iterator[None]:
     yield
     for identity, descriptor in _listening().items():
         if identity not in before:
-            with socket.socket(fileno=os.dup(descriptor)) as listener:
+            with _socket_of(descriptor) as listener:
                 shut(listener)
 
 
@@ -66,8 +80,25 @@ def _listening() -> dict[str, int]:
             identity = os.readlink(OPEN_FILES / name)
             if not identity.startswith("socket:"):
                 continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
+            with _socket_of(int(name)) as one:
                 is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
                 if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     found[identity] = int(name)
     return found
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """The socket that is somebody's, to be looked at: with a default timeout Python would make it non-blocking for all.
+
+    Raises:
+        OSError: it is gone.
+    """
+    default, own = socket.getdefaulttimeout(), os.dup(descriptor)
+    socket.setdefaulttimeout(None)
+    try:
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+    finally:
+        socket.setdefaulttimeout(default)

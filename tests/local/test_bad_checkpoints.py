@@ -2,9 +2,11 @@
 
 import dataclasses
 import io
+import json
 import pickle
 import random
 import shutil
+import tracemalloc
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from adl_dist.runtime import checkpoint, checkpoint_storage, checkpoint_tensors
 from tests.support.saved import SIGNATURE, Trap, index_of, resealed, saved, state
 
 DAMAGES = 200
+METADATA = "torch.distributed.checkpoint.metadata"
 
 
 def loaded(path):
@@ -86,6 +89,25 @@ def test_where_none_is_good_all_are_told_and_stay_as_they_are(two):
     assert checkpoint.complete(two[0].parent) == list(two)
 
 
+@pytest.mark.parametrize(
+    ("entry", "match"),
+    [
+        ({"__0_0.distcp": 7}, "should tell 'bytes' and 'sha256' of __0_0.distcp, found 7"),
+        ({"__0_0.distcp": {"bytes": 7}}, "should tell 'bytes' and 'sha256' of __0_0.distcp"),
+        ({"__0_0.distcp": {"bytes": 7, "sha256": 7}}, "should tell 'bytes' and 'sha256' of __0_0.distcp"),
+        *(({name: {"bytes": 7, "sha256": ""}}, f"names a file elsewhere, {name}") for name in ("", "..", "../__0_0")),
+    ],
+    ids=lambda told: str(told)[:40],
+)
+def test_a_manifest_whose_files_are_none_is_damaged(entry, match, two):
+    manifest = json.loads((two[1] / checkpoint.MANIFEST).read_bytes())
+    del manifest["sha256"]
+    manifest["files"] |= entry
+    text = {**manifest, "sha256": checkpoint._checksum(manifest)}
+    (two[1] / checkpoint.MANIFEST).write_text(json.dumps(text))
+    assert_passed_over(*two, match=match)
+
+
 # --- pickles that do something ---------------------------------------------------------------------------------------
 
 
@@ -115,6 +137,58 @@ def test_no_index_gets_at_what_executes(names, two, made):
     assert_passed_over(two[0], newest, match=f"asks for {names[0]}.{names[1]}")
 
 
+OF_CLASSES = [
+    (METADATA, "TensorProperties", ""),  # a class
+    ("torch.serialization", "_get_layout", ""),  # a function
+    (METADATA, "_MEM_FORMAT_ENCODING", "I0\n\x85R"),  # a member of an enumeration
+]
+
+
+@pytest.mark.parametrize(("module", "name", "call"), OF_CLASSES, ids=lambda word: word)
+@pytest.mark.parametrize("slots", [False, True], ids=["its attributes", "its slots"])
+def test_no_index_changes_what_others_use_and_a_good_one_is_read_after_it(module, name, call, slots, two):
+    older, newest = two
+    state = b"}X\x05\x00\x00\x00wrongK\x01s"
+    what = f"c{module}\n{name}\n{call}".encode("latin1")
+    newest = resealed(newest, metadata=b"\x80\x02" + what + (b"N" + state + b"\x86" if slots else state) + b"b.")
+    assert_passed_over(older, newest, match=f"it changes .*{name}")
+    assert "wrong" not in vars(pickle.loads(b"\x80\x02" + what + b"."))
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02Nr\x00\x00\x00\x04.",
+        b"\x80\x05\x96\x00\x00\x00\x20\x00\x00\x00\x00.",
+        b"\x80\x04\x8e\x00\x00\x00\x20\x00\x00\x00\x00.",
+    ],
+    ids=["a place in the memo", "writable bytes", "bytes"],
+)
+def test_a_few_bytes_of_an_index_take_no_memory(pickled, two):
+    """Each names 2 ** 26 entries or 2 ** 29 bytes, and holds none of them."""
+    (two[1] / checkpoint_storage.INDEX).write_bytes(pickled)
+    tracemalloc.start()
+    try:
+        with pytest.raises((EOFError, KeyError, pickle.UnpicklingError)):
+            checkpoint_storage.read_index(two[1] / checkpoint_storage.INDEX)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_an_index_that_tells_of_more_than_the_files_hold_is_refused_before_a_tensor_is_made(two):
+    older, newest = two
+    index = index_of(newest)
+    momentum = index.state_dict_metadata["optimizer.weight.momentum_buffer"]
+    momentum.size = torch.Size([2**40, 4])
+    newest = resealed(newest, metadata=pickle.dumps(index))
+    assert_passed_over(older, newest, match=r"it tells of 17,592,186,.* bytes of tensors, and the files hold \d,\d+")
+    momentum.size = torch.Size([-(2**40), 4])
+    newest = resealed(newest, metadata=pickle.dumps(index))
+    assert_passed_over(older, newest, match=r"momentum_buffer has size .*-1099511627776, 4.*, which no tensor has")
+
+
 def test_tensor_data_that_are_a_pickle_of_something_else_are_refused(two, made):
     index, data = index_of(two[1]), io.BytesIO()
     torch.save(Trap(made), data)
@@ -132,7 +206,7 @@ def test_data_that_are_no_tensor_are_refused_by_the_index_and_by_the_reader(two,
     torch.save(Trap(made), data)
     index.state_dict_metadata["model.weight"] = BytesStorageMetadata()
     where = next(info for info in index.storage_data.values() if info.relative_path == "__0_0.distcp")
-    good = (two[1] / "__0_0.distcp").read_bytes()
+    good = (two[1] / "__0_0.distcp").read_bytes()  # which is read before it
     index.storage_data[MetadataIndex("model.weight")] = dataclasses.replace(where, offset=len(good), length=data.tell())
     newest = resealed(two[1], __0_0distcp=good + data.getvalue(), metadata=pickle.dumps(index))
     assert_passed_over(two[0], newest, match="asks for .*BytesStorageMetadata")

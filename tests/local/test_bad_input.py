@@ -419,7 +419,7 @@ def test_going_on_from_an_older_checkpoint_never_writes_over_the_newer_one(run_d
 
 def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
     before = snapshot(run_dir)
-    held = os.open(run_dir / "checkpoints", os.O_RDONLY)
+    held = os.open(run_dir / "lock", os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)
     try:
         line = refused(*words(run_dir, SMALL, "train.epochs=3"))

@@ -84,5 +84,7 @@ def test_a_service_is_reached_by_its_name_and_trains_one_of_two_stages(service):
     told = get_args_parser().parse_args(words[2:])
     assert told.rdzv_endpoint.split(":")[0] in file["services"]
     assert (told.module, told.training_script, told.training_script_args[0]) == (True, "adl_dist", "train")
+    # A name is known once its container is there, and who does not know it does not wait.
+    assert described.get("depends_on", []) == [one for one in [told.rdzv_endpoint.split(":")[0]] if one != service]
     assert int(told.nnodes) * int(told.nproc_per_node) == len(file["services"])
     assert compose_run(told.training_script_args[1:])[0].partition.num_stages == len(file["services"])

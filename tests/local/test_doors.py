@@ -2,20 +2,25 @@
 
 import contextlib
 import datetime
+import errno
 import os
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.runtime import interface
+from adl_dist.runtime import interface, meeting, world
+from adl_dist.runtime.child import RENDEZVOUS_FOLDER
 from adl_dist.runtime.meeting import agree_on_attempt, listen_at, store_on
+from adl_dist.transport import doors
 from adl_dist.transport.doors import open_again, shut, shut_behind
 from tests.support.commands import in_process, shows, words
+from tests.support.ports import free_port
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="ports are shut by the Linux kernel")
 
@@ -78,6 +83,47 @@ def test_the_store_of_rank_0_listens_at_one_address_and_serves_whoever_came_befo
             dist.TCPStore("127.0.0.1", port, is_master=False, timeout=SHORT)
 
 
+@on_linux
+def test_a_default_timeout_of_the_users_code_leaves_the_sockets_of_others_as_they_are() -> None:
+    with shut_behind(), contextlib.ExitStack() as opened:
+        both = [opened.enter_context(listening()) for _ in range(2)]
+        both[1].setblocking(False)
+        lasting = opened.pop_all()
+        socket.setdefaulttimeout(5)
+    try:
+        with lasting, shut_behind():
+            assert [os.get_blocking(one.fileno()) for one in both] == [True, False]
+            assert socket.getdefaulttimeout() == 5
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+class Unfiltered(socket.socket):
+    """Of a kernel without socket filters."""
+
+    def setsockopt(self, level: int, option: int, *value: object) -> None:
+        raise OSError(errno.ENOPROTOOPT, os.strerror(errno.ENOPROTOOPT))
+
+
+@on_linux
+def test_a_kernel_that_shuts_no_port_ends_no_training_and_is_told_by_one_process_of_each_node(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doors, "_refused", None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with listening() as listener:
+        shut(listener)
+    world._tell_of_open_ports(0)
+    assert capsys.readouterr().err == ""
+    with Unfiltered() as listener:
+        shut(listener)
+        open_again(listener)
+    world._tell_of_open_ports(1)
+    assert capsys.readouterr().err == ""
+    world._tell_of_open_ports(0)
+    shows(capsys.readouterr().err, ["warning: the ports of", "stay open", "Protocol not available", "SECURITY.md"])
+
+
 def test_a_port_that_is_taken_is_told_with_its_address_and_what_to_choose() -> None:
     with listening() as listener:
         port = listener.getsockname()[1]
@@ -117,6 +163,50 @@ def test_on_several_nodes_a_first_node_that_only_it_can_reach_is_refused(monkeyp
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(ConfigError, match=r"localhost means .* name the network interface"):
         interface.choose_interface(size=2)
+
+
+def test_an_interface_whose_name_the_route_does_not_tell_is_to_be_named(monkeypatch) -> None:
+    monkeypatch.setattr(interface, "is_loopback", lambda address: False)
+    monkeypatch.setattr(interface, "address_of", lambda name: None)  # as of one that has IPv6 alone
+    with pytest.raises(ConfigError, match=r"from 127.0.0.1, and no network interface here has .*; name .*=NAME, "):
+        interface.interface_towards("127.0.0.1")
+
+
+@pytest.fixture
+def first_node(monkeypatch) -> None:
+    """This is node1 of several, where its own name means loopback; they are joined by an interface that is named."""
+    address_of_host = interface.address_of_host
+
+    def of_this_node(host: str) -> tuple[socket.AddressFamily, str]:
+        return (socket.AF_INET, "127.0.1.1") if host == "node1" else address_of_host(host)
+
+    monkeypatch.setattr(meeting, "address_of_host", of_this_node)
+    monkeypatch.setattr(meeting, "address_of", lambda name: "127.0.0.1")
+    monkeypatch.delenv(interface.RPC, raising=False)
+    for variable, value in ((interface.GLOO, "fast0"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_ADDR", "node1")):
+        monkeypatch.setenv(variable, value)
+    for variable in (RENDEZVOUS_FOLDER, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+def test_a_node_whose_own_name_means_loopback_meets_itself_where_the_others_meet_it(first_node, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with ThreadPoolExecutor() as ranks:
+        met = list(ranks.map(lambda rank: meeting.Meeting(rank, 2, LONG_ENOUGH), (0, 1)))
+    assert met[0].listener.getsockname()[0] == "127.0.0.1"
+    met[0].store.set("key", "value")
+    assert met[1].store.get("key") == b"value"
+    met[0].listener.close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_where_every_node_would_meet_itself_none_does_unless_loopback_is_what_joins_them(
+    host, first_node, monkeypatch
+) -> None:
+    with pytest.raises(ConfigError, match=f"several nodes, but {host} is each of them to itself, .* joined by fast0"):
+        meeting.reachable(host)
+    monkeypatch.setenv(interface.GLOO, interface.loopback())
+    assert meeting.reachable(host) == "127.0.0.1"
 
 
 # --- attempts --------------------------------------------------------------------------------------------------------

@@ -53,6 +53,16 @@ def test_a_job_of_gpus_computes_on_them_one_process_each():
     assert assigned(script, 'echo $PROCESSES_PER_NODE "$@"') == ["2 runtime.device=cuda"]
 
 
+def test_a_name_that_is_that_of_the_cluster_is_not_taken_for_it():
+    assert directives(printed("--partition", "slurm"))["partition"] == "slurm"
+
+
+def test_options_of_sbatch_may_have_no_value_or_one_with_spaces():
+    script = printed("--sbatch", "exclusive", "--sbatch", "comment=two words", "--sbatch", "open-mode=truncate")
+    asked = {"exclusive": "", "comment": "'two words'", "open-mode": "truncate"}
+    assert directives(script).items() >= asked.items()
+
+
 def test_each_task_of_a_job_array_has_a_choice_of_its_own():
     script = printed("--array", "optimizer.lr=0.1,0.2", "run_dir=runs/lr-${optimizer.lr}")
     assert directives(script)["array"] == "0-1"
@@ -87,7 +97,7 @@ REFUSED = [
     (["--array", "seed=0"], ["gives one value"]),
     (["--array", "partition.num_stages=2,4"], ["same nodes"]),
     (["--array", "optimizer.lr=0.1,0.2"], ["would share run_dir=", "run_dir=runs/NAME-${optimizer.lr}"]),
-    (["--sbatch", "exclusive"], ["OPTION=VALUE"]),
+    (["--sbatch", "exclusive="], ["'exclusive='", "OPTION=VALUE", "like exclusive"]),
     (["--gpus", "2"], ["--gpus", "adl-dist launch slurm --help"]),
     (["train.epoch=2"], ["did you mean 'train.epochs'?"]),
     (["experiment=compare"], ["several runs", "hydra/launcher=submitit_slurm", "hydra.mode=RUN"]),

@@ -16,6 +16,7 @@ import adl_dist
 from adl_dist.cli.live import table
 from adl_dist.cli.main import main
 from adl_dist.errors import ConfigError
+from adl_dist.runtime import live
 from adl_dist.runtime.live import LONGEST_ADDRESS, SOCKET, LiveControl, address_of, ask_run, remove_stale
 from adl_dist.runtime.requests import Ask, Requests
 from tests.support.toys import FixedImages, batch_norm_net
@@ -89,6 +90,14 @@ def test_a_run_folder_with_a_path_longer_than_a_socket_may_have_is_no_hindrance(
         assert stat.S_IMODE((run_dir / SOCKET).stat().st_mode) == 0o600
         assert ask_run(run_dir, "status") == STATUS
     assert list(run_dir.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_shortened_is_told_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "LONGEST_ADDRESS", 10_000)  # as if it need not be
+    run_dir = tmp_path / ("long" * 30)
+    run_dir.mkdir()
+    with pytest.raises(ConfigError, match=f"{SOCKET}: AF_UNIX path too long"):
+        ask_run(run_dir, "status")
 
 
 def test_the_socket_of_a_killed_run_is_replaced_and_that_of_a_running_one_is_not(tmp_path):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra.core.hydra_config import HydraConfig
 
-from adl_dist.cli import jobs, sweep
+from adl_dist.cli import jobs, submit, sweep
 from adl_dist.cli.compose import compose_run
 from adl_dist.errors import ConfigError
 from adl_dist.runtime import checkpoint
@@ -199,9 +200,58 @@ def test_every_variant_of_an_experiment_composes_for_the_most_stages(experiment)
         compose_run([*request.words, *own, request.swept["partition.num_stages"][-1]])
 
 
+class Refusing:
+    """A launcher of Hydra whose cluster takes no job, or the first one only."""
+
+    def __init__(self, run=None):
+        self._run = run
+
+    def instance(self):
+        return self
+
+    def instantiate_launcher(self, **_):
+        return self
+
+    def launch(self, *_, **__):
+        if self._run is not None:
+            self._run()
+        raise RuntimeError("Invalid account\nor partition")
+
+
+def test_what_a_cluster_refuses_is_told_also_by_the_second_attempt(tmp_path, monkeypatch):
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    sweep.requested([])  # tells Hydra what there is to compose
+    first, second = (
+        jobs.Job(title=name, words=[], folder=tmp_path / name, epochs=1, max_updates=None, threads=1) for name in "ab"
+    )
+    outcome = tmp_path / "a" / jobs.OUTCOME
+
+    def fails():
+        outcome.write_text(json.dumps({"status": "failed", "said": "failed (exit code 3)", "settings": []}))
+
+    def outcomes(**options):
+        monkeypatch.setattr(submit, "Plugins", Refusing(**options))
+        found = submit.submitted([first, second], launcher=["hydra/launcher=basic"], folder=tmp_path / "sweep")
+        return [outcome.said for _, outcome in found]
+
+    outcome.parent.mkdir()
+    fails()  # in an attempt before
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"launcher=basic has brought none .* to an end: Invalid account or part"):
+            outcomes()
+    said = outcomes(run=fails)
+    assert said[0] == "failed (exit code 3)"
+    shows(said[1], ["ended without a word", str(tmp_path / "sweep"), "said: Invalid account or partition"])
+
+
 def test_two_sweeps_in_one_folder_are_refused(tmp_path):
     with sweep._own(tmp_path), pytest.raises(ConfigError, match="another sweep is running here"), sweep._own(tmp_path):
         pass
+
+
+def test_what_blocks_inside_a_sweep_is_not_taken_for_another_sweep(tmp_path):
+    with pytest.raises(BlockingIOError), sweep._own(tmp_path):
+        raise BlockingIOError
 
 
 def test_a_variant_that_settles_on_one_k_meets_the_seeds_but_not_the_other_ks():

@@ -126,7 +126,7 @@ def test_the_run_folder_holds_what_the_design_says(tmp_path):
     summary = trainer_of(2).fit(
         FixedImages(20), epochs=2, batch_size=8, val_dataset=FixedImages(7), run_dir=tmp_path, quiet=True
     )
-    names = {"config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "logs", "checkpoints"}
+    names = {"config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "logs", "checkpoints", "lock"}
     assert {p.name for p in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["num_stages"] == 2
