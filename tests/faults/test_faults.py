@@ -13,7 +13,7 @@ from adl_dist.report import recorder
 from adl_dist.runtime import checkpoint, stage_state, worker
 from tests.faults.simulation import SEEDS_PER_JOB, simulate, undisturbed
 
-SEEDS = 60
+SEEDS = 40
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_JOB))
