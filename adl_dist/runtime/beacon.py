@@ -6,6 +6,7 @@ of rank 0 itself, reads these plain attributes and works out the rest.
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import sysconfig
@@ -193,6 +194,13 @@ def state_of(pid: int) -> str:
     """The kernel's letter for the state of process ``pid`` of this machine: R, S, D, T, t, Z; "": there is none."""
     fields = _stat(pid)
     return fields[0] if fields else ""
+
+
+def kill(seen: Sighting) -> None:
+    """Kill a process that does not answer, if it is of this machine: stopped or stuck, it would stay."""
+    if seen.machine == machine() != "" and born(seen.pid) == seen.born:
+        with suppress(ProcessLookupError):
+            os.kill(seen.pid, signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str]:

@@ -8,7 +8,6 @@ change of what any of them tells. After ``stall_seconds`` without it there is on
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch.distributed.rpc as rpc
 
-from adl_dist.runtime.beacon import Beacon, born, machine, state_of
+from adl_dist.runtime.beacon import Beacon, born, kill, machine, state_of
 from adl_dist.runtime.diagnosis import GONE, Cause, cause_of, picture
 from adl_dist.runtime.sighting import Coordination, Member, Sighting
 from adl_dist.runtime.world import World, launched_world_size, name_of
@@ -209,9 +208,8 @@ class Doctor:
             with suppress(RuntimeError):
                 future.wait()
         for member in members[1:]:
-            seen = member.seen
-            if seen and member.silent_seconds and seen.machine == machine() != "" and born(seen.pid) == seen.born:
-                os.kill(seen.pid, signal.SIGKILL)  # stopped or stuck, it would stay
+            if member.seen and member.silent_seconds:
+                kill(member.seen)
         _exit()
 
 
@@ -250,6 +248,7 @@ class Deputy:
             still = now - max(asked_at, self._began)
             if self._abort_seconds is not None and still >= self._abort_seconds + ANSWER_SECONDS:
                 _say(f"adl-dist: error: rank {self._rank} ends itself: {_of_rank_0(asker, still)}", logging.ERROR)
+                kill(asker)
                 _exit()
             elif still < self._stall_seconds:
                 self._has_told = False

@@ -7,10 +7,8 @@ beyond the loopback connections of the data and control planes.
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from adl_dist.runtime import child
 from adl_dist.runtime.child import LAUNCHER, RENDEZVOUS_FOLDER, RESTARTS
+from adl_dist.runtime.launch_folder import launch_folder
 from adl_dist.runtime.signals import STOPPING, Patience
 
 USER_CAN_MEND = 2  # exit code of a rank that would only fail again
@@ -121,29 +120,28 @@ class _Stopping:
 def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: _Stopping) -> bool:
     """Run them once; return whether they were asked to stop and did."""
     # A folder for each attempt, or the ranks would read the addresses of their dead predecessors.
-    folder = tempfile.mkdtemp(prefix="adl-dist-")
-    os.environ[RENDEZVOUS_FOLDER] = folder
-    stopping.folder = Path(folder)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(Path(folder) / "agent"),
-        rdzv_configs={"store_type": "file"},
-        max_restarts=0,  # its own restarts tell nobody, and repeat what can only fail again
-        monitor_interval=0.1,
-        local_addr="127.0.0.1",
-        signals_to_handle=",".join(n.name for n in ENDING if signal.getsignal(n) != signal.SIG_IGN),  # nohup stands
-        logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", "adl_dist", *arguments)
-        return child.noted(child.STOPPED, Path(folder)) is not None
-    finally:
-        stopping.folder = None
-        shutil.rmtree(folder, ignore_errors=True)
+    with launch_folder() as folder:
+        os.environ[RENDEZVOUS_FOLDER] = str(folder)
+        stopping.folder = folder
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(folder / "agent"),
+            rdzv_configs={"store_type": "file"},
+            max_restarts=0,  # its own restarts tell nobody, and repeat what can only fail again
+            monitor_interval=0.1,
+            local_addr="127.0.0.1",
+            signals_to_handle=",".join(n.name for n in ENDING if signal.getsignal(n) != signal.SIG_IGN),  # nohup stands
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "adl_dist", *arguments)
+            return child.noted(child.STOPPED, folder) is not None
+        finally:
+            stopping.folder = None
 
 
 def _report(failed: ChildFailedError, restart: str | None) -> None:

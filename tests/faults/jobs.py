@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import adl_dist
-from adl_dist.schedule import METHODS, Method
+from adl_dist.schedule import METHODS, Method, leaves_no_trace
 
 WIDTH, NUM_CLASSES = 4, 3
 MICRO_BATCH = 2
@@ -79,8 +79,14 @@ class Job:
             f"{self.num_samples} samples, {told}"
         )
 
-    def train(self, run_dir: Path, **more: Any) -> adl_dist.Trainer:
-        """Train, or go on training, in ``run_dir``; return the trainer that has the weights."""
+    @property
+    def stops_as_planned(self) -> bool:
+        """Whether it stops only where it saves anyway, so that in the end nothing tells of it."""
+        is_stale = not leaves_no_trace(self.method, num_stages=self.num_stages)
+        return is_stale and "checkpoint_every_updates" in self.options
+
+    def train(self, run_dir: Path) -> tuple[adl_dist.Trainer, dict[str, Any]]:
+        """Train, or go on training, in ``run_dir``; return the trainer that has the weights, and the summary."""
         trainer = adl_dist.Trainer(
             network(),
             loss_fn=nn.CrossEntropyLoss(),
@@ -91,7 +97,7 @@ class Job:
             dtype=torch.float64,
             threads=1,
         )
-        trainer.fit(
+        summary = trainer.fit(
             Points(self.num_samples, noise=0.1),
             batch_size=MICRO_BATCH * self.method.micro_batches_per_update,
             val_dataset=Points(5, noise=0.0),
@@ -99,9 +105,8 @@ class Job:
             tensorboard=False,
             quiet=True,
             **self.options,
-            **more,
         )
-        return trainer
+        return trainer, summary
 
 
 def draw_job(number: int) -> Job:
@@ -127,6 +132,8 @@ def draw_job(number: int) -> Job:
     }
     if rng.random() < 0.2:
         fit["max_updates"] = epochs * updates - 1  # ends in the middle of an epoch
+    if rng.random() < 0.3:
+        fit["checkpoint_every_updates"] = rng.randint(1, updates - 1)
     return Job(
         method=method,
         num_stages=num_stages,

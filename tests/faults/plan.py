@@ -1,5 +1,6 @@
 """What is planted into the starts of one run, drawn by its seed."""
 
+import enum
 import errno
 import random
 from collections.abc import Mapping
@@ -16,20 +17,28 @@ class StageBroke(Exception):
     """What a user's own code may raise within a stage."""
 
 
+class Step(enum.Enum):
+    """What may happen between two actions."""
+
+    KILLED = "the process is killed"
+    RAISES = "a stage raises"
+    ASKED_TO_STOP = "the run is asked to stop"
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepFault:
-    """The process dies, or a stage raises, before an action.
+    """Something happens before an action.
 
     Attributes:
+        what: it.
         share: which action, as a share of those left to do.
-        dies: whether it is the process.
     """
 
+    what: Step
     share: float
-    dies: bool
 
     def __str__(self) -> str:
-        return f"{'the process is killed' if self.dies else 'a stage raises'} after {self.share:.0%} of the actions"
+        return f"{self.what.value} after {self.share:.0%} of the actions"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +72,14 @@ class Attempt:
         return "; ".join(str(part) for part in (self.damage, self.weather, self.fault) if part is not None)
 
 
-def draw_plan(seed: int, *, num_stages: int, num_events: Mapping[str, int]) -> list[Attempt]:
+def draw_plan(seed: int, *, num_stages: int, num_events: Mapping[str, int], stops: bool) -> list[Attempt]:
     """The starts of a run; into the last one no fault is planted.
 
     Args:
         seed: of everything.
         num_stages: K.
         num_events: what an undisturbed run does to the disk, by place.
+        stops: whether it may be asked to stop.
     """
     rng = random.Random(f"seed {seed}")
     num_faults = rng.choices(range(4), weights=(1, 6, 2, 1))[0]
@@ -78,7 +88,7 @@ def draw_plan(seed: int, *, num_stages: int, num_events: Mapping[str, int]) -> l
         attempts.append(
             Attempt(
                 weather=_draw_weather(rng, num_stages),
-                fault=_draw_fault(rng, num_events) if start < num_faults else None,
+                fault=_draw_fault(rng, num_events, stops=stops) if start < num_faults else None,
                 damage=_draw_damage(rng) if start and rng.random() < 0.4 else None,
             )
         )
@@ -99,10 +109,11 @@ def _draw_weather(rng: random.Random, num_stages: int) -> Weather:
     )
 
 
-def _draw_fault(rng: random.Random, num_events: Mapping[str, int]) -> StepFault | DiskFault:
-    kind = rng.choice(["killed", "killed", "raises", "killed at the disk", "killed at the disk", "fails", "fails"])
-    if kind in ("killed", "raises"):
-        return StepFault(share=rng.random(), dies=kind == "killed")
+def _draw_fault(rng: random.Random, num_events: Mapping[str, int], *, stops: bool) -> StepFault | DiskFault:
+    steps = [Step.KILLED, Step.KILLED, Step.RAISES, *([Step.ASKED_TO_STOP] * 2 if stops else [])]
+    kind = rng.choice([*steps, "killed at the disk", "killed at the disk", "fails", "fails"])
+    if isinstance(kind, Step):
+        return StepFault(what=kind, share=rng.random())
     place = rng.choices(["checkpoints", "metrics", "others"], weights=(8, 1, 1))[0]
     error, lasts = rng.choice(FAILURES) if kind == "fails" else (None, False)
     event = rng.randrange(num_events[place])

@@ -9,13 +9,14 @@ from unittest.mock import patch
 
 from adl_dist import Trainer, engine
 from adl_dist.engine import Seat
-from adl_dist.runtime import saving, wiring, worker
+from adl_dist.runtime import control, live, saving, wiring, worker
+from adl_dist.runtime.requests import Ask
 from adl_dist.schedule import Action
 from tests.faults.background import Background
 from tests.faults.disk import Died, Disk, DiskFault, Event
 from tests.faults.jobs import Job
 from tests.faults.order import Clock, WatchedChannel
-from tests.faults.plan import Attempt, StageBroke, StepFault
+from tests.faults.plan import Attempt, StageBroke, Step, StepFault
 
 
 class Process:
@@ -31,8 +32,8 @@ class Process:
         self.is_dead = False
         self.num_steps = 0
 
-    def run(self, *, steps_left: int) -> Trainer:
-        """Train to the end; ``steps_left`` is how many actions that takes, more or less."""
+    def run(self, *, steps_left: int) -> tuple[Trainer, dict[str, Any]]:
+        """Train to the end, ``steps_left`` actions from here, more or less; return trainer and summary."""
         if isinstance(self._attempt.fault, StepFault):
             self._fatal_step = int(self._attempt.fault.share * steps_left)
         clock = Clock(self._attempt.weather)
@@ -41,6 +42,8 @@ class Process:
             stack.enter_context(patch.object(worker, "replay", clock.replay))
             stack.enter_context(patch.object(wiring, "LocalChannel", WatchedChannel))
             stack.enter_context(patch.object(saving, "threading", self._background.threading))
+            # Nobody asks this run anything, and its listener takes a twentieth of a second to end.
+            stack.enter_context(patch.object(live.LiveControl, "start", lambda self: None))
             stack.enter_context(redirect_stderr(io.StringIO()))  # warnings
             stack.enter_context(self._disk.watched())
             return self._job.train(self._run_dir)
@@ -75,7 +78,13 @@ class Process:
             self.num_steps += 1
             if self.num_steps - 1 == self._fatal_step:
                 assert isinstance(self._attempt.fault, StepFault)
-                raise self._die() if self._attempt.fault.dies else StageBroke(f"stage {seat.stage.index} at {action}")
+                match self._attempt.fault.what:
+                    case Step.KILLED:
+                        raise self._die()
+                    case Step.RAISES:
+                        raise StageBroke(f"stage {seat.stage.index} at {action}")
+                    case Step.ASKED_TO_STOP:
+                        control.requests.ask(Ask.STOP, "the simulation")
             step(action, seat)
 
         return stepped

@@ -24,7 +24,7 @@ from adl_dist.runtime import checkpoint
 from tests.faults.disk import DiskFault
 from tests.faults.jobs import draw_job
 from tests.faults.order import Weather
-from tests.faults.plan import Attempt, Damage, StageBroke, StepFault, draw_plan
+from tests.faults.plan import Attempt, Damage, StageBroke, Step, StepFault, draw_plan
 from tests.faults.process import Process
 
 SEEDS_PER_JOB = 10
@@ -75,43 +75,54 @@ def simulate(seed: int) -> Story:
     number = seed // SEEDS_PER_JOB
     job, (expected, whole) = draw_job(number), undisturbed(number)
     num_events = {place: len(events) for place, events in whole.events.items()}
-    plan = draw_plan(seed, num_stages=job.num_stages, num_events=num_events)
+    plan = draw_plan(seed, num_stages=job.num_stages, num_events=num_events, stops=job.stops_as_planned)
     story = Story(seed, [f"seed {seed}: {job}"])
     total_updates = int(expected.checkpoints[-1].removeprefix("update-"))
     is_whole = True  # whether every checkpoint and every record must be there
-    spoilt: set[Path] = set()  # checkpoints that nobody should go on from
+    spoilt: dict[Path, bytes] = {}  # files of checkpoints that nobody should go on from, and what they hold
     with folder() as scratch:
         run_dir = scratch / "run"
         for start in range(MOST_STARTS):
             attempt = plan[start] if start < len(plan) else CALM
+            # A checkpoint that was saved there again is a good one.
+            spoilt = {file: held for file, held in spoilt.items() if file.is_file() and file.read_bytes() == held}
             damaged = _damage(run_dir, attempt.damage) if attempt.damage is not None else None
+            if damaged is not None:
+                is_whole = False
+                spoilt[damaged] = damaged.read_bytes()
             saved = checkpoint.complete(run_dir / "checkpoints")
             done = int(saved[-1].name.removeprefix("update-")) / total_updates if saved else 0.0
             process, error = Process(job, run_dir, attempt), None
             try:
-                trainer = process.run(steps_left=int(whole.num_steps * (1 - done)))
+                trainer, summary = process.run(steps_left=int(whole.num_steps * (1 - done)))
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as raised:
                 error = raised
             story.lines.append(f"  start {start + 1}: {attempt}")
             if damaged is not None:
-                is_whole = False
-                spoilt.add(damaged.parent)
                 story.struck.append("checkpoint damaged")
                 story.lines.append(f"    damaged: {damaged}")
             if process.struck:
                 story.struck.append(_kind(attempt))
                 story.lines.append(f"    struck: {process.struck}")
-            story.lines.append(f"    {'killed' if process.is_dead else repr(error) if error else 'ended'}")
+            stopped = summary.get("stopped") if error is None else None
+            how = (
+                "killed" if process.is_dead else repr(error) if error else f"stopped: {stopped}" if stopped else "ended"
+            )
+            story.lines.append(f"    {how}")
             if process.is_dead:
                 process.bury()
             elif error is None and process.disk_failures:
                 is_whole = False  # and whatever could not be written at the end is due at the next start
+            elif stopped:
+                if stopped["leaves_trace"] or not _is_asked_to_stop(attempt):
+                    story.wrong = f"start {start + 1} stopped, which nothing of what was planted explains"
+                    break
             elif error is None:
                 story.wrong = _differences(end_of(trainer, run_dir), expected, run_dir, is_whole=is_whole)
                 break
-            elif _is_refusal(error, run_dir) and not any(path not in spoilt for path in saved):
+            elif _is_refusal(error, run_dir) and {file.parent for file in spoilt}.issuperset(saved):
                 shutil.rmtree(run_dir)  # "start again with another run_dir"
                 spoilt.clear()
             elif not _is_due(error, process):
@@ -128,7 +139,7 @@ def undisturbed(number: int) -> tuple[End, Process]:
     """The run of a job that nothing happens to."""
     with folder() as scratch:
         process = Process(draw_job(number), scratch / "run", CALM)
-        trainer = process.run(steps_left=0)
+        trainer, _ = process.run(steps_left=0)
         return end_of(trainer, scratch / "run"), process
 
 
@@ -191,13 +202,17 @@ def _damage(run_dir: Path, damage: Damage) -> Path | None:
 
 def _kind(attempt: Attempt) -> str:
     match attempt.fault:
-        case StepFault(dies=dies):
-            return "killed between actions" if dies else "a stage raises"
+        case StepFault(what=what):
+            return f"{what.value} between actions"
         case DiskFault(error=None, place=place):
             return f"killed while writing {place}"
         case DiskFault(error=error, place=place):
             return f"{errno.errorcode[error]} while writing {place}"
     raise AssertionError("no fault struck")
+
+
+def _is_asked_to_stop(attempt: Attempt) -> bool:
+    return isinstance(attempt.fault, StepFault) and attempt.fault.what is Step.ASKED_TO_STOP
 
 
 def _is_refusal(error: BaseException, run_dir: Path) -> bool:

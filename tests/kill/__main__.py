@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kill", description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="how many runs to kill")
     parser.add_argument("--seed", type=int, default=0, help="of who is killed and when")
-    parser.add_argument("--only", type=int, help="do the killing of this number alone")
+    parser.add_argument("--only", type=int, nargs="+", help="do the killings of these numbers alone")
     parser.add_argument("--out", type=Path, help="write the table there too")
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the run under way
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     lost: list[float] = []
     for number, killing in enumerate(killings):
-        if chosen.only not in (None, number):
+        if chosen.only and number not in chosen.only:
             continue
         key = killing.starter, killing.num_stages
         if key not in plain:
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             killing = replace(killing, update=earlier)
         outcomes.append(outcome)
         lost.append(outcome.seconds - seconds)
-        print(f"{number}: {killing}: {outcome.wrong or 'identical'}; {lost[-1]:.1f} s lost", flush=True)
+        where = ", in mid-save" if outcome.was_saving else ""
+        print(f"{number}: {killing}{where}: {outcome.wrong or 'identical'}; {lost[-1]:.1f} s lost", flush=True)
         if outcome.wrong:
             print(f"    see {outcome.folder}; python -m tests.kill --seed {chosen.seed} --only {number}", flush=True)
         else:
@@ -87,8 +88,7 @@ def report(outcomes: Sequence[Outcome], lost: Sequence[float], *, seed: int) -> 
         f"{os.cpu_count()} cores, torch {torch.__version__}. Each run trains ResNet-8 on digits, {NUM_EPOCHS} epochs "
         f"of {UPDATES_PER_EPOCH} updates, as 2 to 4 processes. It is killed once and started again. Identical: in the "
         "end its weights, optimizer state and records equal those of a run that was not killed, to the bit, and no "
-        "process, socket or temporary file is left (but the temporary folder of torchrun, and of a launcher that was "
-        "itself killed).",
+        "process, socket or temporary file is left (but the temporary folder of torchrun).",
         "",
         "Cells: identical of killed, and the mean seconds that a kill cost: the whole run with its restart, less a run "
         "that was not killed.",
@@ -104,7 +104,12 @@ def report(outcomes: Sequence[Outcome], lost: Sequence[float], *, seed: int) -> 
             shown.append(f"{sum(same for same, _ in done)} of {len(done)}, {mean:.1f} s" if done else "")
         lines.append(f"| {told} | {' | '.join(shown)} |")
     identical = sum(not outcome.wrong for outcome in outcomes)
-    return "\n".join([*lines, "", f"{identical} of {len(outcomes)} identical.", ""])
+    saving = [outcome for outcome in outcomes if outcome.killing.kind == "while saving"]
+    hit = sum(outcome.was_saving for outcome in saving)
+    said = (
+        f"{identical} of {len(outcomes)} identical. {hit} of {len(saving)} that were to be killed while a checkpoint "
+    )
+    return "\n".join([*lines, "", f"{said}is written left it half written.", ""])
 
 
 if __name__ == "__main__":

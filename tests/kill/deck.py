@@ -13,9 +13,11 @@ TOLD = {
     "coordinator": "kill -9 of the coordinator (rank 0)",
     "launcher": "kill -9 of the launcher or of torchrun's agent",
     "while saving": "kill -9 while a checkpoint is written",
-    "stopped": "SIGSTOP for longer than runtime.timeout_seconds",
+    "stopped": "SIGSTOP for longer than runtime.abort_seconds",
 }
 OURS, TORCHRUN, AGAIN = "runtime.max_restarts", "torchrun --max-restarts", "the same command"
+
+SAVE_SECONDS = 0.25  # a slowed save takes longer
 
 # (kind, how it is started again, what starts it at first): how many of 100.
 CARDS: dict[tuple[Kind, Restart, Starter], int] = {
@@ -46,7 +48,7 @@ class Killing:
         num_stages: K, and so many processes.
         rank: who is killed; None: the launcher.
         update: after which; None: while the processes start.
-        seconds: how long after that, or after the start.
+        seconds: how long after that, or after the start; while saving, after the save has begun.
     """
 
     kind: Kind
@@ -86,7 +88,8 @@ def draw(number: int, *, seed: int, num_updates: int, updates_per_epoch: int, st
     for kind, restart, starter in cards[:number]:
         num_stages = rng.choices([2, 3, 4], weights=(6, 1, 1))[0]
         update: int | None = rng.randrange(num_updates - updates_per_epoch)
-        if kind == "while saving":
+        saves = kind == "while saving"
+        if saves:
             assert update is not None
             # The last update of an epoch, but of the last one.
             update = (update // updates_per_epoch + 1) * updates_per_epoch - 1
@@ -100,7 +103,7 @@ def draw(number: int, *, seed: int, num_updates: int, updates_per_epoch: int, st
                 num_stages=num_stages,
                 rank={"launcher": None, "coordinator": 0}.get(kind, rng.randrange(kind == "stage", num_stages)),
                 update=update,
-                seconds=rng.uniform(0, start_seconds if update is None else 0.05),
+                seconds=rng.uniform(0, start_seconds if update is None else SAVE_SECONDS if saves else 0.05),
             )
         )
     return killings

@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from adl_dist.runtime import checkpoint
 from tests.kill.deck import OURS, TORCHRUN, Killing, Starter
+from tests.kill.slow_saves import SLOW
 from tests.ranks.test_resume import Uninterrupted, left_in_tmp, newest
 from tests.support.kill import ADL_DIST, Command
 
 NUM_EPOCHS, UPDATES_PER_EPOCH = 12, 5  # of 150 digits in updates of 32
 TIMEOUT_SECONDS = 20.0  # of a message; the processes of one machine also start within it
 MOST_SECONDS = 180.0  # for one command, from its start to its end
-GONE_SECONDS = 120.0  # torch's agent waits 30 s for a rank that is stopped
+GONE_SECONDS = 60.0  # for what is left of a killed run to see that and end
+# Of a run with a process that is stopped. A machine with other work to do must not take that long for one action.
+STALL_SECONDS, ABORT_SECONDS = 3.0, 10.0
 WORDS = (
     "model=resnet8",
-    "data._target_=tests.support.kill.few_digits",
+    "data._target_=tests.kill.slow_saves.digits",
     "data.in_channels=1",
     f"train.epochs={NUM_EPOCHS}",
     "train.batch_size=32",
@@ -38,19 +42,25 @@ class Outcome:
     Attributes:
         killing: what was done to it.
         wrong: what is not as it should be; nothing if all is.
+        was_saving: whether a checkpoint was half written when it was killed.
         seconds: from its first start to its end, all that was between included.
         folder: what it left.
     """
 
     killing: Killing
     wrong: str
+    was_saving: bool
     seconds: float
     folder: Path
 
 
-def start(starter: Starter, num_stages: int, restarts: int) -> tuple[Sequence[str], Sequence[str]]:
-    """What stands before ``train``, and what after it."""
+def start(
+    starter: Starter, num_stages: int, restarts: int = 0, *, aborts: bool = False
+) -> tuple[Sequence[str], Sequence[str]]:
+    """What stands before ``train``, and what after it; ``aborts``: soon after nothing moves any more."""
     words = [*WORDS, f"partition.num_stages={num_stages}"]
+    if aborts:
+        words += [f"runtime.stall_seconds={STALL_SECONDS:g}", f"runtime.abort_seconds={ABORT_SECONDS:g}"]
     if starter == "adl-dist":
         return ADL_DIST, [*words, f"runtime.max_restarts={restarts}"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_stages}"]
@@ -60,7 +70,7 @@ def start(starter: Starter, num_stages: int, restarts: int) -> tuple[Sequence[st
 def undisturbed(folder: Path, starter: Starter, num_stages: int) -> tuple[Uninterrupted, float, float]:
     """Run without disturbance; also tell how long it took to the first update, and to the end."""
     folder.mkdir()
-    before, words = start(starter, num_stages, 0)
+    before, words = start(starter, num_stages)
     began = time.monotonic()
     with Command(words, folder=folder, start=before) as run:
         run.wait_for_update(0, seconds=MOST_SECONDS)
@@ -77,42 +87,51 @@ def kill(killing: Killing, folder: Path, expected: Uninterrupted) -> Outcome | N
     """
     folder.mkdir()
     restarts = 1 if killing.restart in (OURS, TORCHRUN) else 0
-    before, words = start(killing.starter, killing.num_stages, restarts)
+    before, words = start(killing.starter, killing.num_stages, restarts, aborts=killing.kind == "stopped")
     began = time.monotonic()
-    wrong, code = "", 0
+    wrong, code, was_saving = "", 0, False
+    left: list[str] = []
     try:
         with Command(words, folder=folder, start=before) as run:
             try:
                 _wait_for_the_moment(run, killing)
                 run.send(signal.SIGSTOP if killing.kind == "stopped" else signal.SIGKILL, rank=killing.rank)
+                was_saving = any((run.run_dir / "checkpoints").glob(".saving-*"))
+                (folder / SLOW).unlink(missing_ok=True)
             except (AssertionError, StopIteration):
                 if not run.processes():
                     return None
                 raise
             if restarts:
                 code = run.finish(seconds=MOST_SECONDS)
+                left += _processes(run)  # before they are killed at the end of this block
             else:
                 run.wait_until_gone(seconds=GONE_SECONDS)
         if not restarts:
             with Command(words, folder=folder, start=before) as run:
                 code = run.finish(seconds=MOST_SECONDS)
+                left += _processes(run)
         if code:
             wrong = f"exit code {code}: {run.err[-500:]}"
     except AssertionError as error:
         wrong = f"{error}"
     seconds = time.monotonic() - began
     if not wrong:
-        wrong = ", ".join(_left_behind(run, killing)) or _differences(expected, folder / "run")
-    return Outcome(killing=killing, wrong=wrong, seconds=seconds, folder=folder)
+        wrong = ", ".join([*left, *_left_behind(run, killing)]) or _differences(expected, folder / "run")
+    return Outcome(killing=killing, wrong=wrong, was_saving=was_saving, seconds=seconds, folder=folder)
 
 
 def _wait_for_the_moment(run: Command, killing: Killing) -> None:
     if killing.kind == "while saving":
         assert killing.update is not None
-        saved = run.run_dir / "checkpoints" / f"update-{killing.update + 1:08d}"
-        unfinished = saved.with_name(f".saving-{killing.update + 1:08d}")
-        run.wait_for("a save", lambda: unfinished.exists() or saved.exists(), seconds=MOST_SECONDS)
-        time.sleep(killing.seconds / 5)  # a save of so small a network takes some milliseconds
+        folder, update = run.run_dir / "checkpoints", killing.update + 1
+        the_one = [checkpoint.place(folder, update), folder / f".saving-{update:08d}"]
+        if update > UPDATES_PER_EPOCH:
+            earlier = checkpoint.place(folder, update - UPDATES_PER_EPOCH)
+            run.wait_for(earlier.name, lambda: any(path.exists() for path in [earlier, *the_one]), seconds=MOST_SECONDS)
+        (run.run_dir.parent / SLOW).touch()
+        run.wait_for("a save", lambda: any(path.exists() for path in the_one), seconds=MOST_SECONDS)
+        time.sleep(killing.seconds)
         return
     if killing.update is not None:
         run.wait_for_update(killing.update, seconds=MOST_SECONDS)
@@ -121,15 +140,18 @@ def _wait_for_the_moment(run: Command, killing: Killing) -> None:
 
 
 def _left_behind(run: Command, killing: Killing) -> list[str]:
-    """Processes, sockets and temporary files that should not be there."""
-    left = [f"process {pid} of rank {rank}" for pid, rank in run.processes().items()]
+    """Sockets and temporary files that should not be there."""
     everything = [*run.run_dir.rglob("*"), *run.temporary.rglob("*")]
-    left += [f"socket {path}" for path in everything if stat.S_ISSOCK(path.lstat().st_mode)]
+    left = [f"socket {path}" for path in everything if stat.S_ISSOCK(path.lstat().st_mode)]
     left += [f"{place}/{path.name}" for place in ("", "checkpoints") for path in (run.run_dir / place).glob(".*")]
-    if killing.kind != "launcher":  # nobody is there any more to remove the folder of a launcher that was killed
-        # torchrun itself leaves the folder of its logs, killed or not.
-        left += [name for name in left_in_tmp(run) if killing.starter == "adl-dist" or name.startswith("adl-dist")]
+    # torchrun itself leaves the folder of its logs, killed or not.
+    left += [name for name in left_in_tmp(run) if killing.starter == "adl-dist" or name.startswith("adl-dist")]
     return left
+
+
+def _processes(run: Command) -> list[str]:
+    """Those that should have ended before their launcher."""
+    return [f"process {pid} of rank {rank}" for pid, rank in run.processes().items()]
 
 
 def _differences(expected: Uninterrupted, run_dir: Path) -> str:

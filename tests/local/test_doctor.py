@@ -82,7 +82,9 @@ def test_limits_that_cannot_be_are_refused(stall, abort, said):
 
 @needs_proc
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGSTOP, "is stopped (SIGSTOP)"), (signal.SIGKILL, "is gone")])
-def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_its_process(number, said, monkeypatch):
+def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_it_and_its_own_process(
+    number, said, monkeypatch
+):
     told, ends = [], []
     monkeypatch.setattr(doctor, "_say", lambda text, level=0: told.append(text))
     monkeypatch.setattr(doctor, "_exit", lambda: ends.append(time.monotonic()))
@@ -100,6 +102,7 @@ def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_its_proce
             while not ends and time.monotonic() - began < 10:
                 time.sleep(0.05)
             deputy.stop()
+            assert rank_0.wait(timeout=5) == -signal.SIGKILL
         finally:
             rank_0.kill()
     assert "rank 0, which looks after the job, has not asked for" in told[0]

@@ -223,7 +223,7 @@ def test_a_run_whose_process_was_killed_in_an_epoch_ends_with_the_same_bits_afte
     again = run_again(tmp_path)
     assert f"resumed from {run.run_dir}/checkpoints/update-00000008 (epoch 1, update 8)\n" in again.out
     uninterrupted(IMAGES).assert_equal_to(run.run_dir)
-    assert left_in_tmp(again) == left_in_tmp(run)
+    assert left_in_tmp(again) == []  # nor what a launcher that was killed had to leave
 
 
 @needs_proc

@@ -1,0 +1,64 @@
+"""The temporary folder of a launcher."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from adl_dist.runtime.launch_folder import LOCK, PREFIX, launch_folder
+
+STAYS = (
+    "import time; from adl_dist.runtime.launch_folder import launch_folder\n"
+    "with launch_folder() as folder: print(folder, flush=True); time.sleep(60)"
+)
+
+
+@pytest.fixture
+def tmpdir_of_launchers(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def launcher():
+    with subprocess.Popen([sys.executable, "-c", STAYS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process.stdout.readline().strip(), process
+        finally:
+            process.kill()
+
+
+def test_a_launcher_removes_its_folder_and_those_of_killed_ones_and_no_others(tmpdir_of_launchers):
+    for name in ("adl-dist-bench-1", f"{PREFIX}just-made"):
+        (tmpdir_of_launchers / name).mkdir()
+    others = set(tmpdir_of_launchers.iterdir())
+    with launcher() as (killed, victim), launcher() as (running, _):
+        victim.send_signal(signal.SIGKILL)
+        victim.wait()
+        assert os.path.exists(killed)
+        with launch_folder() as own:
+            assert {*tmpdir_of_launchers.iterdir()} == {*others, own, tmpdir_of_launchers / os.path.basename(running)}
+        assert not own.exists()
+
+
+def test_a_launcher_whose_new_folder_is_swept_before_it_is_locked_makes_another(tmpdir_of_launchers, monkeypatch):
+    flock, taken = fcntl.flock, []
+
+    def swept(lock, how):
+        if not taken:
+            (folder,) = tmpdir_of_launchers.glob(f"{PREFIX}*")
+            (folder / LOCK).unlink()
+            folder.rmdir()
+            taken.append(folder)
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", swept)
+    with launch_folder() as folder:
+        assert folder.is_dir()
+        assert folder not in taken
