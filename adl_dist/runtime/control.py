@@ -18,7 +18,7 @@ import torch.futures
 
 from adl_dist.errors import AdlError, ChannelError
 from adl_dist.runtime.requests import Ask, Requests
-from adl_dist.runtime.world import World, name_of
+from adl_dist.runtime.world import World, name_of, reaching
 
 logger = logging.getLogger("adl_dist")
 
@@ -72,7 +72,7 @@ def ask(world: World, what: Ask, why: str) -> bool:
     except RuntimeError as error:  # RPC itself has ended
         logger.warning("asked by %s, but this process has left the others: %s", why, error)
         return False
-    return all([_is_there(rank, future, why) for rank, future in zip(told, sent, strict=True)])
+    return all(_is_there(rank, future, why) for rank, future in zip(told, sent, strict=True))
 
 
 def _is_there(rank: int, taken: "torch.futures.Future[Any]", why: str) -> bool:
@@ -238,9 +238,10 @@ class _Outbox:
 
     def report(self, **message: Any) -> None:
         # RPC keeps no order between messages: the records sent before must be there before the result is.
-        _wait_all(self._under_way)
-        self._under_way = []
-        self._send(message).wait()
+        with reaching("rank 0"):
+            torch.futures.wait_all(self._under_way)
+            self._under_way = []
+            self._send(message).wait()
 
     def report_failure(self, error: BaseException) -> bool:
         """Tell the coordinator first-hand, before the peers fail for want of this stage; return whether it heard."""
@@ -269,13 +270,6 @@ class _Outbox:
         self._records, self._sent_at = [], time.monotonic()
         future: torch.futures.Future[Any] = rpc.rpc_async(name_of(COORDINATOR_RANK), _take_report, args=(text,))
         return future
-
-
-def _wait_all(futures: list[torch.futures.Future[Any]]) -> None:
-    try:
-        torch.futures.wait_all(futures)
-    except RuntimeError as error:
-        raise ChannelError(f"control plane: a process is gone: {str(error).splitlines()[0]}") from error
 
 
 def report_gone(rank: int, text: str) -> None:
