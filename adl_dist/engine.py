@@ -23,6 +23,7 @@ class Seat:
         receivers: by what arrives; see ``LINKS``.
         senders: by what leaves.
         work: what the stage does in this segment.
+        last_of_groups: the micro-batches whose backward completes the gradients of a group.
         batches: (input, target) of each micro-batch in order; on stage 0 only.
         loss_grads: the weight of each micro-batch in its group; where there is a loss.
         held: what one action leaves for the next, by what it is.
@@ -33,6 +34,7 @@ class Seat:
     receivers: Mapping[str, Receiver] = field(default_factory=dict)
     senders: Mapping[str, Sender] = field(default_factory=dict)
     work: Work = field(default_factory=lambda: Work([], [], [], []))
+    last_of_groups: frozenset[int] = frozenset()
     batches: Iterator[tuple[Tensor, Tensor]] | None = None
     loss_grads: Sequence[Tensor] = ()
     held: dict[str, Tensors] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class Seat:
     def open(self, work: Work, *, training: bool) -> None:
         """Begin a segment of training or of evaluation."""
         self.work = work
+        self.last_of_groups = work.last_of_groups()  # now, because another thread may shorten the stream later on
         self.held.clear()
         self.buffer.clear()
         for sender in self.senders.values():
@@ -114,7 +117,7 @@ def step(action: Action, seat: Seat) -> None:
             # The gradient of a loss is its weight in the group.
             grads = (seat.loss_grads[b],) if stage.has_loss else held.pop("grad")
             held["grad"] = stage.backward(b, grads)
-            if b in seat.work.last_of_groups:
+            if b in seat.last_of_groups:
                 held["grad"] = stage.close_group(grads, held["grad"])
         case Op.SEND_GRAD:
             seat.senders["grad"].send(b, held.pop("grad"))

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch.distributed.rpc as rpc
 
-from adl_dist.errors import ChannelError
 from adl_dist.runtime.control import COORDINATOR_RANK
-from adl_dist.runtime.world import World, name_of
+from adl_dist.runtime.world import World, name_of, reaching
 
 ROUNDS = 20  # of which the quickest says most
 
@@ -39,10 +38,8 @@ def seconds_to_rank_0(world: World) -> float:
 
 
 def _ask() -> Told:
-    try:
+    with reaching("rank 0"):
         told: Told = rpc.rpc_sync(name_of(COORDINATOR_RANK), _tell)
-    except RuntimeError as error:
-        raise ChannelError(f"control plane: rank 0 is gone: {str(error).splitlines()[0]}") from error
     return told
 
 

@@ -18,7 +18,7 @@ import torch.futures
 
 from adl_dist.errors import AdlError, ChannelError
 from adl_dist.runtime.requests import Ask, Requests
-from adl_dist.runtime.world import World, name_of
+from adl_dist.runtime.world import World, name_of, reaching
 
 logger = logging.getLogger("adl_dist")
 
@@ -29,6 +29,7 @@ COORDINATOR_RANK = 0
 REPORT_SECONDS = 0.2  # records travel in batches this far apart
 CAUSE_SECONDS = 1.0  # how long a victim's report waits for that of its cause
 ASK_SECONDS = 5.0  # within which a process that is there takes a request
+TIMEOUT = "more than set timeout"  # what RPC says of a process that does not answer; of one that is gone it says why
 LAST_SAVE_SECONDS = 60.0  # how long a run that ends with an error waits for the save that is under way
 
 _commands: "queue.SimpleQueue[str]" = queue.SimpleQueue()
@@ -53,23 +54,35 @@ def _take_request(message: str) -> None:
 def ask(world: World, what: Ask, why: str) -> bool:
     """Ask something of the job, on any rank and in any thread.
 
+    Rank 0 looks whether the others are there. These look for rank 0 alone: between two of them there is no way.
+
     Returns:
-        Whether all ranks are there; if not, nothing will come of it.
+        False: one of those is gone, so nothing will come of it. One that does not answer in time is there: it may be
+        busy, and what it is sent waits for it.
     """
     if world.rank == COORDINATOR_RANK:
         requests.ask(what, why)
+        told = dict.fromkeys(range(1, world.size), "")
+    else:
+        told = {COORDINATOR_RANK: json.dumps({"what": what.value, "why": why})}
     if not world.is_distributed:
         return True
-    told = {rank: "" for rank in range(world.size) if rank != world.rank}
-    if world.rank != COORDINATOR_RANK:
-        told[COORDINATOR_RANK] = json.dumps({"what": what.value, "why": why})
     try:
-        torch.futures.wait_all(
-            [rpc.rpc_async(name_of(r), _take_request, args=(text,), timeout=ASK_SECONDS) for r, text in told.items()]
-        )
-    except RuntimeError as error:
-        logger.warning("asked to stop by %s, but a rank is gone: %s", why, str(error).splitlines()[0])
+        sent = [rpc.rpc_async(name_of(r), _take_request, args=(text,), timeout=ASK_SECONDS) for r, text in told.items()]
+    except RuntimeError as error:  # RPC itself has ended
+        logger.warning("asked by %s, but this process has left the others: %s", why, error)
         return False
+    return all(_is_there(rank, future, why) for rank, future in zip(told, sent, strict=True))
+
+
+def _is_there(rank: int, taken: "torch.futures.Future[Any]", why: str) -> bool:
+    try:
+        taken.wait()
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        is_late = TIMEOUT in said
+        logger.warning("asked by %s, but rank %d is %s: %s", why, rank, "late" if is_late else "gone", said)
+        return is_late
     return True
 
 
@@ -225,9 +238,10 @@ class _Outbox:
 
     def report(self, **message: Any) -> None:
         # RPC keeps no order between messages: the records sent before must be there before the result is.
-        _wait_all(self._under_way)
-        self._under_way = []
-        self._send(message).wait()
+        with reaching("rank 0"):
+            torch.futures.wait_all(self._under_way)
+            self._under_way = []
+            self._send(message).wait()
 
     def report_failure(self, error: BaseException) -> bool:
         """Tell the coordinator first-hand, before the peers fail for want of this stage; return whether it heard."""
@@ -256,13 +270,6 @@ class _Outbox:
         self._records, self._sent_at = [], time.monotonic()
         future: torch.futures.Future[Any] = rpc.rpc_async(name_of(COORDINATOR_RANK), _take_report, args=(text,))
         return future
-
-
-def _wait_all(futures: list[torch.futures.Future[Any]]) -> None:
-    try:
-        torch.futures.wait_all(futures)
-    except RuntimeError as error:
-        raise ChannelError(f"control plane: a process is gone: {str(error).splitlines()[0]}") from error
 
 
 def report_gone(rank: int, text: str) -> None:

@@ -8,18 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adl_dist.errors import CheckpointError, DivergedError, SaveError
+from adl_dist.errors import DivergedError, SaveError
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.runtime import checkpoint, checkpoint_tensors
 from adl_dist.runtime.control import LAST_SAVE_SECONDS, Crew, Record, Result
+from adl_dist.runtime.identity import check_identity, identity_of, told_of_another_cut
 from adl_dist.runtime.length import Plan
-from adl_dist.runtime.requests import Ask, Requests
+from adl_dist.runtime.requests import Ask, Request, Requests
 from adl_dist.runtime.run_folder import RunFolder
 from adl_dist.runtime.saving import Saver
 from adl_dist.runtime.totals import RunTotals
-from adl_dist.runtime.trace_file import merge_parts
+from adl_dist.runtime.trace_file import TRACE, merge_parts
 
 logger = logging.getLogger("adl_dist")
+
+LEAVES_TRACE = (
+    "the pipeline was emptied for it in mid-epoch: the gradients after it are less stale, and values those of a run "
+    "that ended with train.max_updates={update} and was continued"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +97,7 @@ class Coordinator:
                     self._save()
                 stopped = self._carry_out_requests()
         finally:
-            self._requests.answer(self._requests.take(), f"the run has ended, at update {self._update}")
+            self._requests.answer(self._requests.take(), f"the run has ended, at update {self._update}", failed=True)
         summary: Result = {
             **self._metrics,
             "epochs": self._epoch,
@@ -124,21 +130,33 @@ class Coordinator:
         """Save, with the pipeline empty, if that was asked for; return where the run stops if it was asked to."""
         if not (asked := self._requests.take()):
             return None
+        why = [request.why for request in asked if request.what is Ask.STOP]
+        leaves_trace = not self._is_over and self._drains_leave_traces and not self._plan.ends_at(self._sample)
+        if leaves_trace and not why:
+            self._record("checkpoint/leaves_trace", 1.0)
+            self._note(f"a checkpoint was asked for; {LEAVES_TRACE.format(update=self._update)}")
         if self._saved_at != self._update:
             self._save()
-        why = [request.why for request in asked if request.what is Ask.STOP]
-        path, answer = None, "nothing is saved: the run has no run_dir"
-        if self._saving is not None:
-            path = self._finish_saving(self._saving.saver)
-            answer = str(path) if path is not None else self._saving.saver.failure or "nothing is saved"
-        self._requests.answer(asked, answer)
+        path = None if self._saving is None else self._finish_saving(self._saving.saver)
+        self._answer(asked, path, leaves_trace=leaves_trace)
         if why and self._saving is not None:
             self._finish_last_save(self._saving.saver, "the run was to stop, and what it learned since is lost")
         if self._is_over or not why:
             return None
-        leaves_trace = self._drains_leave_traces and not self._plan.ends_at(self._sample)
         where = {"update": self._update, "epoch": self._epoch, "checkpoint": None if path is None else str(path)}
         return {"why": why[0], **where, "leaves_trace": leaves_trace}
+
+    def _answer(self, asked: Sequence[Request], path: Path | None, *, leaves_trace: bool) -> None:
+        if path is not None:
+            more = f"; {LEAVES_TRACE.format(update=self._update)}" if leaves_trace else ""
+            self._requests.answer(asked, f"{path}{more}")
+            return
+        nothing = "nothing is saved: the run has no run_dir"
+        if self._saving is not None:
+            nothing = self._saving.saver.failure or "nothing is saved"
+        for request in asked:  # a run without a folder has stopped all the same
+            failed = self._saving is not None or request.what is Ask.CHECKPOINT
+            self._requests.answer([request], nothing, failed=failed)
 
     def _resume(self) -> None:
         path = None
@@ -156,53 +174,19 @@ class Coordinator:
 
     def _go_on_from(self, candidates: Sequence[Path], saving: Saving) -> Path:
         path, manifest, rejected = checkpoint_tensors.newest_good(candidates, saving.signature)
-        self._check_identity(path, manifest["of"])
+        note = check_identity(path, manifest["of"], identity_of(self._plan, saving.optimizer))
         self._crew.call("load", path=str(path), update=manifest["update"])
+        self._note(note)
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
         if not self._is_over:
-            self._tell_of_another_cut(manifest["of"].get("cut", {}), saving.cut)
+            self._note(told_of_another_cut(manifest["of"].get("cut", {}), saving.cut))
         for bad, error in rejected:
             warn(f"{error}; going on from {path.name}, {bad.name} is kept as {checkpoint.reject(bad).name}")
         return path
 
-    def _identity(self) -> dict[str, Any]:
-        assert self._saving is not None
-        plan = self._plan
-        return {
-            "num_samples": plan.num_samples,
-            "micro_batch_size": plan.micro_batch_size,
-            "accumulation_steps": plan.accumulation_steps,
-            "optimizer": self._saving.optimizer,
-            "total_updates": plan.total_updates,
-        }
-
-    def _check_identity(self, path: Path, theirs: Mapping[str, Any]) -> None:
-        for name, mine in self._identity().items():
-            if theirs.get(name) == mine:
-                continue
-            if name != "total_updates":
-                raise CheckpointError(
-                    f"{path} is of another run: {name} is {theirs.get(name)} there and {mine} here; give the run's own "
-                    "data, batch size and optimizer, or start anew in another run_dir (init_from= takes its weights)"
-                )
-            self._progress.note(
-                f"note: the run is now {mine} updates long, not {theirs.get(name)}; a learning rate schedule that "
-                "depends on the length (cosine) follows the new one"
-            )
-
-    def _tell_of_another_cut(self, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-        # An older checkpoint does not say how it was cut.
-        if differing := [name for name in mine if name in theirs and theirs[name] != mine[name]]:
-            shown = ", ".join(f"{name} was {theirs[name]} and is {mine[name]}" for name in differing)
-            note = (
-                f"note: the run goes on with another cut ({shown}); weights and optimizer state are carried over "
-                "exactly, but staleness and dropout streams are now those of the new cut, and values follow them"
-            )
-            self._progress.note(note)
-            logger.info(note)
-
     def _train_one(self) -> None:
+        self._metrics = {}  # of weights that are no more; a checkpoint or summary must not take them for its own
         segment = self._plan.segment(self._epoch, self._sample, self._update)
         goes_on = self._sample > 0 and self._totals.num_samples > 0  # with an epoch that this process has begun
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
@@ -255,7 +239,7 @@ class Coordinator:
             "epochs": self._epoch,
             "sample": self._sample,
             "metrics": self._metrics,
-            "of": {**self._identity(), "cut": dict(self._saving.cut)},
+            "of": {**identity_of(self._plan, self._saving.optimizer), "cut": dict(self._saving.cut)},
         }
         saver = self._saving.saver
         self._finish_saving(saver)
@@ -266,6 +250,8 @@ class Coordinator:
 
     def _finish_saving(self, saver: Saver) -> Path | None:
         path = saver.wait()
+        if saver.lost is not None:
+            raise saver.lost
         if saver.failure is not None and saver.failure != self._failure_recorded:
             self._failure_recorded = saver.failure
             self._record("checkpoint/failed", 1.0, reason=saver.failure)
@@ -282,12 +268,21 @@ class Coordinator:
 
     def _write_trace(self, run_dir: Path, origin: float) -> None:
         results = self._crew.call("write_trace", run_dir=str(run_dir), origin=origin)
-        path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
+        try:
+            path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
+        except OSError as error:
+            warn(f"{run_dir / TRACE} could not be written: {error}; the run itself is complete and saved")
+            return
         left_out = {result["stage"]: result["events_left_out"] for result in results if result["events_left_out"]}
         if left_out:
-            note = f"{path} holds the first events only; left out by stage: {left_out}. summary.json counts all of them"
-            self._progress.note(f"note: {note}")
-            logger.warning(note)
+            self._note(
+                f"{path} holds the first events only; left out by stage: {left_out}. summary.json counts all of them"
+            )
+
+    def _note(self, text: str | None) -> None:
+        if text is not None:
+            self._progress.note(f"note: {text}")
+            logger.info("note: %s", text)
 
     def _record(self, name: str, value: float, **more: Any) -> None:
         where = {"update": self._update - 1, "epoch": self._last_epoch}

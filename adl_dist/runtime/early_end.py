@@ -17,9 +17,8 @@ import torch.distributed.rpc as rpc
 import torch.futures
 
 from adl_dist.engine import Seat
-from adl_dist.errors import ChannelError
 from adl_dist.runtime.requests import Requests
-from adl_dist.runtime.world import World, name_of
+from adl_dist.runtime.world import World, name_of, reaching
 from adl_dist.schedule import Method, Segment, end_early, updates_that_load
 from adl_dist.transport.process import POSTED_AHEAD
 
@@ -67,11 +66,9 @@ class RunningSegment:
         if num_updates == self.segment.num_updates:
             return
         message = json.dumps({"first_update": self.segment.first_update, "num_updates": num_updates})
-        try:
+        with reaching("a process"):
             others = (rank for rank in range(self.world.size) if rank != self.world.rank)
             torch.futures.wait_all([rpc.rpc_async(name_of(rank), _hear, args=(message,)) for rank in others])
-        except RuntimeError as error:
-            raise ChannelError(f"control plane: a process is gone: {str(error).splitlines()[0]}") from error
         self.end_after(num_updates)
 
 

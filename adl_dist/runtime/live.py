@@ -56,7 +56,7 @@ class LiveControl:
             # The socket that is there may be that of a run which was killed, or of one that trains here now.
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._path.unlink(missing_ok=True)
-            with address_of(self._path) as address:
+            with short_address(self._path) as address:
                 self._server = _Server(address, self._answer)
         except OSError as error:
             self.close()
@@ -149,7 +149,7 @@ def remove_stale(run_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def address_of(path: Path) -> Iterator[str]:
+def short_address(path: Path) -> Iterator[str]:
     """An address of the socket ``path`` that is short enough for the kernel, while inside.
 
     Raises:
@@ -177,7 +177,7 @@ def ask_run(run_dir: Path, ask: str) -> dict[str, Any]:
     """
     path = run_dir / SOCKET
     try:
-        with contextlib.closing(socket.socket(socket.AF_UNIX)) as client, address_of(path) as address:
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as client, short_address(path) as address:
             client.settimeout(CONNECT_SECONDS)
             client.connect(address)
             client.settimeout(None if ask in [a.value for a in Ask] else CONNECT_SECONDS)

@@ -2,8 +2,11 @@
 
 import enum
 import threading
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+
+from adl_dist.errors import AdlError
 
 
 class Ask(enum.Enum):
@@ -13,6 +16,10 @@ class Ask(enum.Enum):
     STOP = "stop"
 
 
+class NotDoneError(AdlError, RuntimeError):
+    """What was asked of a run has not been done; it says why."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One thing asked.
@@ -20,7 +27,7 @@ class Request:
     Attributes:
         what: is wanted.
         why: who asked, for messages: ``SIGTERM``, ``adl-dist stop``.
-        done: the path of the checkpoint once it is there, or why there is none.
+        done: the path of the checkpoint once it is there; or :class:`NotDoneError`.
     """
 
     what: Ask
@@ -54,7 +61,10 @@ class Requests:
         return taken
 
     @staticmethod
-    def answer(taken: list[Request], said: str) -> None:
-        """Tell those who asked."""
+    def answer(taken: Iterable[Request], said: str, *, failed: bool = False) -> None:
+        """Tell those who asked; ``failed``: that it has not been done, and why."""
         for request in taken:
-            request.done.set_result(said)
+            if failed:
+                request.done.set_exception(NotDoneError(said))
+            else:
+                request.done.set_result(said)

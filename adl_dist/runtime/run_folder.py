@@ -182,12 +182,16 @@ class _LogFile(logging.FileHandler):
             sys.stderr.write(f"adl-dist: warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
 
 
-def log_to(path: Path) -> None:
-    """Send this process's log to a file of its own, and no longer to that of a run before."""
-    make_folder(path.parent)
+def log_to(path: Path | None) -> None:
+    """Send this process's log to a file of its own, and no longer to that of a run before; None: to none."""
+    if path is not None:
+        make_folder(path.parent)
     for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
         logger.removeHandler(old)
         old.close()
+        logger.propagate = True
+    if path is None:
+        return
     try:
         handler = _LogFile(path.resolve())
     except OSError as error:

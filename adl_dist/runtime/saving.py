@@ -21,7 +21,7 @@ from torch import Tensor
 
 from adl_dist.report import warn
 from adl_dist.runtime import checkpoint, checkpoint_storage
-from adl_dist.runtime.control import COORDINATOR_RANK, Crew
+from adl_dist.runtime.control import COORDINATOR_RANK, Crew, StageFailed
 from adl_dist.runtime.world import World, name_of
 
 logger = logging.getLogger("adl_dist")
@@ -31,6 +31,11 @@ _parts: "queue.SimpleQueue[str]" = queue.SimpleQueue()
 
 def _take_part(message: str) -> None:
     _parts.put(message)
+
+
+def report_gone(rank: int, text: str) -> None:
+    """On rank 0: tell the save that is under way, if there is one, that the part of ``rank`` will not come."""
+    _parts.put(json.dumps({"rank": rank, "gone": text}))
 
 
 class PartWriter:
@@ -51,18 +56,28 @@ class PartWriter:
         if not background:
             self._write(path, state, token)
             return
-        copy = _copied(state)
+        try:
+            copy = _copied(state)
+        except Exception as error:  # of memory; torch raises errors of its own for it
+            self._tell_failure(path, token, error)
+            return
         threading.Thread(target=self._write, args=(path, copy, token), name="saving", daemon=True).start()
 
     def _write(self, path: Path, state: Mapping[str, Tensor], token: str) -> None:
-        rank = self._world.rank
-        told: dict[str, Any] = {"token": token, "rank": rank}
         try:
-            told["files"] = checkpoint_storage.write(path, state, rank=rank)
+            files = checkpoint_storage.write(path, state, rank=self._world.rank)
         except Exception as error:  # torch wraps those of the disk in its own
-            logger.exception("%s could not be written", path)
-            told["failed"] = f"rank {rank}: {_reason(error)}"
-        message = json.dumps(told)
+            self._tell_failure(path, token, error)
+        else:
+            self._tell(path, token, files=files)
+
+    def _tell_failure(self, path: Path, token: str, error: Exception) -> None:
+        logger.error("%s could not be written", path, exc_info=error)
+        self._tell(path, token, failed=f"rank {self._world.rank}: {_reason(error)}")
+
+    def _tell(self, path: Path, token: str, **told: Any) -> None:
+        rank = self._world.rank
+        message = json.dumps({"token": token, "rank": rank, **told})
         if rank == COORDINATOR_RANK:
             _take_part(message)
             return
@@ -77,6 +92,7 @@ class Saver:
 
     Attributes:
         failure: why the last save failed; None: it did not.
+        lost: the process that is gone without having written its part; None: there is none.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_best: bool, background: bool) -> None:
@@ -92,6 +108,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
         self.failure: str | None = None
+        self.lost: StageFailed | None = None
 
     def save(self, crew: Crew, manifest: Mapping[str, Any]) -> None:
         """Save what the stages hold now; wait for the save before."""
@@ -100,7 +117,7 @@ class Saver:
         try:
             path = checkpoint.begin(self._folder, manifest["update"])
         except OSError as error:
-            self._fail(manifest, error)
+            self._fail(manifest, _reason(error))
             return
         token = uuid.uuid4().hex
         results = crew.call("save", path=str(path), token=token, background=self._background)
@@ -123,7 +140,13 @@ class Saver:
         return self._saved
 
     def _finish(self, path: Path, manifest: Mapping[str, Any], ranks: Collection[int], token: str) -> None:
-        parts = _collected(ranks, token)  # of all, also if one failed: then nobody writes there any more
+        try:
+            parts = _collected(ranks, token)  # of all, also if one failed: then nobody writes there any more
+        except StageFailed as error:
+            # The others may still write there, so it stays until the next start. This run is over.
+            self.lost = error
+            self._fail(manifest, str(error))
+            return
         try:
             if failed := [part["failed"] for part in parts if "failed" in part]:
                 raise OSError("; ".join(failed))
@@ -133,7 +156,7 @@ class Saver:
         except Exception as error:
             logger.exception("%s could not be completed", path)
             shutil.rmtree(path, ignore_errors=True)
-            self._fail(manifest, error)
+            self._fail(manifest, _reason(error))
             return
         logger.info("saved %s", self._saved)
         try:
@@ -141,17 +164,22 @@ class Saver:
         except OSError as error:
             warn(f"{self._folder}: an old checkpoint could not be removed: {_reason(error)}")
 
-    def _fail(self, manifest: Mapping[str, Any], error: BaseException) -> None:
-        self.failure = f"update {manifest['update']} could not be saved in {self._folder}: {_reason(error)}"
+    def _fail(self, manifest: Mapping[str, Any], reason: str) -> None:
+        self.failure = f"update {manifest['update']} could not be saved in {self._folder}: {reason}"
         warn(f"{self.failure}; the checkpoints before it are untouched")
 
 
 def _collected(ranks: Collection[int], token: str) -> list[dict[str, Any]]:
+    """The parts of all ``ranks``; raises StageFailed if one is gone before it has told of its own."""
     parts: dict[int, dict[str, Any]] = {}
     while len(parts) < len(ranks):
         part = json.loads(_parts.get())
-        if part["token"] == token:  # not of a save that an error has cut off
-            parts[part["rank"]] = part
+        rank = part["rank"]
+        if "gone" in part:
+            if rank in ranks and rank not in parts:
+                raise StageFailed(part["gone"], exit_code=1, is_gone=True)
+        elif part["token"] == token:  # not of a save that an error has cut off
+            parts[rank] = part
     return [parts[rank] for rank in sorted(parts)]
 
 

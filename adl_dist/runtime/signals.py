@@ -56,8 +56,10 @@ def heeded(ask: Callable[[str], bool]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     # A shell that starts a job in the background has SIGINT ignored, and that stands. SIGUSR1 is ignored by our own
-    # launcher's ranks until now.
-    numbers = [n for n in STOPPING if n is signal.SIGUSR1 or signal.getsignal(n) is not signal.SIG_IGN]
+    # launcher's ranks until now. A handler that is not Python's (None) could not be put back.
+    before = {n: signal.getsignal(n) for n in STOPPING}
+    ignored = [n for n in STOPPING if before[n] is signal.SIG_IGN and n is not signal.SIGUSR1]
+    numbers = [n for n in STOPPING if before[n] is not None and n not in ignored]
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     handlers = {number: signal.signal(number, _do_nothing) for number in numbers}
     watcher = threading.Thread(target=_watch, args=(reader, set(numbers), ask), name="signals", daemon=True)

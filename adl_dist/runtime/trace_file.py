@@ -29,21 +29,14 @@ def write_part(tracer: Tracer, run_dir: Path, stages: Sequence[int], *, origin: 
         origin: when time began, on the clock of rank 0.
 
     Returns:
-        For each stage its part, how many events it has there and how many were left out.
+        For each stage its part, how many events it has there and how many were left out; or why there is none
+        (``failed``), because the run is worth more than its trace.
     """
     part = run_dir / PARTS / f"rank{tracer.world.rank}.jsonl"
-    part.parent.mkdir(exist_ok=True)
-    device = f"rank {tracer.world.rank}, {tracer.world.device}"
-    with part.open("w") as file:
-        for k in stages:
-            for name, arguments in (
-                ("process_name", {"name": f"stage {k}"}),
-                ("process_sort_index", {"sort_index": k}),
-                ("thread_name", {"name": device}),
-            ):
-                file.write(json.dumps({"ph": "M", "pid": k, "tid": 0, "name": name, "args": arguments}) + "\n")
-            for stretch in tracer.stretches:
-                file.writelines(json.dumps(told) + "\n" for told in _told(stretch, k, origin))
+    try:
+        _write_events(part, tracer, stages, origin)
+    except OSError as error:
+        return [{"stage": k, "failed": f"rank {tracer.world.rank}: {error}"} for k in stages]
     shift = tracer.stretches[-1].shift if tracer.stretches else 0.0
     return [
         {
@@ -57,6 +50,21 @@ def write_part(tracer: Tracer, run_dir: Path, stages: Sequence[int], *, origin: 
     ]
 
 
+def _write_events(part: Path, tracer: Tracer, stages: Sequence[int], origin: float) -> None:
+    part.parent.mkdir(exist_ok=True)
+    device = f"rank {tracer.world.rank}, {tracer.world.device}"
+    with part.open("w") as file:
+        for k in stages:
+            for name, arguments in (
+                ("process_name", {"name": f"stage {k}"}),
+                ("process_sort_index", {"sort_index": k}),
+                ("thread_name", {"name": device}),
+            ):
+                file.write(json.dumps({"ph": "M", "pid": k, "tid": 0, "name": name, "args": arguments}) + "\n")
+            for stretch in tracer.stretches:
+                file.writelines(json.dumps(told) + "\n" for told in _told(stretch, k, origin))
+
+
 def merge_parts(run_dir: Path, results: Sequence[Result], about: dict[str, Any]) -> Path:
     """Make one file of the parts, whole or not at all; on rank 0, when all are written.
 
@@ -67,7 +75,19 @@ def merge_parts(run_dir: Path, results: Sequence[Result], about: dict[str, Any])
 
     Returns:
         The file.
+
+    Raises:
+        OSError: it could not be written, or a part.
     """
+    try:
+        return _merge_parts(run_dir, results, about)
+    finally:
+        shutil.rmtree(run_dir / PARTS, ignore_errors=True)
+
+
+def _merge_parts(run_dir: Path, results: Sequence[Result], about: dict[str, Any]) -> Path:
+    if failed := [result["failed"] for result in results if "failed" in result]:
+        raise OSError("; ".join(dict.fromkeys(failed)))
     stages = [{name: value for name, value in result.items() if name != "part"} for result in results]
     parts = list(dict.fromkeys(result["part"] for result in results))
     unfinished = run_dir / PARTS / TRACE
@@ -82,7 +102,6 @@ def merge_parts(run_dir: Path, results: Sequence[Result], about: dict[str, Any])
                     comma = ",\n"
         file.write("\n]}\n")
     os.replace(unfinished, run_dir / TRACE)
-    shutil.rmtree(run_dir / PARTS)
     return run_dir / TRACE
 
 

@@ -244,7 +244,7 @@ class Trainer:
             ``checkpoint`` (None without a ``run_dir``), and whether it ``leaves_trace`` in the values of the run.
 
         Raises:
-            ConfigError, DataError, CheckpointError: before training starts.
+            ConfigError, PartitionError, DataError, CheckpointError: before training starts.
             DivergedError: a loss or a gradient is not finite.
             StageFailed, ChannelError: another process failed.
             SaveError: the last checkpoint could not be written.
@@ -278,7 +278,9 @@ class Trainer:
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
         if folder is not None:
             folder.check(told, resume=resume)
-            log_to(folder.path / "logs" / f"rank{launched_rank()}.log")
+        log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
+        # Of a run before this one; from the moment that the ranks meet, what is asked is asked of this one.
+        control.requests.answer(control.requests.take(), "no run was there to do it", failed=True)
         keep_freed_memory()
         world = self._join()
         store = world.fresh_store()
@@ -385,6 +387,10 @@ class Trainer:
 
         Returns:
             ``validation_loss`` and, for classes, ``validation_accuracy``; the same on every rank.
+
+        Raises:
+            ConfigError, PartitionError, DataError: before it starts.
+            StageFailed, ChannelError: another process failed.
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
@@ -416,6 +422,11 @@ class Trainer:
         """Parameters and buffers of the whole model by the uncut model's own names, on the CPU.
 
         Under torchrun every rank must call it, and every rank gets all of it.
+
+        Raises:
+            ConfigError: there is no such device, network interface, address or port.
+            ChannelError: the other processes cannot be reached.
+            RuntimeError: one of them is gone meanwhile.
         """
         self._join()
         return self._job.placement.full_state_dict(distributed=self._distributed)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 from adl_dist.schedule.actions import Action, Op
@@ -28,7 +27,6 @@ class Work:
     sizes_upstream: list[int]
     loss_weights: list[float]
 
-    @cached_property
     def last_of_groups(self) -> frozenset[int]:
         """The micro-batches whose backward completes the gradients of a group."""
         last, found = -1, set()

@@ -17,7 +17,7 @@ from adl_dist.cli.live import table
 from adl_dist.cli.main import main
 from adl_dist.errors import ConfigError
 from adl_dist.runtime import live
-from adl_dist.runtime.live import LONGEST_ADDRESS, SOCKET, LiveControl, address_of, ask_run, remove_stale
+from adl_dist.runtime.live import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, remove_stale, short_address
 from adl_dist.runtime.requests import Ask, Requests
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -52,7 +52,7 @@ def listening(run_dir, requests=None):
 def raw(path):
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(5)
-    with address_of(path) as address:
+    with short_address(path) as address:
         client.connect(address)
     return client
 

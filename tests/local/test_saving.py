@@ -9,13 +9,14 @@ import resource
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import adl_dist
 from adl_dist.report import Recorder
-from adl_dist.runtime import checkpoint
+from adl_dist.runtime import checkpoint, checkpoint_storage, saving
 from adl_dist.runtime.checkpoint import HashedFile
 from adl_dist.runtime.run_folder import chosen_checkpoint, log_to, logger
 from adl_dist.runtime.saving import Saver
@@ -186,6 +187,46 @@ def test_a_save_that_fails_is_told_and_recorded_and_the_run_ends_as_if_nothing_h
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (reason,) = (record["reason"] for record in records if record["name"] == "checkpoint/failed")
     assert re.search(told, reason)
+
+
+def test_a_save_without_memory_for_a_copy_is_told_and_the_run_goes_on(tmp_path, monkeypatch, capfd):
+    copied, calls = saving._copied, []
+
+    def none_left_at_the_first(tensors):
+        calls.append(1)
+        if len(calls) == 1:
+            raise MemoryError("no more")
+        return copied(tensors)
+
+    monkeypatch.setattr(saving, "_copied", none_left_at_the_first)
+    fit(tmp_path)
+    assert names(tmp_path) == ["update-00000004", "update-00000006"]
+    assert "update 2 could not be saved" in (err := capfd.readouterr().err)
+    assert "rank 0: MemoryError: no more" in err
+
+
+@pytest.mark.parametrize("told_before", [False, True])
+def test_a_save_fails_at_once_where_a_process_is_gone_before_it_has_told_of_its_part(told_before, tmp_path):
+    class OfTwo(OneProcess):
+        def call(self, do, **arguments):
+            if told_before:
+                path = Path(arguments["path"])
+                files = checkpoint_storage.write(path, {"model.other": torch.ones(2)}, rank=1)
+                saving._take_part(json.dumps({"rank": 1, "token": arguments["token"], "files": files}))
+            saving.report_gone(1, "stage 1: the process is gone")
+            return [*super().call(do, **arguments), {"stage": 1, "rank": 1}]
+
+    saver = Saver(tmp_path, keep=1, keep_best=False, background=True)
+    saver.save(OfTwo(state()), position(1))
+    path = saver.wait(20)
+    if told_before:
+        assert (path, saver.lost) == (tmp_path / "update-00000001", None)
+    else:
+        assert path is None
+        assert (str(saver.lost), saver.lost.is_gone) == ("stage 1: the process is gone", True)
+        assert saver.failure.endswith("stage 1: the process is gone")
+    while not saving._parts.empty():
+        saving._parts.get()
 
 
 def test_a_run_whose_last_save_fails_says_so_and_goes_on_from_the_one_before(tmp_path, monkeypatch):

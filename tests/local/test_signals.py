@@ -80,6 +80,15 @@ def test_handlers_and_the_wakeup_pipe_are_what_they_were_afterwards():
     assert threading.active_count() == threads
 
 
+def test_a_handler_that_is_not_pythons_stays_and_the_others_are_taken(monkeypatch):
+    known = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGUSR1 else known(number))
+    before = known(signal.SIGUSR1)
+    with heeded(lambda name: True):
+        assert known(signal.SIGUSR1) is before
+        assert known(signal.SIGTERM) is signals._do_nothing
+
+
 def test_outside_of_the_main_thread_nothing_is_done():
     found = []
 

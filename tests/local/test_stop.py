@@ -139,6 +139,8 @@ def test_a_run_without_a_folder_stops_and_says_that_nothing_is_saved():
     data, _, summary = fitted(2, data=Asking(at=70))
     assert summary["stopped"]["checkpoint"] is None
     assert data.answer.result(0) == "nothing is saved: the run has no run_dir"
+    data, _, _ = fitted(2, data=Asking(at=70, what=Ask.CHECKPOINT))
+    assert str(data.answer.exception(0)) == "nothing is saved: the run has no run_dir"
 
 
 def test_asked_to_stop_in_its_last_group_a_run_is_complete_and_has_not_stopped(tmp_path):
@@ -152,5 +154,40 @@ def test_what_is_asked_of_a_run_that_fails_is_answered_and_not_left_for_the_next
     data.images[3] = float("nan")
     with pytest.raises(DivergedError):
         fitted(1, data=data, M=30)
-    assert data.answer.result(0) == "the run has ended, at update 0"
+    assert str(data.answer.exception(0)) == "the run has ended, at update 0"
     assert not control.requests.any_open
+
+
+def test_what_was_asked_after_a_run_had_ended_is_answered_and_does_not_stop_the_next_one():
+    late = control.requests.ask(Ask.STOP, "a test")
+    _, _, summary = fitted(1)
+    assert (summary["updates"], "stopped" in summary) == (30, False)
+    assert str(late.exception(0)) == "no run was there to do it"
+
+
+def test_a_checkpoint_of_mid_epoch_claims_no_evaluation_and_does_not_cost_the_best_one(tmp_path):
+    options = {"checkpoint_every_updates": 4, "keep_checkpoints": 1, "keep_best": True}
+    _, _, summary = fitted(2, data=Asking(at=90), run_dir=tmp_path, **options)
+    metrics = {
+        path.name: checkpoint.read_manifest(path)["metrics"] for path in checkpoint.complete(tmp_path / "checkpoints")
+    }
+    assert summary["stopped"]["update"] == 18
+    assert "validation_loss" not in summary
+    assert "validation_loss" not in json.loads((tmp_path / "summary.json").read_text())
+    assert [(name, metrics[name] == {}) for name in sorted(metrics)] == [
+        ("update-00000010", False),
+        ("update-00000018", True),
+    ]
+
+
+@pytest.mark.parametrize(("K", "leaves_trace"), [(1, False), (3, True)])
+def test_a_checkpoint_in_mid_epoch_says_where_it_changes_later_values(K, leaves_trace, tmp_path):
+    _, expected, _ = fitted(K)
+    data, state, _ = fitted(K, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path)
+    said = "those of a run that ended with train.max_updates=12 and was continued"
+    log = (tmp_path / "logs" / "rank0.log").read_text()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert any(not torch.equal(state[name], expected[name]) for name in expected) is leaves_trace
+    assert (said in data.answer.result(0)) is leaves_trace
+    assert (said in log) is leaves_trace
+    assert [r["update"] for r in records if r["name"] == "checkpoint/leaves_trace"] == [11] * leaves_trace

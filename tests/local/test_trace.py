@@ -128,6 +128,20 @@ def test_a_resumed_run_writes_its_own_trace_and_one_that_is_over_leaves_it(tmp_p
     assert traces.read_trace(tmp_path) == of_the_second
 
 
+@pytest.mark.parametrize("in_the_way", ["trace", "trace.json"])  # of a part, of the whole
+def test_a_trace_that_cannot_be_written_does_not_fail_a_run_that_is_complete(in_the_way, tmp_path, capfd):
+    if in_the_way == "trace":
+        (tmp_path / in_the_way).touch()
+    else:
+        (tmp_path / in_the_way).mkdir()
+    summary = run(trainer_of(), tmp_path, trace=True)
+    assert json.loads((tmp_path / "summary.json").read_text())["updates"] == summary["updates"] == 6
+    err = capfd.readouterr().err
+    assert err.count(f"adl-dist: warning: {tmp_path / 'trace.json'} could not be written: ") == 1
+    assert err.count("the run itself is complete and saved") == 1
+    assert not (tmp_path / "trace").is_dir()
+
+
 def test_a_run_that_diverges_says_so_although_it_is_traced(tmp_path):
     data = FixedImages(NUM_SAMPLES)
     data.images[3] = float("nan")

@@ -1,7 +1,10 @@
 """Each process writes its part alone: a slow or failing disk of one holds up nobody and takes no process down."""
 
 import errno
+import json
 import os
+import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -16,7 +19,7 @@ from adl_dist.runtime.checkpoint import HashedFile
 from adl_dist.runtime.world import disconnect, launched_rank
 from tests.support.commands import PREFIX, left_behind
 from tests.support.kill import HOLD, Command
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import trainer_of
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.user_code import Explodes
@@ -85,6 +88,20 @@ def the_only_save_fails_on_rank_1(folder: Path) -> tuple[str, int, str]:
     return ending(folder, batch_norm_net())
 
 
+def rank_1_is_killed_while_it_writes_its_part(folder: Path, epochs: int) -> None:
+    write = HashedFile.write
+
+    def killed(file: HashedFile, data: Any) -> int:
+        if int(file.name.parent.name.rpartition("-")[2]) == epochs * UPDATES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(file, data)
+
+    if launched_rank() == 1:
+        HashedFile.write = killed  # type: ignore[method-assign]
+    told = ending(folder, batch_norm_net(), epochs)
+    (folder / "ending.json").write_text(json.dumps(told))
+
+
 def the_loss_is_nan_while_rank_0_writes(folder: Path) -> tuple[str, int, str]:
     write = HashedFile.write
     if launched_rank() == 0:
@@ -107,6 +124,16 @@ def test_where_the_last_save_fails_on_one_rank_all_end_with_exit_code_1_and_the_
         assert "update 2 could not be saved" in text
         assert "rank 1: [Errno 28] No space left on device" in text
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_process_that_dies_while_the_last_save_is_awaited_ends_the_run_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, rank_1_is_killed_while_it_writes_its_part, tmp_path, 2, timeout_seconds=40)
+    assert str(failed.value) == "rank 1: exit code -9"
+    name, code, text = json.loads((tmp_path / "ending.json").read_text())
+    assert (name, code) == ("StageFailed", 1)
+    assert re.fullmatch(r"stage 1 \(\S+, pid \d+\): the process is gone.*", text)
+    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["update-00000002"]
 
 
 def test_the_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Path) -> None:

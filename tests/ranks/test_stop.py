@@ -1,15 +1,19 @@
 """Runs of several processes that are asked to stop: the same bits as where one process had been told to end there."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 import adl_dist
 from adl_dist.runtime import control
 from adl_dist.runtime.requests import Ask
+from adl_dist.runtime.world import connect
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -100,7 +104,7 @@ def stop_by_signal(folder: Path, rank: int, number: int) -> dict[str, Any]:
         batch_norm_net(),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
-        num_stages=2,
+        num_stages=K,
         threads=1,
         timeout_seconds=20,
     )
@@ -110,10 +114,40 @@ def stop_by_signal(folder: Path, rank: int, number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_either_rank_stops_both(rank: int, tmp_path: Path) -> None:
+def test_a_signal_to_any_rank_stops_all(rank: int, tmp_path: Path) -> None:
     import signal
 
-    summaries = run_ranks(2, stop_by_signal, tmp_path, rank, int(signal.SIGINT), timeout_seconds=60)
-    assert summaries[0] == summaries[1]
+    summaries = run_ranks(K, stop_by_signal, tmp_path, rank, int(signal.SIGINT), timeout_seconds=60)
+    assert summaries[0] == summaries[1] == summaries[2]
     assert summaries[0]["stopped"]["why"] == "SIGINT"
     assert 3 < summaries[0]["updates"] < 50
+
+
+def ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone() -> list[bool]:
+    world, said = connect(K, device_type="cpu", timeout_seconds=20), []
+
+    def ask_from(rank: int) -> None:
+        if world.rank == rank:
+            said.append(control.ask(world, Ask.STOP, f"rank {rank}"))
+        dist.barrier()
+
+    for rank in range(K):
+        ask_from(rank)
+    control.ASK_SECONDS = 0.3
+    if world.rank == 2:
+        control._take_request = lambda message: time.sleep(1)  # type: ignore[assignment]
+    dist.barrier()
+    ask_from(0)
+    if world.rank == 2:
+        rpc.shutdown(graceful=False)
+    dist.barrier()
+    ask_from(0)
+    ask_from(1)
+    if world.rank == 0:
+        assert [request.why[-1] for request in control.requests.take()] == list("012001")
+    return said
+
+
+def test_whoever_asks_is_heard_also_past_a_rank_that_is_late_and_rank_0_sees_one_that_is_gone() -> None:
+    said = run_ranks(K, ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone)
+    assert said == [[True, True, False], [True, True], [True]]
