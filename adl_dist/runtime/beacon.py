@@ -51,6 +51,7 @@ class Beacon:
         self._phase = (STARTING, time.monotonic())
         self._doing: tuple[int, Action, float] | None = None
         self._last: dict[int, dict[Op, int]] = {}
+        self._counts: dict[int, dict[Op, int]] = {}
         self._seats: Mapping[int, Seat] = {}
         self._totals: Mapping[int, Totals] = {}
         self._segment: Segment | None = None
@@ -83,14 +84,17 @@ class Beacon:
         """Hand ``order`` through, and keep up with whoever takes it and carries it out."""
         self._seats, self._segment, self._totals = seats, segment, totals
         last: dict[int, dict[Op, int]] = {k: {} for k in seats}
-        self._last = last
+        counts: dict[int, dict[Op, int]] = {k: {} for k in seats}
+        self._last, self._counts = last, counts
         self._num_segments += 1
         now = time.monotonic
         self._began = now()
         for k, action in order:
             self._doing = (k, action, now())
             yield k, action
-            last[k][action.op] = action.number
+            op, of_stage = action.op, counts[k]
+            last[k][op] = action.number
+            of_stage[op] = of_stage.get(op, 0) + 1
         self._doing = None
         self._phase = (FINISHING, now())
 
@@ -156,6 +160,7 @@ class Beacon:
             seconds=now - from_when,
             waits_for=waits_for,
             last={o.value: n for o, n in last.items()},
+            counts={o.value: n for o, n in dict(self._counts.get(k, {})).items()},
             segment=self._num_segments,
             epoch=segment.epoch,
             update=segment.first_update + last.get(Op.UPDATE, -1) + 1,

@@ -23,6 +23,7 @@ class StageSighting:
         seconds: since when.
         waits_for: stages that the action waits for.
         last: the number of the last finished action of each op.
+        counts: how many actions of each op are finished in the segment.
         segment: how many segments, of training or evaluation, the process has begun; the same on all of them.
         epoch: of the segment, counted from 0.
         update: updates done over the run.
@@ -39,6 +40,7 @@ class StageSighting:
     seconds: float = 0.0
     waits_for: list[int] = field(default_factory=list)
     last: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     segment: int = 0
     epoch: int = 0
     update: int = 0

@@ -12,7 +12,7 @@ import pytest
 from adl_dist.errors import ConfigError
 from adl_dist.runtime.live import SOCKET, ask_run
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.stalls import PLANTED, STALL_SECONDS, all_stalls, signalled
+from tests.support.stalls import PLANTED, STALL_SECONDS, all_stalls, gpipe_asleep, signalled
 
 # Name of each planted stall: how its cause is told.
 CAUSES = {
@@ -70,6 +70,13 @@ def test_each_of_six_planted_stalls_is_told_by_its_cause_in_time_and_status_answ
     assert {row["stage"] for row in rows} == {0, 1, 2}
     assert {"forward", "backward", "wait"} <= {row["doing"].partition(" ")[0] for row in rows}
     assert not (run_dir / SOCKET).exists()
+
+
+def test_a_backward_that_sleeps_is_the_cause_also_where_gradients_come_in_descending_order(tmp_path):
+    run_ranks(2, gpipe_asleep, tmp_path / "run")
+    causes = [cause for _, cause in causes_told(tmp_path / "run")]
+    assert any(re.fullmatch(r"stage 1 \(\S+, pid \d+\): still at work: backward 2 .*", cause) for cause in causes), causes
+    assert not any(cause.startswith("the link") for cause in causes)
 
 
 def test_a_stopped_peer_is_told_by_name_and_the_job_ends_and_takes_it_along(tmp_path):

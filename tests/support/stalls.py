@@ -68,6 +68,7 @@ def trainer_of(
     num_stages: int,
     optimizer: type[torch.optim.SGD] = torch.optim.SGD,
     abort_seconds: float | None = None,
+    method: str = "adl",
 ) -> adl_dist.Trainer:
     """Of seven units and ``extra`` ones before the places of them that are given."""
     units: list[nn.Module] = list(batch_norm_net())
@@ -77,7 +78,7 @@ def trainer_of(
         nn.Sequential(*units),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=lambda p: optimizer(p, lr=0.1),
-        method=adl_dist.method("adl", accumulation_steps=2),
+        method=adl_dist.method(method, accumulation_steps=2),
         num_stages=num_stages,
         threads=1,
         timeout_seconds=30,
@@ -144,6 +145,13 @@ def all_stalls(run_dir: Path) -> None:
     stage_2 = AtBackward(15, asleep("backward of stage 2"))
     trainer = trainer_of([(3, stage_1), (6, stage_2)], num_stages=3, optimizer=SlowOnce)
     fit(trainer, run_dir, SlowData(NUM_SAMPLES))
+
+
+def gpipe_asleep(run_dir: Path) -> None:
+    """One rank of two: stage 1 is asleep in backward 2, whose gradient follows that of micro-batch 3."""
+    run_dir.mkdir(exist_ok=True)
+    stage_1 = AtBackward(4, lambda: time.sleep(ASLEEP_SECONDS))  # the first one is where shapes are agreed
+    fit(trainer_of([(5, stage_1)], num_stages=2, method="gpipe"), run_dir)
 
 
 def signalled(run_dir: Path, number: int) -> None:
