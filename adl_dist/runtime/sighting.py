@@ -8,6 +8,8 @@ STARTING = "start"  # the phase of a process whose stages are not built yet
 IDLE = "idle"  # of one that waits for the coordinator's next command
 AWAITING = "wait for the next command"
 FAILED = "failed"  # of one whose command raised
+# What a thread beside training does for a checkpoint: one writes the part of its process, one on rank 0 makes it whole.
+SAVING, COMMITTING = "saving", "committing"
 COORDINATOR = -1  # whom an idle stage waits for
 
 
@@ -67,6 +69,9 @@ class Sighting:
         in_collective: whether it waits there for all other processes.
         loaders: process id and state of each process that loads data for it, while it waits for them.
         memory_bytes: that it holds now, on the GPU if it computes there.
+        saving: what a thread of it does beside, for a checkpoint: ``saving``, ``committing`` or, mostly, "" (nothing).
+        saving_at: where that thread is in the program; only if asked closely.
+        is_debugged: whether a Python debugger follows it; only if asked closely.
         runs_ahead: whether its actions are launched on a GPU that also sends and receives, so that what it has done,
             the device may have yet to do.
     """
@@ -83,6 +88,9 @@ class Sighting:
     in_collective: bool = False
     loaders: list[tuple[int, str]] = field(default_factory=list)
     memory_bytes: int = 0
+    saving: str = ""
+    saving_at: str = ""
+    is_debugged: bool = False
     runs_ahead: bool = False
 
     def to_json(self) -> dict[str, Any]:

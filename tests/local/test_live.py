@@ -34,6 +34,7 @@ STAGE = {
     "doing": "forward 6",
     "seconds": 0.25,
     "silent_seconds": 0.0,
+    "saving": "",
 }
 STATUS = {"coordinator": "waits for the results of 'train' since 3.0 s", "stages": [STAGE]}
 
