@@ -137,6 +137,26 @@ def test_a_slow_save_is_the_fault_of_the_stage_that_has_not_come_to_where_the_ot
     )
 
 
+def test_a_save_beside_training_that_the_coordinator_waits_for_is_the_fault_of_the_process_that_still_writes():
+    waiting = Coordination("train", False, 60.0, "saving.py:9 in wait")
+    at = {"saving": "saving", "saving_at": "checkpoint.py:9 in write"}
+    members = [
+        member(idle(0), phase="idle", saving="committing"),
+        member(idle(1), phase="idle"),
+        member(idle(2), phase="idle", **at),
+    ]
+    told = "takes long to write its part of a checkpoint, beside training, at checkpoint.py:9 in write"
+    assert cause_of(members, waiting) == (2, f"stage 2 (node, pid 102): {told}")
+    assert "; saving a checkpoint beside it, at checkpoint.py:9 in write" in picture(members, waiting).splitlines()[2]
+    text = cause_of(members[:2], waiting).text
+    assert text == "stage 0 (node, pid 100): takes long to complete a checkpoint, beside training"
+
+
+def test_a_save_beside_training_is_not_the_cause_while_a_stage_holds_up_the_others():
+    members = [*victims_of_stage_1(stage(1, "forward 7", "F", 7))[:2], member(idle(2), saving="saving")]
+    assert cause_of(members, TRAINING).rank == 1
+
+
 def test_when_all_stages_have_nothing_to_do_the_coordinator_is_the_cause():
     at_work = Coordination("save", False, 60.0, "checkpoint.py:9 in commit")
     cause = cause_of([member(idle(k), phase="idle") for k in range(2)], at_work)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import adl_dist
+from adl_dist.runtime.checkpoint import HashedFile
 from adl_dist.runtime.run_folder import RunFolder
 from adl_dist.runtime.worker import LocalWorker
 from tests.support.toys import FixedImages, batch_norm_net
@@ -152,6 +153,38 @@ def gpipe_asleep(run_dir: Path) -> None:
     run_dir.mkdir(exist_ok=True)
     stage_1 = AtBackward(4, lambda: time.sleep(ASLEEP_SECONDS))  # the first one is where shapes are agreed
     fit(trainer_of([(5, stage_1)], num_stages=2, method="gpipe"), run_dir)
+
+
+def save_asleep(run_dir: Path) -> None:
+    """One rank of three: what stage 1 writes of the last checkpoint, beside training, takes long."""
+    run_dir.mkdir(exist_ok=True)
+    _slow_write("1", ASLEEP_SECONDS)
+    fit(trainer_of([], num_stages=3), run_dir)
+
+
+def killed_in_save(run_dir: Path) -> None:
+    """One rank of three: stage 2 is killed while stage 1 still writes its part of a checkpoint."""
+    run_dir.mkdir(exist_ok=True)
+    _slow_write("1", 5 * ASLEEP_SECONDS)
+
+    def act() -> None:
+        note(run_dir, "signal")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # The first forward is where shapes are agreed on; a checkpoint follows update 4.
+    fit(trainer_of([(5, At(12, act))], num_stages=3), run_dir, checkpoint_every_updates=4)
+
+
+def _slow_write(rank: str, seconds: float) -> None:
+    write = HashedFile.write
+
+    def slowly(file: HashedFile, data: Any) -> int:
+        HashedFile.write = write  # type: ignore[method-assign]
+        time.sleep(seconds)
+        return write(file, data)
+
+    if os.environ["RANK"] == rank:
+        HashedFile.write = slowly  # type: ignore[method-assign, assignment]
 
 
 def signalled(run_dir: Path, number: int) -> None:
