@@ -70,6 +70,7 @@ def trainer_of(
     optimizer: type[torch.optim.SGD] = torch.optim.SGD,
     abort_seconds: float | None = None,
     method: str = "adl",
+    stall_seconds: float = STALL_SECONDS,
 ) -> adl_dist.Trainer:
     """Of seven units and ``extra`` ones before the places of them that are given."""
     units: list[nn.Module] = list(batch_norm_net())
@@ -83,7 +84,7 @@ def trainer_of(
         num_stages=num_stages,
         threads=1,
         timeout_seconds=30,
-        stall_seconds=STALL_SECONDS,
+        stall_seconds=stall_seconds,
         abort_seconds=abort_seconds,
     )
 
@@ -172,7 +173,8 @@ def killed_in_save(run_dir: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     # The first forward is where shapes are agreed on; a checkpoint follows update 4.
-    fit(trainer_of([(5, At(12, act))], num_stages=3), run_dir, checkpoint_every_updates=4)
+    # With limits as usual the doctor looks but once in a second.
+    fit(trainer_of([(5, At(12, act))], num_stages=3, stall_seconds=60), run_dir, checkpoint_every_updates=4)
 
 
 def _slow_write(rank: str, seconds: float) -> None:
