@@ -12,7 +12,7 @@ import torch
 from adl_dist.cli import build, sweep
 from adl_dist.cli.compose import compose_run, known_run, simple_options
 from adl_dist.errors import AdlError, CheckpointError
-from adl_dist.report import final_table
+from adl_dist.report import final_table, tell
 from adl_dist.runtime import child
 from adl_dist.runtime.checkpoint import complete
 from adl_dist.runtime.control import StageFailed
@@ -135,10 +135,10 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
             "; the pipeline was emptied in mid-epoch, so values will differ from those of a run that was not stopped "
             "(runtime.checkpoint_every_updates avoids that)"
         )
-        sys.stdout.flush()
-        sys.stderr.write(
+        tell(
+            sys.stderr,
             f"adl-dist: stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}; saved "
-            f"{stopped['checkpoint']}; the same command goes on{note if stopped['leaves_trace'] else ''}\n"
+            f"{stopped['checkpoint']}; the same command goes on{note if stopped['leaves_trace'] else ''}\n",
         )
     if launched_world_size() is None:
         raise SystemExit(child.STOPPED_CODE)
@@ -172,4 +172,4 @@ def _figure(name: str, value: float) -> str:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    tell(sys.stdout, text + "\n")

@@ -40,6 +40,8 @@ def table(answer: Mapping[str, Any]) -> str:
 
 def _row(stage: Mapping[str, Any]) -> Sequence[str]:
     now = f"{stage['doing']} since {stage['seconds']:.1f} s"
+    if stage["saving"]:
+        now += f"; {stage['saving']} a checkpoint"
     if stage["silent_seconds"]:
         now = f"no answer since {stage['silent_seconds']:.1f} s; before: {now}"
     staleness, micro_batch = stage["staleness_mean"], stage["micro_batch"]

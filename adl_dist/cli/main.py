@@ -1,5 +1,6 @@
 """``adl-dist COMMAND``: dispatch, and the one place where errors become exit codes."""
 
+import contextlib
 import importlib
 import logging
 import os
@@ -49,8 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())  # as `python -m adl_dist` does: the user's _target_ lies beside the command
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # nobody reads it any more, and Python itself would fail over it at its end
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if code and "RANK" in os.environ:
         # A rank that failed must not wait in some destructor for peers that wait for it.
         os._exit(code)

@@ -3,6 +3,6 @@
 from adl_dist.report.picture import draw
 from adl_dist.report.progress import Progress, final_table
 from adl_dist.report.recorder import Recorder
-from adl_dist.report.warning import warn
+from adl_dist.report.warning import tell, warn
 
-__all__ = ["Progress", "Recorder", "draw", "final_table", "warn"]
+__all__ = ["Progress", "Recorder", "draw", "final_table", "tell", "warn"]

@@ -5,6 +5,8 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
+from adl_dist.report.warning import tell
+
 REDRAW_SECONDS = 0.1
 
 
@@ -16,7 +18,7 @@ class Progress:
         self._out = out or sys.stdout
         self._quiet = quiet
         # Only a terminal can overwrite a line; a log file gets the line of each epoch.
-        self._live = not quiet and self._out.isatty()
+        self._live = not quiet and _is_terminal(self._out)
         self._staleness: list[float | None] = [None] * num_stages
         self._shown_at = 0.0
         self._head = ""
@@ -60,8 +62,7 @@ class Progress:
         now = time.monotonic()
         if self._live and self._samples and now - self._shown_at > REDRAW_SECONDS:
             self._shown_at = now
-            self._out.write(f"\r\033[K{self._line()}")
-            self._out.flush()
+            tell(self._out, f"\r\033[K{self._line()}")
 
     def end(self, loss: float | None, accuracy: float | None) -> None:
         """End the epoch with the validation figures, where there are any."""
@@ -77,8 +78,7 @@ class Progress:
             self._write(text)
 
     def _write(self, line: str) -> None:
-        self._out.write(("\r\033[K" if self._live else "") + line + "\n")
-        self._out.flush()
+        tell(self._out, ("\r\033[K" if self._live else "") + line + "\n")
 
     def _line(self) -> str:
         stale = "/".join("-" if s is None else f"{s:.3g}" for s in self._staleness)
@@ -90,6 +90,13 @@ class Progress:
             f"{self._head}  update {self._update:>{width}}/{self._total_updates}  loss {loss:.4f}{accuracy}"
             f"  {self._rate:7,.0f} images/s  staleness {stale}{skipped}"
         )
+
+
+def _is_terminal(stream: IO[str] | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # it is closed
+        return False
 
 
 def final_table(summary: Mapping[str, Any]) -> str:

@@ -2,12 +2,24 @@
 
 import logging
 import sys
+from contextlib import suppress
+from typing import IO
 
 logger = logging.getLogger("adl_dist")
 
 
+def tell(stream: IO[str] | None, text: str) -> None:
+    """Write ``text`` to ``stream``, in one piece. Any thread may call it.
+
+    That nobody takes it any more (a pipe whose reader has gone, a full disk, no stream at all) must not end a run.
+    """
+    with suppress(OSError, ValueError):
+        if stream is not None:
+            stream.write(text)  # one write: lines of several threads do not mix
+            stream.flush()
+
+
 def warn(text: str) -> None:
     """Say ``text`` on standard error and in this process's log. Any thread may call it."""
-    sys.stderr.write(f"adl-dist: warning: {text}\n")  # one write: lines of several threads do not mix
-    sys.stderr.flush()
+    tell(sys.stderr, f"adl-dist: warning: {text}\n")
     logger.warning("%s", text)

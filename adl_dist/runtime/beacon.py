@@ -21,7 +21,18 @@ from typing import Protocol
 import torch
 
 from adl_dist.engine import Seat
-from adl_dist.runtime.sighting import AWAITING, COORDINATOR, FAILED, IDLE, STARTING, Sighting, StageSighting
+from adl_dist.runtime.pieces import progress
+from adl_dist.runtime.sighting import (
+    AWAITING,
+    COMMITTING,
+    COORDINATOR,
+    FAILED,
+    IDLE,
+    SAVING,
+    STARTING,
+    Sighting,
+    StageSighting,
+)
 from adl_dist.runtime.trace import KINDS
 from adl_dist.runtime.world import launched_rank
 from adl_dist.schedule import Action, Op, Segment
@@ -48,10 +59,11 @@ class Beacon:
     def __init__(self, num_stages: int, *, runs_ahead: bool = False) -> None:
         """For ``num_stages`` in all; ``runs_ahead``: see :class:`Sighting`."""
         self._num_stages, self._runs_ahead = num_stages, runs_ahead
-        self._num_segments = 0
+        self._num_segments = self._epoch = 0
         self._phase = (STARTING, time.monotonic())
         self._doing: tuple[int, Action, float] | None = None
         self._last: dict[int, dict[Op, int]] = {}
+        self._counts: dict[int, dict[Op, int]] = {}
         self._seats: Mapping[int, Seat] = {}
         self._totals: Mapping[int, Totals] = {}
         self._segment: Segment | None = None
@@ -84,14 +96,19 @@ class Beacon:
         """Hand ``order`` through, and keep up with whoever takes it and carries it out."""
         self._seats, self._segment, self._totals = seats, segment, totals
         last: dict[int, dict[Op, int]] = {k: {} for k in seats}
-        self._last = last
+        counts: dict[int, dict[Op, int]] = {k: {} for k in seats}
+        self._last, self._counts = last, counts
         self._num_segments += 1
+        if totals:  # evaluation is of no epoch of its own
+            self._epoch = segment.epoch
         now = time.monotonic
         self._began = now()
         for k, action in order:
             self._doing = (k, action, now())
             yield k, action
-            last[k][action.op] = action.number
+            op, of_stage = action.op, counts[k]
+            last[k][op] = action.number
+            of_stage[op] = of_stage.get(op, 0) + 1
         self._doing = None
         self._phase = (FINISHING, now())
 
@@ -101,6 +118,7 @@ class Beacon:
         # Each read once: the main thread goes on meanwhile.
         (phase, since), doing = self._phase, self._doing
         frame = _frame_of(threading.main_thread().ident) if closely else None
+        saver = _saver()
         return Sighting(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -108,13 +126,16 @@ class Beacon:
             born=born(os.getpid()),
             phase=phase,
             seconds=now - since,
-            mark=f"{since} {doing[2] if doing else ''}",
+            mark=f"{since} {doing[2] if doing else ''} {progress.num_pieces}",
             stages=[self._tell_of(k, phase, since, doing, now) for k in sorted(self._seats)]
             or [self._before_segments(phase, now - since)],
             at=_place(frame),
             in_collective=_waits_for_all(frame),
             loaders=_loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
             memory_bytes=_memory_bytes(),
+            saving=saver.name if saver else "",
+            saving_at=place_of(saver.ident) if closely and saver else "",
+            is_debugged=closely and _is_debugged(),
             runs_ahead=self._runs_ahead,
         )
 
@@ -157,9 +178,10 @@ class Beacon:
             seconds=now - from_when,
             waits_for=waits_for,
             last={o.value: n for o, n in last.items()},
+            counts={o.value: n for o, n in dict(self._counts.get(k, {})).items()},
             segment=self._num_segments,
-            epoch=segment.epoch,
-            update=segment.first_update + last.get(Op.UPDATE, -1) + 1,
+            epoch=self._epoch,
+            update=seat.stage.version,
             micro_batch=max((last[o] for o in FORWARDS if o in last), default=None),
             images_per_second=0.0 if is_over else num_samples / elapsed,
             busy_share=0.0 if is_over else sums["busy_seconds"] / elapsed,
@@ -214,6 +236,26 @@ def _stat(pid: int) -> list[str]:
 def _loaders() -> list[tuple[int, str]]:
     children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
     return [(pid, state_of(pid)) for pid in sorted(children)]
+
+
+def _saver() -> threading.Thread | None:
+    """The thread that saves beside training; that which writes before that which waits for all to have written."""
+    by_name = {thread.name: thread for thread in threading.enumerate()}
+    return by_name.get(SAVING) or by_name.get(COMMITTING)
+
+
+def _is_debugged() -> bool:
+    """Whether a debugger follows any thread. ``sys.gettrace`` would tell of the one that asks only."""
+    monitoring = getattr(sys, "monitoring", None)  # new in Python 3.12, and debuggers begin to use it
+    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
+        return True
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_trace is not None:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def _memory_bytes() -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adl_dist.errors import CheckpointError, UnusableError
+from adl_dist.runtime.pieces import PIECE_BYTES, checksum_of, progress
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # of collections.abc from Python 3.12 on
@@ -37,24 +38,39 @@ class HashedFile(io.BufferedWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
-        self._hash, self._size = hashlib.sha256(), 0
+        self._hash, self._size, self._unsynced = hashlib.sha256(), 0, 0
 
     def write(self, data: "Buffer", /) -> int:
         """Write all of ``data``."""
-        size = super().write(data)
-        self._hash.update(data)
-        self._size += size
-        return size
+        view = memoryview(data)
+        if not view.nbytes:
+            return 0
+        view = view.cast("B")
+        for start in range(0, view.nbytes, PIECE_BYTES):
+            piece = view[start : start + PIECE_BYTES]
+            super().write(piece)
+            self._hash.update(piece)
+            self._size += piece.nbytes
+            self._unsynced += piece.nbytes
+            progress.count()
+            if self._unsynced >= PIECE_BYTES:
+                self._sync()
+        return view.nbytes
 
     def close(self) -> None:
         """Close it when its content has reached the disk."""
         if self.closed:
             return
         try:
-            self.flush()
-            os.fsync(self.fileno())
+            self._sync()
         finally:
             super().close()
+
+    def _sync(self) -> None:
+        self.flush()
+        os.fsync(self.fileno())
+        self._unsynced = 0
+        progress.count()
 
     @property
     def told(self) -> Told:
@@ -229,7 +245,7 @@ def verify(path: Path) -> dict[str, Any]:
     for name, told in manifest["files"].items():
         try:
             with (path / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                found = checksum_of(file)
         except OSError as error:
             raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
         if found != told["sha256"]:

@@ -19,7 +19,7 @@ from adl_dist.runtime.control import (
     Worker,
     serve,
 )
-from adl_dist.runtime.doctor import gone_rank_0
+from adl_dist.runtime.deputy import gone_rank_0
 from adl_dist.runtime.watch import Watch
 from adl_dist.runtime.world import World, disconnect
 

@@ -28,6 +28,8 @@ Result = dict[str, Any]
 COORDINATOR_RANK = 0
 REPORT_SECONDS = 0.2  # records travel in batches this far apart
 CAUSE_SECONDS = 1.0  # how long a victim's report waits for that of its cause
+# For which a victim waits to hear of it: rank 0 may look around, and give a save under way a moment, before it tells.
+HEARD_SECONDS = 4 * CAUSE_SECONDS
 ASK_SECONDS = 5.0  # within which a process that is there takes a request
 TIMEOUT = "more than set timeout"  # what RPC says of a process that does not answer; of one that is gone it says why
 LAST_SAVE_SECONDS = 60.0  # how long a run that ends with an error waits for the save that is under way
@@ -210,7 +212,7 @@ def serve(worker: Worker, world: World) -> Result:
 def _cause_heard() -> StageFailed | None:
     """For a victim: what the coordinator has heard of the cause, or hears within a moment."""
     try:
-        command = json.loads(_commands.get(timeout=2 * CAUSE_SECONDS))
+        command = json.loads(_commands.get(timeout=HEARD_SECONDS))
     except queue.Empty:
         return None
     arguments = command["arguments"]

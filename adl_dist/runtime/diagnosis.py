@@ -3,7 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from adl_dist.runtime.sighting import COORDINATOR, FAILED, IDLE, Coordination, Member, StageSighting
+from adl_dist.runtime.sighting import (
+    COMMITTING,
+    COORDINATOR,
+    FAILED,
+    IDLE,
+    SAVING,
+    Coordination,
+    Member,
+    Sighting,
+    StageSighting,
+)
 from adl_dist.schedule.actions import LINKS, RECEIVES, Op
 
 COLLECTIVE = ("save", "load")  # phases in which all processes may wait for each other
@@ -46,7 +56,7 @@ def picture(members: Sequence[Member], coordination: Coordination) -> str:
                 what += f", at {seen.at}"
             if member.silent_seconds:
                 what = f"no answer since {member.silent_seconds:.1f} s; before: {what}"
-            told.append((stage.stage, "; ".join([what, *_last(stage)])))
+            told.append((stage.stage, "; ".join([what, *_beside(seen), *_last(stage)])))
         where = f"{seen.host}, pid {seen.pid}" if seen else "-"
         lines += [f"  stage {k}  ({where})  {what}" for k, what in told]
     lines.append(f"  coordinator  {coordination.doing} since {coordination.seconds:.1f} s")
@@ -65,6 +75,7 @@ def cause_of(members: Sequence[Member], coordination: Coordination) -> Cause:
         return lost
     waits_for = {k: _waits_for(k, homes, stages) for k in stages}
     waits_for[COORDINATOR] = _coordinator_waits_for(members, coordination)
+    waits_for |= {node: [] for node in waits_for[COORDINATOR] if node < COORDINATOR}
     ends = [node for node, peers in waits_for.items() if not peers]
     if not ends:
         return Cause(None, _cycle(waits_for))
@@ -76,6 +87,8 @@ def cause_of(members: Sequence[Member], coordination: Coordination) -> Cause:
         return Cause(
             0, f"the coordinator on rank 0{where}: {coordination.doing} since {coordination.seconds:.0f} s{at}"
         )
+    if end < COORDINATOR:
+        return _slow_save(next(member for member in members if _saver_of(member) == end))
     return Cause(homes[end].rank, _why_busy(homes[end], stages[end]))
 
 
@@ -116,10 +129,35 @@ def _waits_for(k: int, homes: Mapping[int, Member], stages: Mapping[int, StageSi
 
 
 def _coordinator_waits_for(members: Sequence[Member], coordination: Coordination) -> list[int]:
-    if not coordination.is_waiting:
+    if not coordination.is_waiting:  # unless it works itself, it waits for a save that goes on beside training
+        for what in (SAVING, COMMITTING):
+            if savers := [_saver_of(m) for m in members if m.seen and m.seen.saving == what]:
+                return savers
         return []
     at_work = [m for m in members if m.seen and m.seen.phase not in (IDLE, FAILED)]
     return [stage.stage for m in at_work if m.seen for stage in m.seen.stages] or [m.rank for m in members]
+
+
+def _saver_of(member: Member) -> int:
+    """The thread of a process that saves, among those that wait for each other."""
+    return COORDINATOR - 1 - member.rank
+
+
+def _slow_save(member: Member) -> Cause:
+    seen = member.seen
+    assert seen is not None, "it has told that it saves"
+    what = "write its part of a checkpoint" if seen.saving == SAVING else "complete a checkpoint"
+    at = f", at {seen.saving_at}" if seen.saving_at else ""
+    return Cause(member.rank, f"{member.name}: takes long to {what}, beside training{at}")
+
+
+def _beside(seen: Sighting | None) -> list[str]:
+    told = []
+    if seen and seen.saving:
+        told.append(f"{seen.saving} a checkpoint beside it{f', at {seen.saving_at}' if seen.saving_at else ''}")
+    if seen and seen.is_debugged:
+        told.append("in a debugger, so the job is not ended")
+    return told
 
 
 def _lost_message(homes: Mapping[int, Member], stages: Mapping[int, StageSighting]) -> Cause | None:
@@ -135,7 +173,8 @@ def _lost_message(homes: Mapping[int, Member], stages: Mapping[int, StageSightin
         send = next(send for send, link in LINKS.items() if link.recv is op)
         if sender is None or sender.segment != stage.segment:
             continue
-        if sender.last.get(send.value, -1) >= stage.number:
+        # By their counts, since an edge keeps its order: numbers may go down, as GPipe's gradients do.
+        if sender.counts.get(send.value, 0) > stage.counts.get(op.value, 0):
             return Cause(
                 None,
                 f"the link from stage {sender.stage} to stage {k}: {RECEIVES[op].what} {stage.number} was sent and has "

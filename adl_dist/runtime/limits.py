@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from adl_dist.errors import ConfigError
 
+ABORT_SECONDS = 600.0  # where nothing else is said
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -16,6 +18,21 @@ class Limits:
 
     stall_seconds: float
     abort_seconds: float | None
+
+    @classmethod
+    def of(cls, stall_seconds: float, abort_seconds: float | str | None, *, distributed: bool) -> "Limits":
+        """As the Python API takes them; ``auto``: a process that is the user's own, as all stages in one are, is kept.
+
+        Raises:
+            ConfigError: see :meth:`check`.
+        """
+        if isinstance(abort_seconds, str):
+            if abort_seconds != "auto":
+                raise ConfigError(f"abort_seconds must be a number, None (never) or 'auto', got '{abort_seconds}'")
+            abort_seconds = max(ABORT_SECONDS, 2 * stall_seconds) if distributed else None
+        limits = cls(stall_seconds=stall_seconds, abort_seconds=abort_seconds)
+        limits.check()
+        return limits
 
     def check(self) -> None:
         """Refuse what cannot be.

@@ -32,6 +32,7 @@ class MemoryMeter:
     num_updates: int
     _peak_bytes: int | None = None
     _profiler: profile | None = None
+    _num_seen: int = 0
 
     @classmethod
     def of(cls, method: Method, num_stages: int, device: torch.device) -> "MemoryMeter":
@@ -45,15 +46,16 @@ class MemoryMeter:
         return int(torch.cuda.max_memory_allocated(self.device)) if self._is_on_gpu else self._peak_bytes
 
     def measured(self, order: Iterable[tuple[int, Action]], stage: Stage) -> Iterator[tuple[int, Action]]:
-        """Hand ``order`` through; look at the first updates of a run, and no more."""
+        """Hand ``order`` through; look at the first updates of a run, in one segment or several."""
         order = iter(order)
-        if self._peak_bytes is None and not self._is_on_gpu:
+        if self._num_seen < self.num_updates and not self._is_on_gpu:
             self._start(stage)
             for k, action in order:
                 yield k, action
-                if action.op is Op.UPDATE and action.number + 1 == self.num_updates:
+                self._num_seen += action.op is Op.UPDATE
+                if self._num_seen == self.num_updates:
                     break
-            self._peak_bytes = self._finish()
+            self._peak_bytes = max(self._peak_bytes or 0, self._finish())
         yield from order
 
     def stop(self) -> None:

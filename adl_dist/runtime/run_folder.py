@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from adl_dist.errors import CheckpointError, ConfigError
-from adl_dist.report import warn
+from adl_dist.report import tell, warn
 from adl_dist.runtime import checkpoint
 
 logger = logging.getLogger("adl_dist")
@@ -179,7 +179,7 @@ class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._failed:
             self._failed = True
-            sys.stderr.write(f"adl-dist: warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
+            tell(sys.stderr, f"adl-dist: warning: {self.baseFilename} cannot be written: {sys.exc_info()[1]}\n")
 
 
 def log_to(path: Path | None) -> None:

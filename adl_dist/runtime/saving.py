@@ -22,6 +22,7 @@ from torch import Tensor
 from adl_dist.report import warn
 from adl_dist.runtime import checkpoint, checkpoint_storage
 from adl_dist.runtime.control import COORDINATOR_RANK, Crew, StageFailed
+from adl_dist.runtime.sighting import COMMITTING, SAVING
 from adl_dist.runtime.world import World, name_of
 
 logger = logging.getLogger("adl_dist")
@@ -61,7 +62,7 @@ class PartWriter:
         except Exception as error:  # of memory; torch raises errors of its own for it
             self._tell_failure(path, token, error)
             return
-        threading.Thread(target=self._write, args=(path, copy, token), name="saving", daemon=True).start()
+        threading.Thread(target=self._write, args=(path, copy, token), name=SAVING, daemon=True).start()
 
     def _write(self, path: Path, state: Mapping[str, Tensor], token: str) -> None:
         try:
@@ -124,7 +125,7 @@ class Saver:
         ranks = {result["rank"] for result in results}
         if self._background:
             arguments = (path, manifest, ranks, token)
-            self._thread = threading.Thread(target=self._finish, args=arguments, name="committing", daemon=True)
+            self._thread = threading.Thread(target=self._finish, args=arguments, name=COMMITTING, daemon=True)
             self._thread.start()
         else:
             self._finish(path, manifest, ranks, token)

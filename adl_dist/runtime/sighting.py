@@ -8,6 +8,8 @@ STARTING = "start"  # the phase of a process whose stages are not built yet
 IDLE = "idle"  # of one that waits for the coordinator's next command
 AWAITING = "wait for the next command"
 FAILED = "failed"  # of one whose command raised
+# What a thread beside training does for a checkpoint: one writes the part of its process, one on rank 0 makes it whole.
+SAVING, COMMITTING = "saving", "committing"
 COORDINATOR = -1  # whom an idle stage waits for
 
 
@@ -23,6 +25,7 @@ class StageSighting:
         seconds: since when.
         waits_for: stages that the action waits for.
         last: the number of the last finished action of each op.
+        counts: how many actions of each op are finished in the segment.
         segment: how many segments, of training or evaluation, the process has begun; the same on all of them.
         epoch: of the segment, counted from 0.
         update: updates done over the run.
@@ -39,6 +42,7 @@ class StageSighting:
     seconds: float = 0.0
     waits_for: list[int] = field(default_factory=list)
     last: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     segment: int = 0
     epoch: int = 0
     update: int = 0
@@ -65,6 +69,9 @@ class Sighting:
         in_collective: whether it waits there for all other processes.
         loaders: process id and state of each process that loads data for it, while it waits for them.
         memory_bytes: that it holds now, on the GPU if it computes there.
+        saving: what a thread of it does beside, for a checkpoint: ``saving``, ``committing`` or, mostly, "" (nothing).
+        saving_at: where that thread is in the program; only if asked closely.
+        is_debugged: whether a Python debugger follows it; only if asked closely.
         runs_ahead: whether its actions are launched on a GPU that also sends and receives, so that what it has done,
             the device may have yet to do.
     """
@@ -81,6 +88,9 @@ class Sighting:
     in_collective: bool = False
     loaders: list[tuple[int, str]] = field(default_factory=list)
     memory_bytes: int = 0
+    saving: str = ""
+    saving_at: str = ""
+    is_debugged: bool = False
     runs_ahead: bool = False
 
     def to_json(self) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Trainer:
         processes: bool | None = None,
         timeout_seconds: float = 300.0,
         stall_seconds: float = 60.0,
-        abort_seconds: float | None = 600.0,
+        abort_seconds: float | str | None = "auto",
     ) -> None:
         """Cut the model. Of K processes each keeps only its own stage.
 
@@ -123,7 +123,8 @@ class Trainer:
             processes: one process per stage; None: if torchrun started this script.
             timeout_seconds: how long to wait for one message of a peer.
             stall_seconds: without progress of any stage, until what all of them do is printed, and the likely cause.
-            abort_seconds: likewise, until the process ends, with exit code 1; None: never.
+            abort_seconds: likewise, until the process ends, with exit code 1, unless it is in a debugger; None: never;
+                ``auto``: 600 with one process per stage, never where all stages share yours.
 
         Raises:
             ConfigError: the number of processes is not K, a value is out of range, or the method does not fit K.
@@ -135,10 +136,9 @@ class Trainer:
             raise ConfigError(f"seed must be >= 0, got {seed}")
         if not timeout_seconds > 0:
             raise ConfigError(f"timeout_seconds must be above 0, got {timeout_seconds}")
-        self._limits = Limits(stall_seconds=stall_seconds, abort_seconds=abort_seconds)
-        self._limits.check()
         self._distributed = launched_world_size() is not None if processes is None else processes
         self._distributed = self._distributed and num_stages > 1
+        self._limits = Limits.of(stall_seconds, abort_seconds, distributed=self._distributed)
         if self._distributed and launched_world_size() is None:
             raise ConfigError(
                 f"processes=True, but this script was started plainly: start it with torchrun "

@@ -10,7 +10,8 @@ from typing import Any
 from adl_dist.runtime import control, saving
 from adl_dist.runtime.beacon import Beacon, place_of
 from adl_dist.runtime.control import COORDINATOR_RANK, Crew, Record, Result, Worker
-from adl_dist.runtime.doctor import Deputy, Doctor, shine
+from adl_dist.runtime.deputy import Deputy, shine
+from adl_dist.runtime.doctor import Doctor
 from adl_dist.runtime.limits import Limits
 from adl_dist.runtime.live import LiveControl
 from adl_dist.runtime.requests import Requests
@@ -151,6 +152,7 @@ def stage_rows(members: Sequence[Member]) -> list[dict[str, Any]]:
             "doing": stage.doing,
             "seconds": stage.seconds,
             "silent_seconds": member.silent_seconds,
+            "saving": seen.saving,
         }
         for member in members
         if (seen := member.seen) is not None

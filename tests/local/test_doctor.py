@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from adl_dist.errors import ConfigError
-from adl_dist.runtime import doctor
+from adl_dist.runtime import deputy
 from adl_dist.runtime.beacon import born, machine
 from adl_dist.runtime.limits import Limits
 from adl_dist.runtime.sighting import Sighting
@@ -86,22 +86,22 @@ def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_it_and_it
     number, said, monkeypatch
 ):
     told, ends = [], []
-    monkeypatch.setattr(doctor, "_say", lambda text, level=0: told.append(text))
-    monkeypatch.setattr(doctor, "_exit", lambda: ends.append(time.monotonic()))
+    monkeypatch.setattr(deputy, "say", lambda text, level=0: told.append(text))
+    monkeypatch.setattr(deputy, "end", lambda: ends.append(time.monotonic()))
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
         try:
             asker = Sighting(host="node", pid=rank_0.pid, machine=machine(), born=born(rank_0.pid)).to_json()
-            deputy = doctor.Deputy(1, stall_seconds=0.4, abort_seconds=0.8)
-            deputy.start()
+            watching = deputy.Deputy(1, stall_seconds=0.4, abort_seconds=0.8)
+            watching.start()
             for _ in range(10):
-                json.loads(doctor._answer(json.dumps({"closely": False, "asker": asker})))
+                json.loads(deputy.answer(json.dumps({"closely": False, "asker": asker})))
                 time.sleep(0.1)
             assert told == []
             os.kill(rank_0.pid, number)
             began = time.monotonic()
             while not ends and time.monotonic() - began < 10:
                 time.sleep(0.05)
-            deputy.stop()
+            watching.stop()
             assert rank_0.wait(timeout=5) == -signal.SIGKILL
         finally:
             rank_0.kill()
@@ -115,7 +115,7 @@ def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_it_and_it
 def test_a_rank_0_that_is_gone_is_known_by_name_to_those_it_has_asked(monkeypatch):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
         asker = Sighting(host="node", pid=rank_0.pid, machine=machine(), born=born(rank_0.pid))
-        monkeypatch.setattr(doctor, "_asked", (time.monotonic(), asker))
-        assert doctor.gone_rank_0() is None
+        monkeypatch.setattr(deputy, "_asked", (time.monotonic(), asker))
+        assert deputy.gone_rank_0() is None
         rank_0.kill()
-    assert doctor.gone_rank_0() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"
+    assert deputy.gone_rank_0() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"

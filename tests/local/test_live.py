@@ -35,6 +35,7 @@ STAGE = {
     "doing": "forward 6",
     "seconds": 0.25,
     "silent_seconds": 0.0,
+    "saving": "",
 }
 STATUS = {"coordinator": "waits for the results of 'train' since 3.0 s", "stages": [STAGE]}
 
@@ -185,6 +186,7 @@ def test_status_prints_one_line_per_stage_or_json(tmp_path, capsys):
     head, row, coordinator = out.splitlines()
     assert " ".join(head.split()) == "stage host:pid epoch update micro-batch images/s busy staleness memory now"
     assert " ".join(row.split()) == "1 node:42 3 17 5 1,234 88% 0.50 300 MiB forward 6 since 0.2 s"
+    assert table({**STATUS, "stages": [{**STAGE, "saving": "saving"}]}).splitlines()[1] == f"{row}; saving a checkpoint"
     assert coordinator == "coordinator  waits for the results of 'train' since 3.0 s"
 
 
@@ -212,12 +214,14 @@ def test_a_run_trains_on_without_a_socket_where_it_cannot_make_one(tmp_path, cap
 
 
 def test_all_stages_of_a_run_in_one_process_tell_what_they_are_at(tmp_path):
-    answers = []
+    answers, in_evaluation = [], []
 
     class Asks(nn.Module):
         def forward(self, x):
             if self.training and len(answers) < 40:
                 answers.append(ask_run(tmp_path, "status") if (tmp_path / SOCKET).exists() else None)
+            if not self.training and (tmp_path / SOCKET).exists():
+                in_evaluation.append(ask_run(tmp_path, "status")["stages"])
             return x
 
     asks = nn.Sequential(Asks())
@@ -230,7 +234,8 @@ def test_all_stages_of_a_run_in_one_process_tell_what_they_are_at(tmp_path):
         num_stages=2,
         threads=1,
     )
-    trainer.fit(FixedImages(40), epochs=1, batch_size=4, run_dir=tmp_path, quiet=True, tensorboard=False)
+    data, then = FixedImages(40), FixedImages(4)
+    trainer.fit(data, epochs=2, batch_size=4, val_dataset=then, run_dir=tmp_path, quiet=True, tensorboard=False)
     first, last = (answer["stages"] for answer in (answers[3], answers[-1]))
     assert [row["stage"] for row in last] == [0, 1]
     assert {row["doing"].split()[0] for row in last} == {"forward", "wait"}
@@ -239,4 +244,6 @@ def test_all_stages_of_a_run_in_one_process_tell_what_they_are_at(tmp_path):
     assert last[0]["images_per_second"] > 0
     assert 0 < last[0]["busy_share"] <= 1
     assert last[0]["memory_bytes"] > 2**20
+    where = [(row["epoch"], row["update"]) for stages in in_evaluation for row in stages]
+    assert sorted(set(where)) == [(0, 10), (1, 20)]
     assert not (tmp_path / SOCKET).exists()

@@ -84,20 +84,28 @@ def test_a_process_that_is_gone_comes_before_one_that_is_stopped_and_that_before
 
 def test_a_message_that_was_sent_and_does_not_arrive_is_the_fault_of_the_link():
     members = [
-        member(waits(0, "grad", "RG", 4, 1)),
-        member(waits(1, "grad", "RG", 5, 2, last={"SA": 7, "SG": 3})),
-        member(waits(2, "act", "RA", 7, 1, last={"SG": 4})),
+        member(waits(0, "grad", "RG", 4, 1, counts={"RG": 4})),
+        member(waits(1, "grad", "RG", 5, 2, counts={"SA": 8, "SG": 4, "RG": 5})),
+        member(waits(2, "act", "RA", 7, 1, counts={"RA": 7, "SG": 5})),
     ]
     cause = cause_of(members, TRAINING)
     assert cause.rank is None
     assert cause.text.startswith("the link from stage 1 to stage 2: act 7 was sent and has not arrived in 60 s")
 
 
+def test_a_stage_at_work_on_a_gradient_of_gpipe_which_come_in_descending_order_is_not_blamed_on_the_link():
+    members = [
+        member(waits(0, "grad", "RG", 2, 1, last={"SA": 3, "RG": 3}, counts={"SA": 4, "RG": 1})),
+        member(stage(1, "backward 2", "B", 2, last={"RA": 3, "SG": 3}, counts={"RA": 4, "SG": 1})),
+    ]
+    assert cause_of(members, TRAINING) == (1, "stage 1 (node, pid 101): still at work: backward 2 since 60 s")
+
+
 def test_what_was_sent_in_another_segment_or_only_launched_on_a_gpu_is_not_taken_for_lost():
     receiver = waits(1, "act", "RA", 3, 0)
-    before = StageSighting(stage=0, doing="forward 0", op="F", seconds=60.0, segment=0, last={"SA": 9})
+    before = StageSighting(stage=0, doing="forward 0", op="F", seconds=60.0, segment=0, counts={"SA": 9})
     assert cause_of([member(before), member(receiver)], TRAINING).rank == 0
-    launched = stage(0, "update 9", "U", 9, last={"SA": 9})
+    launched = stage(0, "update 9", "U", 9, counts={"SA": 9})
     on_gpu = [member(launched, runs_ahead=True), member(receiver, runs_ahead=True)]
     assert cause_of(on_gpu, TRAINING).rank == 0
 
@@ -129,6 +137,26 @@ def test_a_slow_save_is_the_fault_of_the_stage_that_has_not_come_to_where_the_ot
     )
 
 
+def test_a_save_beside_training_that_the_coordinator_waits_for_is_the_fault_of_the_process_that_still_writes():
+    waiting = Coordination("train", False, 60.0, "saving.py:9 in wait")
+    at = {"saving": "saving", "saving_at": "checkpoint.py:9 in write"}
+    members = [
+        member(idle(0), phase="idle", saving="committing"),
+        member(idle(1), phase="idle"),
+        member(idle(2), phase="idle", **at),
+    ]
+    told = "takes long to write its part of a checkpoint, beside training, at checkpoint.py:9 in write"
+    assert cause_of(members, waiting) == (2, f"stage 2 (node, pid 102): {told}")
+    assert "; saving a checkpoint beside it, at checkpoint.py:9 in write" in picture(members, waiting).splitlines()[2]
+    text = cause_of(members[:2], waiting).text
+    assert text == "stage 0 (node, pid 100): takes long to complete a checkpoint, beside training"
+
+
+def test_a_save_beside_training_is_not_the_cause_while_a_stage_holds_up_the_others():
+    members = [*victims_of_stage_1(stage(1, "forward 7", "F", 7))[:2], member(idle(2), saving="saving")]
+    assert cause_of(members, TRAINING).rank == 1
+
+
 def test_when_all_stages_have_nothing_to_do_the_coordinator_is_the_cause():
     at_work = Coordination("save", False, 60.0, "checkpoint.py:9 in commit")
     cause = cause_of([member(idle(k), phase="idle") for k in range(2)], at_work)
@@ -139,8 +167,8 @@ def test_when_all_stages_have_nothing_to_do_the_coordinator_is_the_cause():
 
 
 def test_a_stage_whose_neighbour_has_finished_its_part_waits_for_the_link_not_for_the_coordinator():
-    done = stage(0, "wait for the next command", waits_for=[COORDINATOR], last={"SA": 7})
-    behind = waits(1, "act", "RA", 7, 0)
+    done = stage(0, "wait for the next command", waits_for=[COORDINATOR], counts={"SA": 8})
+    behind = waits(1, "act", "RA", 7, 0, counts={"RA": 7})
     cause = cause_of([member(done, phase="idle"), member(behind)], TRAINING)
     assert "the link from stage 0 to stage 1: act 7" in cause.text
 

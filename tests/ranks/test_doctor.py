@@ -12,7 +12,15 @@ import pytest
 from adl_dist.errors import ConfigError
 from adl_dist.runtime.live import SOCKET, ask_run
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.stalls import PLANTED, STALL_SECONDS, all_stalls, signalled
+from tests.support.stalls import (
+    PLANTED,
+    STALL_SECONDS,
+    all_stalls,
+    gpipe_asleep,
+    killed_in_save,
+    save_asleep,
+    signalled,
+)
 
 # Name of each planted stall: how its cause is told.
 CAUSES = {
@@ -70,6 +78,31 @@ def test_each_of_six_planted_stalls_is_told_by_its_cause_in_time_and_status_answ
     assert {row["stage"] for row in rows} == {0, 1, 2}
     assert {"forward", "backward", "wait"} <= {row["doing"].partition(" ")[0] for row in rows}
     assert not (run_dir / SOCKET).exists()
+
+
+def test_a_backward_that_sleeps_is_the_cause_also_where_gradients_come_in_descending_order(tmp_path):
+    run_ranks(2, gpipe_asleep, tmp_path / "run")
+    causes = [cause for _, cause in causes_told(tmp_path / "run")]
+    expected = r"stage 1 \(\S+, pid \d+\): still at work: backward 2 .*"
+    assert any(re.fullmatch(expected, cause) for cause in causes), causes
+    assert not any(cause.startswith("the link") for cause in causes)
+
+
+def test_a_save_beside_training_that_hangs_is_told_by_the_rank_that_writes(tmp_path):
+    run_ranks(3, save_asleep, tmp_path / "run")
+    told = [cause for _, cause in causes_told(tmp_path / "run")]
+    doing = "takes long to write its part of a checkpoint, beside training"
+    expected = rf"stage 1 \(\S+, pid \d+\): {doing}, at .* in slowly"
+    assert any(re.fullmatch(expected, cause) for cause in told), told
+
+
+def test_the_survivors_of_a_process_killed_during_a_save_name_it_and_none_of_them_another(tmp_path):
+    run_dir = tmp_path / "run"
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(3, killed_in_save, run_dir, timeout_seconds=60)
+    said = [line for line in str(failed.value).splitlines() if re.match(r"adl_dist\.\S+(Failed|Error): ", line)]
+    assert len(said) == 2, failed.value
+    assert all("stage 2 (" in line and "the process is gone" in line for line in said), said
 
 
 def test_a_stopped_peer_is_told_by_name_and_the_job_ends_and_takes_it_along(tmp_path):

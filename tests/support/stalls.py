@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import adl_dist
+from adl_dist.runtime.checkpoint import HashedFile
 from adl_dist.runtime.run_folder import RunFolder
 from adl_dist.runtime.worker import LocalWorker
 from tests.support.toys import FixedImages, batch_norm_net
@@ -68,6 +69,8 @@ def trainer_of(
     num_stages: int,
     optimizer: type[torch.optim.SGD] = torch.optim.SGD,
     abort_seconds: float | None = None,
+    method: str = "adl",
+    stall_seconds: float = STALL_SECONDS,
 ) -> adl_dist.Trainer:
     """Of seven units and ``extra`` ones before the places of them that are given."""
     units: list[nn.Module] = list(batch_norm_net())
@@ -77,11 +80,11 @@ def trainer_of(
         nn.Sequential(*units),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=lambda p: optimizer(p, lr=0.1),
-        method=adl_dist.method("adl", accumulation_steps=2),
+        method=adl_dist.method(method, accumulation_steps=2),
         num_stages=num_stages,
         threads=1,
         timeout_seconds=30,
-        stall_seconds=STALL_SECONDS,
+        stall_seconds=stall_seconds,
         abort_seconds=abort_seconds,
     )
 
@@ -144,6 +147,46 @@ def all_stalls(run_dir: Path) -> None:
     stage_2 = AtBackward(15, asleep("backward of stage 2"))
     trainer = trainer_of([(3, stage_1), (6, stage_2)], num_stages=3, optimizer=SlowOnce)
     fit(trainer, run_dir, SlowData(NUM_SAMPLES))
+
+
+def gpipe_asleep(run_dir: Path) -> None:
+    """One rank of two: stage 1 is asleep in backward 2, whose gradient follows that of micro-batch 3."""
+    run_dir.mkdir(exist_ok=True)
+    stage_1 = AtBackward(4, lambda: time.sleep(ASLEEP_SECONDS))  # the first one is where shapes are agreed
+    fit(trainer_of([(5, stage_1)], num_stages=2, method="gpipe"), run_dir)
+
+
+def save_asleep(run_dir: Path) -> None:
+    """One rank of three: what stage 1 writes of the last checkpoint, beside training, takes long."""
+    run_dir.mkdir(exist_ok=True)
+    _slow_write("1", ASLEEP_SECONDS)
+    fit(trainer_of([], num_stages=3), run_dir)
+
+
+def killed_in_save(run_dir: Path) -> None:
+    """One rank of three: stage 2 is killed while stage 1 still writes its part of a checkpoint."""
+    run_dir.mkdir(exist_ok=True)
+    _slow_write("1", 5 * ASLEEP_SECONDS)
+
+    def act() -> None:
+        note(run_dir, "signal")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # The first forward is where shapes are agreed on; a checkpoint follows update 4.
+    # With limits as usual the doctor looks but once in a second.
+    fit(trainer_of([(5, At(12, act))], num_stages=3, stall_seconds=60), run_dir, checkpoint_every_updates=4)
+
+
+def _slow_write(rank: str, seconds: float) -> None:
+    write = HashedFile.write
+
+    def slowly(file: HashedFile, data: Any) -> int:
+        HashedFile.write = write  # type: ignore[method-assign]
+        time.sleep(seconds)
+        return write(file, data)
+
+    if os.environ["RANK"] == rank:
+        HashedFile.write = slowly  # type: ignore[method-assign, assignment]
 
 
 def signalled(run_dir: Path, number: int) -> None:

@@ -1,0 +1,165 @@
+"""The doctor where something fails it too: a log that hangs, streams that raise, an error of its own, a debugger."""
+
+import logging
+import subprocess
+import sys
+import time
+
+import pytest
+
+from adl_dist.errors import ConfigError
+from adl_dist.report import Progress, tell, warn
+from adl_dist.runtime import deputy
+from adl_dist.runtime.beacon import Beacon
+from adl_dist.runtime.checkpoint import HashedFile
+from adl_dist.runtime.doctor import Doctor
+from adl_dist.runtime.limits import Limits
+from adl_dist.runtime.sighting import Coordination
+from adl_dist.runtime.world import single_process
+from tests.support.stalls import ASLEEP_SECONDS, STALL_SECONDS, At, fit, trainer_of
+
+RUN = (
+    "import logging, pathlib, sys, time; from tests.support.stalls import *\n"
+    "{before}\n"
+    "stage_1 = At(5, lambda: {act})\n"
+    "fit(trainer_of([(5, stage_1)], num_stages=2, abort_seconds=1.6), pathlib.Path(sys.argv[1]))\n"
+    "print('trained to its end')"
+)
+
+
+class Raises:
+    """A stream whose reader has gone."""
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    flush = isatty = lambda self: False
+
+
+def test_a_log_that_hangs_keeps_the_doctor_neither_from_speaking_nor_from_ending_the_job(tmp_path):
+    before = (
+        "class Hangs(logging.Handler):\n"
+        "    def emit(self, record):\n"
+        "        if 'no progress' in record.getMessage(): time.sleep(1000)\n"
+        "logging.getLogger('adl_dist').addHandler(Hangs())\n"
+        "from adl_dist.runtime.live import LiveControl\n"
+        "LiveControl.close = lambda self: time.sleep(1000)"
+    )
+    script = RUN.format(before=before, act="time.sleep(60)")
+    ran = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True, timeout=50)
+    assert ran.returncode == 1
+    assert "likely cause: stage 1 (" in ran.stderr
+    assert ran.stderr.splitlines()[-1].startswith("adl-dist: error: no progress in ")
+
+
+def test_a_process_in_which_a_debugger_stands_is_not_ended(tmp_path):
+    script = RUN.format(before="", act="breakpoint()")
+    command = [sys.executable, "-c", script, tmp_path]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        said = ""
+        while not said.endswith("(Pdb) "):
+            said += run.stdout.read(1) or pytest.fail(f"it ended: {said}")
+        time.sleep(3.5)
+        out, err = run.communicate("continue\n", timeout=50)
+    assert "in a debugger, so the job is not ended" in err
+    assert "going on, after" in err
+    assert out.endswith("trained to its end\n")
+
+
+@pytest.mark.parametrize("stream", [Raises(), None, "closed"])
+def test_a_stream_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, stream):
+    if stream == "closed":
+        stream = (tmp_path / "stream").open("w")
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stdout", stream)
+    tell(stream, "said")
+    warn("said")
+    progress = Progress(num_stages=1)
+    progress.begin(0, 1, 1)
+    progress.note("said")
+    progress.end(0.5, None)
+
+
+def test_a_doctor_that_nobody_hears_writes_its_log_and_looks_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Raises())
+    fit(trainer_of([(5, At(5, lambda: time.sleep(ASLEEP_SECONDS)))], num_stages=2), tmp_path)
+    log = (tmp_path / "logs" / "rank0.log").read_text()
+    assert "likely cause: stage 1 (" in log
+    assert "going on, after" in log
+    assert "could not look" not in log
+
+
+def test_a_doctor_that_an_error_befalls_says_so_once_and_goes_on(caplog):
+    looks = []
+
+    def coordination(*, closely=False):
+        looks.append(time.monotonic())
+        if len(looks) < 4:
+            raise RuntimeError("planted")
+        return Coordination()
+
+    nothing = dict.fromkeys(("on_gone", "on_end"), lambda *_: None)
+    doctor = Doctor(single_process("cpu"), Beacon(1), coordination, stall_seconds=0.1, abort_seconds=None, **nothing)
+    doctor.start()
+    began = time.monotonic()
+    while len(looks) < 6 and time.monotonic() - began < 10:
+        time.sleep(0.01)
+    doctor.stop()
+    doctor.join()
+    assert len(looks) >= 6
+    assert [r.levelno for r in caplog.records if "could not look" in r.getMessage()] == [logging.ERROR]
+
+
+def test_a_deputy_that_rank_0_has_never_asked_ends_its_process_and_says_so(monkeypatch):
+    told, ends = [], []
+    monkeypatch.setattr(deputy, "_asked", (0.0, None))
+    monkeypatch.setattr(deputy, "say", lambda text, level=0: told.append(text))
+    monkeypatch.setattr(deputy, "end", lambda: ends.append(time.monotonic()))
+    watching = deputy.Deputy(1, stall_seconds=0.2, abort_seconds=0.5)
+    watching.start()
+    began = time.monotonic()
+    while not ends and time.monotonic() - began < 10:
+        time.sleep(0.05)
+    watching.stop()
+    assert "has not asked once in" in told[0]
+    assert told[1].startswith("adl-dist: error: rank 1 ends itself: rank 0")
+    assert 0.5 <= ends[0] - began < 4
+
+
+def test_a_process_that_all_stages_share_is_ended_only_if_that_was_asked_for():
+    assert Limits.of(60.0, "auto", distributed=False).abort_seconds is None
+    assert Limits.of(60.0, "auto", distributed=True).abort_seconds == 600
+    assert Limits.of(60.0, None, distributed=True).abort_seconds is None
+    assert Limits.of(60.0, 90.0, distributed=False).abort_seconds == 90
+    with pytest.raises(ConfigError, match="must be a number, None"):
+        Limits.of(60.0, "never", distributed=True)
+
+
+def test_a_save_beside_training_that_is_slow_but_moves_is_no_standstill(tmp_path, monkeypatch, capfd):
+    write, left = HashedFile.write, [STALL_SECONDS / 4] * 12
+
+    def slowly(file, data):
+        if left:
+            time.sleep(left.pop())
+        return write(file, data)
+
+    monkeypatch.setattr(HashedFile, "write", slowly)
+    fit(trainer_of([], num_stages=1), tmp_path)
+    assert not left
+    assert "no progress" not in capfd.readouterr().err
+
+
+def test_large_data_are_counted_and_synced_piece_by_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr("adl_dist.runtime.checkpoint.PIECE_BYTES", 4)
+    counted, data = [], bytes(range(10))
+    monkeypatch.setattr("adl_dist.runtime.checkpoint.progress.count", lambda: counted.append(1))
+    with HashedFile(tmp_path / "file") as file:
+        assert file.write(data) == 10
+        assert file.write(b"") == 0
+        assert (tmp_path / "file").read_bytes() == data[:8]
+        assert len(counted) == 3 + 2
+    assert (tmp_path / "file").read_bytes() == data
+    assert file.told["bytes"] == 10
