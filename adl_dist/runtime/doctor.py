@@ -204,12 +204,13 @@ class Doctor:
         for member in members[1:]:
             with suppress(RuntimeError):
                 told.append(rpc.rpc_async(name_of(member.rank), _end_too, args=(why,), timeout=ANSWER_SECONDS))
+        for member in members[1:]:
+            # Before anything is waited for: the launcher ends this process as soon as another one has ended.
+            if member.seen and member.silent_seconds:
+                kill(member.seen)
         for future in told:
             with suppress(RuntimeError):
                 future.wait()
-        for member in members[1:]:
-            if member.seen and member.silent_seconds:
-                kill(member.seen)
         _exit()
 
 
