@@ -1,4 +1,4 @@
-"""Kills a process of 100 training runs and writes a table: ``python -m tests.kill``. Linux only; half an hour.
+"""Kills a process of 100 training runs and writes a table: ``python -m tests.kill``. Linux only; about an hour.
 
 Every run trains a small network on digits as two to four processes, is killed once at a moment drawn by the seed, and
 is started again: by its launcher, or by the same command. In the end its weights, optimizer state and records must be

@@ -17,7 +17,8 @@ from tests.support.kill import ADL_DIST, Command
 NUM_EPOCHS, UPDATES_PER_EPOCH = 12, 5  # of 150 digits in updates of 32
 TIMEOUT_SECONDS = 20.0  # of a message; the processes of one machine also start within it
 MOST_SECONDS = 180.0  # for one command, from its start to its end
-GONE_SECONDS = 60.0  # for what is left of a killed run to see that and end
+# For what is left of a killed run to see that and end. torch's agent would wait 30 s for a rank that is stopped.
+GONE_SECONDS = 40.0
 # Of a run with a process that is stopped. A machine with other work to do must not take that long for one action.
 STALL_SECONDS, ABORT_SECONDS = 3.0, 10.0
 WORDS = (
