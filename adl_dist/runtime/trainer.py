@@ -19,6 +19,7 @@ from adl_dist.runtime.assembly import Job, LossFn, OptimizerFactory, assemble
 from adl_dist.runtime.conduct import conduct
 from adl_dist.runtime.control import Crew, Result
 from adl_dist.runtime.coordinator import Coordinator, Saving, record_to
+from adl_dist.runtime.device import choose_device
 from adl_dist.runtime.feed import Feed, feed_from
 from adl_dist.runtime.length import Plan, check_lengths
 from adl_dist.runtime.limits import Limits
@@ -35,7 +36,6 @@ from adl_dist.runtime.worker import LocalWorker
 from adl_dist.runtime.world import (
     World,
     check_world_size,
-    choose_device,
     connect,
     launched_rank,
     launched_world_size,

@@ -24,21 +24,13 @@ import torch.distributed.rpc as rpc
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.report import warn
 from adl_dist.runtime.child import end_with_torchrun
+from adl_dist.runtime.device import choose_device, edge_backend
 from adl_dist.runtime.interface import choose_interface
 from adl_dist.runtime.meeting import Meeting
 from adl_dist.runtime.process import cores_here, own_cores
 from adl_dist.transport.doors import open_again, refused, shut, shut_behind
 from adl_dist.transport.process import Edge, connect_edges
 
-# A receive that was posted ahead is a kernel that waits on the GPU for its peer, beside the stage's own work.
-FOR_EARLY_RECEIVES = {
-    # Up to five communicators share a GPU; NCCL then wants them launched in one order, that of the host program.
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-    # Thread blocks of one transfer: what waits occupies that many multiprocessors.
-    "NCCL_MAX_CTAS": "4",
-    # Hardware queues. With fewer than streams, two streams share one, and work behind a receive that waits would wait.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-}
 EVERY_METHOD_NEEDS = ("act", "grad", "target")
 
 
@@ -175,7 +167,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
                 dist.init_process_group(
                     "gloo", store=dist.PrefixStore("world", meeting.store), rank=rank, world_size=size, timeout=timeout
                 )
-        backend = _edge_backend(device)
+        backend = edge_backend(device, size)
         edges = connect_edges(num_stages, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
         with shut_behind():
             _start_rpc(rank, size, meeting.store, timeout_seconds)
@@ -214,32 +206,6 @@ def disconnect(*, in_order: bool = True) -> None:
             dist.barrier()
     rpc.shutdown(graceful=False)
     dist.destroy_process_group()
-
-
-def choose_device(device_type: str) -> torch.device:
-    """The device of this process: ``cpu``, or the GPU with the number of the local rank.
-
-    Raises:
-        ConfigError: CUDA is asked for and there is none.
-    """
-    if device_type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
-    # Explicit, never left to the backend: torch 2.15's NCCL takes LOCAL_RANK modulo the device count itself.
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    for variable, value in FOR_EARLY_RECEIVES.items():
-        os.environ.setdefault(variable, value)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _edge_backend(device: torch.device) -> str:
-    """NCCL where every local rank has a GPU of its own, else gloo, which goes through host memory."""
-    if device.type == "cpu":
-        return "gloo"
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", launched_world_size() or 1))
-    return "nccl" if local_ranks <= torch.cuda.device_count() and dist.is_nccl_available() else "gloo"
 
 
 def _tell_of_open_ports(rank: int) -> None:

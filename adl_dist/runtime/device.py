@@ -1,0 +1,44 @@
+"""Where a process computes, and what carries its messages then."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from adl_dist.errors import ConfigError
+
+# A receive that was posted ahead is a kernel that waits on the GPU for its peer, beside the stage's own work.
+FOR_EARLY_RECEIVES = {
+    # Up to five communicators share a GPU; NCCL then wants them launched in one order, that of the host program.
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    # Thread blocks of one transfer: what waits occupies that many multiprocessors.
+    "NCCL_MAX_CTAS": "4",
+    # Hardware queues. With fewer than streams, two streams share one, and work behind a receive that waits would wait.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
+
+
+def choose_device(device_type: str) -> torch.device:
+    """The device of this process: ``cpu``, or the GPU with the number of the local rank.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    if device_type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
+    # Explicit, never left to the backend: torch 2.15's NCCL takes LOCAL_RANK modulo the device count itself.
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    for variable, value in FOR_EARLY_RECEIVES.items():
+        os.environ.setdefault(variable, value)
+    torch.cuda.set_device(device)
+    return device
+
+
+def edge_backend(device: torch.device, size: int) -> str:
+    """NCCL where each of ``size`` local ranks has a GPU of its own, else gloo, which goes through host memory."""
+    if device.type == "cpu":
+        return "gloo"
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return "nccl" if local_ranks <= torch.cuda.device_count() and dist.is_nccl_available() else "gloo"
