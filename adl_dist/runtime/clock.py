@@ -7,7 +7,8 @@ from pathlib import Path
 import torch.distributed.rpc as rpc
 
 from adl_dist.runtime.control import COORDINATOR_RANK
-from adl_dist.runtime.world import World, name_of, reaching
+from adl_dist.runtime.reaching import reaching
+from adl_dist.runtime.world import World, name_of
 
 ROUNDS = 20  # of which the quickest says most
 

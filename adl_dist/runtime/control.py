@@ -17,8 +17,9 @@ import torch.distributed.rpc as rpc
 import torch.futures
 
 from adl_dist.errors import AdlError, ChannelError
+from adl_dist.runtime.reaching import reaching
 from adl_dist.runtime.requests import Ask, Requests
-from adl_dist.runtime.world import World, name_of, reaching
+from adl_dist.runtime.world import World, name_of
 
 logger = logging.getLogger("adl_dist")
 

@@ -17,8 +17,9 @@ import torch.distributed.rpc as rpc
 import torch.futures
 
 from adl_dist.engine import Seat
+from adl_dist.runtime.reaching import reaching
 from adl_dist.runtime.requests import Requests
-from adl_dist.runtime.world import World, name_of, reaching
+from adl_dist.runtime.world import World, name_of
 from adl_dist.schedule import Method, Segment, end_early, updates_that_load
 from adl_dist.transport.process import POSTED_AHEAD
 

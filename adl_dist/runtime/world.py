@@ -261,14 +261,5 @@ def name_of(rank: int) -> str:
     return f"stage{rank}"
 
 
-@contextlib.contextmanager
-def reaching(whom: str) -> Iterator[None]:
-    """Raise ChannelError, with ``whom`` is gone, in place of RPC's own error."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ChannelError(f"control plane: {whom} is gone: {_first_line(error)}") from error
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

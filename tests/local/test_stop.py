@@ -158,6 +158,13 @@ def test_what_is_asked_of_a_run_that_fails_is_answered_and_not_left_for_the_next
     assert not control.requests.any_open
 
 
+def test_a_run_without_a_folder_logs_no_longer_into_that_of_the_run_before(tmp_path):
+    fitted(1, run_dir=tmp_path, max_updates=1)
+    log = (tmp_path / "logs" / "rank0.log").read_text()
+    fitted(2, data=Asking(at=10, what=Ask.CHECKPOINT))  # which a run notes
+    assert (tmp_path / "logs" / "rank0.log").read_text() == log != ""
+
+
 def test_what_was_asked_after_a_run_had_ended_is_answered_and_does_not_stop_the_next_one():
     late = control.requests.ask(Ask.STOP, "a test")
     _, _, summary = fitted(1)
