@@ -9,14 +9,13 @@ import sys
 import time
 
 import pytest
-from torch import nn
 
 from adl_dist.errors import ConfigError
 from adl_dist.runtime import deputy
 from adl_dist.runtime.beacon import born, machine
 from adl_dist.runtime.limits import Limits
 from adl_dist.runtime.sighting import Sighting
-from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, STALL_SECONDS, At, fit, trainer_of
+from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, asleep_then_slow, fit, trainer_of
 from tests.support.toys import FixedImages
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
@@ -32,12 +31,10 @@ class StuckInWorker(FixedImages):
 
 
 def test_in_one_process_a_stage_that_sleeps_is_told_and_then_that_it_goes_on(tmp_path, capfd):
-    stage_1 = At(5, lambda: time.sleep(ASLEEP_SECONDS))
-    later = At(8, lambda: time.sleep(0.9 * STALL_SECONDS))  # so that the doctor can see it go on before the run ends
-    fit(trainer_of([(5, nn.Sequential(stage_1, later))], num_stages=2), tmp_path)
+    fit(trainer_of(asleep_then_slow(), num_stages=2), tmp_path)
     err = capfd.readouterr().err
     assert "likely cause: stage 1 (" in err
-    assert re.search(r"still at work: forward \d since 1 s, at local/test_doctor.py:\d+ in <lambda>", err)
+    assert re.search(r"still at work: forward \d since 1 s, at support/stalls.py:\d+ in <lambda>", err)
     assert "wait for its turn" in err
     assert "adl-dist: going on, after" in err
     assert "likely cause: stage 1" in (tmp_path / "logs" / "rank0.log").read_text()

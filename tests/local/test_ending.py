@@ -16,7 +16,7 @@ from adl_dist.runtime.doctor import Doctor
 from adl_dist.runtime.limits import Limits
 from adl_dist.runtime.sighting import Coordination
 from adl_dist.runtime.world import single_process
-from tests.support.stalls import ASLEEP_SECONDS, STALL_SECONDS, At, fit, trainer_of
+from tests.support.stalls import STALL_SECONDS, asleep_then_slow, fit, trainer_of
 
 RUN = (
     "import logging, pathlib, sys, time; from tests.support.stalls import *\n"
@@ -85,7 +85,7 @@ def test_a_stream_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, stre
 
 def test_a_doctor_that_nobody_hears_writes_its_log_and_looks_on(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Raises())
-    fit(trainer_of([(5, At(5, lambda: time.sleep(ASLEEP_SECONDS)))], num_stages=2), tmp_path)
+    fit(trainer_of(asleep_then_slow(), num_stages=2), tmp_path)
     log = (tmp_path / "logs" / "rank0.log").read_text()
     assert "likely cause: stage 1 (" in log
     assert "going on, after" in log

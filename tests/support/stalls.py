@@ -149,6 +149,11 @@ def all_stalls(run_dir: Path) -> None:
     fit(trainer, run_dir, SlowData(NUM_SAMPLES))
 
 
+def asleep_then_slow() -> list[tuple[int, nn.Module]]:
+    """For a stage 1 that sleeps; a pause of stage 0 after it lets the doctor see that something moves again."""
+    return [(5, At(5, lambda: time.sleep(ASLEEP_SECONDS))), (2, At(9, lambda: time.sleep(STALL_SECONDS / 2)))]
+
+
 def gpipe_asleep(run_dir: Path) -> None:
     """One rank of two: stage 1 is asleep in backward 2, whose gradient follows that of micro-batch 3."""
     run_dir.mkdir(exist_ok=True)
