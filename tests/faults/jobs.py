@@ -83,7 +83,8 @@ class Job:
     def stops_as_planned(self) -> bool:
         """Whether it stops only where it saves anyway, so that in the end nothing tells of it."""
         is_stale = not leaves_no_trace(self.method, num_stages=self.num_stages)
-        return is_stale and "checkpoint_every_updates" in self.options
+        saves_where_epochs_end = self.options.get("checkpoint_every_epochs", 1) == 1
+        return is_stale and "checkpoint_every_updates" in self.options and saves_where_epochs_end
 
     def train(self, run_dir: Path) -> tuple[adl_dist.Trainer, dict[str, Any]]:
         """Train, or go on training, in ``run_dir``; return the trainer that has the weights, and the summary."""
