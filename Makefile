@@ -4,12 +4,13 @@ VENV ?= .venv
 ARGS ?=
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-zoo test-long test-fuzz test-faults test-kill test-gpu test-slurm lint install clean
+.PHONY: train test test-slow test-zoo test-long test-fuzz test-faults test-kill test-gpu test-slurm lint install clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train [ARGS='key=value ...']   train; by default digits, 2 processes, about a minute"
 	@echo "make test  [ARGS='-k name']         run the tests"
+	@echo "make test-slow                      the tests that \`make test\` leaves out because they take long; five minutes"
 	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
 	@echo "make test-fuzz                      strangers knock at every port of a run for a minute; some minutes"
@@ -24,6 +25,9 @@ train: install
 
 test: install
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+test-slow: install
+	@$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 test-zoo: install
 	@$(VENV)/bin/python -m pytest -m zoo tests/zoo $(ARGS)

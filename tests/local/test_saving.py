@@ -245,6 +245,7 @@ def test_a_run_whose_last_save_fails_says_so_and_goes_on_from_the_one_before(tmp
     assert "resumed from" in outcome.out
 
 
+@pytest.mark.slow
 def test_the_save_that_is_under_way_when_a_run_fails_is_completed(tmp_path, monkeypatch):
     write = HashedFile.write
     monkeypatch.setattr(HashedFile, "write", lambda file, data: (time.sleep(0.02), write(file, data))[1])

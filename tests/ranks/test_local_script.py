@@ -26,6 +26,7 @@ def test_the_script_for_one_machine_trains_under_torchrun_and_leaves_nothing(tmp
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal", ["Ctrl-C", "SIGTERM"])
 def test_a_signal_to_the_script_stops_the_run_which_saves(signal, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHON", sys.executable)

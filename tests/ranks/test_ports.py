@@ -59,6 +59,7 @@ def test_on_one_node_a_run_listens_on_loopback_only_and_strangers_cannot_even_co
     assert_same(weights_of(tmp_path), undisturbed)
 
 
+@pytest.mark.slow
 def test_on_two_nodes_a_killed_rank_restarts_all_and_a_stranger_at_the_agents_store_changes_no_bit(
     tmp_path: Path, undisturbed: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

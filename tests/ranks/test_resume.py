@@ -202,7 +202,11 @@ def left_in_tmp(run: Command) -> list[str]:
 
 
 @needs_proc
-@pytest.mark.parametrize(("victim", "seed"), [(0, 0), (1, 1), (None, 2)], ids=["stage 0", "stage 1", "launcher"])
+@pytest.mark.parametrize(
+    ("victim", "seed"),
+    [(0, 0), pytest.param(1, 1, marks=pytest.mark.slow), (None, 2)],
+    ids=["stage 0", "stage 1", "launcher"],
+)
 def test_a_run_whose_process_was_killed_in_an_epoch_ends_with_the_same_bits_after_the_same_command_again(
     victim: int | None, seed: int, tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted]
 ) -> None:
@@ -226,6 +230,7 @@ def test_a_run_whose_process_was_killed_in_an_epoch_ends_with_the_same_bits_afte
     assert left_in_tmp(again) == []  # nor what a launcher that was killed had to leave
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_run_killed_while_it_saves_ends_with_the_same_bits_after_the_same_command_again(
     tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted]
@@ -241,7 +246,7 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_bits_after_the_same_comm
 
 
 @needs_proc
-@pytest.mark.parametrize("launcher", ["torchrun", "our own"])
+@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "our own"])
 def test_with_restarts_a_run_whose_process_was_killed_ends_with_the_same_bits_without_another_command(
     launcher: str, tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted]
 ) -> None:
@@ -295,6 +300,7 @@ def test_interrupted_while_its_ranks_start_a_run_leaves_one_line_and_no_process(
 # --- signals that ask nicely -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_proc
 def test_asked_by_a_signal_to_any_process_a_run_saves_and_says_so_and_goes_on_as_if_it_had_been_planned(
     tmp_path: Path,
@@ -344,9 +350,10 @@ def test_at_a_second_signal_a_run_that_cannot_stop_ends_at_once_and_leaves_one_l
     uninterrupted(IMAGES).assert_equal_to(run.run_dir)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_torchrun_asked_to_end_lets_its_ranks_stop_where_a_traceless_stop_is_planned(tmp_path: Path) -> None:
-    every = ("runtime.checkpoint_every_updates=3", "data.num_workers=1")
+    every = ("runtime.checkpoint_every_updates=3",)
     with held(tmp_path, *every, start=(*TORCHRUN, "-m", "adl_dist")) as run:
         run.wait_for_update(UPDATES_PER_EPOCH)
         run.send(signal.SIGTERM, rank=None)
@@ -357,7 +364,7 @@ def test_torchrun_asked_to_end_lets_its_ranks_stop_where_a_traceless_stop_is_pla
     assert "values will differ" not in run.err
     straight = tmp_path / "straight"
     for folder in (tmp_path, straight):
-        assert train_here(IMAGES, folder, *every[:1]) == 0
+        assert train_here(IMAGES, folder, *every) == 0
     Uninterrupted(straight / "run").assert_equal_to(run.run_dir)
 
 

@@ -136,6 +136,7 @@ def test_a_process_that_dies_while_the_last_save_is_awaited_ends_the_run_by_its_
     assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["update-00000002"]
 
 
+@pytest.mark.slow
 def test_the_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Path) -> None:
     endings = run_ranks(2, the_loss_is_nan_while_rank_0_writes, tmp_path)
     assert [ending[:2] for ending in endings] == [("StageFailed", 2), ("DivergedError", 2)]
