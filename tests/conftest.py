@@ -1,8 +1,24 @@
-"""Leaves out the tests that are slow, because they start whole runs again and again, unless they are asked for."""
+"""Leaves out the tiers of tests that take long, unless one is asked for, and shows at the end what was measured."""
 
 import pytest
 
+LEFT_OUT = {
+    "fuzz": "strangers for minutes: make test-fuzz",
+    "long": "long runs take minutes: make test-long",
+    "slow": "starts whole runs again and again: make test-slow",
+    "slurm": "needs root and a SLURM cluster: make test-slurm",
+    "zoo": "all of torchvision takes half an hour: make test-zoo",
+}
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("slow") and "slow" not in item.config.option.markexpr:
-        pytest.skip("starts whole runs again and again: make test-slow")
+    for marker, why in LEFT_OUT.items():
+        if item.get_closest_marker(marker) and marker not in item.config.option.markexpr:
+            pytest.skip(why)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+        for name, value in report.user_properties:
+            if name == "measured":
+                terminalreporter.write_line(value)

@@ -1,4 +1,4 @@
-"""Skips this folder unless its marker is asked for; a cluster of four nodes for those who ask."""
+"""A cluster of four nodes."""
 
 import os
 import subprocess
@@ -11,11 +11,6 @@ import pytest
 from tests.slurm.jobs import Cluster
 
 NODES = 4
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "slurm" not in item.config.option.markexpr:
-        pytest.skip("needs root and a SLURM cluster: make test-slurm")
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,6 @@
-"""Skips this folder unless its marker is asked for, and shows at the end what was compared, as a table."""
+"""Shows at the end what was compared, as a table."""
 
 import pytest
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if "zoo" not in item.config.option.markexpr:
-        pytest.skip("all of torchvision takes half an hour: make test-zoo")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
