@@ -73,15 +73,48 @@ def run(order: Iterable[tuple[int, Action]], seats: Mapping[int, Seat]) -> None:
 def step(action: Action, seat: Seat) -> None:
     """Execute one action."""
     b, stage, held = action.number, seat.stage, seat.held
-    match action.op:
+    match action.op:  # compared one after the other, so what every method does comes first
+        case Op.FORWARD | Op.FORWARD_ONLY:
+            wanted = held["target"][0] if stage.has_loss else None
+            held["out"] = stage.forward(b, held.pop("act"), wanted, keep_graph=action.op is Op.FORWARD)
+        case Op.BACKWARD:
+            # The gradient of a loss is its weight in the group.
+            grads = (seat.loss_grads[b],) if stage.has_loss else held.pop("grad")
+            held["grad"] = stage.backward(b, grads)
+            if b in seat.last_of_groups:
+                held["grad"] = stage.close_group(grads, held["grad"])
+        case Op.SEND_ACT:
+            seat.senders["act"].send(b, held.pop("out"))
+        case Op.RECV_ACT:
+            held["act"] = seat.receivers["act"].recv(b)
+        case Op.SEND_GRAD:
+            seat.senders["grad"].send(b, held.pop("grad"))
+        case Op.RECV_GRAD:
+            held["grad"] = seat.receivers["grad"].recv(b)
         case Op.LOAD:
             assert seat.batches is not None
             input_, target = next(seat.batches)
             held["act"], held["target"] = (input_,), (target,)
-        case Op.RECV_ACT:
-            held["act"] = seat.receivers["act"].recv(b)
+        case Op.SEND_TARGET:
+            seat.senders["target"].send(b, held.pop("target"))
         case Op.RECV_TARGET:
             held["target"] = seat.receivers["target"].recv(b)
+        case Op.UPDATE:
+            stage.update()
+        case Op.WEIGHTS:
+            stage.use_weights(b)
+        case Op.RECOMPUTE:
+            stage.recompute(b)
+        case Op.PREDICT:
+            held["out"] = stage.predict(held.pop("act"), held["target"][0] if stage.is_last else None)
+        case Op.SEND_GO:
+            if stage.is_last:
+                stage.wait_for_device()  # on a GPU the forward is only launched by now
+            seat.senders["go"].send(b, (torch.zeros(seat.work.sizes[b], dtype=torch.uint8),))
+        case Op.RECV_GO:
+            seat.receivers["go"].recv(b)
+        case Op.PASS_TARGET:
+            seat.senders["label"].send(b, held.pop("target"))
         case Op.TAKE_TARGET:
             held["target"] = seat.receivers["label"].recv(b)
         case Op.KEEP:
@@ -90,36 +123,3 @@ def step(action: Action, seat: Seat) -> None:
             held["act"], held["target"] = seat.buffer[b]
         case Op.DROP:
             del seat.buffer[b]
-        case Op.WEIGHTS:
-            stage.use_weights(b)
-        case Op.FORWARD | Op.FORWARD_ONLY:
-            wanted = held["target"][0] if stage.has_loss else None
-            held["out"] = stage.forward(b, held.pop("act"), wanted, keep_graph=action.op is Op.FORWARD)
-        case Op.PREDICT:
-            held["out"] = stage.predict(held.pop("act"), held["target"][0] if stage.is_last else None)
-        case Op.RECOMPUTE:
-            stage.recompute(b)
-        case Op.SEND_ACT:
-            seat.senders["act"].send(b, held.pop("out"))
-        case Op.SEND_TARGET:
-            seat.senders["target"].send(b, held.pop("target"))
-        case Op.PASS_TARGET:
-            seat.senders["label"].send(b, held.pop("target"))
-        case Op.SEND_GO:
-            if stage.is_last:
-                stage.wait_for_device()  # on a GPU the forward is only launched by now
-            seat.senders["go"].send(b, (torch.zeros(seat.work.sizes[b], dtype=torch.uint8),))
-        case Op.RECV_GO:
-            seat.receivers["go"].recv(b)
-        case Op.RECV_GRAD:
-            held["grad"] = seat.receivers["grad"].recv(b)
-        case Op.BACKWARD:
-            # The gradient of a loss is its weight in the group.
-            grads = (seat.loss_grads[b],) if stage.has_loss else held.pop("grad")
-            held["grad"] = stage.backward(b, grads)
-            if b in seat.last_of_groups:
-                held["grad"] = stage.close_group(grads, held["grad"])
-        case Op.SEND_GRAD:
-            seat.senders["grad"].send(b, held.pop("grad"))
-        case Op.UPDATE:
-            stage.update()

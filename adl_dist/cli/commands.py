@@ -147,9 +147,12 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
 
 def is_told_elsewhere(error: AdlError) -> bool:
     """Whether another rank tells the user what ``error`` says."""
-    if launched_world_size() is None:
-        return False
-    return isinstance(error, StageFailed) or (_setting_up and launched_rank() != 0)
+    return launched_world_size() is not None and isinstance(error, StageFailed)
+
+
+def is_found_by_all() -> bool:
+    """Whether what this rank finds wrong now every rank should find, each by itself."""
+    return launched_world_size() is not None and _setting_up
 
 
 def _ending(summary: Mapping[str, Any], run_dir: str) -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ adl-dist train --multirun KEY=A,B runs all combinations and compares them
 adl-dist schedule --help lists its flags: pictures, JSON, predicted speed
 Under torchrun, `python -m adl_dist train ...` is one rank of K.
 """
+
+_RANK_0_TELLS_WITHIN_SECONDS = 10.0
 
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file nobody listens, and logging would then print tracebacks on standard error by itself.
@@ -97,13 +100,22 @@ def _run(words: list[str]) -> int:
 
 
 def _tell(error: AdlError) -> None:
+    where = ""
     if "RANK" in os.environ:  # else it need not wait for torch
-        from adl_dist.cli.commands import is_told_elsewhere
+        from adl_dist.cli.commands import is_found_by_all, is_told_elsewhere
 
         if is_told_elsewhere(error):
             return
+        if is_found_by_all() and os.environ["RANK"] != "0":
+            # torchrun ends all ranks as soon as one has failed, so the one that tells has to be the first. Who is still
+            # there after that has found what rank 0 has not.
+            try:
+                time.sleep(_RANK_0_TELLS_WITHIN_SECONDS)
+            except KeyboardInterrupt:
+                return
+            where = _rank()
     text = " ".join(str(error).split())
-    sys.stderr.write(f"adl-dist: error: {text}\n")
+    sys.stderr.write(f"adl-dist: error: {where}{text}\n")
 
 
 def _rank() -> str:

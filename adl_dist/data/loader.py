@@ -1,13 +1,15 @@
 """Micro-batches whose samples, order and augmentation are functions of (seed, epoch, index) and of nothing else."""
 
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -18,7 +20,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from adl_dist.data.random_streams import gaussian_kept, seed_streams, streams_restored
 from adl_dist.errors import DataError
-from adl_dist.seeds import stream_seed
+from adl_dist.seeds import stream_seed, stream_seeds
+
+# What is sent to a whole process group or job is for the process that trains. It may have to stop, and until its
+# pipeline is empty it needs data.
+_NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -160,9 +166,9 @@ class _MicroBatches(Dataset["tuple[Tensor, Tensor] | DataError"]):
 
     def __init__(self, dataset: Dataset[Any], *, seed: int, epoch: int, indices: list[list[int]]) -> None:
         self._dataset = dataset
-        self._seed = seed
-        self._epoch = epoch
         self._indices = indices
+        seeds = iter(stream_seeds(seed, "sample", epoch, last=[index for several in indices for index in several]))
+        self._seeds = [list(islice(seeds, len(several))) for several in indices]
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -176,8 +182,8 @@ class _MicroBatches(Dataset["tuple[Tensor, Tensor] | DataError"]):
         samples: list[tuple[Tensor, Tensor]] = []
         try:
             with streams_restored():
-                for index in self._indices[micro_batch]:
-                    seed_streams(stream_seed(self._seed, "sample", self._epoch, index))
+                for index, seed in zip(self._indices[micro_batch], self._seeds[micro_batch], strict=True):
+                    seed_streams(seed)
                     samples.append(_as_pair(self._dataset[index], index))
             _check_alike(samples, self._indices[micro_batch])
         except DataError as error:
@@ -198,6 +204,13 @@ def _worker_context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     used = [name for name in ("torchvision.transforms.v2",) if name in sys.modules]
     context.set_forkserver_preload(["__main__", __name__, *used])
+    # Blocked signals stay blocked in what a process starts. The tracker unblocks them, so it has to run before.
+    multiprocessing.resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_WORKERS)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
@@ -209,9 +222,7 @@ def _begin_worker(cores: set[int] | None, worker: int) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None, f"loader worker {worker} runs outside of a worker process"
 
-    # What is sent to a whole process group or job is for the process that trains. It may have to stop, and until its
-    # pipeline is empty it needs data.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in _NOT_FOR_WORKERS:  # again: the server may be one that the user's script had started before
         signal.signal(number, signal.SIG_IGN)
 
     if cores is not None:

@@ -2,8 +2,7 @@
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from adl_dist.errors import ScheduleError
 from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
@@ -47,14 +46,20 @@ def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn
             raise ScheduleError(f"stage {stage} expects {action}, but micro-batch {arrived[0]} comes first")
         return bool(arrived)
 
+    def stuck(unfinished: Iterable[int]) -> ScheduleError:
+        return ScheduleError(_stuck({k: streams[k][cursor[k]] for k in unfinished}))
+
     while unfinished := [k for k in range(num_stages) if cursor[k] < len(streams[k])]:
-        if choose is in_turn:  # which needs no more than the first that it finds
-            runnable = list(islice((k for k in reversed(unfinished) if ready(k)), 1))
+        if choose is in_turn:  # which needs no more than the first that can
+            for stage in reversed(unfinished):
+                if ready(stage):
+                    break
+            else:
+                raise stuck(unfinished)
+        elif runnable := [k for k in unfinished if ready(k)]:
+            stage = choose(runnable)
         else:
-            runnable = [k for k in unfinished if ready(k)]
-        if not runnable:
-            raise ScheduleError(_stuck({k: streams[k][cursor[k]] for k in unfinished}))
-        stage = choose(runnable)
+            raise stuck(unfinished)
         action = streams[stage][cursor[stage]]
         cursor[stage] += 1
         if action.op in LINKS:

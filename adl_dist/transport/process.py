@@ -163,6 +163,8 @@ class ProcessReceiver:
 
     def __init__(self, edge: Edge, specs: Specs, *, what: str, device: torch.device) -> None:
         self._edge, self._agreed, self._what, self._device = edge, specs, what, device
+        self._arrives_on = torch.device("cpu") if edge.backend == "gloo" else device
+        self._through_host = self._arrives_on != device
         self._specs = specs.training
         self._sizes: Sequence[int] = ()
         self._posted: deque[tuple[int, list[tuple[dist.Work | None, Tensor]]]] = deque()
@@ -191,15 +193,16 @@ class ProcessReceiver:
                     work.wait()
             except RuntimeError as error:
                 raise self._lost(micro_batch) from error
-        arrived = (b if b.device == self._device else to_device(b, self._device) for _, b in works)
-        return tuple(spec.widen(tensor) for spec, tensor in zip(self._specs, arrived, strict=True))
+        arrived = [buffer for _, buffer in works]
+        if self._through_host:
+            arrived = [to_device(buffer, self._device) for buffer in arrived]
+        return tuple([spec.widen(tensor) for spec, tensor in zip(self._specs, arrived, strict=True)])
 
     def _post(self, micro_batch: int) -> None:
         size = self._sizes[micro_batch]
         works: list[tuple[dist.Work | None, Tensor]] = []
-        device = torch.device("cpu") if self._edge.backend == "gloo" else self._device
         for place, spec in enumerate(self._specs):
-            buffer = spec.empty(size, device, on_wire=True, pinned=device != self._device)
+            buffer = spec.empty(size, self._arrives_on, on_wire=True, pinned=self._through_host)
             if spec.is_empty:
                 works.append((None, buffer))
                 continue

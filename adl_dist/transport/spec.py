@@ -47,7 +47,7 @@ class TensorSpec:
         """
         return torch.empty(
             (size, *self.shape),
-            dtype=getattr(torch, (on_wire and self.wire_dtype) or self.dtype),
+            dtype=self._wire_dtype if on_wire else self._dtype,
             device=device,
             memory_format=self._format,
             pin_memory=pinned,
@@ -55,8 +55,7 @@ class TensorSpec:
 
     def travelling(self, dtype: torch.dtype | None) -> "TensorSpec":
         """The same, sent in ``dtype`` if it is of a wider floating-point one."""
-        own: torch.dtype = getattr(torch, self.dtype)
-        if dtype is None or not own.is_floating_point or own.itemsize <= dtype.itemsize:
+        if dtype is None or not self.is_floating_point or self._dtype.itemsize <= dtype.itemsize:
             return self
         return replace(self, wire_dtype=str(dtype).removeprefix("torch."))
 
@@ -93,7 +92,7 @@ class TensorSpec:
     def as_wire(self, tensor: Tensor) -> Tensor:
         """A plainly contiguous view of a tensor in this format, of real numbers: what gloo accepts."""
         plain = tensor.permute(0, 2, 3, 1) if self.channels_last else tensor
-        return torch.view_as_real(plain) if plain.is_complex() else plain
+        return torch.view_as_real(plain) if self._dtype.is_complex else plain
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers and strings."""
@@ -109,17 +108,21 @@ class TensorSpec:
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     @cached_property
+    def _wire_dtype(self) -> torch.dtype:
+        return getattr(torch, self.wire_dtype or self.dtype)  # type: ignore[no-any-return]
+
+    @cached_property
     def _strides(self) -> tuple[int, ...]:
         if self.channels_last:
             c, h, w = self.shape
             return (h * w * c, 1, w * c, c)
         return tuple(math.prod(self.shape[place:]) for place in range(len(self.shape) + 1))
 
-    @property
+    @cached_property
     def _format(self) -> torch.memory_format:
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
-    @property
+    @cached_property
     def is_empty(self) -> bool:
         """Whether it has no elements: it tells a shape, and nothing of it is sent."""
         return 0 in self.shape
@@ -127,12 +130,12 @@ class TensorSpec:
     @property
     def is_floating_point(self) -> bool:
         """Whether its elements are real numbers."""
-        return bool(getattr(torch, self.dtype).is_floating_point)
+        return self._dtype.is_floating_point
 
     @property
     def takes_gradient(self) -> bool:
         """Whether a gradient comes back for it."""
-        return self.is_floating_point or bool(getattr(torch, self.dtype).is_complex)
+        return self.is_floating_point or self._dtype.is_complex
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(['B', *map(str, self.shape)])}]"

@@ -22,7 +22,8 @@ RUN = (
     "import logging, pathlib, sys, time; from tests.support.stalls import *\n"
     "{before}\n"
     "stage_1 = At(5, lambda: {act})\n"
-    "fit(trainer_of([(5, stage_1)], num_stages=2, abort_seconds=1.6), pathlib.Path(sys.argv[1]))\n"
+    "stage_0 = At(9, lambda: time.sleep(STALL_SECONDS / 2))  # lets the doctor see that something moves again\n"
+    "fit(trainer_of([(5, stage_1), (2, stage_0)], num_stages=2, abort_seconds=1.6), pathlib.Path(sys.argv[1]))\n"
     "print('trained to its end')"
 )
 

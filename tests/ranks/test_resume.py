@@ -353,7 +353,7 @@ def test_at_a_second_signal_a_run_that_cannot_stop_ends_at_once_and_leaves_one_l
 @pytest.mark.slow
 @needs_proc
 def test_torchrun_asked_to_end_lets_its_ranks_stop_where_a_traceless_stop_is_planned(tmp_path: Path) -> None:
-    every = ("runtime.checkpoint_every_updates=3",)
+    every = ("runtime.checkpoint_every_updates=3", "data.num_workers=1")
     with held(tmp_path, *every, start=(*TORCHRUN, "-m", "adl_dist")) as run:
         run.wait_for_update(UPDATES_PER_EPOCH)
         run.send(signal.SIGTERM, rank=None)
