@@ -8,9 +8,9 @@ INSTALLED := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make train [ARGS='key=value ...']   train; by default digits, 2 processes, about a minute"
-	@echo "make test  [ARGS='-k name']         run the tests"
-	@echo "make test-slow                      the tests that \`make test\` leaves out because they take long; some minutes"
+	@echo "make train [ARGS='key=value ...']   train; by default digits as 2 processes: below a minute, once installed"
+	@echo "make test  [ARGS='-k name']         run the tests but those of the tiers below"
+	@echo "make test-slow                      tests that start whole runs again and again; some minutes"
 	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
 	@echo "make test-fuzz                      strangers knock at every port of a run for a minute; some minutes"
@@ -19,6 +19,8 @@ help:
 	@echo "make test-gpu                       run the tests that need a CUDA device; NCCL's need two"
 	@echo "make test-slurm                     a SLURM cluster of four nodes on this machine; needs root, Linux, apt"
 	@echo "make lint                           ruff and mypy"
+	@echo "make install                        make $(VENV), which train and test do by themselves"
+	@echo "make clean                          remove $(VENV)"
 
 train: install
 	@$(VENV)/bin/adl-dist train $(ARGS)

@@ -11,6 +11,7 @@ import torch
 
 from adl_dist.cli import build, sweep
 from adl_dist.cli.compose import compose_run, known_run, simple_options
+from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import AdlError, CheckpointError
 from adl_dist.report import final_table, tell
 from adl_dist.runtime import child
@@ -90,7 +91,7 @@ def train(words: list[str]) -> None:
 def evaluate(words: list[str]) -> None:
     """``adl-dist evaluate``: a checkpoint, uncut, in this process."""
     options = simple_options(words, command="evaluate", required={"run_dir": "runs/NAME"}, optional=["checkpoint"])
-    config = known_run(Path(options["run_dir"]))
+    config = _known_run_here(Path(options["run_dir"]))
     path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
     trainer = build.trainer(config, num_stages=1, processes=False)
     trainer.load_checkpoint(path)
@@ -111,7 +112,7 @@ def export(words: list[str]) -> None:
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
-    config = known_run(Path(options["run_dir"]))
+    config = _known_run_here(Path(options["run_dir"]))
     path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
     trainer = build.trainer(config, num_stages=1, processes=False)
     trainer.load_checkpoint(path)
@@ -126,6 +127,16 @@ def export(words: list[str]) -> None:
             unfinished.unlink()
         raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
     _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict(torch.load('{out}')) takes them")
+
+
+def _known_run_here(run_dir: Path) -> RunConfig:
+    """The configuration of a run, to be computed on the CPU where its GPU is not: its weights outlive the machine."""
+    config = known_run(run_dir)
+    if config.runtime.device is Device.cuda and not torch.cuda.is_available():
+        config.runtime.device = Device.cpu
+        told = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
+        tell(sys.stderr, f"adl-dist: {run_dir} {told}\n")
+    return config
 
 
 def _end_stopped(stopped: Mapping[str, Any]) -> None:

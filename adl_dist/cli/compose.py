@@ -229,7 +229,8 @@ def readable(error: Exception, words: Sequence[str]) -> str:
     if match := re.search(r"Could not find '([^']*)'", text):
         group, _, name = match[1].rpartition("/")
         if group == LAUNCHER:
-            return f"there is no {group}={name}; the submitit launchers come by pip install 'adl_dist[slurm]'"
+            extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"
+            return f"there is no {group}={name}; the submitit launchers come by {extra}"
         known = _choices(group) if group else []
         listed = f"; choose one of {', '.join(known)}" if known else ""
         return f"there is no {group}={name}{listed}" if group else f"there is no configuration '{match[1]}'"

@@ -153,7 +153,10 @@ REFUSED = [
     (["train.epochs=1,2"], ["train.epochs=1,2 gives several values", "one run", "--multirun"]),
     (["sweep.jobs=2"], ["sweep.jobs=2 means nothing to a single run", "--multirun"]),
     (["hydra/launcher=basic"], ["hydra/launcher=basic means nothing to a single run", "--multirun"]),
-    (["-m", "seed=0,1", "hydra/launcher=slurm"], ["no hydra/launcher=slurm", "pip install 'adl_dist[slurm]'"]),
+    (
+        ["-m", "seed=0,1", "hydra/launcher=slurm"],
+        ["no hydra/launcher=slurm", "pip install -c constraints.txt -e '.[slurm]'"],
+    ),
     (["-m", "seed=0,1", "hydra/sweeper=basic"], ["there is no key 'hydra/sweeper'"]),
     (["-m", "seed=0,1", "hydra.launcher.nodes=2"], ["there is no key 'hydra.launcher.nodes'"]),
     (["-m", "seed=0,0"], ["would both be written to"]),

@@ -152,7 +152,7 @@ def test_the_commands_of_compose_yaml_train_together_on_two_hosts(cluster, folde
 
 
 def test_a_sweep_by_submitit_runs_as_jobs_and_compares(cluster, folder):
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install 'adl_dist[slurm]'")
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install -c constraints.txt -e '.[slurm]'")
     words = ["hydra/launcher=submitit_slurm", "hydra.launcher.cpus_per_task=2", "hydra.launcher.timeout_min=10"]
     done = as_command(
         sys.executable, "-m", "adl_dist", "train", "--multirun", *words, *DIGITS, "method=adl,bp", "run_dir=sweep",
