@@ -1,6 +1,12 @@
 """Leaves out the tiers of tests that take long, unless one is asked for, and shows at the end what was measured."""
 
+import hypothesis
 import pytest
+
+# The same examples in every run. A limit in wall-clock time would fail whenever something else has the cores, and
+# pytest-timeout ends what hangs.
+hypothesis.settings.register_profile("adl_dist", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("adl_dist")
 
 LEFT_OUT = {
     "fuzz": "strangers for minutes: make test-fuzz",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adl_dist.errors import CheckpointError, UnusableError
+from adl_dist.report import warn
 from adl_dist.runtime.pieces import PIECE_BYTES, checksum_of, progress
 
 if TYPE_CHECKING:
@@ -122,7 +123,10 @@ def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Told]) -
         except UnusableError:
             reject(final)
     path.rename(final)
-    _sync_folder(final.parent)
+    try:
+        _sync_folder(final.parent)
+    except OSError as error:  # whoever is told that it was not saved must not find it later
+        warn(f"{final} is saved, but may not survive a power failure: its folder cannot be synced: {error.strerror}")
     return final
 
 

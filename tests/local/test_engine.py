@@ -140,7 +140,7 @@ def test_every_method_gives_the_same_values_in_300_random_interleavings(name, op
         assert final_weights(chosen, 4, [3, 3, 3, 1], at_random(seed)) == expected, f"seed={seed}"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 5), st.data())
 def test_any_interleaving_that_hypothesis_finds_gives_the_same_values(K, M, num_groups, data):
     adl, sizes = method("adl", accumulation_steps=M), [M] * (num_groups - 1) + [data.draw(st.integers(1, M))]

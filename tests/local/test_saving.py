@@ -116,6 +116,20 @@ def test_what_was_saved_before_at_the_same_update_is_replaced_only_if_it_is_dama
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rejected-update-00000001", "update-00000001"]
 
 
+def test_one_that_has_its_name_counts_as_saved_though_its_folder_cannot_be_synced(tmp_path, monkeypatch, capfd):
+    sync = checkpoint._sync_folder
+
+    def refuses_the_last(folder):
+        if folder == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(folder)
+
+    monkeypatch.setattr(checkpoint, "_sync_folder", refuses_the_last)
+    path = saved(tmp_path, 3)
+    assert checkpoint.complete(tmp_path) == [path]
+    assert "may not survive a power failure: its folder cannot be synced: Input/output error" in capfd.readouterr().err
+
+
 def test_the_newest_are_kept_and_if_asked_to_the_best_by_accuracy_else_by_loss(tmp_path):
     accuracies = {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.7, 5: 0.6}
     for update, accuracy in accuracies.items():

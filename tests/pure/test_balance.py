@@ -149,7 +149,7 @@ def random_instance(draw):
 def test_what_it_finds_is_what_brute_force_over_all_cuts_finds_on_1000_random_instances():
     outcomes = dict.fromkeys(("optimum", "memory", "places"), 0)
 
-    @settings(max_examples=1000, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=1000)
     @given(st.randoms(use_true_random=False, note_method_calls=False))
     def compare(draw):
         units, K, held, machine, copies = random_instance(draw)
@@ -178,7 +178,7 @@ def test_what_it_finds_is_what_brute_force_over_all_cuts_finds_on_1000_random_in
     assert min(outcomes.values()) >= 20, outcomes
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32))
 def test_times_that_no_float_holds_exactly_tie_where_the_figures_of_the_cuts_tie_to_the_last_bit(seed):
     """No tolerance: the tables add, divide and compare as the figures of one cut do."""

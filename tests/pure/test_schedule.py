@@ -125,7 +125,7 @@ def test_staleness_is_that_of_the_formula_under_any_interleaving(K, N, M, seed):
             assert at_backward[k, b] - at_forward[k, b] == staleness(adl(M), b, delay=d)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_any_groups_in_any_order_give_the_same_versions_and_never_exceed_delay_plus_one_in_flight(K, sizes, seed):
     at_forward, at_backward, most = versions(K, sizes, seed)
@@ -185,7 +185,7 @@ def test_no_method_deadlocks_even_without_buffers(variant, K):
         assert sum(1 for _ in replay(made)) == sum(map(len, made))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(2, 6), st.integers(1, 5), st.data())
 def test_no_list_of_delays_deadlocks_even_with_as_few_sends_under_way_as_we_allow(K, M, data):
     delays = sorted(data.draw(st.lists(st.integers(0, 12), min_size=K, max_size=K)), reverse=True)
