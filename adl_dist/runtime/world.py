@@ -90,8 +90,8 @@ class World:
         if self.listener is not None:
             open_again(self.listener)
         yield
+        dist.barrier()  # of all: only now has everybody connected
         if self.listener is not None:
-            dist.barrier()
             shut(self.listener)
 
     def fresh_store(self) -> dist.Store:
