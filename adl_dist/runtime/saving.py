@@ -152,6 +152,7 @@ class Saver:
             if failed := [part["failed"] for part in parts if "failed" in part]:
                 raise OSError("; ".join(failed))
             files = {name: told for part in parts for name, told in part["files"].items()}
+            checkpoint.check_sizes(path, files)  # first, because it tells a folder that is not shared as that
             files |= checkpoint_storage.join(path, ranks)
             self._saved = checkpoint.commit(path, manifest, files)
         except Exception as error:
