@@ -31,6 +31,7 @@ from adl_dist.runtime.process import cores_here, own_cores
 from adl_dist.transport.doors import open_again, refused, shut, shut_behind
 from adl_dist.transport.process import Edge, connect_edges
 
+COORDINATOR_RANK = 0
 EVERY_METHOD_NEEDS = ("act", "grad", "target")
 
 
