@@ -157,13 +157,19 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
 
 
 def is_told_elsewhere(error: AdlError) -> bool:
-    """Whether another rank tells the user what ``error`` says."""
-    return launched_world_size() is not None and isinstance(error, StageFailed)
+    """Whether another rank tells the user what ``error`` says: the one that failed."""
+    return launched_world_size() is not None and isinstance(error, StageFailed) and not error.is_gone
 
 
-def is_found_by_all() -> bool:
-    """Whether what this rank finds wrong now every rank should find, each by itself."""
-    return launched_world_size() is not None and _setting_up
+def is_left_to_rank_0(error: AdlError) -> bool:
+    """Whether rank 0 should tell, and another only if it does not.
+
+    So it is with what all ranks find by themselves while they set up, and with a rank that is gone, which rank 0 has
+    found so, and which may be rank 0: it hangs, and others cannot see that.
+    """
+    if launched_world_size() is None:
+        return False
+    return _setting_up or (isinstance(error, StageFailed) and error.is_gone)
 
 
 def _ending(summary: Mapping[str, Any], run_dir: str) -> str:

@@ -36,7 +36,7 @@ adl-dist schedule --help lists its flags: pictures, JSON, predicted speed
 Under torchrun, `python -m adl_dist train ...` is one rank of K.
 """
 
-_RANK_0_TELLS_WITHIN_SECONDS = 10.0
+_ANOTHER_TELLS_WITHIN_SECONDS = 10.0
 
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file nobody listens, and logging would then print tracebacks on standard error by itself.
@@ -102,18 +102,19 @@ def _run(words: list[str]) -> int:
 def _tell(error: AdlError) -> None:
     where = ""
     if "RANK" in os.environ:  # else it need not wait for torch
-        from adl_dist.cli.commands import is_found_by_all, is_told_elsewhere
+        from adl_dist.cli.commands import is_left_to_rank_0, is_told_elsewhere
 
-        if is_told_elsewhere(error):
-            return
-        if is_found_by_all() and os.environ["RANK"] != "0":
-            # torchrun ends all ranks as soon as one has failed, so the one that tells has to be the first. Who is still
-            # there after that has found what rank 0 has not.
+        is_told, is_rank_0s = is_told_elsewhere(error), is_left_to_rank_0(error) and os.environ["RANK"] != "0"
+        if is_told or is_rank_0s:
+            # The launcher, torchrun or ours, ends all ranks as soon as one has failed, so the one that tells has to be
+            # the first. Where there is none nobody is ended, and who need not tell need not wait.
             try:
-                time.sleep(_RANK_0_TELLS_WITHIN_SECONDS)
+                time.sleep(_ANOTHER_TELLS_WITHIN_SECONDS if is_rank_0s or "TORCHELASTIC_RUN_ID" in os.environ else 0)
             except KeyboardInterrupt:
                 return
-            where = _rank()
+            if is_told:
+                return
+            where = _rank()  # that has found what rank 0 has not, or finds rank 0 unable to tell
     text = " ".join(str(error).split())
     sys.stderr.write(f"adl-dist: error: {where}{text}\n")
 

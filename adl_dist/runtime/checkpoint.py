@@ -92,16 +92,11 @@ def begin(folder: Path, update: int) -> Path:
     return path
 
 
-def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Told]) -> Path:
-    """Turn an unfinished checkpoint into a complete one by one rename.
-
-    Args:
-        path: from :func:`begin`, with all files in it.
-        manifest: position and metrics.
-        files: what the process that wrote a file knows of it.
+def check_sizes(path: Path, files: Mapping[str, Told]) -> None:
+    """Look from here, on rank 0, at what all processes have written to ``path``.
 
     Raises:
-        OSError: it could not be, and no complete checkpoint has changed.
+        OSError: a file is not what the process that wrote it has told.
     """
     for name, told in files.items():
         if (there := _size(path / name)) != told["bytes"]:
@@ -109,6 +104,19 @@ def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Told]) -
                 f"{path / name} should hold {told['bytes']} bytes, found {there}; run_dir must lie on a file system "
                 "that all nodes share"
             )
+
+
+def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Told]) -> Path:
+    """Turn an unfinished checkpoint into a complete one by one rename.
+
+    Args:
+        path: from :func:`begin`, with all files in it; see :func:`check_sizes`.
+        manifest: position and metrics.
+        files: what the process that wrote a file knows of it.
+
+    Raises:
+        OSError: it could not be, and no complete checkpoint has changed.
+    """
     text = {"format": FORMAT, **manifest, "files": dict(files)}
     with HashedFile(path / MANIFEST) as out:
         out.write(json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode())
@@ -181,16 +189,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
         UnusableError: damaged.
         CheckpointError: not a checkpoint, or one of another format.
     """
-    file = path / MANIFEST
-    if not file.is_file():
+    try:
+        text = (path / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         if path in complete(path.parent):
-            raise damaged(path, f"it has no {MANIFEST}")
+            raise damaged(path, f"it has no {MANIFEST}") from None
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {MANIFEST}; expected a folder like "
             "runs/NAME/checkpoints/update-00000042"
-        )
+        ) from None
+    except OSError as error:
+        raise damaged(path, f"its {MANIFEST} cannot be read ({error.strerror})") from error
     try:
-        manifest = dict(json.loads(file.read_bytes()))
+        manifest = dict(json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
         raise damaged(path, f"its {MANIFEST} cannot be read ({error})") from None
     expected = manifest.pop("sha256", None)
@@ -274,7 +285,10 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 def _size(path: Path) -> int | str:
-    return path.stat().st_size if path.is_file() else "no such file"
+    try:
+        return path.stat().st_size if path.is_file() else "no such file"
+    except OSError as error:
+        return f"none that can be looked at ({error.strerror})"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch.distributed.rpc as rpc
 
-from adl_dist.runtime.control import COORDINATOR_RANK
 from adl_dist.runtime.reaching import reaching
-from adl_dist.runtime.world import World, name_of
+from adl_dist.runtime.world import COORDINATOR_RANK, World, name_of
 
 ROUNDS = 20  # of which the quickest says most
 
@@ -22,7 +21,7 @@ def seconds_to_rank_0(world: World) -> float:
     trip; so the error is at most half of that. Clocks drift apart by microseconds per second: ask now and then.
 
     Raises:
-        ChannelError: rank 0 is gone.
+        ChannelError: rank 0 is gone, or does not answer in time.
     """
     if world.rank == COORDINATOR_RANK:
         return 0.0

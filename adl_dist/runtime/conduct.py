@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch.futures
 
-from adl_dist.errors import ChannelError
 from adl_dist.runtime.control import (
-    COORDINATOR_RANK,
     LAST_SAVE_SECONDS,
     Crew,
     LocalCrew,
@@ -19,9 +17,8 @@ from adl_dist.runtime.control import (
     Worker,
     serve,
 )
-from adl_dist.runtime.deputy import gone_rank_0
 from adl_dist.runtime.watch import Watch
-from adl_dist.runtime.world import World, disconnect
+from adl_dist.runtime.world import COORDINATOR_RANK, World, disconnect
 
 
 def conduct(
@@ -48,8 +45,7 @@ def conduct(
             return policy(watch.followed(LocalCrew(worker, on_record)))
     with _disconnected_on_error(), watch.kept():
         if world.rank != COORDINATOR_RANK:
-            with _rank_0_named():
-                return serve(worker, world)
+            return serve(worker, world)
         return _conduct_from_rank_0(world, worker, policy, on_record, watch)
 
 
@@ -86,17 +82,6 @@ def _conduct_from_rank_0(
         raise
     thread.join()
     return result
-
-
-@contextlib.contextmanager
-def _rank_0_named() -> Iterator[None]:
-    """Name rank 0 as the cause where it is; of any other process rank 0 itself does so."""
-    try:
-        yield
-    except ChannelError as error:
-        if (name := gone_rank_0()) is not None:
-            raise ChannelError(f"{name}; {error}") from error
-        raise
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""The control plane: what the coordinator tells the stages, and what they report, over torch.distributed.rpc.
+"""The control plane: what the coordinator tells the stages, and what they report (reports.py), over RPC.
 
-Messages are JSON: plain numbers and strings. RPC handlers only enqueue; the main thread of each process takes
-its commands from the queue and is the only one that issues data-plane communication.
+Messages are JSON: plain numbers and strings. RPC puts commands and reports into queues; the main thread of each process
+takes its commands from there and is the only one that issues data-plane communication. What cannot wait for a main
+thread is answered by RPC's own: the doctor's questions (deputy.py), and that a segment ends early (early_end.py).
 """
 
 import contextlib
@@ -9,7 +10,6 @@ import json
 import logging
 import queue
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,35 +17,28 @@ import torch.distributed.rpc as rpc
 import torch.futures
 
 from adl_dist.errors import AdlError, ChannelError
-from adl_dist.runtime.reaching import reaching
+from adl_dist.runtime.deputy import gone_rank_0
+from adl_dist.runtime.reaching import is_late
+from adl_dist.runtime.reports import Outbox, next_report
 from adl_dist.runtime.requests import Ask, Requests
-from adl_dist.runtime.world import World, name_of
+from adl_dist.runtime.world import COORDINATOR_RANK, World, name_of
 
 logger = logging.getLogger("adl_dist")
 
 Record = dict[str, Any]
 Result = dict[str, Any]
 
-COORDINATOR_RANK = 0
-REPORT_SECONDS = 0.2  # records travel in batches this far apart
 CAUSE_SECONDS = 1.0  # how long a victim's report waits for that of its cause
-# For which a victim waits to hear of it: rank 0 may look around, and give a save under way a moment, before it tells.
-HEARD_SECONDS = 4 * CAUSE_SECONDS
-ASK_SECONDS = 5.0  # within which a process that is there takes a request
-TIMEOUT = "more than set timeout"  # what RPC says of a process that does not answer; of one that is gone it says why
 LAST_SAVE_SECONDS = 60.0  # how long a run that ends with an error waits for the save that is under way
+HEARD_SECONDS = 4 * CAUSE_SECONDS  # which rank 0 takes besides, to look around, until it has told the cause
+ASK_SECONDS = 5.0  # within which a process that is there takes a request
 
 _commands: "queue.SimpleQueue[str]" = queue.SimpleQueue()
-_reports: "queue.SimpleQueue[str]" = queue.SimpleQueue()
 requests = Requests()  # of the job that runs in this process, if it is rank 0's
 
 
 def _take_command(message: str) -> None:
     _commands.put(message)
-
-
-def _take_report(message: str) -> None:
-    _reports.put(message)
 
 
 def _take_request(message: str) -> None:
@@ -83,9 +76,8 @@ def _is_there(rank: int, taken: "torch.futures.Future[Any]", why: str) -> bool:
         taken.wait()
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
-        is_late = TIMEOUT in said
-        logger.warning("asked by %s, but rank %d is %s: %s", why, rank, "late" if is_late else "gone", said)
-        return is_late
+        logger.warning("asked by %s, but rank %d is %s: %s", why, rank, "late" if is_late(error) else "gone", said)
+        return is_late(error)
     return True
 
 
@@ -106,11 +98,11 @@ class Crew(Protocol):
 
 
 class StageFailed(AdlError, RuntimeError):
-    """Another process failed; it has told its user why.
+    """Another process failed. It tells the user why by itself, unless it is gone.
 
     Attributes:
-        is_victim: it failed for want of yet another one, which could not say anything.
-        is_gone: it could not say anything itself.
+        is_victim: it failed for want of yet another one, of which nothing is known.
+        is_gone: it cannot say anything, since it has died or is stuck: rank 0 found it so and tells in its place.
     """
 
     def __init__(self, text: str, *, exit_code: int, is_victim: bool = False, is_gone: bool = False) -> None:
@@ -145,11 +137,9 @@ class RpcCrew:
         self.tell(do, **arguments)
         results: dict[int, list[Result]] = {}
         while len(results) < self._world.size:
-            report = json.loads(_reports.get())
-            for record in report.get("records", ()):
-                self._on_record(record)
+            report = self._take_report()
             if "failed" in report:
-                raise _cause(report, self._held_up_by)
+                raise self._cause(report)
             if "results" in report:
                 results[report["rank"]] = report["results"]
         return [result for rank in sorted(results) for result in results[rank]]
@@ -177,6 +167,30 @@ class RpcCrew:
                 with contextlib.suppress(RuntimeError):
                     future.wait()
 
+    def _take_report(self, seconds: float | None = None) -> dict[str, Any]:
+        report = next_report(seconds)
+        for record in report.get("records", ()):
+            self._on_record(record)
+        return report
+
+    def _cause(self, report: dict[str, Any]) -> StageFailed:
+        """Prefer, among the failures that arrive together, the one that the others follow from."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        told = [report]
+        while told[-1]["is_victim"] and (left := deadline - time.monotonic()) > 0:
+            try:
+                later = self._take_report(left)
+            except queue.Empty:
+                break
+            if "failed" in later:
+                told.append(later)
+        for one in told:
+            logger.error("rank %s failed:\n%s", one["rank"], one["traceback"])
+        cause = min(told, key=lambda one: bool(one["is_victim"]))
+        if cause["is_victim"] and (name := self._held_up_by()):
+            cause = {**cause, "failed": f"{name}; {cause['failed']}", "is_victim": False, "is_gone": True}
+        return StageFailed(**_failure(cause))
+
 
 def serve(worker: Worker, world: World) -> Result:
     """Carry out commands in this (main) thread until told to stop.
@@ -185,9 +199,10 @@ def serve(worker: Worker, world: World) -> Result:
         What the coordinator gave with the stop.
 
     Raises:
-        AdlError: this stage failed, or the coordinator stopped everything because of another.
+        StageFailed: the coordinator stopped everything because of another stage.
+        AdlError: this stage failed; if it is for want of a rank 0 that is gone, by the name of that.
     """
-    outbox = _Outbox(world)
+    outbox = Outbox(world)
     while True:
         command = json.loads(_commands.get())
         arguments = command["arguments"]
@@ -199,102 +214,33 @@ def serve(worker: Worker, world: World) -> Result:
             results = worker.execute(command["do"], arguments, outbox.add)
             outbox.report(results=results)
         except BaseException as error:
-            heard = outbox.report_failure(error)
+            is_reported = outbox.report_failure(error)
             if isinstance(error, ChannelError):
-                if cause := _cause_heard():
-                    raise cause from None
-            elif heard and world.rank != COORDINATOR_RANK:
+                if (explained := _explained(error, is_reported)) is not error:
+                    raise explained from None
+            elif is_reported and world.rank != COORDINATOR_RANK:
                 # The coordinator first lets a save end that is under way, and this process may be writing its part.
                 with contextlib.suppress(queue.Empty):
                     _commands.get(timeout=LAST_SAVE_SECONDS)
             raise
 
 
-def _cause_heard() -> StageFailed | None:
-    """For a victim: what the coordinator has heard of the cause, or hears within a moment."""
-    try:
-        command = json.loads(_commands.get(timeout=HEARD_SECONDS))
-    except queue.Empty:
-        return None
-    arguments = command["arguments"]
-    return None if arguments.get("is_victim", True) else StageFailed(**_failure(arguments))
+def _explained(error: ChannelError, is_reported: bool) -> AdlError:
+    """What a victim raises: the cause, once the coordinator has told it, or that rank 0 was gone by then."""
+    deadline = time.monotonic() + HEARD_SECONDS + (LAST_SAVE_SECONDS if is_reported else 0.0)
+    is_last = False
+    told: dict[str, Any] | None = None
+    while told is None and not is_last:
+        # What rank 0 has said before it ended may still be under way.
+        is_last = time.monotonic() >= deadline or gone_rank_0() is not None
+        with contextlib.suppress(queue.Empty):
+            told = json.loads(_commands.get(timeout=CAUSE_SECONDS))["arguments"]
+    if told is not None:
+        return StageFailed(**_failure(told)) if not told.get("is_victim", True) else error
+    # A rank 0 that took the report was there when the channel broke; it ends, too, when it has told the others.
+    name = None if is_reported else gone_rank_0()
+    return ChannelError(f"{name}; {error}") if name else error
 
 
 def _failure(told: dict[str, Any]) -> dict[str, Any]:
     return {"text": told["failed"], **{name: told[name] for name in ("exit_code", "is_victim", "is_gone")}}
-
-
-class _Outbox:
-    """Sends this process's records and results to the coordinator; training never waits for it."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._records: list[Record] = []
-        self._sent_at = 0.0
-        self._under_way: list[torch.futures.Future[Any]] = []
-
-    def add(self, record: Record) -> None:
-        self._records.append(record)
-        if time.monotonic() - self._sent_at > REPORT_SECONDS:
-            self._under_way = [f for f in self._under_way if not f.done()]
-            self._under_way.append(self._send({}))
-
-    def report(self, **message: Any) -> None:
-        # RPC keeps no order between messages: the records sent before must be there before the result is.
-        with reaching("rank 0"):
-            torch.futures.wait_all(self._under_way)
-            self._under_way = []
-            self._send(message).wait()
-
-    def report_failure(self, error: BaseException) -> bool:
-        """Tell the coordinator first-hand, before the peers fail for want of this stage; return whether it heard."""
-        text = str(error)
-        if not isinstance(error, AdlError):
-            text = f"rank {self._world.rank}: {type(error).__name__}: {error}"
-        failure = {
-            "failed": text,
-            "traceback": "".join(traceback.format_exception(error)),
-            "exit_code": getattr(error, "exit_code", 1),
-            "is_victim": isinstance(error, ChannelError),
-            "is_gone": False,
-        }
-        if self._world.rank == COORDINATOR_RANK:
-            _reports.put(json.dumps({"rank": self._world.rank, **failure}))
-            return True
-        try:
-            self._send(failure).wait()
-            return True
-        except RuntimeError:
-            logger.warning("could not report the failure to the coordinator: it is gone")
-            return False
-
-    def _send(self, message: dict[str, Any]) -> "torch.futures.Future[Any]":
-        text = json.dumps({"rank": self._world.rank, "records": self._records, **message})
-        self._records, self._sent_at = [], time.monotonic()
-        future: torch.futures.Future[Any] = rpc.rpc_async(name_of(COORDINATOR_RANK), _take_report, args=(text,))
-        return future
-
-
-def report_gone(rank: int, text: str) -> None:
-    """On rank 0: report, in place of ``rank``, that it is gone."""
-    failure = {"failed": text, "traceback": text, "exit_code": 1, "is_victim": False, "is_gone": True}
-    _reports.put(json.dumps({"rank": rank, **failure}))
-
-
-def _cause(report: dict[str, Any], held_up_by: Callable[[], str | None]) -> StageFailed:
-    """Prefer, among the failures that arrive together, the one that the others follow from."""
-    deadline = time.monotonic() + CAUSE_SECONDS
-    told = [report]
-    while told[-1]["is_victim"] and (left := deadline - time.monotonic()) > 0:
-        try:
-            later = json.loads(_reports.get(timeout=left))
-        except queue.Empty:
-            break
-        if "failed" in later:
-            told.append(later)
-    for one in told:
-        logger.error("rank %s failed:\n%s", one["rank"], one["traceback"])
-    cause = min(told, key=lambda one: bool(one["is_victim"]))
-    if cause["is_victim"] and (name := held_up_by()):
-        cause = {**cause, "failed": f"{name}; {cause['failed']}", "is_victim": False, "is_gone": True}
-    return StageFailed(**_failure(cause))

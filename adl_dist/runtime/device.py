@@ -36,8 +36,16 @@ def choose_device(device_type: str) -> torch.device:
     return device
 
 
-def edge_backend(device: torch.device, size: int) -> str:
-    """NCCL where each of ``size`` local ranks has a GPU of its own, else gloo, which goes through host memory."""
+def edge_backend(device: torch.device, rank: int, size: int, store: dist.Store) -> str:
+    """NCCL where each of ``size`` ranks has a GPU of its own, else gloo, which goes through host memory.
+
+    All ranks take the same, since an edge may join a node that has GPUs enough with one that has not.
+    """
+    store.set(f"backend/{rank}", _own_backend(device, size))
+    return "nccl" if all(store.get(f"backend/{one}") == b"nccl" for one in range(size)) else "gloo"
+
+
+def _own_backend(device: torch.device, size: int) -> str:
     if device.type == "cpu":
         return "gloo"
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))

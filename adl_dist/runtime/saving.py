@@ -21,9 +21,9 @@ from torch import Tensor
 
 from adl_dist.report import warn
 from adl_dist.runtime import checkpoint, checkpoint_storage
-from adl_dist.runtime.control import COORDINATOR_RANK, Crew, StageFailed
+from adl_dist.runtime.control import Crew, StageFailed
 from adl_dist.runtime.sighting import COMMITTING, SAVING
-from adl_dist.runtime.world import World, name_of
+from adl_dist.runtime.world import COORDINATOR_RANK, World, name_of
 
 logger = logging.getLogger("adl_dist")
 
@@ -84,8 +84,8 @@ class PartWriter:
             return
         try:
             rpc.rpc_sync(name_of(COORDINATOR_RANK), _take_part, args=(message,))
-        except RuntimeError:
-            logger.warning("could not tell rank 0 that its part of %s is written: it is gone", path)
+        except RuntimeError as error:
+            logger.warning("could not tell rank 0 that its part of %s is written: %s", path, _reason(error))
 
 
 class Saver:
@@ -152,6 +152,7 @@ class Saver:
             if failed := [part["failed"] for part in parts if "failed" in part]:
                 raise OSError("; ".join(failed))
             files = {name: told for part in parts for name, told in part["files"].items()}
+            checkpoint.check_sizes(path, files)  # first, because it tells a folder that is not shared as that
             files |= checkpoint_storage.join(path, ranks)
             self._saved = checkpoint.commit(path, manifest, files)
         except Exception as error:

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from adl_dist.runtime import control, saving
+from adl_dist.runtime import reports, saving
 from adl_dist.runtime.beacon import Beacon, place_of
-from adl_dist.runtime.control import COORDINATOR_RANK, Crew, Record, Result, Worker
+from adl_dist.runtime.control import Crew, Record, Result, Worker
 from adl_dist.runtime.deputy import Deputy, shine
 from adl_dist.runtime.doctor import Doctor
 from adl_dist.runtime.limits import Limits
 from adl_dist.runtime.live import LiveControl
 from adl_dist.runtime.requests import Requests
 from adl_dist.runtime.sighting import Coordination, Member
-from adl_dist.runtime.world import World
+from adl_dist.runtime.world import COORDINATOR_RANK, World
 
 
 class Watch:
@@ -96,7 +96,7 @@ class Watch:
 
 
 def _report_gone(rank: int, text: str) -> None:
-    control.report_gone(rank, text)
+    reports.report_gone(rank, text)
     saving.report_gone(rank, text)
 
 

@@ -31,6 +31,7 @@ from adl_dist.runtime.process import cores_here, own_cores
 from adl_dist.transport.doors import open_again, refused, shut, shut_behind
 from adl_dist.transport.process import Edge, connect_edges
 
+COORDINATOR_RANK = 0
 EVERY_METHOD_NEEDS = ("act", "grad", "target")
 
 
@@ -48,6 +49,7 @@ class World:
         timeout: of one message.
         cores: this process's share of those of its node; None: whichever there are.
         listener: on which this process hosts the store, if it does and is shut.
+        owns_group: whether the default process group was made here; else it is the user's.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class World:
     timeout: datetime.timedelta = dist.default_pg_timeout
     cores: Sequence[int] | None = None
     listener: socket.socket | None = None
+    owns_group: bool = True
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
     _num_jobs: int = 0
 
@@ -90,8 +93,8 @@ class World:
         if self.listener is not None:
             open_again(self.listener)
         yield
+        dist.barrier()  # of all: only now has everybody connected
         if self.listener is not None:
-            dist.barrier()
             shut(self.listener)
 
     def fresh_store(self) -> dist.Store:
@@ -139,7 +142,8 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     """Join the other processes; called once per process, later calls return the same world.
 
     Raises:
-        ConfigError: no CUDA device for this rank, or no such network interface, address or port.
+        ConfigError: no CUDA device for this rank, no such network interface, address or port, or a process group of
+            the user's own that has no backend for the CPU.
         ChannelError: the others could not be reached in time.
     """
     global _connected
@@ -152,6 +156,9 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
         return _connected
     if _left:
         raise ConfigError("this process has left the others after an error; start the script again")
+    owns_group = not dist.is_initialized()
+    if not owns_group:
+        _check_default_group()
     rank, size = launched_rank(), num_stages
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = choose_device(device_type)
@@ -160,14 +167,14 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     end_with_torchrun()  # the command line has done so long ago, a user's own script has not
     try:
         meeting = Meeting(rank, size, timeout)
-        if not dist.is_initialized():
+        if owns_group:
             # No device_id: this group is gloo and stays on the CPU; each NCCL group of an edge is given its own. Bound
             # to a GPU, torch would have gloo connect eagerly there, and split the edges' groups from it.
             with shut_behind():
                 dist.init_process_group(
                     "gloo", store=dist.PrefixStore("world", meeting.store), rank=rank, world_size=size, timeout=timeout
                 )
-        backend = edge_backend(device, size)
+        backend = edge_backend(device, rank, size, meeting.store)
         edges = connect_edges(num_stages, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
         with shut_behind():
             _start_rpc(rank, size, meeting.store, timeout_seconds)
@@ -185,7 +192,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
             f"{_first_line(error)}; is the port free, is the interface right "
             f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
         ) from error
-    _connected = World(rank, size, device, meeting.store, edges, backend, timeout, cores, listener)
+    _connected = World(rank, size, device, meeting.store, edges, backend, timeout, cores, listener, owns_group)
     # After an exception that nobody caught, the others may be waiting for us: do not wait for them.
     atexit.register(lambda: disconnect(in_order=not hasattr(sys, "last_value")))
     return _connected
@@ -200,12 +207,24 @@ def disconnect(*, in_order: bool = True) -> None:
     global _connected, _left
     if _connected is None:
         return
-    _connected, _left = None, not in_order
-    if in_order:
+    world, _connected, _left = _connected, None, not in_order
+    if in_order and dist.is_initialized():  # unless the user has destroyed a group of his own, and ours with it
         with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
             dist.barrier()
     rpc.shutdown(graceful=False)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        for group in [None] if world.owns_group else [edge.group for edge in world.edges.values()]:
+            dist.destroy_process_group(group)
+
+
+def _check_default_group() -> None:
+    """Refuse a process group of the user's own that cannot be used for what all ranks do together."""
+    backends = dist.get_backend_config()
+    if "cpu:" not in backends:
+        raise ConfigError(
+            f"the process group that is there has no backend for the CPU (it is {backends}), which the ranks need to "
+            "agree on the run; let adl_dist make it, or make it by init_process_group('cpu:gloo,cuda:nccl')"
+        )
 
 
 def _tell_of_open_ports(rank: int) -> None:

@@ -1,12 +1,14 @@
 """A checkpoint that is not what was written is never gone on from, and nothing in it is executed."""
 
 import dataclasses
+import errno
 import io
 import json
 import pickle
 import random
 import shutil
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +73,20 @@ def test_without_one_of_its_files_a_checkpoint_is_passed_over(two):
         elsewhere = file.rename(newest.parent / "elsewhere")
         assert_passed_over(older, newest, match=file.name)
         elsewhere.rename(file)
+
+
+@pytest.mark.parametrize("where", ["read_bytes", "stat"])
+def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(where, two, monkeypatch):
+    older, newest = two
+    real = getattr(Path, where)
+
+    def give(file, *args, **options):
+        if file.parent == newest and (where == "stat") == (file.name == "__1_0.distcp"):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(file, *args, **options)
+
+    monkeypatch.setattr(Path, where, give)
+    assert_passed_over(older, newest, match=r"is damaged: .*Input/output error")
 
 
 def test_a_checkpoint_of_another_model_is_passed_over(two):

@@ -243,6 +243,22 @@ def test_a_save_fails_at_once_where_a_process_is_gone_before_it_has_told_of_its_
         saving._parts.get()
 
 
+def test_a_folder_that_two_nodes_do_not_share_is_told_as_that(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+
+    class OnTwoNodes(OneProcess):
+        def call(self, do, **arguments):
+            files = checkpoint_storage.write(there, {"model.other": torch.ones(2)}, rank=1)
+            saving._take_part(json.dumps({"rank": 1, "token": arguments["token"], "files": files}))
+            return [*super().call(do, **arguments), {"stage": 1, "rank": 1}]
+
+    saver = Saver(here, keep=1, keep_best=False, background=True)
+    saver.save(OnTwoNodes(state()), position(1))
+    assert saver.wait(20) is None
+    assert "__1_0.distcp should hold" in saver.failure
+    assert saver.failure.endswith("found no such file; run_dir must lie on a file system that all nodes share")
+
+
 def test_a_run_whose_last_save_fails_says_so_and_goes_on_from_the_one_before(tmp_path, monkeypatch):
     assert in_process(*words(tmp_path / "run")).code == 0
     with monkeypatch.context() as patch:

@@ -129,6 +129,13 @@ def command_on_a_rank(folder, arguments):
     main(arguments)
 
 
+def said_by(folder):
+    """The lines of all ranks; torch was loaded before they could ask it for silence, so it talks here, too."""
+    said = "".join(file.read_text() for file in sorted(folder.glob("err*")))
+    assert "Traceback" not in said
+    return [line for line in said.splitlines() if "adl-dist" in line]
+
+
 @pytest.mark.parametrize(
     ("overrides", "code", "parts"),
     [
@@ -152,11 +159,15 @@ def test_one_rank_tells_the_mistake_and_all_ranks_end_with_its_exit_code(overrid
     arguments = words(tmp_path / "run", *overrides, "runtime.timeout_seconds=5", processes=True)
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, command_on_a_rank, str(tmp_path), arguments, timeout_seconds=40)
-    said = "".join((tmp_path / f"err{rank}").read_text() for rank in range(2))
-    assert "Traceback" not in said
-    # torch was loaded before the command could ask it for silence, so it talks here of connections that end.
-    lines = [line for line in said.splitlines() if "adl-dist" in line]
-    assert len(lines) == 1, said
-    shows(lines[0], ["adl-dist: ", *parts])
+    (line,) = said_by(tmp_path)
+    shows(line, ["adl-dist: ", *parts])
     shows(str(failure.value), [f"rank 0: exit code {code}", f"rank 1: exit code {code}"])
     assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_rank_0_tells_of_a_process_that_is_gone(tmp_path):
+    arguments = words(tmp_path / "run", f"model._target_={USER}.killed", "model.at=3", processes=True)
+    with pytest.raises(RanksFailed, match="rank 0: exit code 1\nrank 1: exit code -9"):
+        run_ranks(2, command_on_a_rank, str(tmp_path), arguments, timeout_seconds=40)
+    (line,) = said_by(tmp_path)
+    shows(line, ["adl-dist: error: stage 1 (", "the process is gone: killed, or it crashed"])

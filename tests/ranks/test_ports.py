@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ports in 
 
 UPDATES_PER_EPOCH = 8  # 126 samples in updates of 16
 WORDS = (
+    "method=ddg",  # which has its edges made in two goes, the second once the doors are shut
     "model._target_=tests.support.kill.net_with_dropout",
     "data._target_=tests.support.kill.held_images",
     "train.batch_size=16",

@@ -1,5 +1,8 @@
 """What a user might name in ``_target_``, with the mistakes that users make."""
 
+import os
+import signal
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -135,12 +138,26 @@ class Faulty(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.training
         if self.calls == self.at:
-            raise KeyError("a bug of the user's")
+            self.fail()
         return x
+
+    def fail(self) -> None:
+        raise KeyError("a bug of the user's")
+
+
+class Killed(Faulty):
+    """Ends its process in the n-th training forward."""
+
+    def fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def faulty(at: int) -> nn.Sequential:
     return nn.Sequential(*units(), Faulty(at))
+
+
+def killed(at: int) -> nn.Sequential:
+    return nn.Sequential(*units(), Killed(at))
 
 
 def no_optimizer(params: object, **_: object) -> list[object]:
