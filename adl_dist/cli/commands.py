@@ -14,7 +14,6 @@ from adl_dist.cli.compose import compose_run, known_run, simple_options
 from adl_dist.errors import AdlError, CheckpointError
 from adl_dist.report import final_table, tell
 from adl_dist.runtime import child
-from adl_dist.runtime.checkpoint import complete
 from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.interface import check_named_interfaces
 from adl_dist.runtime.launch import launch_local
@@ -37,8 +36,6 @@ def train(words: list[str]) -> None:
         raise SystemExit(sweep.run(several))
     config, plain = compose_run(words)
     assert config.run_dir is not None
-    if child.is_restarted() and complete(Path(config.run_dir) / "checkpoints"):
-        config.resume = "auto"  # what the attempt before saved, whatever the first was told to resume
     build.check_targets(config)
     build.check_device(config)
     RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)

@@ -7,11 +7,11 @@ import signal
 import sys
 from pathlib import Path
 
-# Set by the launcher: a folder for a store that listens on no port at all, its process id, and how often it has
-# started its ranks again.
+# Set by the launcher: a folder for a store that listens on no port at all, its process id, and a name for this launch,
+# which whoever starts torchrun may give, too.
 RENDEZVOUS_FOLDER = "ADL_DIST_RENDEZVOUS"
 LAUNCHER = "ADL_DIST_LAUNCHER"
-RESTARTS = "ADL_DIST_RESTARTS"
+LAUNCH_ID = "ADL_DIST_LAUNCH_ID"
 
 PR_SET_PDEATHSIG = 1
 
@@ -56,11 +56,6 @@ def end_with_torchrun() -> None:
 
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def is_restarted() -> bool:
-    """Whether this rank takes the place of one that died, started by adl_dist's launcher or by torchrun."""
-    return any(int(os.environ.get(name, 0)) > 0 for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
 
 
 def is_part_of_more() -> bool:
