@@ -139,7 +139,7 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
         )
     if launched_world_size() is None:
         raise SystemExit(child.STOPPED_CODE)
-    child.note(child.STOPPED)
+    child.note_stopped()
 
 
 def is_told_elsewhere(error: AdlError) -> bool:

@@ -20,6 +20,8 @@ STOPPED_CODE = 75
 # Files in the launcher's folder: the process id of rank 0 while it can be asked to stop (by SIGUSR1), the name of the
 # signal that the launcher got, and that the run has stopped.
 LISTENS, ASKED, STOPPED = "listens", "asked", "stopped"
+# Set by who starts torchrun, whose exit code does not tell: a file that each rank makes whose run has stopped.
+STOPPED_FILE = "ADL_DIST_STOPPED_FILE"
 
 _is_part_of_more = False
 
@@ -68,6 +70,14 @@ def note(name: str, text: str = "") -> None:
     folder = os.environ.get(RENDEZVOUS_FOLDER)
     if folder and os.environ.get("RANK", "0") == "0":
         write_note(Path(folder), name, text)
+
+
+def note_stopped() -> None:
+    """Tell whoever has started this rank that the run has stopped and is not complete."""
+    note(STOPPED)
+    if path := os.environ.get(STOPPED_FILE):
+        with contextlib.suppress(OSError):  # the run has stopped and is saved all the same
+            Path(path).touch()
 
 
 def unnote(name: str) -> None:
