@@ -152,6 +152,14 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    @property
+    def summarised_updates(self) -> int | None:
+        """After how many updates the run of ``summary.json`` ended; None: there is none that can be read."""
+        try:
+            return int(json.loads((self.path / SUMMARY).read_text())["updates"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all; a disk that fails now must not make the run a failed one."""
         try:
