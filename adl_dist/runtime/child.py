@@ -96,8 +96,8 @@ def noted(name: str, folder: Path | None = None) -> str | None:
 
 
 def write_note(folder: Path, name: str, text: str) -> None:
-    """Write it whole or not at all."""
+    """Write it whole or not at all; what it says is of use, but nothing to end a run for."""
     unfinished = folder / f".{name}"
-    with contextlib.suppress(FileNotFoundError):  # the launcher is gone, and its folder with it
+    with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it; the disk is full
         unfinished.write_text(text)
         unfinished.rename(folder / name)
