@@ -106,7 +106,7 @@ class Coordinator:
             **self._totals.summary(),
             **({"stopped": stopped} if stopped else {}),
         }
-        # That of a run that is over is kept: it tells of the training. But it may be missing, or of an end before this one.
+        # That of a run that is over is kept, for it tells of the training; but it may be missing, or of an earlier end.
         if self._saving and (self._totals.num_samples or self._saving.folder.summarised_updates != self._update):
             self._saving.folder.write_summary(summary)
         if self._saving and self._saving.trace and self._totals.num_samples:

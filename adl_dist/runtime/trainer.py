@@ -219,8 +219,8 @@ class Trainer:
             batch_size: samples of one update; micro-batches hold floor(batch_size / M).
             val_dataset: evaluated after each epoch, every sample exactly once.
             run_dir: the run's folder; None: nothing is written.
-            resume: ``auto`` (go on from the newest checkpoint in ``run_dir``), ``never``, or a checkpoint's path. Started
-                again by its launcher, a process goes on from what it has saved, whatever it was told to resume.
+            resume: ``auto`` (go on from the newest checkpoint in ``run_dir``), ``never``, or a checkpoint's path.
+                Started again by its launcher, a process goes on from what it has saved, whatever it was told.
             max_updates: stop after so many updates, if that comes first.
             shuffle: a new order of samples each epoch, a function of (seed, epoch) alone.
             num_workers: processes that load data; 0: the first stage loads between its actions.
