@@ -43,8 +43,7 @@ FREE_TO_CHANGE = {
 
 
 class RunFolder:
-    """``run_dir``: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json, lock,
-    launch (:mod:`launch_id`).
+    """Holds config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json, lock, and launch.
 
     Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl`` and the checkpoint's own files.
     """
@@ -154,7 +153,7 @@ class RunFolder:
 
     @property
     def summarised_updates(self) -> int | None:
-        """After how many updates the run of ``summary.json`` ended; None: there is none that can be read."""
+        """After how many updates the run of summary.json ended; None: there is none that can be read."""
         try:
             return int(json.loads((self.path / SUMMARY).read_text())["updates"])
         except (OSError, ValueError, KeyError, TypeError):
