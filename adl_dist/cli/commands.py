@@ -15,7 +15,6 @@ from adl_dist.cli.schema import Device, RunConfig
 from adl_dist.errors import AdlError, CheckpointError
 from adl_dist.report import final_table, tell
 from adl_dist.runtime import child
-from adl_dist.runtime.checkpoint import complete
 from adl_dist.runtime.control import StageFailed
 from adl_dist.runtime.interface import check_named_interfaces
 from adl_dist.runtime.launch import launch_local
@@ -38,8 +37,6 @@ def train(words: list[str]) -> None:
         raise SystemExit(sweep.run(several))
     config, plain = compose_run(words)
     assert config.run_dir is not None
-    if child.is_restarted() and complete(Path(config.run_dir) / "checkpoints"):
-        config.resume = "auto"  # what the attempt before saved, whatever the first was told to resume
     build.check_targets(config)
     build.check_device(config)
     RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)
@@ -153,7 +150,7 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
         )
     if launched_world_size() is None:
         raise SystemExit(child.STOPPED_CODE)
-    child.note(child.STOPPED)
+    child.note_stopped()
 
 
 def is_told_elsewhere(error: AdlError) -> bool:

@@ -1,5 +1,6 @@
 """``adl-dist COMMAND``: dispatch, and the one place where errors become exit codes."""
 
+import atexit
 import contextlib
 import importlib
 import logging
@@ -45,6 +46,9 @@ logger.addHandler(logging.NullHandler())
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command and exit: 0 done, 2 the user can mend it, 1 a peer or we failed, 75 stopped, 130 interrupted."""
+    ending: list[int] = []
+    if arguments is None:
+        atexit.register(_end_without_clearing_up, ending)  # first, so that it comes after what others register
     end_with_launcher()
     end_with_torchrun()
     # Read when torch is loaded: its networking layers narrate, with stack traces, what they also raise.
@@ -53,16 +57,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())  # as `python -m adl_dist` does: the user's _target_ lies beside the command
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
+    _flush()
+    if code and "RANK" in os.environ:
+        # A rank that failed must not wait in some destructor for peers that wait for it.
+        os._exit(code)
+    ending.append(code)
+    sys.exit(code)
+
+
+def _end_without_clearing_up(code: Sequence[int]) -> None:
+    """End a process that is done: for Python to take torch's modules apart costs a third of what loading them has."""
+    if code:  # else it ends by an error of our own, which is Python's to tell
+        logging.shutdown()
+        _flush()
+        os._exit(code[0])
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):  # nobody reads it any more, and Python itself would fail over it at its end
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if code and "RANK" in os.environ:
-        # A rank that failed must not wait in some destructor for peers that wait for it.
-        os._exit(code)
-    sys.exit(code)
 
 
 def _run(words: list[str]) -> int:

@@ -41,7 +41,7 @@ from adl_dist.schedule.actions import LINKS, RECEIVES
 FINISHING = "finishing"  # all actions are done, and what was sent last has yet to leave
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY, Op.PREDICT)
 # Where a process hangs is told by the line that called into these.
-LIBRARIES = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
+LIBRARIES = (str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib"))
 OTHER_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
@@ -117,7 +117,6 @@ class Beacon:
         now = time.monotonic()
         # Each read once: the main thread goes on meanwhile.
         (phase, since), doing = self._phase, self._doing
-        frame = _frame_of(threading.main_thread().ident) if closely else None
         saver = _saver()
         return Sighting(
             host=socket.gethostname(),
@@ -129,8 +128,7 @@ class Beacon:
             mark=f"{since} {doing[2] if doing else ''} {progress.num_pieces}",
             stages=[self._tell_of(k, phase, since, doing, now) for k in sorted(self._seats)]
             or [self._before_segments(phase, now - since)],
-            at=_place(frame),
-            in_collective=_waits_for_all(frame),
+            at=place_of(threading.main_thread().ident) if closely else "",
             loaders=_loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
             memory_bytes=_memory_bytes(),
             saving=saver.name if saver else "",
@@ -147,12 +145,13 @@ class Beacon:
     def _tell_of(
         self, k: int, phase: str, since: float, doing: tuple[int, Action, float] | None, now: float
     ) -> StageSighting:
-        segment, last, seat = self._segment, dict(self._last.get(k, {})), self._seats[k]
+        segment, seat = self._segment, self._seats[k]
+        last, counts = dict(self._last.get(k, {})), dict(self._counts.get(k, {}))
         assert segment is not None, "seats and segment are set together"
         sums = self._totals[k].result() if k in self._totals else {"num_backwards": 0, "busy_seconds": 0.0}
         elapsed = max(now - self._began, 1e-9)
         through = Op.BACKWARD if k in self._totals else Op.PREDICT
-        num_samples = sum(seat.work.sizes[: last.get(through, -1) + 1])
+        num_samples = sum(seat.work.sizes[: counts.get(through, 0)])  # numbers may go down, as GPipe's gradients do
         is_over = phase in (IDLE, FAILED)
         what, op, number, from_when, waits_for = phase, "", 0, since, []
         if doing is not None and doing[0] == k:
@@ -178,7 +177,7 @@ class Beacon:
             seconds=now - from_when,
             waits_for=waits_for,
             last={o.value: n for o, n in last.items()},
-            counts={o.value: n for o, n in dict(self._counts.get(k, {})).items()},
+            counts={o.value: n for o, n in counts.items()},
             segment=self._num_segments,
             epoch=self._epoch,
             update=seat.stage.version,
@@ -268,29 +267,13 @@ def _memory_bytes() -> int:
 
 def place_of(thread: int | None) -> str:
     """Where the thread with that identity is in the program: its innermost line that is not a library's."""
-    return _place(_frame_of(thread))
-
-
-def _frame_of(thread: int | None) -> FrameType | None:
-    return sys._current_frames().get(thread) if thread is not None else None
-
-
-def _place(frame: FrameType | None) -> str:
-    innermost = frame
+    frame = innermost = sys._current_frames().get(thread) if thread is not None else None
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:
         return ""
     return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _waits_for_all(frame: FrameType | None) -> bool:
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        if frame.f_code.co_filename.endswith("distributed_c10d.py"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _is_library(file: str) -> bool:

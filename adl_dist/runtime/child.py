@@ -7,11 +7,11 @@ import signal
 import sys
 from pathlib import Path
 
-# Set by the launcher: a folder for a store that listens on no port at all, its process id, and how often it has
-# started its ranks again.
+# Set by the launcher: a folder for a store that listens on no port at all, its process id, and a name for this launch,
+# which whoever starts torchrun may give, too.
 RENDEZVOUS_FOLDER = "ADL_DIST_RENDEZVOUS"
 LAUNCHER = "ADL_DIST_LAUNCHER"
-RESTARTS = "ADL_DIST_RESTARTS"
+LAUNCH_ID = "ADL_DIST_LAUNCH_ID"
 
 PR_SET_PDEATHSIG = 1
 
@@ -20,6 +20,8 @@ STOPPED_CODE = 75
 # Files in the launcher's folder: the process id of rank 0 while it can be asked to stop (by SIGUSR1), the name of the
 # signal that the launcher got, and that the run has stopped.
 LISTENS, ASKED, STOPPED = "listens", "asked", "stopped"
+# Set by who starts torchrun, whose exit code does not tell: a file that each rank makes whose run has stopped.
+STOPPED_FILE = "ADL_DIST_STOPPED_FILE"
 
 _is_part_of_more = False
 
@@ -58,11 +60,6 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def is_restarted() -> bool:
-    """Whether this rank takes the place of one that died, started by adl_dist's launcher or by torchrun."""
-    return any(int(os.environ.get(name, 0)) > 0 for name in (RESTARTS, "TORCHELASTIC_RESTART_COUNT"))
-
-
 def is_part_of_more() -> bool:
     """Whether this command was started by another one of ours, like a sweep, which has ways of its own to go on."""
     return _is_part_of_more
@@ -73,6 +70,14 @@ def note(name: str, text: str = "") -> None:
     folder = os.environ.get(RENDEZVOUS_FOLDER)
     if folder and os.environ.get("RANK", "0") == "0":
         write_note(Path(folder), name, text)
+
+
+def note_stopped() -> None:
+    """Tell whoever has started this rank that the run has stopped and is not complete."""
+    note(STOPPED)
+    if path := os.environ.get(STOPPED_FILE):
+        with contextlib.suppress(OSError):  # the run has stopped and is saved all the same
+            Path(path).touch()
 
 
 def unnote(name: str) -> None:
@@ -91,8 +96,8 @@ def noted(name: str, folder: Path | None = None) -> str | None:
 
 
 def write_note(folder: Path, name: str, text: str) -> None:
-    """Write it whole or not at all."""
+    """Write it whole or not at all; what it says is of use, but nothing to end a run for."""
     unfinished = folder / f".{name}"
-    with contextlib.suppress(FileNotFoundError):  # the launcher is gone, and its folder with it
+    with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it; the disk is full
         unfinished.write_text(text)
         unfinished.rename(folder / name)

@@ -106,7 +106,8 @@ class Coordinator:
             **self._totals.summary(),
             **({"stopped": stopped} if stopped else {}),
         }
-        if self._saving and (self._totals.num_samples or not (self._saving.folder.path / "summary.json").is_file()):
+        # That of a run that is over is kept, for it tells of the training; but it may be missing, or of an earlier end.
+        if self._saving and (self._totals.num_samples or self._saving.folder.summarised_updates != self._update):
             self._saving.folder.write_summary(summary)
         if self._saving and self._saving.trace and self._totals.num_samples:
             self._write_trace(self._saving.folder.path, origin)

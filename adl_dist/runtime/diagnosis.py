@@ -16,7 +16,6 @@ from adl_dist.runtime.sighting import (
 )
 from adl_dist.schedule.actions import LINKS, RECEIVES, Op
 
-COLLECTIVE = ("save", "load")  # phases in which all processes may wait for each other
 GONE = "gone"
 
 # Of a silent process on rank 0's machine, by the kernel's letter for its state.
@@ -109,19 +108,14 @@ def _why_busy(member: Member, stage: StageSighting) -> str:
             shown = ", ".join(f"pid {pid}{' is stopped' * (state in ('T', 't'))}" for pid, state in seen.loaders)
             by = f", by its {len(seen.loaders)} worker processes ({shown})"
         return f"{name}: the data loader is stuck: it loads micro-batch {stage.number} {since}{by}{at}"
-    if seen.phase in COLLECTIVE:
-        doing = "save its part of a checkpoint" if seen.phase == "save" else "load its part of a checkpoint"
-        return f"{name}: takes long to {doing}, {since}{at}"
+    if seen.phase in ("save", "load"):
+        return f"{name}: takes long to {seen.phase} its part of a checkpoint, {since}{at}"
     return f"{name}: still at work: {stage.doing} {since}{at}"
 
 
 def _waits_for(k: int, homes: Mapping[int, Member], stages: Mapping[int, StageSighting]) -> list[int]:
     seen = homes[k].seen
     assert seen is not None, "stages come from what processes told"
-    if seen.phase in COLLECTIVE and seen.in_collective:
-        # Whoever has not come to the same call yet; if all have, nobody on this side of the network.
-        others = {n: m.seen for n, m in homes.items() if n != k and m.seen}
-        return [n for n, other in others.items() if not other.in_collective]
     if seen.phase == FAILED:
         return [COORDINATOR]
     # A neighbour that has done its part takes what is sent to it without doing anything.

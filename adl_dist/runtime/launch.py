@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from adl_dist.runtime import child
-from adl_dist.runtime.child import LAUNCHER, RENDEZVOUS_FOLDER, RESTARTS
+from adl_dist.runtime.child import LAUNCH_ID, LAUNCHER, RENDEZVOUS_FOLDER
 from adl_dist.runtime.launch_folder import launch_folder
 from adl_dist.runtime.signals import STOPPING, Patience
 
@@ -52,6 +52,7 @@ def launch_local(
     narrator.addHandler(logging.NullHandler())
     narrator.propagate = False
     os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[LAUNCH_ID] = uuid.uuid4().hex
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks rendezvous in their folder
     handlers = {number: signal.getsignal(number) for number in (*ENDING, *STOPPING)}
     stopping = _Stopping(passes_stops_on)
@@ -63,7 +64,6 @@ def launch_local(
         while True:
             attempt += 1
             try:
-                os.environ[RESTARTS] = str(attempt - 1)
                 return child.STOPPED_CODE if _run_ranks(arguments, num_processes, stopping) else 0
             except ChildFailedError as failed:
                 code = 2 if USER_CAN_MEND in (f.exitcode for f in failed.failures.values()) else 1
@@ -80,7 +80,7 @@ def launch_local(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for name in (LAUNCHER, RENDEZVOUS_FOLDER, RESTARTS):
+        for name in (LAUNCHER, LAUNCH_ID, RENDEZVOUS_FOLDER):
             os.environ.pop(name, None)
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.report import tell, warn
-from adl_dist.runtime import checkpoint
+from adl_dist.runtime import checkpoint, launch_id
 
 logger = logging.getLogger("adl_dist")
 
@@ -43,7 +43,7 @@ FREE_TO_CHANGE = {
 
 
 class RunFolder:
-    """``run_dir``: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json, lock.
+    """Holds config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json, lock, and launch.
 
     Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl`` and the checkpoint's own files.
     """
@@ -53,12 +53,15 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self._lock: int | None = None
 
-    def check(self, config: Mapping[str, Any], *, resume: str) -> None:
+    def check(self, config: Mapping[str, Any], *, resume: str) -> str:
         """Refuse a folder that this run must not write to. Changes nothing, so every rank may call it.
 
         Args:
             config: what defines the run, as plain nested values.
             resume: ``auto``, ``never``, or the path of a checkpoint.
+
+        Returns:
+            What to resume: ``auto`` where this launch has saved before, which it was started again to go on from.
 
         Raises:
             ConfigError: the folder belongs to a run of another configuration.
@@ -66,6 +69,8 @@ class RunFolder:
         """
         self._check_place()
         saved = checkpoint.complete(self.checkpoints)
+        if saved and launch_id.has_signed(self.path):
+            resume = "auto"
         if resume == "never" and saved:
             raise CheckpointError(
                 f"run_dir={self.path} already holds a run ({saved[-1].name}) and resume=never would write over it; "
@@ -88,6 +93,7 @@ class RunFolder:
         elif saved:
             # The content is for rank 0 to read, once. But where nothing is even whole, all can know it at once.
             checkpoint.newest_whole(saved)
+        return resume
 
     def _check_place(self) -> None:
         try:
@@ -121,12 +127,13 @@ class RunFolder:
         return [Path(resume)]
 
     def claim(self, config: Mapping[str, Any]) -> None:
-        """Write down whose run this is.
+        """Write down whose run this is, and which launch goes on with it.
 
         Raises:
             ConfigError: it cannot be written.
         """
         try:
+            launch_id.sign(self.path)
             _write(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
         except OSError as error:
             raise ConfigError(
@@ -143,6 +150,14 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    @property
+    def summarised_updates(self) -> int | None:
+        """After how many updates the run of summary.json ended; None: there is none that can be read."""
+        try:
+            return int(json.loads((self.path / SUMMARY).read_text())["updates"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all; a disk that fails now must not make the run a failed one."""

@@ -66,7 +66,6 @@ class Sighting:
         mark: changes with everything that it does.
         stages: that live in it.
         at: where its main thread is in the program; only if asked closely.
-        in_collective: whether it waits there for all other processes.
         loaders: process id and state of each process that loads data for it, while it waits for them.
         memory_bytes: that it holds now, on the GPU if it computes there.
         saving: what a thread of it does beside, for a checkpoint: ``saving``, ``committing`` or, mostly, "" (nothing).
@@ -85,7 +84,6 @@ class Sighting:
     mark: str = ""
     stages: list[StageSighting] = field(default_factory=list)
     at: str = ""
-    in_collective: bool = False
     loaders: list[tuple[int, str]] = field(default_factory=list)
     memory_bytes: int = 0
     saving: str = ""

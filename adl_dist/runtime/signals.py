@@ -64,8 +64,8 @@ def heeded(ask: Callable[[str], bool]) -> Iterator[None]:
     handlers = {number: signal.signal(number, _do_nothing) for number in numbers}
     watcher = threading.Thread(target=_watch, args=(reader, set(numbers), ask), name="signals", daemon=True)
     watcher.start()
-    child.note(child.LISTENS, str(os.getpid()))
     try:
+        child.note(child.LISTENS, str(os.getpid()))
         yield
     finally:
         child.unnote(child.LISTENS)

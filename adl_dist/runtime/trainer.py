@@ -220,6 +220,7 @@ class Trainer:
             val_dataset: evaluated after each epoch, every sample exactly once.
             run_dir: the run's folder; None: nothing is written.
             resume: ``auto`` (go on from the newest checkpoint in ``run_dir``), ``never``, or a checkpoint's path.
+                Started again by its launcher, a process goes on from what it has saved, whatever it was told.
             max_updates: stop after so many updates, if that comes first.
             shuffle: a new order of samples each epoch, a function of (seed, epoch) alone.
             num_workers: processes that load data; 0: the first stage loads between its actions.
@@ -277,7 +278,7 @@ class Trainer:
             told["checkpoint_every_updates"] = checkpoint_every_updates
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
         if folder is not None:
-            folder.check(told, resume=resume)
+            resume = folder.check(told, resume=resume)
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
         # Of a run before this one; from the moment that the ranks meet, what is asked is asked of this one.
         control.requests.answer(control.requests.take(), "no run was there to do it", failed=True)

@@ -429,21 +429,34 @@ def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
     assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
 
 
-def test_resume_never_refuses_a_new_start_and_no_restart(run_dir, monkeypatch):
-    """torchrun gives a restarted rank the words of the first attempt, whose checkpoints are there by now."""
-    command = words(run_dir, SMALL, "train.epochs=3", "resume=never")
-    refused(*command)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    outcome = in_process(*command)
-    assert (outcome.code, outcome.err) == (0, "")
-    shows(outcome.out, [f"resumed from {run_dir / 'checkpoints' / NEWEST}"])
+LAUNCHES = {
+    "torchrun": ({"TORCHELASTIC_RUN_ID": "first"}, {"TORCHELASTIC_RUN_ID": "second"}),
+    "torchrun without --rdzv-id": ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none"}),
+    "slurm.sbatch": ({"ADL_DIST_LAUNCH_ID": "12"}, {"ADL_DIST_LAUNCH_ID": "13"}),
+}
 
 
-def test_a_restart_before_the_first_checkpoint_starts_where_the_first_attempt_did(foreign, tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    outcome = in_process(*words(tmp_path / "run", "train.max_updates=2", f"resume={foreign[0]}"))
-    assert (outcome.code, outcome.err) == (0, "")
-    shows(outcome.out, [f"resumed from {foreign[0]}"])
+@pytest.mark.parametrize(("launch", "another"), LAUNCHES.values(), ids=list(LAUNCHES))
+def test_what_is_to_be_resumed_is_refused_to_each_attempt_of_another_launch_and_to_none_of_its_own(
+    launch, another, foreign, tmp_path, monkeypatch
+):
+    """All attempts get the words of the first; torchrun counts from 0 where an agent or a job takes another's place."""
+    run_dir = tmp_path / "run"
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
+    for resumed_from, updates in ((foreign[0], 2), (run_dir / "checkpoints" / OLDER, 3)):
+        outcome = in_process(*words(run_dir, f"train.max_updates={updates}", f"resume={foreign[0]}"))
+        assert (outcome.code, outcome.err) == (0, "")
+        shows(outcome.out, [f"resumed from {resumed_from}"])
+    before = snapshot(run_dir)
+    monkeypatch.setattr(os, "getppid", os.getpid)  # of another torchrun
+    for name, value in another.items():
+        monkeypatch.setenv(name, value)
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        for resume in ("never", foreign[0]):
+            shows(refused(*words(run_dir, "train.max_updates=4", f"resume={resume}")), ["would write over"])
+    assert snapshot(run_dir) == before
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_a_service_is_reached_by_its_name_and_trains_one_of_two_stages(service):
     assert set(described["networks"]) <= set(file["networks"])
     assert {volume.split(":")[0] for volume in described["volumes"]} <= set(file["volumes"])
     assert (ROOT / "docker" / described["build"]["context"] / described["build"]["dockerfile"]).is_file()
+    assert int(described["stop_grace_period"].removesuffix("s")) > 30  # what torchrun gives its ranks to stop and save
     (command,) = described["command"]
     words = shlex.split(command.replace("$$SETTINGS", "").replace("$$", "$"))
     assert words[:2] == ["exec", "torchrun"]

@@ -164,3 +164,27 @@ def test_large_data_are_counted_and_synced_piece_by_piece(tmp_path, monkeypatch)
         assert len(counted) == 3 + 2
     assert (tmp_path / "file").read_bytes() == data
     assert file.told["bytes"] == 10
+
+
+COMMAND = """
+import atexit, sys, threading, time
+import importlib
+command = importlib.import_module("adl_dist.cli.main")
+
+class Module:
+    def __del__(self):
+        print("taken apart")
+
+def run(words):
+    atexit.register(print, "registered by somebody")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("of a thread"))).start()
+    return 3
+
+kept, command._run = Module(), run
+command.main()
+"""
+
+
+def test_a_command_ends_with_its_code_after_threads_and_exit_handlers_and_takes_nothing_apart():
+    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "of a thread\nregistered by somebody\n", "")

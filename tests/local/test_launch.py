@@ -132,3 +132,32 @@ def test_the_script_goes_to_sbatch_as_it_is_printed(monkeypatch, tmp_path, code,
     outcome = in_process(*LAUNCH)
     assert (outcome.out if code == 0 else outcome.refusal()).endswith(said)
     assert (tmp_path / "script").read_text() == printed()
+
+
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [
+        ("kill -USR1 $PPID; {stops}", 75),
+        ("kill -USR1 $PPID", 0),  # it came while the last weights were evaluated and saved
+        ("{stops}", 0),  # by `adl-dist stop`
+        ("kill -USR1 $PPID; {stops}; exit 1", 1),
+    ],
+)
+def test_a_node_tells_slurm_to_come_again_only_if_its_ranks_have_stopped_at_a_signal(does, code, tmp_path):
+    stops = f"{sys.executable} -c 'from adl_dist.runtime import child; child.note_stopped()'"
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text(f"#!/bin/sh\n{does.format(stops=stops)}\n")
+    torchrun.chmod(0o755)
+    functions = TEMPLATE[TEMPLATE.index("\nSTOPPED=") : TEMPLATE.index("\nagain() {")]
+    names = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "PROCESSES_PER_NODE": "1", "MAX_RESTARTS": "0"}
+    names |= {
+        "PYTHON": str(torchrun),
+        "PORT": "1",
+        "HEAD_ADDRESS": "127.0.0.1",
+        "INTERFACE": "lo",
+        "TMPDIR": str(tmp_path),
+    }
+    script = f"{functions}\nfirst_address() {{ echo 127.0.0.1; }}\non_a_node train"
+    done = subprocess.run(["bash", "-uc", script], env={**os.environ, **names}, timeout=60, check=False)
+    assert done.returncode == code
+    assert list(tmp_path.iterdir()) == [torchrun]

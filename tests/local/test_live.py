@@ -7,6 +7,8 @@ import socket
 import stat
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from adl_dist.cli.live import table
 from adl_dist.cli.main import main
 from adl_dist.errors import ConfigError
 from adl_dist.runtime import live
+from adl_dist.runtime.beacon import Beacon, place_of
 from adl_dist.runtime.live import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, remove_stale, short_address
 from adl_dist.runtime.requests import Ask, Requests
+from adl_dist.schedule import Action, Op
 from tests.support.toys import FixedImages, batch_norm_net
 
 STAGE = {
@@ -211,6 +215,38 @@ def test_a_run_trains_on_without_a_socket_where_it_cannot_make_one(tmp_path, cap
     control.start()
     control.close()
     assert "no live control of this run" in caplog.text
+
+
+def test_images_are_counted_whose_gradients_have_come_also_if_the_last_of_a_group_comes_first(monkeypatch):
+    """As in GPipe: of four micro-batches of three images one has gone backward, in two seconds."""
+    seat = SimpleNamespace(work=SimpleNamespace(sizes=[3] * 4), stage=SimpleNamespace(version=0))
+    totals = SimpleNamespace(result=lambda: {"busy_seconds": 0.0, "staleness_sum": 0.0, "num_backwards": 0})
+    now = [0.0]
+    monkeypatch.setattr("adl_dist.runtime.beacon.time", SimpleNamespace(monotonic=lambda: now[0]))
+    beacon = Beacon(1)
+    order = [(0, Action(Op.BACKWARD, number)) for number in (3, 2)]
+    with beacon.during("train"):
+        followed = beacon.followed(order, {0: seat}, SimpleNamespace(epoch=0), {0: totals})
+        next(followed)
+        next(followed)
+        now[0] = 2.0
+        assert beacon.tell().stages[0].images_per_second == 1.5
+
+
+@pytest.mark.parametrize(
+    ("package", "place"), [("torch", "local/test_live.py:"), ("torchvision", "torchvision/ops.py:1 in hang")]
+)
+def test_where_a_thread_hangs_is_told_by_its_innermost_line_that_is_not_torchs(package, place):
+    begun, over, of_package = threading.Event(), threading.Event(), {}
+    file = Path(torch.__file__).parents[1] / package / "ops.py"
+    exec(compile("def hang(begun, over): begun.set(); over.wait()", file, "exec"), of_package)
+    thread = threading.Thread(target=lambda: of_package["hang"](begun, over))
+    thread.start()
+    begun.wait()
+    told = place_of(thread.ident)
+    over.set()
+    thread.join()
+    assert told.startswith(place)
 
 
 def test_all_stages_of_a_run_in_one_process_tell_what_they_are_at(tmp_path):

@@ -1,15 +1,18 @@
 """Signals that ask a process to stop, and those that end it."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from adl_dist.runtime import signals
+from adl_dist.runtime.launch import _Stopping
 from adl_dist.runtime.signals import Patience, heeded
 
 # The main thread is busy in C for a while and runs no Python, as when it waits for a message of a peer.
@@ -78,6 +81,27 @@ def test_handlers_and_the_wakeup_pipe_are_what_they_were_afterwards():
     assert [signal.getsignal(number) for number in signals.STOPPING] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert threading.active_count() == threads
+
+
+def test_no_room_for_temporary_files_keeps_no_stop_from_rank_0(tmp_path, monkeypatch):
+    def full(path, text):
+        path.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before, asked = signal.getsignal(signal.SIGUSR1), []
+    monkeypatch.setenv("ADL_DIST_RENDEZVOUS", str(tmp_path))
+    stopping = _Stopping(passes_on=True)  # of the launcher
+    stopping.folder = tmp_path
+    with heeded(lambda name: not asked.append(name)):
+        monkeypatch.setattr(Path, "write_text", full)
+        stopping.handle(signal.SIGTERM, None)
+        deadline = time.monotonic() + 5
+        while not asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+    with heeded(lambda name: True):  # which cannot say so to the launcher
+        pass
+    assert asked == ["SIGUSR1"]
+    assert signal.getsignal(signal.SIGUSR1) is before
 
 
 def test_a_handler_that_is_not_pythons_stays_and_the_others_are_taken(monkeypatch):

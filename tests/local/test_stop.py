@@ -135,6 +135,17 @@ def test_stages_that_draw_from_buffers_stop_at_the_end_of_the_epoch(tmp_path):
     assert_same(state, expected)
 
 
+def test_a_run_that_was_killed_before_its_last_summary_has_it_after_the_same_command_again(tmp_path):
+    _, _, earlier = fitted(2, data=Asking(at=70), run_dir=tmp_path)
+    told = (tmp_path / "summary.json").read_text()
+    fitted(2, run_dir=tmp_path)
+    (tmp_path / "summary.json").write_text(told)  # as the kill would have left it
+    _, _, summary = fitted(2, run_dir=tmp_path)
+    known = json.loads((tmp_path / "summary.json").read_text())
+    assert (known["updates"], "stopped" in known, "stopped" in earlier) == (30, False, True)
+    assert known["validation_loss"] == summary["validation_loss"]
+
+
 def test_a_run_without_a_folder_stops_and_says_that_nothing_is_saved():
     data, _, summary = fitted(2, data=Asking(at=70))
     assert summary["stopped"]["checkpoint"] is None

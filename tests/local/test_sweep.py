@@ -19,20 +19,20 @@ from tests.support.commands import Outcome, in_process, left_behind, shows, snap
 from tests.support.kill import HOLD, Command
 
 BP, WILD = '++sweep.variants.bp=["method=bp"]', '++sweep.variants.wild=["method=fdg","optimizer.lr=1e6"]'
-WORDS = [
-    *("--multirun", BP, WILD, "seed=0,1", "sweep.jobs=1"),
+SETTINGS = [
     *("model._target_=tests.support.kill.net_with_dropout", "data._target_=tests.support.kill.held_images"),
     *("train.batch_size=16", "train.epochs=3"),
     *("runtime.processes=false", "runtime.threads=1", "runtime.tensorboard=false"),
 ]
+WORDS = ["--multirun", BP, WILD, "seed=0,1", "sweep.jobs=1", *SETTINGS]
 FIRST, SECOND = "bp/k2-seed0", "bp/k2-seed1"
-pytestmark = pytest.mark.timeout(300)  # six runs start, each in seconds of its own
+pytestmark = pytest.mark.timeout(300)  # four runs start, each in seconds of its own
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
 
 @dataclass(frozen=True)
 class Swept:
-    """A sweep that was interrupted in its third run, and the same command again."""
+    """A sweep whose first run was there, interrupted in its third, and the same command again."""
 
     run_dir: Path
     words: list[str]
@@ -50,10 +50,11 @@ class Swept:
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
+    run_dir = folder / "run"
+    assert in_process("train", *SETTINGS, "method=bp", "seed=0", f"run_dir={run_dir / FIRST}").code == 0
+    (folder / HOLD).touch()  # the other bp run comes as far as its third epoch
     with Command(WORDS, folder=folder) as command:
-        run_dir = command.run_dir
-        command.wait_for("the first run", (run_dir / FIRST / "summary.json").is_file)
-        (folder / HOLD).touch()  # the next bp run comes as far as its third epoch
+        assert command.run_dir == run_dir
         saved = run_dir / SECOND / "checkpoints"
         command.wait_for("a checkpoint", lambda: len(checkpoint.complete(saved)) == 2)
         command.interrupt()

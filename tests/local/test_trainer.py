@@ -370,6 +370,18 @@ def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
         assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == saved
 
 
+def test_a_script_that_its_launcher_starts_again_goes_on_whatever_it_was_told_to_resume(tmp_path, monkeypatch):
+    def fit(epochs):
+        told = {"run_dir": tmp_path, "resume": "never", "quiet": True, "tensorboard": False}
+        return trainer_of(2).fit(FixedImages(8), epochs=epochs, batch_size=4, **told)["updates"]
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
+    assert [fit(epochs=1), fit(epochs=2)] == [2, 4]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    with pytest.raises(adl_dist.AdlError, match="resume=never would write over it"):
+        fit(epochs=3)
+
+
 def test_bytes_that_changed_in_a_checkpoint_end_in_one_readable_error(tmp_path):
     trainer = trainer_of(2)
     trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=tmp_path, quiet=True, tensorboard=False)

@@ -125,16 +125,12 @@ def test_of_two_stages_at_work_the_one_that_more_wait_for_is_the_cause():
     assert cause_of(members, TRAINING).rank == 2
 
 
-def test_a_slow_save_is_the_fault_of_the_stage_that_has_not_come_to_where_the_others_wait():
-    told = [stage(k, "save") for k in range(3)]
-    members = [
-        member(told[k], phase="save", in_collective=k != 1, at="checkpoint.py:9 in write" * (k == 1)) for k in range(3)
-    ]
-    cause = cause_of(members, Coordination("save", True, 60.0))
-    assert cause == (
-        1,
-        "stage 1 (node, pid 101): takes long to save its part of a checkpoint, since 60 s, at checkpoint.py:9 in write",
-    )
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_a_slow_save_or_load_is_the_fault_of_the_stage_that_is_still_at_it(what):
+    slow = member(stage(1, what), phase=what, at="checkpoint.py:9 in write")
+    members = [member(idle(0), phase="idle"), slow, member(idle(2), phase="idle")]
+    said = f"takes long to {what} its part of a checkpoint, since 60 s, at checkpoint.py:9 in write"
+    assert cause_of(members, Coordination(what, True, 60.0)) == (1, f"stage 1 (node, pid 101): {said}")
 
 
 def test_a_save_beside_training_that_the_coordinator_waits_for_is_the_fault_of_the_process_that_still_writes():
