@@ -27,7 +27,7 @@ train: install
 	@$(VENV)/bin/adl-dist train $(ARGS)
 
 test: install
-	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: install
 	@$(VENV)/bin/python -m pytest -m slow $(ARGS)

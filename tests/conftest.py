@@ -17,6 +17,10 @@ LEFT_OUT = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "ranks" not in item.path.parts)  # what takes longest first: two workers end together
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, why in LEFT_OUT.items():
         if item.get_closest_marker(marker) and marker not in item.config.option.markexpr:

@@ -26,6 +26,7 @@ def test_a_users_script_learns_and_gives_the_same_bits_plainly_and_under_torchru
     assert {p.name for p in (tmp_path / "torchrun" / "logs").iterdir()} == {"rank0.log", "rank1.log"}
 
 
+@pytest.mark.timeout(300)  # three commands, one of which trains
 def test_the_digits_are_learnt_by_two_processes_and_export_and_evaluate_agree(tmp_path):
     """The main job, shortened to 6 epochs: train, evaluate, export, load into the uncut model."""
     command = [sys.executable, "-m", "adl_dist"]
