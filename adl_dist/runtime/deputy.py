@@ -86,7 +86,8 @@ def shine(beacon: Beacon) -> None:
     """Let ``beacon`` answer those who ask this process from now on."""
     global _beacon, _asked
     beacon.shine()
-    _beacon, _asked = beacon, (time.monotonic(), None)
+    # Rank 0 may have asked before, and might be stopped before it asks again: its name must not be lost.
+    _beacon, _asked = beacon, (time.monotonic(), _asked[1])
 
 
 def gone_rank_0() -> str | None:

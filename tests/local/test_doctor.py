@@ -12,7 +12,7 @@ import pytest
 
 from adl_dist.errors import ConfigError
 from adl_dist.runtime import deputy
-from adl_dist.runtime.beacon import born, machine
+from adl_dist.runtime.beacon import Beacon, born, machine
 from adl_dist.runtime.limits import Limits
 from adl_dist.runtime.sighting import Sighting
 from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, asleep_then_slow, fit, trainer_of
@@ -113,6 +113,8 @@ def test_a_rank_0_that_is_gone_is_known_by_name_to_those_it_has_asked(monkeypatc
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
         asker = Sighting(host="node", pid=rank_0.pid, machine=machine(), born=born(rank_0.pid))
         monkeypatch.setattr(deputy, "_asked", (time.monotonic(), asker))
+        monkeypatch.setattr(deputy, "_beacon", deputy._beacon)
+        deputy.shine(Beacon(1))  # rank 0 may begin to ask before this process is there to be asked
         assert deputy.gone_rank_0() is None
         rank_0.kill()
     assert deputy.gone_rank_0() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"
