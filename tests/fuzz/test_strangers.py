@@ -1,6 +1,7 @@
 """A minute of strangers at every port that a run has: its weights and its speed. Skipped unless: `make test-fuzz`."""
 
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,9 +41,13 @@ def two_agents() -> list[Sequence[str]]:
     return [agent, agent]
 
 
-def trained(starts: list[Sequence[str]], folder: Path, *, strangers: bool) -> tuple[dict[str, Tensor], float, str]:
-    """Its weights, samples per second, and what the strangers met."""
+def trained(starts: list[Sequence[str]], folder: Path, *, strangers: bool) -> tuple[dict[str, Tensor], str, str]:
+    """Its weights, its speed and what it has computed, and what the strangers met.
+
+    The strangers compute on the same cores. What they cost the run itself is told by its own CPU seconds.
+    """
     folder.mkdir()
+    of_runs_before = _cpu_seconds(resource.RUSAGE_CHILDREN)
     with ExitStack() as commands:
         nodes = [
             commands.enter_context(Command(WORDS, folder=folder, start=start, node=str(place)))
@@ -50,14 +55,23 @@ def trained(starts: list[Sequence[str]], folder: Path, *, strangers: bool) -> tu
         ]
         nodes[0].wait_for_update(1, seconds=200)
         fuzzer = Fuzzer(lambda: open_ports(nodes[0].processes()))
-        began = time.monotonic()
+        began, of_strangers_before = time.monotonic(), _cpu_seconds(resource.RUSAGE_SELF)
         with fuzzer if strangers else nullcontext():
             codes = [node.finish(seconds=400) for node in nodes]
+        seconds, cpu_of_strangers = time.monotonic() - began, _cpu_seconds(resource.RUSAGE_SELF) - of_strangers_before
         assert codes == [0] * len(nodes), "".join(node.err for node in nodes)
         assert [node.err for node in nodes if "Traceback" in node.err] == []
+    cpu_of_run = _cpu_seconds(resource.RUSAGE_CHILDREN) - of_runs_before
     summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
-    met = f"{fuzzer.attempts.total()} attempts at {len(fuzzer.attempts)} ports in {time.monotonic() - began:.0f} s"
-    return weights_of(folder), summary["samples_per_second"], f"{met}, {fuzzer.let_in.total()} let in"
+    speed = f"{summary['samples_per_second']:.0f} samples/s, {cpu_of_run:.0f} CPU s"
+    met = f"{fuzzer.attempts.total()} attempts at {len(fuzzer.attempts)} ports in {seconds:.0f} s"
+    return weights_of(folder), speed, f"{met} with {cpu_of_strangers:.0f} CPU s, {fuzzer.let_in.total()} let in"
+
+
+def _cpu_seconds(of: int) -> float:
+    """By ``resource.RUSAGE_SELF`` or ``RUSAGE_CHILDREN``: those that have ended, and theirs."""
+    used = resource.getrusage(of)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.mark.parametrize("starts", [own_launcher, torchrun, two_agents], ids=lambda one: one.__name__)
@@ -70,6 +84,6 @@ def test_a_minute_of_strangers_at_every_port_changes_no_bit(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     expected, speed_alone, _ = trained(starts(), tmp_path / "alone", strangers=False)
     found, speed, met = trained(starts(), tmp_path / "among strangers", strangers=True)
-    told = f"{starts.__name__}: {met}; {speed:.0f} samples/s, {speed_alone:.0f} alone"
+    told = f"{starts.__name__}: {met}; {speed}; alone {speed_alone}"
     record_property("measured", told)
     assert_same(found, expected)
