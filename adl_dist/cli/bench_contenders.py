@@ -126,7 +126,6 @@ def _ours(name: str, config: RunConfig, place: Place) -> Contender:
     if config.train.batch_size < M:
         raise ConfigError(f"train.batch_size={config.train.batch_size} leaves no sample for each of {M} micro-batches")
     method.check(K)
-    fill = -(-method.delays(K)[0] // M) + 1
     return Contender(
         name=name,
         kind="ours",
@@ -134,9 +133,14 @@ def _ours(name: str, config: RunConfig, place: Place) -> Contender:
         threads=place.threads,
         micro_batches=M,
         samples=config.train.batch_size // M * M,
-        warmup=max(place.warmup, fill),
+        warmup=max(place.warmup, updates_to_fill(method, K)),
         method=method,
     )
+
+
+def updates_to_fill(method: Method, num_stages: int) -> int:
+    """After so many all stages of a pipeline are at work."""
+    return -(-method.delays(num_stages)[0] // method.micro_batches_per_update) + 1
 
 
 @dataclass(frozen=True, kw_only=True)

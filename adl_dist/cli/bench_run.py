@@ -16,10 +16,9 @@ from adl_dist.cli.bench_contenders import Contender
 from adl_dist.cli.bench_data import stretching
 from adl_dist.cli.bench_rank import Task, result_file
 from adl_dist.cli.bench_survey import Survey
-from adl_dist.cli.children import RUN, Child, ChildFailed, run_together, summary_in, training
+from adl_dist.cli.children import Child, ChildFailed, ends_in, pace, run_together, summary_in, training
 from adl_dist.cli.plan_report import method_words
 from adl_dist.cli.schema import RunConfig
-from adl_dist.report.recorder import METRICS
 from adl_dist.schedule import Method
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -100,17 +99,6 @@ def measure_once(contender: Contender, setting: Setting, *, repetition: int, num
             return replace(bare, error=str(failed))
 
 
-def pace(ends: Sequence[float], *, warmup: int) -> float:
-    """Seconds per update, from when each update ended; the first ``warmup`` do not count.
-
-    Raises:
-        ChildFailed: the clock has not moved, or there are too few updates.
-    """
-    if len(ends) <= warmup or not ends[-1] > ends[warmup - 1]:
-        raise ChildFailed(f"{len(ends)} updates, of which {warmup} do not count, are too few to be measured")
-    return (ends[-1] - ends[warmup - 1]) / (len(ends) - warmup)
-
-
 def words_of(contender: Contender, setting: Setting, num_updates: int) -> list[str]:
     """Of the command line that configures ``contender``."""
     config = setting.config
@@ -137,9 +125,7 @@ def _ours(contender: Contender, setting: Setting, folder: Path, log: Path, bare:
     children = [replace(each, environment={**each.environment, **threads}) for each in children]
     run_together(children, timeout_seconds=setting.timeout_seconds)
     summary = summary_in(folder)
-    records = [json.loads(line) for line in (folder / RUN / METRICS).read_text().splitlines()]
-    ends = [record["elapsed_seconds"] for record in records if record["name"] == "train/loss"]
-    seconds = pace(ends, warmup=contender.warmup)
+    seconds = pace(ends_in(folder), warmup=contender.warmup)
     return replace(
         bare,
         images_per_second=contender.samples / seconds,

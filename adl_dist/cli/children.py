@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from adl_dist.report.recorder import METRICS
 from adl_dist.runtime.child import LAUNCHER
 from adl_dist.runtime.run_folder import SUMMARY
 
@@ -53,6 +54,23 @@ def summary_in(folder: Path) -> dict[str, Any]:
     """The summary of the run that :func:`training` made in ``folder``."""
     summary: dict[str, Any] = json.loads((folder / RUN / SUMMARY).read_text())
     return summary
+
+
+def ends_in(folder: Path) -> list[float]:
+    """When each update of that run ended, in seconds since the run's only epoch began."""
+    records = [json.loads(line) for line in (folder / RUN / METRICS).read_text().splitlines()]
+    return [record["elapsed_seconds"] for record in records if record["name"] == "train/loss"]
+
+
+def pace(ends: Sequence[float], *, warmup: int) -> float:
+    """Seconds per update, from when each update ended; the first ``warmup`` do not count.
+
+    Raises:
+        ChildFailed: the clock has not moved, or there are too few updates.
+    """
+    if len(ends) <= warmup or not ends[-1] > ends[warmup - 1]:
+        raise ChildFailed(f"{len(ends)} updates, of which {warmup} do not count, are too few to be measured")
+    return (ends[-1] - ends[warmup - 1]) / (len(ends) - warmup)
 
 
 def run_together(children: Sequence[Child], *, timeout_seconds: float | None = None) -> None:

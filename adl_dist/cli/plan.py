@@ -115,7 +115,9 @@ def _plan(
     if flags.check is not None:
         cases = check_cases(config, flags.overrides, grain, measurer.chain, machine, threads=measurer.threads)
         size = batch // chosen.micro_batches_per_update
-        _say("\n" + checked(cases, lambda: measurer.profile(size), repetitions=flags.check, batch_size=batch))
+        samples = size * chosen.micro_batches_per_update
+        data = config.data["_target_"]
+        _say("\n" + checked(cases, lambda: measurer.profile(size), repetitions=flags.check, samples=samples, data=data))
 
 
 def _flags(words: list[str]) -> argparse.Namespace:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from adl_dist.cli.children import ChildFailed, run_together, summary_in, training
+from adl_dist.cli.bench_contenders import updates_to_fill
+from adl_dist.cli.bench_data import stretching
+from adl_dist.cli.children import ChildFailed, ends_in, pace, run_together, training
 from adl_dist.cli.plan_report import method_words
 from adl_dist.cli.schema import RunConfig
 from adl_dist.errors import ConfigError
@@ -18,7 +19,8 @@ from adl_dist.partition.profile import Profile
 from adl_dist.schedule import Method
 
 SECONDS = 15.0  # of one run, about
-FEWEST = 12  # updates of one run
+FEWEST = 6  # updates of one run
+WARMUP = 3  # updates before these, at least: a prediction is of the steady state
 
 
 @dataclass(kw_only=True)
@@ -27,6 +29,7 @@ class Case:
 
     Attributes:
         title: for people.
+        warmup: updates that do not count.
         words_of: of ``adl-dist train``, for the sizes of a cut.
         predict: what a measurement makes of it.
         predicted: images per second, of each repetition.
@@ -34,6 +37,7 @@ class Case:
     """
 
     title: str
+    warmup: int
     words_of: Callable[[Sequence[int]], Sequence[str]]
     predict: Callable[..., Prediction]
     predicted: list[float] = field(default_factory=list)
@@ -50,7 +54,7 @@ def check_cases(
     """The configured method with the best cut and with an even one, and backpropagation on one device."""
     method, K = config.method.chosen(), config.partition.num_stages
     kept = [w for w in overrides if not w.lstrip("+~").startswith(("method", "partition", "runtime.threads="))]
-    kept.append(f"runtime.threads={threads}")
+    kept += [f"runtime.threads={threads}", "runtime.trace=false", "runtime.memory=false"]
     even = even_sizes(chain, K)
 
     def cut(sizes: Sequence[int]) -> list[str]:
@@ -61,30 +65,37 @@ def check_cases(
     alone = [*kept, *method_words(bp), "partition.num_stages=1"]
     title = f"{method.name}, K = {K}"
     ours = partial(predict, method=method, num_stages=K, machine=machine)
+    fill = max(WARMUP, updates_to_fill(method, K))
+    of_bp = partial(predict, method=bp, num_stages=1)
     return [
-        Case(title=f"{title}, best cut", words_of=cut, predict=ours),
-        Case(title=f"{title}, even cut", words_of=cut, predict=partial(ours, sizes=even)),
-        Case(title="bp, one device", words_of=lambda sizes: alone, predict=partial(predict, method=bp, num_stages=1)),
+        Case(title=f"{title}, best cut", warmup=fill, words_of=cut, predict=ours),
+        Case(title=f"{title}, even cut", warmup=fill, words_of=cut, predict=partial(ours, sizes=even)),
+        Case(title="bp, one device", warmup=WARMUP, words_of=lambda sizes: alone, predict=of_bp),
     ]
 
 
-def checked(cases: Sequence[Case], measure: Callable[[], Profile], *, repetitions: int, batch_size: int) -> str:
-    """Measure the model, run each case, and again, so that predictions and runs see the same state of the machine.
+def checked(cases: Sequence[Case], measure: Callable[[], Profile], *, repetitions: int, samples: int, data: str) -> str:
+    """Measure the model, cut it, run each case, and again: prediction and run see the same state of the machine.
+
+    Args:
+        cases: to be run.
+        measure: the model.
+        repetitions: how often.
+        samples: of an update.
+        data: the user's ``data._target_``.
 
     Returns:
         A table for people.
     """
-    sizes: dict[str, list[int]] = {}
     for _ in range(repetitions):
         profile = measure()
         for case in cases:
-            same = {"sizes": sizes[case.title]} if case.title in sizes else {}  # the same cut in each repetition
-            prediction = case.predict(profile, **same)
-            sizes[case.title] = prediction.balance.sizes
+            prediction = case.predict(profile)
             case.predicted.append(prediction.images_per_second)
-            updates = max(FEWEST, round(SECONDS * prediction.images_per_second / batch_size))
-            summary = _train([*case.words_of(prediction.balance.sizes), f"train.max_updates={updates}"])
-            case.measured.append(summary["samples_per_second"])
+            updates = max(FEWEST, round(SECONDS * prediction.images_per_second / samples)) + case.warmup
+            words = [*case.words_of(prediction.balance.sizes), *stretching(data, updates * samples)]
+            ends = _train([*words, "train.epochs=1", f"train.max_updates={updates}"])
+            case.measured.append(samples / pace(ends, warmup=case.warmup))
     return table(cases)
 
 
@@ -97,11 +108,11 @@ def table(cases: Sequence[Case]) -> str:
     return "\n".join(lines)
 
 
-def _train(words: Sequence[str]) -> dict[str, Any]:
+def _train(words: Sequence[str]) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
-        child = training([*words, "train.epochs=100000"], Path(folder))
+        child = training(words, Path(folder))
         try:
             run_together([child])
         except ChildFailed as failed:
             raise ConfigError(f"--check: adl-dist train {' '.join(words)} failed: {failed}") from failed
-        return summary_in(Path(folder))
+        return ends_in(Path(folder))

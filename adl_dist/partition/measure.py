@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
@@ -16,8 +17,9 @@ from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import UnitCost
 from adl_dist.partition.profile import Profile
 
-ROUNDS = 7  # after one to warm up
-SECONDS = 5.0  # no further round is started after so long
+WARMUP = 2  # rounds; the second is the first to add to gradients that are there
+FEWEST, MOST = 3, 30  # rounds behind these
+SECONDS = 6.0  # no further round is started after so long
 
 Figures = TypeVar("Figures")
 LossFn = Callable[[Any, Tensor], Tensor]
@@ -59,8 +61,8 @@ def measure(
         shapes = bench.look(model, chain, wire_dtype)
         rounds = _repeated(bench.run)
         update, copies = _update(model, optimizer, input_.device)
-    # The least: a unit is so short that what is slower was interrupted. Their sum is scaled to the median of the whole.
-    forward, backward = ([min(r[i][u] for r in rounds[1:]) for u in range(len(pieces))] for i in (0, 1))
+    # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: so is training.
+    forward, backward = ([min(r[i][u] for r in rounds) for u in range(len(pieces))] for i in (0, 1))
     parameter_bytes = [unit.parameter_bytes for unit in shapes]
     share = update / max(1, sum(parameter_bytes))
     return Profile(
@@ -69,8 +71,8 @@ def measure(
             replace(unit, forward=f, backward=b, update=unit.parameter_bytes * share)
             for unit, f, b in zip(shapes, forward, backward, strict=True)
         ],
-        forward=statistics.median(w[0] for w in wholes[1:]),
-        backward=statistics.median(w[1] for w in wholes[1:]),
+        forward=statistics.fmean(w[0] for w in wholes),
+        backward=statistics.fmean(w[1] for w in wholes),
         optimizer_copies=copies,
     )
 
@@ -91,26 +93,22 @@ def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
 
 
 def pace(
-    model: nn.Module,
-    input_: Tensor,
-    target: Tensor,
-    loss_fn: LossFn,
-    within: Within = nullcontext,
+    model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, within: Within = nullcontext
 ) -> tuple[float, float]:
-    """Seconds of forward and backward of the whole model, the median of a few. Its state is as before."""
+    """Seconds of forward and backward of the whole model, the mean of some. Its state is as before."""
     with _restored(model, input_), torch.enable_grad():
         model.train()
         times = _repeated(lambda: _whole(model, input_, target, loss_fn, within))
-    return statistics.median(t[0] for t in times[1:]), statistics.median(t[1] for t in times[1:])
+    return statistics.fmean(t[0] for t in times), statistics.fmean(t[1] for t in times)
 
 
 def _repeated(measured: Callable[[], Figures]) -> list[Figures]:
-    """What is measured ``ROUNDS`` times, or as often as there is time; the first is to warm up."""
+    """What is measured some times, as often as there is time."""
     figures: list[Figures] = []
     start = time.perf_counter()
-    while len(figures) <= ROUNDS and (len(figures) < 3 or time.perf_counter() - start < SECONDS):
+    while len(figures) < WARMUP + FEWEST or (len(figures) < WARMUP + MOST and time.perf_counter() - start < SECONDS):
         figures.append(measured())
-    return figures
+    return figures[WARMUP:]
 
 
 class _Bench:
@@ -262,15 +260,17 @@ def _whole(model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, wi
 def _update(
     model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device
 ) -> tuple[float, float]:
-    """Seconds of one step and of clearing the gradients; and bytes of state for each byte of parameters."""
+    """Seconds of what ends a group, norm, step and cleared gradients; and bytes of state for each of parameters."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         return 0.0, 0.0
     made, seconds = optimizer(parameters), []
     for _ in range(4):
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
+        grads = [torch.ones_like(p) for p in parameters]  # not zeros, whose pages need not be there
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
         start = _now(device)
+        get_total_norm(grads)
         made.step()
         made.zero_grad()
         seconds.append(_now(device) - start)

@@ -17,9 +17,9 @@ from adl_dist.cli.bench_contenders import DEFAULT, Place, Traffic, contenders
 from adl_dist.cli.bench_data import stretched
 from adl_dist.cli.bench_rank import Task, _batches
 from adl_dist.cli.bench_report import baseline, facts_of, ratio, report, rows
-from adl_dist.cli.bench_run import Measured, Placing, Setting, pace, shares, words_of
+from adl_dist.cli.bench_run import Measured, Placing, Setting, shares, words_of
 from adl_dist.cli.bench_survey import survey
-from adl_dist.cli.children import Child, ChildFailed, run_together
+from adl_dist.cli.children import Child, ChildFailed, pace, run_together
 from adl_dist.cli.compose import compose_run
 from tests.support.commands import in_process, left_behind, shows
 
