@@ -16,7 +16,7 @@ help:
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
 	@echo "make test-fuzz                      strangers knock at every port of a run for a minute; some minutes"
 	@echo "make test-faults [ARGS='--seeds N'] 10,000 runs with faults drawn by a seed: a quarter of an hour on two cores"
-	@echo "make test-kill [ARGS='--kills N']   kill 100 runs and start them again: half an hour or more; Linux only"
+	@echo "make test-kill [ARGS='--kills N']   kill 100 runs and start them again: an hour; Linux only"
 	@echo "make test-gpu                       run the tests that need a CUDA device; NCCL's need two"
 	@echo "make test-slurm                     a SLURM cluster of four nodes on this machine; needs root, Linux, apt"
 	@echo "make lint                           ruff and mypy"

@@ -133,14 +133,9 @@ def _ours(name: str, config: RunConfig, place: Place) -> Contender:
         threads=place.threads,
         micro_batches=M,
         samples=config.train.batch_size // M * M,
-        warmup=max(place.warmup, updates_to_fill(method, K)),
+        warmup=max(place.warmup, method.updates_to_fill(K)),
         method=method,
     )
-
-
-def updates_to_fill(method: Method, num_stages: int) -> int:
-    """After so many all stages of a pipeline are at work."""
-    return -(-method.delays(num_stages)[0] // method.micro_batches_per_update) + 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,22 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from adl_dist.cli.bench_contenders import Contender
-from adl_dist.cli.bench_data import stretching
 from adl_dist.cli.bench_rank import Task, result_file
 from adl_dist.cli.bench_survey import Survey
-from adl_dist.cli.children import Child, ChildFailed, ends_in, pace, run_together, summary_in, training
-from adl_dist.cli.plan_report import method_words
+from adl_dist.cli.children import Child, ChildFailed, run_together
+from adl_dist.cli.measured import seconds_per_update, summary_in, training, update_ends, words_to_measure
 from adl_dist.cli.schema import RunConfig
 from adl_dist.schedule import Method
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-# What a bench decides itself; all other words of the user reach every contender.
-OURS_TO_SAY = (
-    *("method", "partition", "run_dir", "resume", "train.epochs", "train.max_updates"),
-    *("runtime.processes", "runtime.threads", "runtime.bind_cores", "runtime.trace", "runtime.memory"),
-    "runtime.checkpoint_every_updates",
-    "hydra.mode",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +93,18 @@ def measure_once(contender: Contender, setting: Setting, *, repetition: int, num
 
 def words_of(contender: Contender, setting: Setting, num_updates: int) -> list[str]:
     """Of the command line that configures ``contender``."""
-    config = setting.config
-    kept = [w for w in setting.overrides if not w.lstrip("+~").startswith(OURS_TO_SAY)]
-    micro_batches = contender.micro_batches
-    method = contender.method or Method(name="bp", accumulation_steps=micro_batches)
-    words = [*kept, *method_words(method), f"partition.num_stages={contender.num_processes}", "hydra.mode=RUN"]
-    if contender.num_processes > 1 and contender.kind != "ddp":
-        sizes = ",".join(map(str, setting.survey.sizes))
-        words += [f"partition.grain={setting.survey.grain}", f"partition.balance=[{sizes}]"]
-    words += [f"train.max_updates={num_updates}", "train.epochs=1", f"runtime.threads={contender.threads}"]
-    # Whatever slows ours alone is not what is compared.
-    words += ["runtime.trace=false", "runtime.memory=false"]
-    words.append(f"runtime.bind_cores={'false' if setting.placing.cores is None else 'true'}")
-    return words + stretching(config.data["_target_"], num_updates * contender.samples)
+    in_stages = contender.num_processes > 1 and contender.kind != "ddp"
+    return words_to_measure(
+        setting.config,
+        setting.overrides,
+        method=contender.method or Method(name="bp", accumulation_steps=contender.micro_batches),
+        num_stages=contender.num_processes,
+        cut=(setting.survey.grain, setting.survey.sizes) if in_stages else None,
+        num_updates=num_updates,
+        samples=contender.samples,
+        threads=contender.threads,
+        bind_cores=setting.placing.cores is not None,
+    )
 
 
 def _ours(contender: Contender, setting: Setting, folder: Path, log: Path, bare: Measured) -> Measured:
@@ -125,7 +116,7 @@ def _ours(contender: Contender, setting: Setting, folder: Path, log: Path, bare:
     children = [replace(each, environment={**each.environment, **threads}) for each in children]
     run_together(children, timeout_seconds=setting.timeout_seconds)
     summary = summary_in(folder)
-    seconds = pace(ends_in(folder), warmup=contender.warmup)
+    seconds = seconds_per_update(update_ends(folder), warmup=contender.warmup)
     return replace(
         bare,
         images_per_second=contender.samples / seconds,
@@ -172,7 +163,7 @@ def _of_torch(contender: Contender, setting: Setting, folder: Path, log: Path, b
         ]
     run_together(children, timeout_seconds=setting.timeout_seconds)
     found = [json.loads(result_file(folder, rank).read_text()) for rank in range(K)]
-    seconds = max(pace(rank["ends"], warmup=contender.warmup) for rank in found)
+    seconds = max(seconds_per_update(rank["ends"], warmup=contender.warmup) for rank in found)
     return replace(
         bare,
         images_per_second=contender.samples / seconds,

@@ -1,25 +1,19 @@
 """Runs commands in processes of their own, ends them all when one fails, and says why it did."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from adl_dist.report.recorder import METRICS
 from adl_dist.runtime.child import LAUNCHER
-from adl_dist.runtime.run_folder import SUMMARY
 
 LOOK_SECONDS = 0.05
 SECONDS_TO_END = 10.0
 SECONDS_TO_TELL = 3.0  # which the others get to say what they know, once one of them has failed
-RUN, LOG = "run", "output.log"
 SAYS_ERROR = "adl-dist: error: "
 
 
@@ -42,35 +36,6 @@ class Child:
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_with_us: bool = True
-
-
-def training(words: Sequence[str], folder: Path) -> Child:
-    """``adl-dist train`` with a run folder inside of ``folder``, for measuring: nothing is saved on the way."""
-    own = [f"run_dir='{_quoted(folder / RUN)}'", "runtime.tensorboard=false", "runtime.checkpoint_every_epochs=0"]
-    return Child(command=[sys.executable, "-m", "adl_dist", "train", *words, *own], log=folder / LOG)
-
-
-def summary_in(folder: Path) -> dict[str, Any]:
-    """The summary of the run that :func:`training` made in ``folder``."""
-    summary: dict[str, Any] = json.loads((folder / RUN / SUMMARY).read_text())
-    return summary
-
-
-def ends_in(folder: Path) -> list[float]:
-    """When each update of that run ended, in seconds since the run's only epoch began."""
-    records = [json.loads(line) for line in (folder / RUN / METRICS).read_text().splitlines()]
-    return [record["elapsed_seconds"] for record in records if record["name"] == "train/loss"]
-
-
-def pace(ends: Sequence[float], *, warmup: int) -> float:
-    """Seconds per update, from when each update ended; the first ``warmup`` do not count.
-
-    Raises:
-        ChildFailed: the clock has not moved, or there are too few updates.
-    """
-    if len(ends) <= warmup or not ends[-1] > ends[warmup - 1]:
-        raise ChildFailed(f"{len(ends)} updates, of which {warmup} do not count, are too few to be measured")
-    return (ends[-1] - ends[warmup - 1]) / (len(ends) - warmup)
 
 
 def run_together(children: Sequence[Child], *, timeout_seconds: float | None = None) -> None:
@@ -143,7 +108,3 @@ def _last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix(SAYS_ERROR) for line in lines if line.startswith(SAYS_ERROR)]
     return (errors or lines or [""])[-1]
-
-
-def _quoted(path: Path) -> str:
-    return str(path).replace("'", "\\'")

@@ -113,11 +113,11 @@ def _plan(
     if flags.out is not None:
         _say(f"picture      {flags.out}")
     if flags.check is not None:
-        cases = check_cases(config, flags.overrides, grain, measurer.chain, machine, threads=measurer.threads)
-        size = batch // chosen.micro_batches_per_update
+        size, threads = batch // chosen.micro_batches_per_update, measurer.threads
         samples = size * chosen.micro_batches_per_update
-        data = config.data["_target_"]
-        _say("\n" + checked(cases, lambda: measurer.profile(size), repetitions=flags.check, samples=samples, data=data))
+        chain = measurer.chain
+        cases = check_cases(config, flags.overrides, grain, chain, machine, samples=samples, threads=threads)
+        _say("\n" + checked(cases, lambda: measurer.profile(size), repetitions=flags.check, samples=samples))
 
 
 def _flags(words: list[str]) -> argparse.Namespace:

@@ -1,5 +1,6 @@
 """``adl-dist plan --check``: runs what was predicted, and sets what is measured beside it."""
 
+import shlex
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -7,10 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from adl_dist.cli.bench_contenders import updates_to_fill
-from adl_dist.cli.bench_data import stretching
-from adl_dist.cli.children import ChildFailed, ends_in, pace, run_together, training
-from adl_dist.cli.plan_report import method_words
+from adl_dist.cli.children import ChildFailed, run_together
+from adl_dist.cli.measured import seconds_per_update, training, update_ends, words_to_measure
 from adl_dist.cli.schema import RunConfig
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Chain, Machine, even_sizes
@@ -30,7 +29,7 @@ class Case:
     Attributes:
         title: for people.
         warmup: updates that do not count.
-        words_of: of ``adl-dist train``, for the sizes of a cut.
+        words_of: of ``adl-dist train``, for the sizes of a cut and a number of updates.
         predict: what a measurement makes of it.
         predicted: images per second, of each repetition.
         measured: the same, as measured.
@@ -38,7 +37,7 @@ class Case:
 
     title: str
     warmup: int
-    words_of: Callable[[Sequence[int]], Sequence[str]]
+    words_of: Callable[[Sequence[int], int], Sequence[str]]
     predict: Callable[..., Prediction]
     predicted: list[float] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)
@@ -49,32 +48,48 @@ class Case:
 
 
 def check_cases(
-    config: RunConfig, overrides: Sequence[str], grain: str, chain: Chain, machine: Machine, *, threads: int
+    config: RunConfig,
+    overrides: Sequence[str],
+    grain: str,
+    chain: Chain,
+    machine: Machine,
+    *,
+    samples: int,
+    threads: int,
 ) -> list[Case]:
     """The configured method with the best cut and with an even one, and backpropagation on one device."""
-    method, K = config.method.chosen(), config.partition.num_stages
-    kept = [w for w in overrides if not w.lstrip("+~").startswith(("method", "partition", "runtime.threads="))]
-    kept += [f"runtime.threads={threads}", "runtime.trace=false", "runtime.memory=false"]
-    even = even_sizes(chain, K)
+    configured, K = config.method.chosen(), config.partition.num_stages
+    bp = Method(name="bp", accumulation_steps=configured.micro_batches_per_update)
 
-    def cut(sizes: Sequence[int]) -> list[str]:
-        words = [f"partition.num_stages={K}", f"partition.grain={grain}", f"partition.balance={list(sizes)}"]
-        return [*kept, *method_words(method), *words]
+    def case(title: str, method: Method, num_stages: int, fixed: Sequence[int] | None = None) -> Case:
+        def words_of(sizes: Sequence[int], num_updates: int) -> Sequence[str]:
+            return words_to_measure(
+                config,
+                overrides,
+                method=method,
+                num_stages=num_stages,
+                cut=(grain, sizes) if num_stages > 1 else None,
+                num_updates=num_updates,
+                samples=samples,
+                threads=threads,
+                bind_cores=config.runtime.bind_cores,
+            )
 
-    bp = Method(name="bp", accumulation_steps=method.micro_batches_per_update)
-    alone = [*kept, *method_words(bp), "partition.num_stages=1"]
-    title = f"{method.name}, K = {K}"
-    ours = partial(predict, method=method, num_stages=K, machine=machine)
-    fill = max(WARMUP, updates_to_fill(method, K))
-    of_bp = partial(predict, method=bp, num_stages=1)
+        return Case(
+            title=f"{method.name}, {title}",
+            warmup=max(WARMUP, method.updates_to_fill(num_stages)),
+            words_of=words_of,
+            predict=partial(predict, method=method, num_stages=num_stages, machine=machine, sizes=fixed),
+        )
+
     return [
-        Case(title=f"{title}, best cut", warmup=fill, words_of=cut, predict=ours),
-        Case(title=f"{title}, even cut", warmup=fill, words_of=cut, predict=partial(ours, sizes=even)),
-        Case(title="bp, one device", warmup=WARMUP, words_of=lambda sizes: alone, predict=of_bp),
+        case(f"K = {K}, best cut", configured, K),
+        case(f"K = {K}, even cut", configured, K, even_sizes(chain, K)),
+        case("one device", bp, 1),
     ]
 
 
-def checked(cases: Sequence[Case], measure: Callable[[], Profile], *, repetitions: int, samples: int, data: str) -> str:
+def checked(cases: Sequence[Case], measure: Callable[[], Profile], *, repetitions: int, samples: int) -> str:
     """Measure the model, cut it, run each case, and again: prediction and run see the same state of the machine.
 
     Args:
@@ -82,20 +97,25 @@ def checked(cases: Sequence[Case], measure: Callable[[], Profile], *, repetition
         measure: the model.
         repetitions: how often.
         samples: of an update.
-        data: the user's ``data._target_``.
 
     Returns:
         A table for people.
+
+    Raises:
+        ConfigError: a run failed.
     """
     for _ in range(repetitions):
         profile = measure()
         for case in cases:
             prediction = case.predict(profile)
             case.predicted.append(prediction.images_per_second)
-            updates = max(FEWEST, round(SECONDS * prediction.images_per_second / samples)) + case.warmup
-            words = [*case.words_of(prediction.balance.sizes), *stretching(data, updates * samples)]
-            ends = _train([*words, "train.epochs=1", f"train.max_updates={updates}"])
-            case.measured.append(samples / pace(ends, warmup=case.warmup))
+            updates = case.warmup + max(FEWEST, round(SECONDS * prediction.images_per_second / samples))
+            words = case.words_of(prediction.balance.sizes, updates)
+            try:
+                seconds = seconds_per_update(_train(words), warmup=case.warmup)
+            except ChildFailed as failed:
+                raise ConfigError(f"--check: adl-dist train {shlex.join(words)} failed: {failed}") from failed
+            case.measured.append(samples / seconds)
     return table(cases)
 
 
@@ -109,10 +129,7 @@ def table(cases: Sequence[Case]) -> str:
 
 
 def _train(words: Sequence[str]) -> list[float]:
+    """When each update ended."""
     with tempfile.TemporaryDirectory() as folder:
-        child = training(words, Path(folder))
-        try:
-            run_together([child])
-        except ChildFailed as failed:
-            raise ConfigError(f"--check: adl-dist train {' '.join(words)} failed: {failed}") from failed
-        return ends_in(Path(folder))
+        run_together([training(words, Path(folder))])
+        return update_ends(Path(folder))

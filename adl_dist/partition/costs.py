@@ -31,7 +31,7 @@ class UnitCost:
         name: of the unit.
         forward: seconds.
         backward: seconds.
-        update: seconds of its share of one optimizer step, divided by M already.
+        update: seconds of its share of what ends a group (norm, step, cleared gradients), divided by M already.
         parameter_bytes: of its parameters, once.
         activation_bytes: kept from the forward to the backward.
         work_bytes: for the moment of its backward: gradients of its parameters, as a kernel makes them and as they are

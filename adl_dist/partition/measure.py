@@ -19,7 +19,7 @@ from adl_dist.partition.profile import Profile
 
 WARMUP = 2  # rounds; the second is the first to add to gradients that are there
 FEWEST, MOST = 3, 30  # rounds behind these
-SECONDS = 6.0  # no further round is started after so long
+SECONDS = 6.0  # beyond the fewest no round is started after so long
 
 Figures = TypeVar("Figures")
 LossFn = Callable[[Any, Tensor], Tensor]
@@ -61,7 +61,7 @@ def measure(
         shapes = bench.look(model, chain, wire_dtype)
         rounds = _repeated(bench.run)
         update, copies = _update(model, optimizer, input_.device)
-    # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: so is training.
+    # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: training is interrupted.
     forward, backward = ([min(r[i][u] for r in rounds) for u in range(len(pieces))] for i in (0, 1))
     parameter_bytes = [unit.parameter_bytes for unit in shapes]
     share = update / max(1, sum(parameter_bytes))
@@ -103,7 +103,7 @@ def pace(
 
 
 def _repeated(measured: Callable[[], Figures]) -> list[Figures]:
-    """What is measured some times, as often as there is time."""
+    """What is measured, as often as there is time, without the first rounds."""
     figures: list[Figures] = []
     start = time.perf_counter()
     while len(figures) < WARMUP + FEWEST or (len(figures) < WARMUP + MOST and time.perf_counter() - start < SECONDS):
@@ -266,11 +266,10 @@ def _update(
         return 0.0, 0.0
     made, seconds = optimizer(parameters), []
     for _ in range(4):
-        grads = [torch.ones_like(p) for p in parameters]  # not zeros, whose pages need not be there
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)  # not zeros, whose pages need not be there
         start = _now(device)
-        get_total_norm(grads)
+        get_total_norm([p.grad for p in parameters if p.grad is not None])
         made.step()
         made.zero_grad()
         seconds.append(_now(device) - start)

@@ -15,7 +15,7 @@ class Profile:
 
     Attributes:
         of: what was measured: model, batch, device, threads, versions. Costs of something else are not these.
-        units: of the chain; ``update`` is of one optimizer step, not divided by M.
+        units: of the chain; ``update`` is of a whole group, not divided by M.
         forward: seconds of the whole model at once, with the loss.
         backward: seconds of its backward.
         optimizer_copies: bytes of the optimizer's state, for each byte of parameters.

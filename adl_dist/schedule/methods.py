@@ -146,6 +146,10 @@ class Method:
         """The delay of one stage; see :meth:`delays`."""
         return self.delays(num_stages)[stage]
 
+    def updates_to_fill(self, num_stages: int) -> int:
+        """After so many all stages of a pipeline are at work."""
+        return -(-self.delays(num_stages)[0] // self.micro_batches_per_update) + 1
+
     def max_pending(self, num_stages: int) -> int:
         """Messages under way on an edge beyond which a send waits for the oldest.
 

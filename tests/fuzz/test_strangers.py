@@ -54,6 +54,7 @@ def trained(starts: list[Sequence[str]], folder: Path, *, strangers: bool) -> tu
             for place, start in enumerate(starts)
         ]
         nodes[0].wait_for_update(1, seconds=200)
+        ranks = {pid for pid, rank in nodes[0].processes().items() if rank is not None}
         fuzzer = Fuzzer(lambda: open_ports(nodes[0].processes()))
         began, of_strangers_before = time.monotonic(), _cpu_seconds(resource.RUSAGE_SELF)
         with fuzzer if strangers else nullcontext():
@@ -61,6 +62,9 @@ def trained(starts: list[Sequence[str]], folder: Path, *, strangers: bool) -> tu
         seconds, cpu_of_strangers = time.monotonic() - began, _cpu_seconds(resource.RUSAGE_SELF) - of_strangers_before
         assert codes == [0] * len(nodes), "".join(node.err for node in nodes)
         assert [node.err for node in nodes if "Traceback" in node.err] == []
+    assert bool(fuzzer.attempts) == strangers
+    assert [port for port in fuzzer.attempts if not port.is_on_loopback] == []
+    assert [port for port in fuzzer.let_in if port.pid in ranks] == [], "at most the agents talk to strangers"
     cpu_of_run = _cpu_seconds(resource.RUSAGE_CHILDREN) - of_runs_before
     summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
     speed = f"{summary['samples_per_second']:.0f} samples/s, {cpu_of_run:.0f} CPU s"

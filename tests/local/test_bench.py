@@ -19,8 +19,9 @@ from adl_dist.cli.bench_rank import Task, _batches
 from adl_dist.cli.bench_report import baseline, facts_of, ratio, report, rows
 from adl_dist.cli.bench_run import Measured, Placing, Setting, shares, words_of
 from adl_dist.cli.bench_survey import survey
-from adl_dist.cli.children import Child, ChildFailed, pace, run_together
+from adl_dist.cli.children import Child, ChildFailed, run_together
 from adl_dist.cli.compose import compose_run
+from adl_dist.cli.measured import seconds_per_update
 from tests.support.commands import in_process, left_behind, shows
 
 PLACE = Place(threads=1, num_cores=2, num_gpus=0, warmup=3)
@@ -94,9 +95,9 @@ def test_processes_share_the_cores_and_a_single_one_takes_as_many_as_it_has_thre
 
 
 def test_the_pace_is_that_after_the_warm_up():
-    assert pace([0.0, 10.0, 11.0, 12.0], warmup=2) == 1.0
+    assert seconds_per_update([0.0, 10.0, 11.0, 12.0], warmup=2) == 1.0
     with pytest.raises(ChildFailed, match="2 updates, of which 2 do not count, are too few"):
-        pace([0.0, 10.0], warmup=2)
+        seconds_per_update([0.0, 10.0], warmup=2)
 
 
 def test_bytes_are_counted_as_each_way_to_train_sends_them():

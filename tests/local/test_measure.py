@@ -83,6 +83,48 @@ class Transposing(nn.Module):
         return torch.tanh(self.second(x)).transpose(0, 1)
 
 
+class SlowAtTimes(nn.Linear):
+    """A layer that sleeps in those of its forwards, counted from 0."""
+
+    def __init__(self, calls, seconds):
+        super().__init__(4, 4)
+        self.calls, self.seconds, self.num_calls = calls, seconds, 0
+
+    def forward(self, x):
+        time.sleep(self.seconds if self.num_calls in self.calls else 0.0)
+        self.num_calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("calls", "expected"), [((0, 1), 0.0), ((2,), 0.1), ((3, 4), 0.2)])
+def test_the_model_takes_the_mean_of_all_rounds_but_those_that_warm_up(monkeypatch, calls, expected):
+    monkeypatch.setattr("adl_dist.partition.measure.MOST", 3)
+    _, told = profile_of(nn.Sequential(SlowAtTimes(calls, 0.3)), torch.randn(4, 4))
+    assert told.forward == pytest.approx(expected, abs=0.05)
+
+
+def test_what_ends_a_group_is_norm_step_and_cleared_gradients(monkeypatch):
+    class Sleepy(torch.optim.SGD):
+        def step(self, closure=None):
+            time.sleep(0.02)
+            return super().step(closure)
+
+        def zero_grad(self, set_to_none=True):
+            time.sleep(0.04)
+            super().zero_grad(set_to_none)
+
+    normed = []
+
+    def norm(grads):
+        normed.append(len(grads))
+        time.sleep(0.08)
+
+    monkeypatch.setattr("adl_dist.partition.measure.get_total_norm", norm)
+    units, _ = profile_of(perceptron(), torch.randn(4, 6), optimizer=lambda ps: Sleepy(ps, lr=0.1))
+    assert set(normed) == {4}, "weights and biases of two layers"
+    assert sum(unit.update for unit in units.values()) == pytest.approx(0.14, abs=0.05)
+
+
 def test_bytes_of_a_perceptron_are_those_counted_by_hand():
     units, told = profile_of(perceptron(), torch.randn(4, 6))
     first, relu, last = (units[name] for name in "012")

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from adl_dist.cli import plan_check
-from adl_dist.cli.plan_check import Case, checked
 from adl_dist.cli.plan_neighbours import neighbours
 from adl_dist.cli.plan_report import line_to_paste
 from adl_dist.errors import ConfigError
@@ -250,41 +248,6 @@ def test_the_shape_of_a_sample_stands_in_for_data_that_is_not_there(tmp_path):
     )
     shows(in_process("plan", *missing).refusal(), ["expected a folder train", "--input 3,224,224"])
     assert "input [3, 8, 8]" in done(*missing, "--input", "3,8,8", "--methods", "adl")
-
-
-def test_a_check_counts_the_steady_state_of_the_cut_that_each_measurement_makes(monkeypatch):
-    ran = []
-
-    def train(words):
-        ran.append(words)
-        return [10.0, 20.0, 30.0, *(30.0 + 2.0 * i for i in range(1, 7))]  # filling takes longer
-
-    monkeypatch.setattr(plan_check, "_train", train)
-    equal = known()
-    heavy = replace(equal, units=[replace(equal.units[0], forward=4.0), *equal.units[1:]], forward=11.0)
-    profiles = iter([equal, heavy])
-    case = Case(
-        title="adl",
-        warmup=3,
-        words_of=lambda sizes: [f"cut={sizes}"],
-        predict=lambda profile: predict(profile, method("adl", accumulation_steps=4), num_stages=2),
-    )
-    checked([case], lambda: next(profiles), repetitions=2, samples=40, data="some.data")
-    assert case.measured == [40 / 2.0] * 2
-    assert [words[0] for words in ran] == ["cut=[4, 4]", "cut=[3, 5]"]
-    assert case.predicted == pytest.approx([10 / 12, 10 / 15])
-    updates = 3 + plan_check.FEWEST
-    expected = [f"data.bench_samples={updates * 40}", "train.epochs=1", f"train.max_updates={updates}"]
-    assert ran[0][-3:] == expected, "one epoch, so that the pipeline is filled once"
-
-
-def test_a_check_trains_what_was_predicted(monkeypatch):
-    monkeypatch.setattr(plan_check, "SECONDS", 0.01)
-    told = done(*SMALL, "partition.num_stages=2", "--stages", "2", "--methods", "adl", "--check", "1")
-    titles = ("adl, K = 2, best cut", "adl, K = 2, even cut", "bp, one device")
-    rows = [line for line in told.splitlines() if line.startswith(titles)]
-    assert [row.startswith(title) for row, title in zip(rows, titles, strict=True)] == [True] * 3
-    assert all(float(row.split()[-1]) > 0 for row in rows)
 
 
 def test_the_picture_shows_every_unit(tmp_path):
