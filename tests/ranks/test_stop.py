@@ -84,9 +84,13 @@ def test_processes_asked_to_stop_do_so_after_the_same_update_and_go_on_as_one_pr
 def stop_by_signal(folder: Path, rank: int, number: int) -> dict[str, Any]:
     """Rank ``rank`` sends itself a signal when it has made three updates of an epoch that takes a while."""
     import os
+    import signal
     import threading
 
     from tests.support.kill import records
+
+    # As from a terminal, also where the tests themselves run in the background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     class Slow(FixedImages):
         def __getitem__(self, index: int) -> tuple[Tensor, int]:
