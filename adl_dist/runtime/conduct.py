@@ -4,8 +4,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-import torch.futures
-
 from adl_dist.runtime.control import (
     LAST_SAVE_SECONDS,
     Crew,
@@ -61,8 +59,9 @@ def _conduct_from_rank_0(
             watch.rest()
             told = crew.tell("stop", result=result)
             # This process may end at once, and the last word must have arrived before it does.
-            with contextlib.suppress(RuntimeError):  # a process that is gone needs no telling
-                torch.futures.wait_all(told)
+            for arrival in told:
+                with contextlib.suppress(RuntimeError):  # a process that is gone needs no telling
+                    arrival.wait()
         except BaseException as error:
             errors.append(error)
             watch.rest()

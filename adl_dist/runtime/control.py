@@ -212,7 +212,7 @@ def serve(worker: Worker, world: World) -> Result:
             return dict(arguments["result"])
         try:
             results = worker.execute(command["do"], arguments, outbox.add)
-            outbox.report(results=results)
+            _report(results, outbox)
         except BaseException as error:
             is_reported = outbox.report_failure(error)
             if isinstance(error, ChannelError):
@@ -222,6 +222,15 @@ def serve(worker: Worker, world: World) -> Result:
                 # The coordinator first lets a save end that is under way, and this process may be writing its part.
                 with contextlib.suppress(queue.Empty):
                     _commands.get(timeout=LAST_SAVE_SECONDS)
+            raise
+
+
+def _report(results: list[Result], outbox: Outbox) -> None:
+    try:
+        outbox.report(results=results)
+    except ChannelError:
+        # With the last result rank 0 is done, and may end before its answer has left; what it has told since is here.
+        if _commands.empty():
             raise
 
 

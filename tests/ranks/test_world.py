@@ -1,16 +1,19 @@
-"""What the processes of a run agree on before there is anything to train, and what they leave of a user's own."""
+"""How the processes of a run join, what they leave of a user's own, and that each may end when it is done."""
 
+import functools
 import os
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from adl_dist.errors import ConfigError
-from adl_dist.runtime import device
+from adl_dist.runtime import device, reports
 from adl_dist.runtime.device import edge_backend
 from adl_dist.runtime.world import connect, disconnect
 from tests.support.ranks import run_ranks
+from tests.support.runs import trained
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,22 @@ def group_of_the_users_own(folder, ends_first):
 @pytest.mark.parametrize("ends_first", [False, True])
 def test_a_process_group_of_the_users_own_stays_his_and_may_end_before_ours(ends_first, tmp_path):
     assert run_ranks(2, group_of_the_users_own, tmp_path, ends_first) == [None if ends_first else 3.0] * 2
+
+
+def trains_and_ends():
+    """Without a word to the others, as processes of ``multiprocessing`` do; rank 0 answers rank 1's results late."""
+    take = reports._take
+
+    @functools.wraps(take)
+    def answered_late(message):
+        take(message)
+        if '"rank": 1' in message and '"results"' in message:
+            time.sleep(1.0)
+
+    reports._take = answered_late
+    _, summary = trained(3, 2, torch.float32, epochs=1)
+    return summary["updates"]
+
+
+def test_rank_0_may_end_before_another_hears_that_it_has_its_results():
+    assert len(set(run_ranks(3, trains_and_ends))) == 1
