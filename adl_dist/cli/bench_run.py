@@ -96,7 +96,7 @@ def words_of(contender: Contender, setting: Setting, num_updates: int) -> list[s
     in_stages = contender.num_processes > 1 and contender.kind != "ddp"
     return words_to_measure(
         setting.config,
-        setting.overrides,
+        [*setting.overrides, *contender.settings],
         method=contender.method or Method(name="bp", accumulation_steps=contender.micro_batches),
         num_stages=contender.num_processes,
         cut=(setting.survey.grain, setting.survey.sizes) if in_stages else None,

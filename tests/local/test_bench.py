@@ -77,6 +77,7 @@ def test_no_update_counts_before_the_pipeline_is_full():
         ("2bw", ["partition.num_stages=6"], "use method.accumulation_steps=5"),
         ("torch-gpipe", ["runtime.device=cuda"], "needs a GPU for each of 2 stages, and there are 0"),
         ("torch-bp-cores", ["runtime.device=cuda"], "do not make a GPU faster"),
+        ("torch-1f1b-plain", ["runtime.channels_last=false"], "it would be torch-1f1b again"),
         ("adl-minimal", ["method.lr_index=slot"], "needs the clock of method.delay=decoupled"),
     ],
 )
@@ -209,6 +210,14 @@ def test_all_pipelines_are_cut_at_the_same_place(balance, grain, sizes):
     )
     cut = f"partition.balance=[{','.join(map(str, found.sizes))}]"
     assert [w for w in words_of(contender, setting, 9) if w.startswith("partition.balance")] == [cut]
+
+
+def test_a_pipeline_of_torchs_may_run_in_the_only_format_that_gloo_takes():
+    words = ["model=resnet56", "data=synthetic", "data.num_samples=64", "runtime.channels_last=true"]
+    found = survey(compose_run(words)[0], words, threads=1)
+    setting = Setting(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
+    told = {c.name: compose_run(words_of(c, setting, 9))[0] for c in fit("torch-gpipe,torch-gpipe-plain,adl")[0]}
+    assert [config.runtime.channels_last for config in told.values()] == [True, False, True]
 
 
 @pytest.mark.parametrize("shuffle", ["true", "false"])
