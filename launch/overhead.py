@@ -5,13 +5,16 @@
 
 Beside it, by hand, what torch takes for the same: each stage's forward and backward from a leaf of its own, the loss,
 and the optimizer steps. The difference, per micro-batch and stage, is everything that the engine adds: loading and
-seeding, the schedule, channels, weight versions, the tally, records.
+seeding, the schedule, channels, weight versions, the tally, records. The same with ``runtime.trace`` shows what tracing
+costs while it is on; what it writes in the end is not in it.
 """
 
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +57,8 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def engine(num_stages: int) -> float:
-    """Seconds of an epoch of ADL."""
+def engine(num_stages: int, *, recorded: bool = False, traced: bool = False) -> float:
+    """Seconds of an epoch of ADL; ``recorded``: with a run folder, without TensorBoard."""
     trainer = adl_dist.Trainer(
         nn.Sequential(*(Scale() for _ in range(num_stages))),
         loss_fn=mean_square,
@@ -64,7 +67,9 @@ def engine(num_stages: int) -> float:
         num_stages=num_stages,
         threads=1,
     )
-    return trainer.fit(Zeros(), epochs=1, batch_size=M, quiet=True)["train_seconds"]
+    with tempfile.TemporaryDirectory() if recorded else nullcontext() as folder:
+        done = trainer.fit(Zeros(), epochs=1, batch_size=M, quiet=True, run_dir=folder, tensorboard=False, trace=traced)
+    return float(done["train_seconds"])
 
 
 def by_hand(num_stages: int) -> float:
@@ -94,15 +99,23 @@ def main() -> None:
     given = [int(word) for word in sys.argv[1:3]]
     num_stages, rounds = [*given, *(2, 5)[len(given) :]]
     torch.set_num_threads(1)
-    engine(num_stages), by_hand(num_stages)
-    pairs = [(engine(num_stages), by_hand(num_stages)) for _ in range(rounds)]
-    ours, theirs = (
-        statistics.median(column) / NUM_MICRO_BATCHES / num_stages * 1e6 for column in zip(*pairs, strict=True)
+    ways = (
+        lambda: engine(num_stages),
+        lambda: by_hand(num_stages),
+        lambda: engine(num_stages, recorded=True),
+        lambda: engine(num_stages, recorded=True, traced=True),
     )
-    added = [(a - b) / NUM_MICRO_BATCHES / num_stages * 1e6 for a, b in pairs]
+    for way in ways:
+        way()
+    per_step = 1e6 / NUM_MICRO_BATCHES / num_stages
+    ours, theirs, recorded, traced = zip(*([way() * per_step for way in ways] for _ in range(rounds)), strict=True)
     print(f"K = {num_stages}, per micro-batch and stage, medians of {rounds}:")
-    print(f"engine {ours:.0f} us, the same calls of torch by hand {theirs:.0f} us")
-    print(f"added by the engine {statistics.median(added):.0f} us ({min(added):.0f} .. {max(added):.0f})")
+    print(
+        f"engine {statistics.median(ours):.0f} us, the same calls of torch by hand {statistics.median(theirs):.0f} us"
+    )
+    for what, more, less in (("engine", ours, theirs), ("run folder", recorded, ours), ("trace", traced, recorded)):
+        added = [a - b for a, b in zip(more, less, strict=True)]
+        print(f"added by the {what} {statistics.median(added):.0f} us ({min(added):.0f} .. {max(added):.0f})")
 
 
 if __name__ == "__main__":
