@@ -7,7 +7,7 @@ reason instead, so the error is readable on both sides; in gloo a mismatch would
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +93,8 @@ def check_same(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str
     Raises:
         ConfigError: names the two ranks and the first entry that differs.
     """
-    store.set(f"fingerprint/{rank}", json.dumps(fingerprint))
+    with _reaching(0):
+        store.set(f"fingerprint/{rank}", json.dumps(fingerprint))
     for other in range(1, size) if rank == 0 else [0]:
         theirs = _read(store, f"fingerprint/{other}", other)
         mine = json.loads(json.dumps(fingerprint))
@@ -107,7 +108,8 @@ def check_same(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str
 
 def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec, shared: InBothModes) -> None:
     told = {mode: [spec.to_json() for spec in specs] for mode, specs in acts._asdict().items()}
-    store.set(f"arrives/{stage}", json.dumps({**told, "target": target.to_json(), "shared": shared}))
+    with _reaching(0):
+        store.set(f"arrives/{stage}", json.dumps({**told, "target": target.to_json(), "shared": shared}))
 
 
 def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
@@ -120,10 +122,10 @@ def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: 
         rank: of this process, if others may still wait for its fingerprint.
     """
     told = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
-    for key in [f"arrives/{stage}" for stage in stages] + [f"fingerprint/{rank}"] * (rank is not None):
-        store.set(key, told)
-    if rank == 0:
-        store.set(SIZES, told)
+    keys = [f"arrives/{stage}" for stage in stages] + [f"fingerprint/{rank}"] * (rank is not None)
+    with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
+        for key in keys + [SIZES] * (rank == 0):
+            store.set(key, told)
 
 
 @contextmanager
@@ -161,14 +163,21 @@ def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec
 
 
 def _read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
-    try:
+    with _reaching(rank):
         told = dict(json.loads(store.get(key)))
-    except RuntimeError as error:
-        text = f"no word from rank {rank} at start-up; its own log, logs/rank{rank}.log, says why"
-        raise ChannelError(text) from error
     if "failed" in told:
         raise StageFailed(told["failed"], exit_code=told["exit_code"])
     return told
+
+
+@contextmanager
+def _reaching(rank: int) -> Iterator[None]:
+    """The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = f"no word from rank {rank} at start-up; its own log, logs/rank{rank}.log, says why"
+        raise ChannelError(text) from error
 
 
 def _short(value: object) -> str:

@@ -28,6 +28,7 @@ LONGEST_REQUEST = 10_000  # bytes
 SILENT_SECONDS = 60.0  # after which a client that says nothing is hung up on
 CONNECT_SECONDS = 5.0
 LATE_SECONDS = 0.1  # by which an answer may come after the checkpoint
+LAST_ANSWER_SECONDS = 1.0  # that answers which are due may take when the run is over
 ENDED = "the run ended before it answered"
 LONGEST_ADDRESS = 107 if sys.platform == "linux" else 103  # bytes of a Unix socket's address; macOS has the least
 
@@ -77,6 +78,7 @@ class LiveControl:
             finally:
                 server.shutdown()
                 server.server_close()
+                server.wait_for_answers(LAST_ANSWER_SECONDS)
         if folder is not None:
             os.close(folder)
 
@@ -93,7 +95,7 @@ class LiveControl:
             return {"error": f"not a request: {line[:80].decode(errors='replace').strip()!r}; expected one of {known}"}
         done = self._requests.ask(Ask(ask), f"adl-dist {ask}")
         while not done.done():
-            if self._over.wait(LATE_SECONDS):
+            if self._over.wait(LATE_SECONDS) and not done.done():  # a run may end right after it has answered
                 return {"error": ENDED}
         try:
             return {"done": done.result()}
@@ -110,7 +112,26 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def __init__(self, address: str, answer: Callable[[bytes], dict[str, Any]]) -> None:
         self.answer = answer
+        self._num_due = 0
+        self._answered = threading.Condition()
         super().__init__(address, _Client)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """An answer is due while inside."""
+        with self._answered:
+            self._num_due += 1
+        try:
+            yield
+        finally:
+            with self._answered:
+                self._num_due -= 1
+                self._answered.notify_all()
+
+    def wait_for_answers(self, seconds: float) -> None:
+        """Return when none is due, or after ``seconds``: the process may end then, and the clients' threads with it."""
+        with self._answered:
+            self._answered.wait_for(lambda: self._num_due == 0, timeout=seconds)
 
     def server_bind(self) -> None:
         """Let only the owner in, from the beginning and whatever is put in its place."""
@@ -133,8 +154,9 @@ class _Client(socketserver.StreamRequestHandler):
         assert isinstance(self.server, _Server)
         with contextlib.suppress(OSError):  # it has hung up, or said nothing for long
             while line := self.rfile.readline(LONGEST_REQUEST):
-                answer = self.server.answer(line)
-                self.wfile.write(json.dumps(answer).encode() + b"\n")
+                with self.server.answering():
+                    answer = self.server.answer(line)
+                    self.wfile.write(json.dumps(answer).encode() + b"\n")
 
 
 def remove_stale(run_dir: Path) -> None:

@@ -1,8 +1,8 @@
 """Measures what torch's CPU allocator has handed out to a stage at most: its tensors, not the process around them.
 
 Only torch's profiler sees every allocation, also those inside of an operation and of a backward. It writes each of them
-down, and every operator with it, which costs some percent of speed and grows without bound; so it looks at the first
-updates of a run and is then stopped. On a GPU the allocator itself keeps count.
+down, which grows without bound; so it looks at the first updates of a run and is then stopped. On a GPU the allocator
+itself keeps count.
 """
 
 import os
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _enable_record_function
 from torch.profiler import ProfilerActivity, profile
 
 from adl_dist.schedule import Action, Method, Op
@@ -62,6 +63,7 @@ class MemoryMeter:
         """Stop looking, whatever has happened; of a segment that failed no peak is known."""
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
+            _enable_record_function(True)
             profiler.stop()
 
     @property
@@ -72,6 +74,10 @@ class MemoryMeter:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says that it has found no GPU, as an error
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._profiler.start()
+        # Allocations alone, no operators. A message under way, or a call over RPC, counts as an operator that ends when
+        # it has arrived, and torch 2.15 then writes down the time, also where a profiler that was stopped meanwhile has
+        # had its memory: into whatever tensor lies there now.
+        _enable_record_function(False)
         # It would not see go what was there before it. All values stay, and nothing else uses these tensors now.
         for tensor in _owned(stage):
             tensor.data = tensor.data.clone()

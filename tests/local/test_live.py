@@ -182,6 +182,43 @@ def test_a_run_that_ends_before_it_answers_is_told_so(tmp_path):
             ask_run(tmp_path, "stop")
 
 
+def test_a_run_that_ends_right_after_it_has_answered_has_answered(tmp_path):
+    for _ in range(5):
+        requests = Requests()
+        with listening(tmp_path, requests) as control:
+
+            def carry_out(requests=requests, control=control):
+                while not (asked := requests.take()):
+                    time.sleep(0.01)
+                requests.answer(asked, "saved")
+                control.close()
+
+            thread = threading.Thread(target=carry_out)
+            thread.start()
+            assert ask_run(tmp_path, "stop") == {"done": "saved"}
+            thread.join()
+
+
+def test_the_end_of_a_run_waits_until_an_answer_has_left(tmp_path, monkeypatch):
+    left = []
+
+    def slowly(self):
+        line = self.rfile.readline()
+        with self.server.answering():
+            self.server.answer(line)
+            time.sleep(0.3)
+            left.append(line)
+
+    monkeypatch.setattr(live._Client, "handle", slowly)
+    with listening(tmp_path) as control, contextlib.closing(socket.socket(socket.AF_UNIX)) as client:
+        client.connect(str(tmp_path / live.SOCKET))
+        client.sendall(b'{"ask": "status"}\n')
+        while not control._server._num_due:
+            time.sleep(0.01)
+        control.close()
+        assert len(left) == 1
+
+
 def test_status_prints_one_line_per_stage_or_json(tmp_path, capsys):
     with listening(tmp_path):
         code, out, _ = ended(["status", str(tmp_path)], capsys)

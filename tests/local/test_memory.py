@@ -1,20 +1,42 @@
-"""For how long the memory of a stage is measured."""
+"""For how long the memory of a stage is measured, and what is written down of it."""
 
 from types import SimpleNamespace
 
 import torch
 
+from adl_dist.runtime import memory
 from adl_dist.runtime.memory import MemoryMeter
 from adl_dist.schedule import Action, Op
+
+NOTHING = SimpleNamespace(named_parameters=lambda: [], module=None, head=None, optimizer=None)  # a stage
+
+
+def test_allocations_alone_are_written_down(monkeypatch):
+    """An operator that ends behind the profiler, as messages do, would be written into memory that is a tensor's."""
+    names = []
+
+    class Told(memory.profile):
+        def stop(self):
+            super().stop()
+            names.extend(event.name() for event in self.profiler.kineto_results.events())
+
+    monkeypatch.setattr(memory, "profile", Told)
+    meter = MemoryMeter(torch.device("cpu"), num_updates=1)
+    for _ in meter.measured(iter([(0, Action(Op.UPDATE, 0))]), NOTHING):
+        torch.ones(1000).mul(2.0)
+    assert meter.peak_bytes >= 8000
+    assert set(names) == {"[memory]"}
+    with torch.profiler.profile() as after:
+        torch.ones(1000)
+    assert "aten::ones" in {event.key for event in after.key_averages()}, "others see operators again"
 
 
 def test_a_first_segment_that_ends_early_does_not_settle_the_peak():
     meter = MemoryMeter(torch.device("cpu"), num_updates=3)
-    stage = SimpleNamespace(named_parameters=lambda: [], module=None, head=None, optimizer=None)
     peaks = []
     for kib in ([1], [512, 2], [4096]):  # held at each update of a segment
         order = iter([(0, Action(Op.UPDATE, number)) for number in range(len(kib))])
-        for (_, _), size in zip(meter.measured(order, stage), kib, strict=True):
+        for (_, _), size in zip(meter.measured(order, NOTHING), kib, strict=True):
             torch.zeros(size * 1024, dtype=torch.uint8)
         meter.stop()
         peaks.append(meter.peak_bytes)

@@ -1,6 +1,7 @@
 """How the processes of a run join, what they leave of a user's own, and that each may end when it is done."""
 
 import functools
+import math
 import os
 import time
 
@@ -9,11 +10,13 @@ import torch
 import torch.distributed as dist
 
 from adl_dist.errors import ConfigError
-from adl_dist.runtime import device, reports
+from adl_dist.runtime import control, device, reports
 from adl_dist.runtime.device import edge_backend
 from adl_dist.runtime.world import connect, disconnect
 from tests.support.ranks import run_ranks
-from tests.support.runs import trained
+from tests.support.runs import MICRO_BATCH, NUM_SAMPLES, trained
+
+UPDATES = math.ceil(math.ceil(NUM_SAMPLES / MICRO_BATCH) / 2)  # of an epoch with M = 2
 
 
 @pytest.mark.parametrize(
@@ -55,20 +58,39 @@ def test_a_process_group_of_the_users_own_stays_his_and_may_end_before_ours(ends
     assert run_ranks(2, group_of_the_users_own, tmp_path, ends_first) == [None if ends_first else 3.0] * 2
 
 
-def trains_and_ends():
-    """Without a word to the others, as processes of ``multiprocessing`` do; rank 0 answers rank 1's results late."""
-    take = reports._take
-
-    @functools.wraps(take)
-    def answered_late(message):
-        take(message)
-        if '"rank": 1' in message and '"results"' in message:
-            time.sleep(1.0)
-
-    reports._take = answered_late
+def trains_and_ends(planted):
+    """Without a word to the others, as processes of ``multiprocessing`` do."""
+    planted(int(os.environ["RANK"]))
     _, summary = trained(3, 2, torch.float32, epochs=1)
     return summary["updates"]
 
 
-def test_rank_0_may_end_before_another_hears_that_it_has_its_results():
-    assert len(set(run_ranks(3, trains_and_ends))) == 1
+def plant(module, name, *, before=0.0, after=0.0, of=""):
+    """Have ``module``'s function take its time with messages that hold all of ``of``."""
+    take = getattr(module, name)
+
+    @functools.wraps(take)
+    def slow(message):
+        is_meant = all(part in message.replace(" ", "") for part in of.split())
+        time.sleep(before if is_meant else 0.0)
+        take(message)
+        time.sleep(after if is_meant else 0.0)
+
+    setattr(module, name, slow)
+
+
+def rank_0_answers_late(rank):
+    if rank == 0:
+        plant(reports, "_take", after=5.0, of='"rank":1 "results"')
+
+
+def rank_2_ends_before_rank_1_is_told(rank):
+    rank_0_answers_late(rank)
+    if rank > 0:
+        late = {"before": 1.0} if rank == 1 else {"after": 60.0}
+        plant(control, "_take_command", **late, of='"stop"')
+
+
+@pytest.mark.parametrize("planted", [rank_0_answers_late, rank_2_ends_before_rank_1_is_told])
+def test_rank_0_may_end_before_another_hears_that_it_has_its_results(planted):
+    assert run_ranks(3, trains_and_ends, planted) == [UPDATES] * 3
