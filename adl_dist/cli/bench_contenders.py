@@ -13,12 +13,13 @@ Kind = Literal["loop", "ddp", "gpipe", "1f1b", "ours"]
 
 BASELINE = ("torch-bp", "torch-bp-whole")  # the faster of the two is what all others are compared with
 ON_ALL_CORES = ("torch-bp-cores", "torch-bp-cores-whole")
-PLAIN = "-plain"  # behind the name of a pipeline of torch's: not in channels_last, which gloo does not take
-PLAINLY = (f"torch-gpipe{PLAIN}", f"torch-1f1b{PLAIN}")
-OF_TORCH = (*BASELINE, *ON_ALL_CORES, "torch-ddp", "torch-gpipe", "torch-1f1b", *PLAINLY)
+PIPELINES = ("torch-gpipe", "torch-1f1b")
+PLAIN = "-plain"  # behind the name of a pipeline of torch's: not in channels_last, which it refuses to send over gloo
+PLAIN_PIPELINES = tuple(f"{name}{PLAIN}" for name in PIPELINES)
+OF_TORCH = (*BASELINE, *ON_ALL_CORES, "torch-ddp", *PIPELINES, *PLAIN_PIPELINES)
 MINIMAL = "-minimal"  # behind the name of a method: with method.delay=minimal
 OURS = ("bp", "gpipe", "1f1b", "ddg", "fr", "fdg", "dsp", "dgl", "adl", f"adl{MINIMAL}")
-DEFAULT = (*(name for name in OF_TORCH if name not in PLAINLY), *OURS)
+DEFAULT = (*(name for name in OF_TORCH if name not in PLAIN_PIPELINES), *OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Contender:
         samples: of one update, all processes together.
         warmup: updates before the measured ones; enough to fill the pipeline.
         method: of our own.
-        settings: that it has otherwise than the others, as overrides.
+        settings: overrides that it gets and no other does.
     """
 
     name: str
@@ -105,8 +106,10 @@ def _of_torch(name: str, config: RunConfig, place: Place) -> Contender:
         )
     if K == 1:
         raise ConfigError("needs several processes, but partition.num_stages is 1")
-    kind: Kind = "ddp" if name == "torch-ddp" else "gpipe" if name.startswith("torch-gpipe") else "1f1b"
-    if name in PLAINLY and not config.runtime.channels_last:
+    is_plain = name in PLAIN_PIPELINES
+    kinds: dict[str, Kind] = {"torch-ddp": "ddp", "torch-gpipe": "gpipe", "torch-1f1b": "1f1b"}
+    kind = kinds[name.removesuffix(PLAIN)]
+    if is_plain and not config.runtime.channels_last:
         raise ConfigError(f"runtime.channels_last=false, so it would be {name.removesuffix(PLAIN)} again")
     if kind == "ddp" and samples % K:
         raise ConfigError(f"the {samples} samples of an update cannot be shared evenly by {K} replicas")
@@ -122,7 +125,7 @@ def _of_torch(name: str, config: RunConfig, place: Place) -> Contender:
         micro_batches=1 if kind == "ddp" else M,
         samples=samples,
         warmup=place.warmup,
-        settings=["runtime.channels_last=false"] if name in PLAINLY else [],
+        settings=("runtime.channels_last=false",) if is_plain else (),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from adl_dist.cli import build, sweep
 from adl_dist.cli.compose import compose_run, config_folder
 from adl_dist.partition import cut
+from adl_dist.schedule import METHODS
 
 FILES = {path.stem: path for path in sorted((config_folder() / "experiment").glob("*.yaml"))}
 PAGE = Path(__file__).parents[2] / "docs" / "experiments.md"
@@ -111,6 +112,14 @@ def test_an_experiment_is_the_runs_of_its_table(experiment):
     assert sorted(ran) == sorted(table.runs)
     assert request.swept.get("seed") == (SEEDS if "table2" in experiment else None)
     assert str(request.run_dir) == f"runs/{experiment}-{table.of}"
+
+
+def test_the_memory_of_the_other_methods_is_measured_as_that_of_table_4():
+    runs = [run for name in ("table4", "memory") for run in planned(name)]
+    for of in ("model", "data", "partition", "train", "optimizer", "runtime"):
+        assert all(getattr(run.config, of) == getattr(runs[0].config, of) for run in runs), of
+    assert {run.config.method.chosen().name for run in runs} == set(METHODS)
+    assert len({run.label for run in runs}) == len(runs)
 
 
 @pytest.mark.parametrize("experiment", [name for name in PAPER if name.startswith("table2")])

@@ -337,7 +337,7 @@ def test_at_a_second_signal_a_run_that_cannot_stop_ends_at_once_and_leaves_one_l
 ) -> None:
     with held(tmp_path) as run:
         run.wait_for_update(2 * UPDATES_PER_EPOCH)
-        time.sleep(2 * NUM_SAMPLES * SECONDS_PER_SAMPLE)  # by then no data come any more
+        time.sleep(4 * NUM_SAMPLES * SECONDS_PER_SAMPLE)  # by then no data come any more
         run.interrupt()
         time.sleep(1)
         assert set(run.processes().values()) == {None, 0, 1}

@@ -142,6 +142,7 @@ def ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone() -> list
         control._take_request = lambda message: time.sleep(1)  # type: ignore[assignment]
     dist.barrier()
     ask_from(0)
+    control.ASK_SECONDS = 5.0
     if world.rank == 2:
         rpc.shutdown(graceful=False)
     dist.barrier()

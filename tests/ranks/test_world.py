@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adl_dist.errors import ConfigError
-from adl_dist.runtime import control, device, reports
+from adl_dist.errors import ChannelError, ConfigError
+from adl_dist.runtime import agreement, control, device, reports
 from adl_dist.runtime.device import edge_backend
 from adl_dist.runtime.world import connect, disconnect
 from tests.support.ranks import run_ranks
@@ -35,6 +35,17 @@ def test_a_process_group_of_the_users_own_without_the_cpu_is_refused_with_the_wa
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     with pytest.raises(ConfigError, match=r"it is cuda:nccl.* init_process_group\('cpu:gloo,cuda:nccl'\)"):
         connect(2, device_type="cuda", timeout_seconds=1)
+
+
+def test_a_store_that_has_ended_with_rank_0_is_told_in_one_line_and_covers_no_error_of_this_ranks_own():
+    class Ended(dist.HashStore):
+        def set(self, key, value):
+            raise dist.DistNetworkError("Broken pipe")
+
+    with pytest.raises(ChannelError, match=r"^no word from rank 0 at start-up; its own log, .* says why$"):
+        agreement.check_same(Ended(), 1, 2, {"seed": 0})
+    with pytest.raises(ConfigError, match="of its own"), agreement.refusals_told(Ended(), stages=[1], rank=1):
+        raise ConfigError("of its own")
 
 
 def group_of_the_users_own(folder, ends_first):
