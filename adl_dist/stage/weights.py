@@ -46,7 +46,7 @@ class Latest(_Policy):
 
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
         """Step in place, without telling autograd; arguments as of :meth:`Stash.step`."""
-        # The one private call of the project. Public ways to the same values are slower (identity
+        # A private call: public ways to the same values are slower (identity
         # saved_tensors_hooks around every forward) or touch .data; a test on each torch version guards it.
         with _unsafe_preserve_version_counter(self._parameters):
             self._finish(skip=skip)

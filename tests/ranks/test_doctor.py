@@ -1,6 +1,7 @@
 """Planted stalls and deaths in jobs of several processes: rank 0 names the planted one, in time."""
 
 import datetime
+import os
 import re
 import signal
 import threading
@@ -37,19 +38,15 @@ def planted(run_dir):
     return {name: float(at) for at, _, name in (line.partition(" ") for line in lines)}
 
 
-def logged(run_dir):
-    """Each line of rank 0's log, and when it was written."""
-    at = 0.0
+def causes_told(run_dir):
+    """When each picture was logged, and the cause in it."""
+    told, at = [], 0.0
     for line in (run_dir / "logs" / "rank0.log").read_text().splitlines():
         if stamp := re.match(r"(\d+-\d+-\d+ \d+:\d+:\d+),(\d+) ", line):
             at = datetime.datetime.strptime(stamp[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(stamp[2]) / 1000
-        yield at, line
-
-
-def causes_told(run_dir):
-    """When each picture was logged, and the cause in it."""
-    head = "likely cause: "
-    return [(at, line.removeprefix(head)) for at, line in logged(run_dir) if line.startswith(head)]
+        if line.startswith("likely cause: "):
+            told.append((at, line.removeprefix("likely cause: ")))
+    return told
 
 
 def test_each_of_six_planted_stalls_is_told_by_its_cause_in_time_and_status_answers_all_along(tmp_path):
@@ -77,7 +74,7 @@ def test_each_of_six_planted_stalls_is_told_by_its_cause_in_time_and_status_answ
         in_time = [text for at, text in told if STALL_SECONDS - 0.3 <= at - began[name] <= STALL_SECONDS + 2]
         assert any(re.fullmatch(pattern, text) for text in in_time), f"{name}: {told}"
     assert len(seconds) > 20, "it was asked too rarely to say anything"
-    assert sorted(seconds)[len(seconds) * 9 // 10] < 1
+    assert sorted(seconds)[-2] < 1
     assert {row["stage"] for row in rows} == {0, 1, 2}
     assert {"forward", "backward", "wait"} <= {row["doing"].partition(" ")[0] for row in rows}
     assert not (run_dir / SOCKET).exists()
@@ -127,8 +124,7 @@ def test_a_dead_peer_is_told_by_name_within_two_seconds_before_its_victims(tmp_p
     with pytest.raises(RanksFailed, match=r"stage 1 \(\S+, pid \d+\): the process is gone") as failed:
         run_ranks(2, signalled, run_dir, signal.SIGKILL, timeout_seconds=60)
     assert "still ran" not in str(failed.value)
-    lines = list(logged(run_dir))
-    (failed_at,) = [place for place, (_, line) in enumerate(lines) if line.endswith("ERROR rank 1 failed:")]
-    assert re.match(r"stage 1 \(\S+, pid \d+\): the process is gone", lines[failed_at + 1][1])
-    assert lines[failed_at][0] - planted(run_dir)["signal"] < 2
+    log = run_dir / "logs" / "rank0.log"
+    assert re.search(r"rank 1 failed:\nstage 1 \(\S+, pid \d+\): the process is gone", log.read_text())
+    assert os.stat(log).st_mtime - planted(run_dir)["signal"] < 2
     assert not (run_dir / SOCKET).exists()
