@@ -4,11 +4,13 @@
     python launch/overhead.py [K] [ROUNDS]
 
 Beside it, by hand, what torch takes for the same: each stage's forward and backward from a leaf of its own, the loss,
-and the optimizer steps. The difference, per micro-batch and stage, is everything that the engine adds: loading and
-seeding, the schedule, channels, weight versions, the tally, records. The same with a run folder, and with
-``runtime.trace`` besides, shows what records and tracing cost; what is written at the end is not in it.
+and the optimizer steps. The difference, per micro-batch and stage, is everything that the engine adds: loading, the
+schedule, channels, weight versions, the tally, records. The same with a dataset of the user's, whose random numbers
+are seeded for each sample, with a run folder, and with ``runtime.trace`` besides shows what each of these costs; what
+is written at the end is not in it.
 """
 
+import random
 import statistics
 import sys
 import tempfile
@@ -18,7 +20,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 import adl_dist
 
@@ -37,14 +39,17 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-class Zeros(Dataset[tuple[Tensor, Tensor]]):
-    """One sample is one micro-batch."""
+ZEROS = TensorDataset(*[torch.zeros(NUM_MICRO_BATCHES, 8)] * 2)  # one sample is one micro-batch
+
+
+class Own(Dataset[tuple[Tensor, Tensor]]):
+    """The same, but for all that one knows it may draw random numbers."""
 
     def __len__(self) -> int:
         return NUM_MICRO_BATCHES
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(8), torch.zeros(8)
+        return ZEROS[index]  # type: ignore[return-value]
 
 
 def mean_square(out: Tensor, target: Tensor) -> Tensor:
@@ -57,8 +62,15 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def engine(num_stages: int, *, recorded: bool = False, traced: bool = False) -> float:
-    """Seconds of an epoch of ADL; ``recorded``: with a run folder, but no TensorBoard; ``traced``: and with a trace."""
+def engine(num_stages: int, *, seeded: bool = False, recorded: bool = False, traced: bool = False) -> float:
+    """Seconds of an epoch of ADL.
+
+    Args:
+        num_stages: K.
+        seeded: of a dataset that is seeded for each sample.
+        recorded: with a run folder, but no TensorBoard.
+        traced: and with a trace.
+    """
     trainer = adl_dist.Trainer(
         nn.Sequential(*(Scale() for _ in range(num_stages))),
         loss_fn=mean_square,
@@ -68,7 +80,15 @@ def engine(num_stages: int, *, recorded: bool = False, traced: bool = False) -> 
         threads=1,
     )
     with tempfile.TemporaryDirectory() if recorded or traced else nullcontext() as folder:
-        done = trainer.fit(Zeros(), epochs=1, batch_size=M, quiet=True, run_dir=folder, tensorboard=False, trace=traced)
+        done = trainer.fit(
+            Own() if seeded else ZEROS,
+            epochs=1,
+            batch_size=M,
+            quiet=True,
+            run_dir=folder,
+            tensorboard=False,
+            trace=traced,
+        )
     return float(done["train_seconds"])
 
 
@@ -76,10 +96,9 @@ def by_hand(num_stages: int) -> float:
     """Seconds of the same calls of torch, without an engine."""
     stages = [Scale() for _ in range(num_stages)]
     optimizers = [sgd(stage.parameters()) for stage in stages]
-    data = Zeros()
     start = time.perf_counter()
     for b in range(NUM_MICRO_BATCHES):
-        x, target = (t.unsqueeze(0) for t in data[b])
+        x, target = (t.unsqueeze(0) for t in ZEROS[b])
         leaves, outs = [], []
         for k, stage in enumerate(stages):
             leaves.append(x if k == 0 else outs[-1].detach().requires_grad_())
@@ -95,25 +114,33 @@ def by_hand(num_stages: int) -> float:
 
 
 def main() -> None:
-    """Measure both by turns, and print medians."""
+    """Measure all of them by turns, and print medians."""
     given = [int(word) for word in sys.argv[1:3]]
     num_stages, rounds = [*given, *(2, 5)[len(given) :]]
     torch.set_num_threads(1)
     ways = (
         lambda: engine(num_stages),
         lambda: by_hand(num_stages),
+        lambda: engine(num_stages, seeded=True),
         lambda: engine(num_stages, recorded=True),
         lambda: engine(num_stages, traced=True),
     )
-    for way in ways:
-        way()
+    seconds: list[list[float]] = [[] for _ in ways]
+    for turn in range(rounds + 1):  # one to warm up
+        for n in random.Random(turn).sample(range(len(ways)), k=len(ways)):  # what one leaves to do slows the next
+            seconds[n].append(ways[n]())
     per_step = 1e6 / NUM_MICRO_BATCHES / num_stages
-    ours, theirs, recorded, traced = zip(*([way() * per_step for way in ways] for _ in range(rounds)), strict=True)
+    ours, theirs, seeded, recorded, traced = ([s * per_step for s in of_way[1:]] for of_way in seconds)
     print(f"K = {num_stages}, per micro-batch and stage, medians of {rounds}:")
     print(
         f"engine {statistics.median(ours):.0f} us, the same calls of torch by hand {statistics.median(theirs):.0f} us"
     )
-    for what, more, less in (("engine", ours, theirs), ("run folder", recorded, ours), ("trace", traced, recorded)):
+    for what, more, less in (
+        ("engine", ours, theirs),
+        ("seeding of samples", seeded, ours),
+        ("run folder", recorded, ours),
+        ("trace", traced, recorded),
+    ):
         added = [a - b for a, b in zip(more, less, strict=True)]
         print(f"added by the {what} {statistics.median(added):.0f} us ({min(added):.0f} .. {max(added):.0f})")
 

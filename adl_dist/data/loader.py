@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from adl_dist.data.random_streams import gaussian_kept, seed_streams, streams_restored
+from adl_dist.data.rows import rows_of
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed, stream_seeds
 
@@ -69,7 +70,8 @@ class Loader:
 
     Right before ``dataset[index]`` the global random streams that transforms draw from (torch on the CPU, Python's,
     numpy's legacy one) are seeded by (seed, epoch, index): whatever a user's transform does is repeated for any
-    number of workers, any micro-batch sizes and after any resume. The process's own streams stay where they are.
+    number of workers, any micro-batch sizes and after any resume. The process's own streams stay where they are. A
+    ``TensorDataset``, or a ``Subset`` of one, draws nothing and is spared this.
 
     Workers import the user's script anew, as all of Python's spawned processes do, so a script that uses them needs
     ``if __name__ == "__main__":``.
@@ -116,8 +118,9 @@ class Loader:
             DataError: ``sizes`` ask for more samples than there are, a sample is no pair of tensors or numbers, or
                 two samples of a micro-batch differ in shape or dtype. What the dataset itself raises passes through.
         """
-        micro_batches = _MicroBatches(
-            self._dataset, seed=self._seed, epoch=epoch, indices=self._indices(epoch, sizes, first_sample)
+        indices = self._indices(epoch, sizes, first_sample)
+        micro_batches = rows_of(self._dataset, indices) or _MicroBatches(
+            self._dataset, seed=self._seed, epoch=epoch, indices=indices
         )
         num_workers = min(self._num_workers, len(sizes))  # the one sample that shapes are agreed with needs one
         if not num_workers and not self._pin_memory:  # what torch's would do, at a fraction of the price
@@ -247,6 +250,8 @@ def _as_pair(sample: Any, index: int) -> tuple[Tensor, Tensor]:
 
 
 def _as_tensor(value: Any, what: str, index: int) -> Tensor:
+    if type(value) is Tensor:
+        return value
     if isinstance(value, Tensor):
         return value.as_subclass(Tensor)  # torchvision's images are a subclass, with rules of its own
     if isinstance(value, int | float):
@@ -262,7 +267,7 @@ def _as_tensor(value: Any, what: str, index: int) -> Tensor:
 
 def _check_alike(samples: list[tuple[Tensor, Tensor]], indices: list[int]) -> None:
     first = samples[0]
-    for index, sample in zip(indices, samples, strict=True):
+    for index, sample in zip(indices[1:], samples[1:], strict=True):
         if any(t.shape != f.shape or t.dtype != f.dtype for t, f in zip(sample, first, strict=True)):
             raise DataError(
                 f"sample {index}: expected {_describe(first)} like sample {indices[0]} of the same micro-batch, got "

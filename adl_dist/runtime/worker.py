@@ -21,6 +21,7 @@ from adl_dist.runtime.control import Record, Result
 from adl_dist.runtime.early_end import RunningSegment, listening
 from adl_dist.runtime.feed import Feed
 from adl_dist.runtime.memory import MemoryMeter
+from adl_dist.runtime.process import garbage_set_apart
 from adl_dist.runtime.requests import Requests
 from adl_dist.runtime.saving import PartWriter
 from adl_dist.runtime.trace import Tracer
@@ -98,6 +99,7 @@ class LocalWorker:
                 raise AssertionError(f"no such command: {do}")
         return [{"stage": stage.index} for stage in self.stages]
 
+    @garbage_set_apart()
     def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
         for seat in self.seats.values():
             seat.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
@@ -126,6 +128,7 @@ class LocalWorker:
                 result["spent"] = self.tracer.spent(result["stage"], seconds)
         return results
 
+    @garbage_set_apart()
     def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[Result]:
         # Evaluation has no groups; a segment of groups of one gives the sizes of its micro-batches.
         segment = Segment(
@@ -149,10 +152,9 @@ class LocalWorker:
     def _order(self, work: Mapping[int, Work]) -> Iterator[tuple[int, Action]]:
         """What happens next here: one stage's own stream, or an interleaving of all of them."""
         if len(work) == self.num_stages:
-            yield from replay([work[k].stream for k in sorted(work)], choose=self.choose)
-        else:
-            ((stage, of_stage),) = work.items()
-            yield from ((stage, action) for action in of_stage.stream)
+            return replay([work[k].stream for k in sorted(work)], choose=self.choose)
+        ((stage, of_stage),) = work.items()
+        return ((stage, action) for action in of_stage.stream)
 
     def _traced(
         self, order: Iterator[tuple[int, Action]], segment: Segment, *, training: bool
@@ -179,7 +181,8 @@ class LocalWorker:
             try:
                 for k, seat in self.seats.items():
                     weights = work[k].loss_weights if seat.stage.has_loss else []
-                    seat.loss_grads = [torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in weights]
+                    grads = {w: torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in set(weights)}
+                    seat.loss_grads = [grads[w] for w in weights]
                     seat.open(work[k], training=training)
                 with listening(running) if training else contextlib.nullcontext():
                     engine.run(order, self.seats)

@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from adl_dist.errors import ScheduleError
 from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
@@ -38,6 +38,8 @@ def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn
     mail: dict[Edge, deque[int]] = defaultdict(deque)
 
     def ready(stage: int) -> bool:
+        if cursor[stage] >= len(streams[stage]):  # asked each time: a stream may be shortened meanwhile
+            return False
         action = streams[stage][cursor[stage]]
         if action.op not in RECEIVES:
             return True
@@ -46,20 +48,18 @@ def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn
             raise ScheduleError(f"stage {stage} expects {action}, but micro-batch {arrived[0]} comes first")
         return bool(arrived)
 
-    def stuck(unfinished: Iterable[int]) -> ScheduleError:
-        return ScheduleError(_stuck({k: streams[k][cursor[k]] for k in unfinished}))
-
-    while unfinished := [k for k in range(num_stages) if cursor[k] < len(streams[k])]:
+    downstream_first = range(num_stages - 1, -1, -1)
+    while True:
         if choose is in_turn:  # which needs no more than the first that can
-            for stage in reversed(unfinished):
+            for stage in downstream_first:
                 if ready(stage):
                     break
             else:
-                raise stuck(unfinished)
-        elif runnable := [k for k in unfinished if ready(k)]:
+                break
+        elif runnable := [k for k in range(num_stages) if ready(k)]:
             stage = choose(runnable)
         else:
-            raise stuck(unfinished)
+            break
         action = streams[stage][cursor[stage]]
         cursor[stage] += 1
         if action.op in LINKS:
@@ -68,6 +68,8 @@ def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn
             mail[RECEIVES[action.op].what, stage].popleft()
         yield stage, action
 
+    if unfinished := {k: s[cursor[k]] for k, s in enumerate(streams) if cursor[k] < len(s)}:
+        raise ScheduleError(_stuck(unfinished))
     if lost := {edge: list(left) for edge, left in mail.items() if left}:
         raise ScheduleError(f"messages that nobody receives: {lost}")
 

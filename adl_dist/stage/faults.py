@@ -108,7 +108,7 @@ class Faults:
             DivergedError: something is not finite that is not skipped: of this update, or of the one before.
         """
         if not self._guard.skips:
-            if tally.loss_sum is not None or tally.gradient_norm is not None:
+            if tally.losses or tally.gradient_norm is not None:
                 is_underway = tally.fetch()
                 self._unseen.append((update, epoch, tally))
                 self.check(but=1 if is_underway else 0)

@@ -182,7 +182,7 @@ class Stage:
                 outs = unpacked(out)
                 ends = (self._loss(out, target),) if self.has_loss else outs
             if self.has_loss:
-                kept.scored = outs[0].detach() if self.is_last else None, ends[0].detach()
+                kept.scored = outs[0] if self.is_last else None, ends[0]
             kept.outs = ends if keep_graph else None
             return () if self.is_last else tuple(out.detach() for out in outs)
 

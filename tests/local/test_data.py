@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from adl_dist.data import (
     Loader,
@@ -33,6 +33,7 @@ from adl_dist.data import (
     epoch_order,
     imagefolder,
     imagenet,
+    loader,
     synthetic,
 )
 from adl_dist.data.transforms import CIFAR10_STATISTICS, CIFAR100_STATISTICS, DIGITS_STATISTICS
@@ -183,6 +184,74 @@ def test_the_process_s_own_random_streams_are_not_moved(num_workers, end):
     batches.close()
 
     assert global_streams() == before
+
+
+class Jittered(TensorDataset):
+    """A user's own, which draws."""
+
+    def __getitem__(self, index):
+        return self.tensors[0][index] + torch.rand(1), index
+
+
+TENSORS = torch.arange(6.0).unsqueeze(1), torch.arange(6)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "num_seeded"),
+    [
+        (TensorDataset(*TENSORS), 0),
+        (Subset(Subset(TensorDataset(*TENSORS), range(6)), range(6)), 0),
+        (Jittered(*TENSORS), 6),
+        (Subset(Jittered(*TENSORS), range(6)), 6),
+    ],
+    ids=["tensors", "subset", "drawing", "subset of drawing"],
+)
+def test_only_datasets_of_tensors_are_not_seeded(dataset, num_seeded, monkeypatch):
+    seeds, seed_streams = [], loader.seed_streams
+    monkeypatch.setattr(loader, "seed_streams", lambda seed: [seeds.append(seed), seed_streams(seed)])
+    batches = list(Loader(dataset, seed=1, shuffle=True).batches(0, [4, 2]))
+    assert len(seeds) == num_seeded
+    assert torch.cat([target for _, target in batches]).tolist() == epoch_order(6, seed=1, epoch=0, shuffle=True)
+    again = list(Loader(dataset, seed=1, shuffle=True).batches(0, [2, 4]))
+    assert torch.equal(*[torch.cat([input_ for input_, _ in of_one]) for of_one in (batches, again)])
+
+
+class OneByOne(Dataset):
+    """The samples of another dataset, in a class of its own."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "subset", [lambda dataset: dataset, lambda dataset: Subset(dataset, np.array([5, 2, 7, 7, 0]))], ids=["all", "some"]
+)
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.rand(8, 2, 3, 3).contiguous(memory_format=torch.channels_last),
+        torch.rand(3, 8, dtype=torch.float64).T,
+        torch.rand(1, 4).expand(8, 4),
+        torch.arange(8) % 3 == 0,
+    ],
+    ids=["channels_last", "transposed", "expanded", "bool"],
+)
+def test_rows_of_tensors_taken_at_once_are_the_samples_taken_one_by_one(inputs, subset, num_workers):
+    dataset = subset(TensorDataset(inputs, torch.arange(8)))
+    at_once, one_by_one = (
+        list(Loader(d, seed=1, shuffle=True, num_workers=num_workers).batches(3, [2, 3]))
+        for d in (dataset, OneByOne(dataset))
+    )
+    for ours, theirs in zip(itertools.chain(*at_once), itertools.chain(*one_by_one), strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
 
 
 @WORKERS
