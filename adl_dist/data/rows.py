@@ -23,7 +23,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Copy the rows of one micro-batch."""
         rows = self._indices[micro_batch]
-        return self._inputs.index_select(0, rows).contiguous(), self._targets.index_select(0, rows).contiguous()
+        return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
 
 
 def rows_of(dataset: Dataset[Any], indices: Sequence[Sequence[int]]) -> Rows | None:

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import Method
 from adl_dist.stage.calls import Tensors, takes_gradient
-from adl_dist.stage.tally import Tally
+from adl_dist.stage.tally import Tally, norm_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +89,7 @@ class Faults:
     def sent(self, grads: Tensors) -> None:
         """Take note of what goes upstream for one micro-batch."""
         if self._guard.skips and grads:
-            self._sent.append(get_total_norm(grads))
+            self._sent.append(norm_of(grads))
 
     def judge(self, tally: Tally, arrived: Tensors, *, update: int, epoch: int) -> str | None:
         """Judge a group whose gradients are complete, before the last one goes upstream.

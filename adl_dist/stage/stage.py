@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -14,7 +14,7 @@ from adl_dist.stage.calls import DropoutStreams, Tensors, call_of, packed, takes
 from adl_dist.stage.faults import Faults, Guard, buffers_kept_finite, refusal
 from adl_dist.stage.in_flight import InFlight
 from adl_dist.stage.learning_rates import scaled_learning_rates, step_schedule
-from adl_dist.stage.tally import Tally
+from adl_dist.stage.tally import Tally, norm_of
 from adl_dist.stage.weights import TwoVersions, weight_policy
 
 
@@ -214,10 +214,10 @@ class Stage:
             assert kept.outs is not None, "the schedule recomputes before it goes backward"
             if self._gradient_shrink != 1.0 and not self.has_loss:
                 grads = tuple(grad * self._gradient_shrink for grad in grads)
-            outs = tuple(out for out in kept.outs if takes_gradient(out))
-            paired = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
-            if paired:
-                torch.autograd.backward([out for out, _ in paired], [grad for _, grad in paired])
+            taking = zip(filter(takes_gradient, kept.outs), grads, strict=True)
+            if paired := [(out, grad) for out, grad in taking if out.requires_grad]:
+                outs, grads = zip(*paired, strict=True)
+                torch.autograd.backward(outs, grads)
             self.tally.staleness.append(self.version - kept.version)
             if kept.scored is not None:
                 assert kept.target is not None
@@ -248,7 +248,7 @@ class Stage:
         """
         with self.tally.busy():
             gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
-            self._gradient_norm = self.tally.gradient_norm = get_total_norm(gradients) if gradients else None
+            self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None
             self.tally.skipped = self.faults.judge(self.tally, arrived, update=self.version, epoch=self._epoch)
             return refusal(leaving) if self.tally.skipped else leaving
 

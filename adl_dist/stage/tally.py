@@ -1,6 +1,7 @@
 """What a stage counts about itself, where it happens."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -70,6 +71,15 @@ class Tally:
 def _underway(scalars: list[Tensor]) -> list[Tensor]:
     """Copies on the CPU, in pinned memory, of what a GPU has yet to compute; filled when the stream comes to it."""
     return list(torch.stack(scalars).to("cpu", non_blocking=True)) if scalars else []
+
+
+def norm_of(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all of ``gradients``, at least one, of one device.
+
+    As torch's ``get_total_norm``, of which a small stage would notice how it sorts by devices and dtypes first.
+    """
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
+    return norm
 
 
 class _Busy:

@@ -85,9 +85,11 @@ class TensorSpec:
             )
         # Strides of dimensions of size 1 are free, and kernels are chosen by strides: what a peer in this
         # process gets must have those of what a peer in another process receives, or bits could differ.
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if tensor.stride() == self._strides:
-            return tensor.detach()
-        return self.empty(size, tensor.device).copy_(tensor.detach())
+            return tensor
+        return self.empty(size, tensor.device).copy_(tensor)
 
     def as_wire(self, tensor: Tensor) -> Tensor:
         """A plainly contiguous view of a tensor in this format, of real numbers: what gloo accepts."""

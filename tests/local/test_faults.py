@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 import adl_dist
 from adl_dist.errors import DivergedError
 from adl_dist.stage.faults import Faults, Guard
-from adl_dist.stage.tally import Tally
+from adl_dist.stage.tally import Tally, norm_of
 from tests.support.toys import FixedImages, batch_norm_net
 
 NAN, INF = float("nan"), float("inf")
@@ -50,6 +51,19 @@ def test_what_is_underway_is_told_with_the_next_or_at_the_end():
     faults.judge(tally_of(NAN), (), update=5, epoch=2)
     with pytest.raises(DivergedError, match=r"the loss is nan at update 5 \(epoch 2\)"):
         faults.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_norm_is_that_of_torch(dtype):
+    gradients = [torch.randn(shape, dtype=dtype) for shape in [(3, 4), (), (7,), (2, 0)]]
+    assert torch.equal(norm_of(gradients), get_total_norm(gradients))
+
+
+def test_a_group_adds_up_what_its_micro_batches_were_scored():
+    tally = Tally()
+    tally.score(torch.eye(3), torch.tensor([0, 1, 1]), torch.tensor(0.5))
+    tally.score(torch.eye(3)[:1], torch.tensor([0]), torch.tensor(2.0))
+    assert tally.numbers() == {"num_samples": 4, "loss_sum": 0.5 * 3 + 2.0, "num_correct": 3}
 
 
 def test_a_stage_without_loss_and_parameters_has_nothing_to_look_at():
