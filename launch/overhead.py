@@ -42,7 +42,7 @@ class Scale(nn.Module):
 ZEROS = TensorDataset(*[torch.zeros(NUM_MICRO_BATCHES, 8)] * 2)  # one sample is one micro-batch
 
 
-class Own(Dataset[tuple[Tensor, Tensor]]):
+class OwnDataset(Dataset[tuple[Tensor, Tensor]]):
     """The same, but for all that one knows it may draw random numbers."""
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ def engine(num_stages: int, *, seeded: bool = False, recorded: bool = False, tra
     )
     with tempfile.TemporaryDirectory() if recorded or traced else nullcontext() as folder:
         done = trainer.fit(
-            Own() if seeded else ZEROS,
+            OwnDataset() if seeded else ZEROS,
             epochs=1,
             batch_size=M,
             quiet=True,

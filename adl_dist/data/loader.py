@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from adl_dist.data.in_memory import rows_of
 from adl_dist.data.random_streams import gaussian_kept, seed_streams, streams_restored
-from adl_dist.data.rows import rows_of
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed, stream_seeds
 
@@ -71,7 +71,7 @@ class Loader:
     Right before ``dataset[index]`` the global random streams that transforms draw from (torch on the CPU, Python's,
     numpy's legacy one) are seeded by (seed, epoch, index): whatever a user's transform does is repeated for any
     number of workers, any micro-batch sizes and after any resume. The process's own streams stay where they are. A
-    ``TensorDataset``, or a ``Subset`` of one, draws nothing and is spared this.
+    ``TensorDataset`` of two tensors on the CPU, or a ``Subset`` of one, draws nothing and is spared this.
 
     Workers import the user's script anew, as all of Python's spawned processes do, so a script that uses them needs
     ``if __name__ == "__main__":``.
@@ -119,9 +119,9 @@ class Loader:
                 two samples of a micro-batch differ in shape or dtype. What the dataset itself raises passes through.
         """
         indices = self._indices(epoch, sizes, first_sample)
-        micro_batches = rows_of(self._dataset, indices) or _MicroBatches(
-            self._dataset, seed=self._seed, epoch=epoch, indices=indices
-        )
+        micro_batches: Dataset[Any] | None = rows_of(self._dataset, indices)
+        if micro_batches is None:
+            micro_batches = _MicroBatches(self._dataset, seed=self._seed, epoch=epoch, indices=indices)
         num_workers = min(self._num_workers, len(sizes))  # the one sample that shapes are agreed with needs one
         if not num_workers and not self._pin_memory:  # what torch's would do, at a fraction of the price
             with gaussian_kept():

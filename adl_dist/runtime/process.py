@@ -1,7 +1,6 @@
 """What a process that trains sets for itself: its cores, and how its memory is kept."""
 
 import ctypes
-import gc
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -53,23 +52,6 @@ def _advise_huge_pages(libc: ctypes.CDLL) -> None:
 def _has_chosen(environment: Mapping[str, str]) -> bool:
     tunables = environment.get("GLIBC_TUNABLES", "")
     return "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in environment)
-
-
-@contextmanager
-def garbage_set_apart() -> Iterator[None]:
-    """Have Python's garbage collector pass over all that is there already.
-
-    torch alone makes some 400,000 objects, and to look at all of them takes a quarter of a second, in the midst of an
-    epoch and in each process at another moment: for its neighbours a stage that stands still.
-    """
-    if gc.get_freeze_count():  # the user has set apart what they chose, and there is no way to give back but part
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def num_cores() -> int:

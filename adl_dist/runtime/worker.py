@@ -21,7 +21,6 @@ from adl_dist.runtime.control import Record, Result
 from adl_dist.runtime.early_end import RunningSegment, listening
 from adl_dist.runtime.feed import Feed
 from adl_dist.runtime.memory import MemoryMeter
-from adl_dist.runtime.process import garbage_set_apart
 from adl_dist.runtime.requests import Requests
 from adl_dist.runtime.saving import PartWriter
 from adl_dist.runtime.trace import Tracer
@@ -99,7 +98,6 @@ class LocalWorker:
                 raise AssertionError(f"no such command: {do}")
         return [{"stage": stage.index} for stage in self.stages]
 
-    @garbage_set_apart()
     def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
         for seat in self.seats.values():
             seat.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
@@ -128,7 +126,6 @@ class LocalWorker:
                 result["spent"] = self.tracer.spent(result["stage"], seconds)
         return results
 
-    @garbage_set_apart()
     def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[Result]:
         # Evaluation has no groups; a segment of groups of one gives the sizes of its micro-batches.
         segment = Segment(
@@ -181,8 +178,7 @@ class LocalWorker:
             try:
                 for k, seat in self.seats.items():
                     weights = work[k].loss_weights if seat.stage.has_loss else []
-                    grads = {w: torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in set(weights)}
-                    seat.loss_grads = [grads[w] for w in weights]
+                    seat.loss_grads = torch.tensor(weights, dtype=self.dtype, device=self.world.device).unbind()
                     seat.open(work[k], training=training)
                 with listening(running) if training else contextlib.nullcontext():
                     engine.run(order, self.seats)

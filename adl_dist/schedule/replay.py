@@ -38,7 +38,7 @@ def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn
     mail: dict[Edge, deque[int]] = defaultdict(deque)
 
     def ready(stage: int) -> bool:
-        if cursor[stage] >= len(streams[stage]):  # asked each time: a stream may be shortened meanwhile
+        if cursor[stage] >= len(streams[stage]):  # asked each time: a LOAD may shorten all streams
             return False
         action = streams[stage][cursor[stage]]
         if action.op not in RECEIVES:

@@ -60,7 +60,10 @@ class Tally:
             self._fetched.synchronize()  # with these copies, not with what was launched behind them
         told: dict[str, float | int] = {"num_samples": sum(self.sizes)}
         if self.losses:
-            told["loss_sum"] = sum(float(loss) * size for loss, size in zip(self.losses, self.sizes, strict=True))
+            loss_sum = 0.0  # not by sum(), which rounds in another way since Python 3.12
+            for loss, size in zip(self.losses, self.sizes, strict=True):
+                loss_sum += float(loss) * size
+            told["loss_sum"] = loss_sum
         if self.hits:
             told["num_correct"] = sum(map(int, self.hits))
         if self.gradient_norm is not None:
@@ -76,7 +79,7 @@ def _underway(scalars: list[Tensor]) -> list[Tensor]:
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all of ``gradients``, at least one, of one device.
 
-    As torch's ``get_total_norm``, of which a small stage would notice how it sorts by devices and dtypes first.
+    As torch's ``get_total_norm``, which sorts them by device and dtype first: most of its time for a small stage.
     """
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
     return norm

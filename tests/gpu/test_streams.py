@@ -61,9 +61,9 @@ def test_forward_backward_and_update_never_wait_for_the_gpu():
             if b == 2:  # the first ones make optimizer state and choose kernels
                 torch.cuda.set_sync_debug_mode("error")
             stage.forward(b, (image,), target)
-            stage.backward(b, (one,))
+            stage.close_group((one,), stage.backward(b, (one,)))
             stage.update()
             stage.tally = Tally()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    stage.losses.check()
+    stage.faults.check()

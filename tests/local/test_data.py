@@ -200,20 +200,38 @@ TENSORS = torch.arange(6.0).unsqueeze(1), torch.arange(6)
     ("dataset", "num_seeded"),
     [
         (TensorDataset(*TENSORS), 0),
-        (Subset(Subset(TensorDataset(*TENSORS), range(6)), range(6)), 0),
+        (Subset(Subset(TensorDataset(*TENSORS), range(6)), np.arange(6)), 0),
         (Jittered(*TENSORS), 6),
         (Subset(Jittered(*TENSORS), range(6)), 6),
+        (Subset(TensorDataset(*TENSORS), range(-6, 0)), 6),
+        (Subset(TensorDataset(*TENSORS), torch.arange(6).unsqueeze(1)), 6),
     ],
-    ids=["tensors", "subset", "drawing", "subset of drawing"],
+    ids=["tensors", "subset", "drawing", "subset of drawing", "from the end", "a column"],
 )
 def test_only_datasets_of_tensors_are_not_seeded(dataset, num_seeded, monkeypatch):
     seeds, seed_streams = [], loader.seed_streams
     monkeypatch.setattr(loader, "seed_streams", lambda seed: [seeds.append(seed), seed_streams(seed)])
     batches = list(Loader(dataset, seed=1, shuffle=True).batches(0, [4, 2]))
     assert len(seeds) == num_seeded
-    assert torch.cat([target for _, target in batches]).tolist() == epoch_order(6, seed=1, epoch=0, shuffle=True)
+    targets = torch.cat([target for _, target in batches]).flatten()
+    assert targets.tolist() == epoch_order(6, seed=1, epoch=0, shuffle=True)
     again = list(Loader(dataset, seed=1, shuffle=True).batches(0, [2, 4]))
     assert torch.equal(*[torch.cat([input_ for input_, _ in of_one]) for of_one in (batches, again)])
+
+
+@pytest.mark.parametrize("indices", [[0, 6], [0.5, 1.5]], ids=["too large", "no places"])
+def test_what_is_wrong_with_a_subset_is_what_its_dataset_says(indices):
+    dataset = Subset(TensorDataset(*TENSORS), indices)
+    with pytest.raises((IndexError, TypeError)) as told:
+        dataset[0], dataset[1]
+    with pytest.raises(told.type, match=re.escape(str(told.value))):
+        list(Loader(dataset, seed=1, shuffle=False).batches(0, [2]))
+
+
+@pytest.mark.parametrize("indices", [[True, False], [[0], [1, 2]]], ids=["a mask", "lists"])
+def test_what_is_no_list_of_samples_is_not_taken_for_one(indices):
+    with pytest.raises(DataError, match="sample 1: expected"):
+        list(Loader(Subset(TensorDataset(*TENSORS), indices), seed=1, shuffle=False).batches(0, [2]))
 
 
 class OneByOne(Dataset):
@@ -240,8 +258,10 @@ class OneByOne(Dataset):
         torch.rand(3, 8, dtype=torch.float64).T,
         torch.rand(1, 4).expand(8, 4),
         torch.arange(8) % 3 == 0,
+        torch.rand(8, 2, 4, 4, 3).permute(0, 1, 4, 2, 3),
+        torch.rand(8, 2, 1, 4, 4),
     ],
-    ids=["channels_last", "transposed", "expanded", "bool"],
+    ids=["channels_last", "transposed", "expanded", "bool", "frames in channels_last", "frames of one channel"],
 )
 def test_rows_of_tensors_taken_at_once_are_the_samples_taken_one_by_one(inputs, subset, num_workers):
     dataset = subset(TensorDataset(inputs, torch.arange(8)))
@@ -252,6 +272,12 @@ def test_rows_of_tensors_taken_at_once_are_the_samples_taken_one_by_one(inputs, 
     for ours, theirs in zip(itertools.chain(*at_once), itertools.chain(*one_by_one), strict=True):
         assert torch.equal(ours, theirs)
         assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+
+
+def test_workers_take_rows_of_any_number_of_micro_batches():
+    dataset = TensorDataset(torch.arange(600), torch.zeros(600))
+    batches = Loader(dataset, seed=1, shuffle=False, num_workers=1).batches(0, [2] * 300)
+    assert torch.cat([input_ for input_, _ in batches]).tolist() == list(range(600))
 
 
 @WORKERS

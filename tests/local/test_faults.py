@@ -8,7 +8,7 @@ from torch.nn.utils import get_total_norm
 import adl_dist
 from adl_dist.errors import DivergedError
 from adl_dist.stage.faults import Faults, Guard
-from adl_dist.stage.tally import Tally, norm_of
+from adl_dist.stage.tally import Tally, _underway, norm_of
 from tests.support.toys import FixedImages, batch_norm_net
 
 NAN, INF = float("nan"), float("inf")
@@ -64,6 +64,11 @@ def test_a_group_adds_up_what_its_micro_batches_were_scored():
     tally.score(torch.eye(3), torch.tensor([0, 1, 1]), torch.tensor(0.5))
     tally.score(torch.eye(3)[:1], torch.tensor([0]), torch.tensor(2.0))
     assert tally.numbers() == {"num_samples": 4, "loss_sum": 0.5 * 3 + 2.0, "num_correct": 3}
+
+
+def test_what_is_copied_off_a_gpu_keeps_its_order():
+    assert [float(number) for number in _underway([torch.tensor(3.0), torch.tensor(1.0)])] == [3.0, 1.0]
+    assert _underway([]) == []
 
 
 def test_a_stage_without_loss_and_parameters_has_nothing_to_look_at():

@@ -1,21 +1,17 @@
 """What a process that trains sets for itself."""
 
 import contextlib
-import gc
 import os
 import subprocess
 import sys
-from functools import partial
-from typing import ClassVar
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-import adl_dist
 from adl_dist.data import Loader
 from adl_dist.runtime import process
-from adl_dist.runtime.process import bound_to, garbage_set_apart, own_cores
+from adl_dist.runtime.process import bound_to, own_cores
 
 
 @pytest.mark.parametrize(
@@ -89,47 +85,3 @@ def test_a_user_who_has_chosen_how_memory_is_kept_is_left_alone(monkeypatch, nam
     monkeypatch.setattr(process.ctypes, "CDLL", no_library)
     monkeypatch.setenv(name, value)
     process.keep_freed_memory()
-
-
-@pytest.fixture
-def nothing_set_apart():
-    gc.unfreeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("nothing_set_apart")
-def test_the_garbage_collector_passes_over_what_was_there_before_an_epoch_and_only_during_it():
-    class Seeing(Dataset):
-        num_apart: ClassVar = []
-
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, index):
-            self.num_apart.append(gc.get_freeze_count())
-            return torch.zeros(2), torch.zeros(1)
-
-    adl_dist.Trainer(
-        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)),
-        loss_fn=torch.nn.functional.mse_loss,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        num_stages=2,
-    ).fit(Seeing(), epochs=1, batch_size=4, quiet=True)
-    assert min(Seeing.num_apart[-4:]) > 10_000  # the first one tells shapes, before the epoch
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.usefixtures("nothing_set_apart")
-def test_garbage_collection_that_the_user_has_set_up_stays_as_it_is():
-    gc.freeze()
-    with garbage_set_apart():
-        pass
-    assert gc.get_freeze_count() > 0
-
-
-@pytest.mark.usefixtures("nothing_set_apart")
-def test_what_an_epoch_that_failed_has_set_apart_is_given_back():
-    with contextlib.suppress(KeyError), garbage_set_apart():
-        raise KeyError
-    assert gc.get_freeze_count() == 0

@@ -1,0 +1,63 @@
+"""Micro-batches that are rows of tensors in memory: taken at once, with nothing to seed or to check."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """The micro-batches of one epoch."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, rows: Tensor, sizes: Sequence[int]) -> None:
+        """Take ``rows`` [n] of ``inputs`` [N, ...] and ``targets`` [N, ...], so many for each micro-batch."""
+        self._inputs, self._targets, self._rows = inputs, targets, rows
+        self._ends, self._sizes = list(accumulate(sizes)), sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Copy one micro-batch: (input [size, ...], target [size, ...])."""
+        end = self._ends[micro_batch]
+        rows = self._rows[end - self._sizes[micro_batch] : end]
+        return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
+
+
+def rows_of(dataset: Dataset[Any], indices: Sequence[Sequence[int]]) -> Rows | None:
+    """The micro-batches of a ``TensorDataset`` of two plain tensors on the CPU, or of a ``Subset`` of one.
+
+    Args:
+        dataset: any.
+        indices: into it, of the samples of each micro-batch.
+
+    Returns:
+        None for any other dataset, also of a class derived from these, which may do with its samples what it likes; and
+        where a subset's indices are no places counted from 0, so that they mean, or raise, what they do one by one.
+    """
+    rows = np.array([index for several in indices for index in several], dtype=np.int64)
+    while type(dataset) is Subset:
+        try:
+            of_subset = np.asarray(dataset.indices)
+        except (TypeError, ValueError, RuntimeError):  # lists of several lengths, tensors on a GPU
+            return None
+        if of_subset.ndim != 1 or of_subset.dtype.kind not in "iu":
+            return None
+        rows, dataset = of_subset[rows], dataset.dataset
+    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not all(map(_is_plain, dataset.tensors)):
+        return None
+    if rows.size and not 0 <= rows.min() <= rows.max() < len(dataset):
+        return None
+    inputs, targets = dataset.tensors
+    return Rows(inputs, targets, torch.from_numpy(rows.astype(np.int64)), [len(several) for several in indices])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether rows taken at once are what they are one by one, in the same memory format."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    return not tensor.is_nested and not tensor.is_quantized and tensor.is_contiguous()
