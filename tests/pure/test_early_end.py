@@ -15,7 +15,7 @@ from adl_dist.schedule import (
     updates_that_load,
 )
 from adl_dist.schedule.actions import RECEIVES
-from adl_dist.schedule.replay import at_random
+from adl_dist.schedule.replay import at_random, in_turn
 
 CHOSEN = {
     **{name: {} for name in METHODS},
@@ -62,7 +62,7 @@ def test_ended_at_any_load_all_stages_end_after_the_same_update_having_posted_no
         }
         done = [[] for _ in range(K)]
         num_updates = len(groups)
-        for k, action in replay(streams, choose=at_random(stop_at)):
+        for k, action in replay(streams, choose=at_random(stop_at) if stop_at else in_turn):
             if action == (Op.LOAD, stop_at):
                 num_updates = updates_that_load(groups, stop_at + 1 + ahead)
                 end = sum(groups[:num_updates])
