@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from adl_dist.schedule.actions import Action, Op
@@ -45,16 +46,19 @@ def training_work(
     sizes, groups = segment.sizes, segment.group_sizes
     if not method.is_asynchronous_greedy:
         weights = segment.loss_weights(method.reduction, sizes)
-        return {
-            k: Work(list(training_stream(method, k, num_stages=num_stages, group_sizes=groups)), sizes, sizes, weights)
-            for k in stages
-        }
+        return {k: Work(list(_stream(method, k, num_stages, tuple(groups))), sizes, sizes, weights) for k in stages}
     streams, origins = greedy_streams(method, num_stages=num_stages, group_sizes=groups, seed=seed)
     of_stage = [[sizes[b] for b in origin] for origin in origins]
     return {
         k: Work(streams[k], of_stage[k], of_stage[max(k - 1, 0)], segment.loss_weights(method.reduction, of_stage[k]))
         for k in stages
     }
+
+
+@lru_cache(maxsize=32)
+def _stream(method: Method, stage: int, num_stages: int, group_sizes: tuple[int, ...]) -> tuple[Action, ...]:
+    # Kept, for the epochs of a run are alike, and so many new objects have Python's garbage collector look at all.
+    return tuple(training_stream(method, stage, num_stages=num_stages, group_sizes=group_sizes))
 
 
 def leaves_no_trace(method: Method, *, num_stages: int) -> bool:

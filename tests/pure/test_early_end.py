@@ -7,11 +7,13 @@ import pytest
 from adl_dist.schedule import (
     METHODS,
     Op,
+    Segment,
     end_early,
     leaves_no_trace,
     method,
     replay,
     training_stream,
+    training_work,
     updates_that_load,
 )
 from adl_dist.schedule.actions import RECEIVES
@@ -86,3 +88,17 @@ def test_emptying_the_pipeline_leaves_no_trace_just_where_nothing_is_stale():
 
     assert untraced(3) == {"bp", "gpipe", "1f1b", "dgl"}
     assert untraced(1) == METHODS.keys() - {"2bw"}
+
+
+def test_what_one_epoch_shortens_is_whole_in_the_next():
+    a_method, segment = (
+        method("adl", accumulation_steps=2),
+        Segment(epoch=0, first_update=0, num_samples=12, micro_batch_size=1, accumulation_steps=2),
+    )
+
+    def work():
+        return training_work(a_method, segment, num_stages=2, stages=[1], seed=0)[1].stream
+
+    whole = list(work())
+    end_early(work(), a_method, 1, num_stages=2, group_sizes=[2])
+    assert work() == whole == stream_of(a_method, 1, 2, [2] * 6)
