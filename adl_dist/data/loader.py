@@ -250,10 +250,8 @@ def _as_pair(sample: Any, index: int) -> tuple[Tensor, Tensor]:
 
 
 def _as_tensor(value: Any, what: str, index: int) -> Tensor:
-    if type(value) is Tensor:
-        return value
-    if isinstance(value, Tensor):
-        return value.as_subclass(Tensor)  # torchvision's images are a subclass, with rules of its own
+    if isinstance(value, Tensor):  # torchvision's images are of a subclass, with rules of its own
+        return value if type(value) is Tensor else value.as_subclass(Tensor)
     if isinstance(value, int | float):
         return torch.tensor(value)
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":

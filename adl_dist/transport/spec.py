@@ -83,10 +83,10 @@ class TensorSpec:
                 f"agreed for {self.dtype}{[size, *self.shape]}; a model must return the same shapes for "
                 "every micro-batch"
             )
-        # Strides of dimensions of size 1 are free, and kernels are chosen by strides: what a peer in this
-        # process gets must have those of what a peer in another process receives, or bits could differ.
         if tensor.requires_grad:
             tensor = tensor.detach()
+        # Strides of dimensions of size 1 are free, and kernels are chosen by strides: what a peer in this
+        # process gets must have those of what a peer in another process receives, or bits could differ.
         if tensor.stride() == self._strides:
             return tensor
         return self.empty(size, tensor.device).copy_(tensor)
