@@ -39,17 +39,22 @@ def rows_of(dataset: Dataset[Any], indices: Sequence[Sequence[int]]) -> Rows | N
         None for any other dataset, also of a class derived from these, which may do with its samples what it likes; and
         where a subset's indices are no places counted from 0, so that they mean, or raise, what they do one by one.
     """
-    rows = np.array([index for several in indices for index in several], dtype=np.int64)
+    subsets: list[Any] = []
     while type(dataset) is Subset:
+        subsets.append(dataset.indices)
+        dataset = dataset.dataset
+    # First, because most datasets are others, and of a million samples what follows takes a while.
+    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not all(map(_is_plain, dataset.tensors)):
+        return None
+    rows = np.array([index for several in indices for index in several], dtype=np.int64)
+    for subset in subsets:
         try:
-            of_subset = np.asarray(dataset.indices)
+            of_subset = np.asarray(subset)
         except (TypeError, ValueError, RuntimeError):  # lists of several lengths, tensors on a GPU
             return None
         if of_subset.ndim != 1 or of_subset.dtype.kind not in "iu":
             return None
-        rows, dataset = of_subset[rows], dataset.dataset
-    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not all(map(_is_plain, dataset.tensors)):
-        return None
+        rows = of_subset[rows]
     if rows.size and not 0 <= rows.min() <= rows.max() < len(dataset):
         return None
     inputs, targets = dataset.tensors
