@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -151,7 +152,8 @@ class Beacon:
         sums = self._totals[k].result() if k in self._totals else {"num_backwards": 0, "busy_seconds": 0.0}
         elapsed = max(now - self._began, 1e-9)
         through = Op.BACKWARD if k in self._totals else Op.PREDICT
-        num_samples = sum(seat.work.sizes[: counts.get(through, 0)])  # numbers may go down, as GPipe's gradients do
+        # Counted, because numbers may go down, as GPipe's gradients do; not sliced, because a copy would grow with the run.
+        num_samples = sum(islice(seat.work.sizes, counts.get(through, 0)))
         is_over = phase in (IDLE, FAILED)
         what, op, number, from_when, waits_for = phase, "", 0, since, []
         if doing is not None and doing[0] == k:

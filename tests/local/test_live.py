@@ -7,6 +7,7 @@ import socket
 import stat
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,20 +255,43 @@ def test_a_run_trains_on_without_a_socket_where_it_cannot_make_one(tmp_path, cap
     assert "no live control of this run" in caplog.text
 
 
+def follow_backwards(beacon, numbers, num_micro_batches):
+    """Returns the actions that ``beacon`` follows: of one stage, in micro-batches of three images."""
+    seat = SimpleNamespace(work=SimpleNamespace(sizes=[3] * num_micro_batches), stage=SimpleNamespace(version=0))
+    totals = SimpleNamespace(result=lambda: {"busy_seconds": 0.0, "staleness_sum": 0.0, "num_backwards": 0})
+    order = ((0, Action(Op.BACKWARD, number)) for number in numbers)
+    return beacon.followed(order, {0: seat}, SimpleNamespace(epoch=0), {0: totals})
+
+
 def test_images_are_counted_whose_gradients_have_come_also_if_the_last_of_a_group_comes_first(monkeypatch):
     """As in GPipe: of four micro-batches of three images one has gone backward, in two seconds."""
-    seat = SimpleNamespace(work=SimpleNamespace(sizes=[3] * 4), stage=SimpleNamespace(version=0))
-    totals = SimpleNamespace(result=lambda: {"busy_seconds": 0.0, "staleness_sum": 0.0, "num_backwards": 0})
     now = [0.0]
     monkeypatch.setattr("adl_dist.runtime.beacon.time", SimpleNamespace(monotonic=lambda: now[0]))
     beacon = Beacon(1)
-    order = [(0, Action(Op.BACKWARD, number)) for number in (3, 2)]
     with beacon.during("train"):
-        followed = beacon.followed(order, {0: seat}, SimpleNamespace(epoch=0), {0: totals})
+        followed = follow_backwards(beacon, (3, 2), num_micro_batches=4)
         next(followed)
         next(followed)
         now[0] = 2.0
         assert beacon.tell().stages[0].images_per_second == 1.5
+
+
+def test_to_tell_what_a_stage_is_at_takes_no_memory_that_grows_with_the_run():
+    def peak_bytes(num_done):
+        beacon = Beacon(1)
+        with beacon.during("train"):
+            followed = follow_backwards(beacon, range(100_000), num_micro_batches=100_000)
+            for _ in range(num_done):
+                next(followed)
+            tracemalloc.start()
+            try:
+                beacon.tell()
+                return tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+
+    peak_bytes(10)  # what is imported and kept by the first
+    assert peak_bytes(90_000) < peak_bytes(10) + 90_000  # a list of them would take eight times that
 
 
 @pytest.mark.parametrize(
