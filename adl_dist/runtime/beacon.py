@@ -152,7 +152,7 @@ class Beacon:
         sums = self._totals[k].result() if k in self._totals else {"num_backwards": 0, "busy_seconds": 0.0}
         elapsed = max(now - self._began, 1e-9)
         through = Op.BACKWARD if k in self._totals else Op.PREDICT
-        # Counted, because numbers may go down, as GPipe's gradients do; not sliced, because a copy would grow with the run.
+        # Counted, as numbers may go down (GPipe's gradients do); and not sliced: the copy would grow with the epoch.
         num_samples = sum(islice(seat.work.sizes, counts.get(through, 0)))
         is_over = phase in (IDLE, FAILED)
         what, op, number, from_when, waits_for = phase, "", 0, since, []
