@@ -46,7 +46,7 @@ def ours(there: Edge, back: Edge, num_bytes: int, number: int) -> None:
     specs = Specs.always([TensorSpec((num_bytes // 4,), "float32")])
     rank = dist.get_rank()
     out, into = (there, back) if rank == 0 else (back, there)
-    sender = ProcessSender(out, specs, what="act", max_pending=4)
+    sender = ProcessSender(out, specs, what="act", max_pending=4, max_pending_in_evaluation=4)
     receiver = ProcessReceiver(into, specs, what="act", device=CPU)
     sizes = [1] * number
     sender.open(sizes, training=True)

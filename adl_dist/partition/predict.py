@@ -7,7 +7,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
 from adl_dist.partition.costs import Held, Machine, UnitCost, link_time
 from adl_dist.partition.profile import Profile
-from adl_dist.schedule import Costs, Method, speed
+from adl_dist.schedule import Costs, Method, max_pending_of, speed
 from adl_dist.schedule.table import figures
 
 
@@ -42,13 +42,13 @@ class Prediction:
 
 def held_by(method: Method, *, num_stages: int) -> list[Held]:
     """What ``method`` makes each stage hold."""
-    M, kept = method.micro_batches_per_update, method.max_pending(num_stages)
+    M, kept = method.micro_batches_per_update, max_pending_of(method, num_stages=num_stages)
     return [
         Held(
             graphs=stage.graphs,
             inputs=stage.inputs,
-            acts_sent=max(1, kept - stage.graphs),
-            grads_sent=kept,
+            acts_sent=max(1, kept.get(("act", stage.stage), 0) - stage.graphs),
+            grads_sent=kept.get(("grad", stage.stage), 0),
             weight_copies=stage.weight_copies,
             gradient_copies=len(set(stage.staleness_by_offset)) - 1 if method.weights == "stash" else 0,
             recomputes=sum(method.recomputes(place, M, stage.delay) for place in range(M)) / M,

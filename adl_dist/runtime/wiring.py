@@ -13,7 +13,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, fast_forward
 from adl_dist.runtime.numerics import Numerics
 from adl_dist.runtime.world import World
-from adl_dist.schedule import Method
+from adl_dist.schedule import Method, max_pending_of
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import NORMALISES_SAMPLES, Guard, Stage, build_head
 from adl_dist.transport import LocalChannel, ProcessReceiver, ProcessSender, Receiver, Sender, Specs, TensorSpec
@@ -181,9 +181,16 @@ def process_seat(
     receivers: dict[str, Receiver] = {}
     senders: dict[str, Sender] = {}
 
+    most, in_evaluation = max_pending_of(method, num_stages=num_stages), method.max_pending(num_stages)
+
     def send(what: str, specs: Specs) -> None:
-        most = method.max_pending(num_stages)
-        senders[what] = ProcessSender(world.edges[what, k], specs, what=what, max_pending=most)
+        senders[what] = ProcessSender(
+            world.edges[what, k],
+            specs,
+            what=what,
+            max_pending=most[what, k],
+            max_pending_in_evaluation=in_evaluation,
+        )
 
     def receive(what: str, source: int, specs: Specs) -> None:
         # Labels go on to the next stage from the CPU; whoever computes with one moves it.

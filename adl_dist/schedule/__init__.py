@@ -3,7 +3,7 @@
 from adl_dist.schedule.actions import Action, Op, format_stream, parse_stream
 from adl_dist.schedule.greedy import greedy_streams
 from adl_dist.schedule.methods import Method, method
-from adl_dist.schedule.replay import check_rendezvous, in_turn, replay
+from adl_dist.schedule.replay import check_rendezvous, in_turn, most_under_way, replay
 from adl_dist.schedule.rows import METHODS, Row
 from adl_dist.schedule.segment import Segment
 from adl_dist.schedule.streams import (
@@ -20,6 +20,7 @@ from adl_dist.schedule.training import (
     end_early,
     evaluation_work,
     leaves_no_trace,
+    max_pending_of,
     training_work,
     updates_that_load,
 )
@@ -45,7 +46,9 @@ __all__ = [
     "greedy_streams",
     "in_turn",
     "leaves_no_trace",
+    "max_pending_of",
     "method",
+    "most_under_way",
     "parse_stream",
     "replay",
     "simulate",

@@ -151,10 +151,10 @@ class Method:
         return -(-self.delays(num_stages)[0] // self.micro_batches_per_update) + 1
 
     def max_pending(self, num_stages: int) -> int:
-        """Messages under way on an edge beyond which a send waits for the oldest.
+        """Messages under way on any edge beyond which a send waits for the oldest, where nothing comes back.
 
-        Where gradients come back, no more than d + 1 micro-batches are in flight and a send never waits; where none do,
-        as in evaluation, this keeps stage 0 from running away, but not from filling the pipeline.
+        As in evaluation and with local losses: it keeps stage 0 from running away, but not from filling the pipeline.
+        Where gradients come back, :func:`max_pending_of` has a smaller number for each edge.
         """
         return max(self.delays(num_stages)[0], 2 * (num_stages - 1)) + 2
 

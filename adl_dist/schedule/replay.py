@@ -1,14 +1,15 @@
 """Replays all stages on one thread: any interleaving, any deadlock, without a process or a tensor."""
 
 import random
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 
 from adl_dist.errors import ScheduleError
 from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
 
 Streams = Sequence[Sequence[Action]]
 Edge = tuple[str, int]  # what is carried, and the stage that receives it
+Sending = tuple[str, int]  # what is carried, and the stage that sends it
 
 
 def in_turn(runnable: Sequence[int]) -> int:
@@ -74,6 +75,35 @@ def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn
         raise ScheduleError(f"messages that nobody receives: {lost}")
 
 
+def most_under_way(streams: Streams, numbers: Container[int]) -> dict[Sending, int]:
+    """Of each edge, the messages that may not have been received yet when one is sent, it included.
+
+    However slow the receiver is, and however fast all others are: only that counts as received of which the sender has
+    heard, through whatever messages came to it since.
+
+    Args:
+        streams: the actions of stages 0..K-1.
+        numbers: the micro-batches at whose sending it is counted.
+    """
+    known: list[Counter[Sending]] = [Counter() for _ in streams]  # of each edge, received as far as a stage has heard
+    letters: dict[Sending, deque[Counter[Sending]]] = defaultdict(deque)  # what the sender knew
+    sent: Counter[Sending] = Counter()
+    most: dict[Sending, int] = defaultdict(int)
+    for k, action in replay(streams):
+        if action.op in LINKS:
+            edge = LINKS[action.op].what, k
+            sent[edge] += 1
+            if action.number in numbers:
+                most[edge] = max(most[edge], sent[edge] - known[k][edge])
+            letters[edge].append(known[k].copy())
+        elif action.op in RECEIVES:
+            what, _, hop = RECEIVES[action.op]
+            edge = what, 0 if hop is None else k - hop
+            known[k] |= letters[edge].popleft()  # of each edge the larger number
+            known[k][edge] += 1
+    return dict(most)
+
+
 def one_group_per_direction(what: str, low: int, high: int) -> Hashable:
     """What transport/ builds: acts, grads and targets never share a communicator."""
     return what, low, high
@@ -88,7 +118,7 @@ def check_rendezvous(
     streams: Streams,
     *,
     group: Callable[[str, int, int], Hashable] = one_group_per_direction,
-    max_pending: int | None = None,
+    max_pending: Mapping[Sending, int] | None = None,
 ) -> None:
     """Prove that the streams finish even if no message is ever buffered.
 
@@ -100,7 +130,7 @@ def check_rendezvous(
     Args:
         streams: the actions of stages 0..K-1.
         group: names the communicator that carries ``what`` between two stages.
-        max_pending: sends under way on an edge that do not block the host; None: any number.
+        max_pending: of each edge, sends under way that do not block the host; None: any number.
 
     Raises:
         ScheduleError: the stages wait for each other; the text says for what.
@@ -137,8 +167,9 @@ def check_rendezvous(
                     issue(k, action)
                 if action.op in RECEIVES and (k, action) not in received:
                     break
-                if action.op in LINKS and max_pending is not None and pending(k, action.op) > max_pending:
-                    break
+                if action.op in LINKS and max_pending is not None:
+                    if pending(k, action.op) > max_pending[LINKS[action.op].what, k]:
+                        break
                 cursor[k] += 1
                 moved = True
         for key, (low, high) in peers.items():

@@ -1,13 +1,14 @@
 """One segment of training as the stages carry it out: the actions, and how much each works on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.actions import LINKS, Action, Op
 from adl_dist.schedule.greedy import greedy_streams
 from adl_dist.schedule.methods import Method
+from adl_dist.schedule.replay import Sending, most_under_way
 from adl_dist.schedule.segment import Segment
 from adl_dist.schedule.streams import evaluation_stream, steady_staleness, training_stream
 
@@ -59,6 +60,25 @@ def training_work(
 def _stream(method: Method, stage: int, num_stages: int, group_sizes: tuple[int, ...]) -> tuple[Action, ...]:
     # Kept, for the epochs of a run are alike, and so many new objects have Python's garbage collector look at all.
     return tuple(training_stream(method, stage, num_stages=num_stages, group_sizes=group_sizes))
+
+
+@lru_cache(maxsize=32)
+def max_pending_of(method: Method, *, num_stages: int) -> Mapping[Sending, int]:
+    """Messages under way on each edge in training, by (what, sending stage), beyond which a send waits for the oldest.
+
+    So few that a buffer is given back as soon as its sender can know that it has left, and enough that in steady state
+    no send waits for what has yet to happen; while the pipeline fills or empties one may. No such wait closes a cycle
+    of stages that wait for each other (tests/pure/test_schedule.py).
+    """
+    K, M = num_stages, method.micro_batches_per_update
+    limit = method.max_pending(K)
+    if method.is_asynchronous_greedy:  # who is where is drawn
+        return {(link.what, k): limit for link in LINKS.values() for k in range(K)}
+    fill = method.updates_to_fill(K)
+    groups = [M] * (fill + 1 + fill)
+    made = [list(training_stream(method, k, num_stages=K, group_sizes=groups)) for k in range(K)]
+    steady = range(fill * M, (fill + 1) * M)
+    return {edge: min(most, limit) for edge, most in most_under_way(made, steady).items()}
 
 
 def leaves_no_trace(method: Method, *, num_stages: int) -> bool:

@@ -93,17 +93,23 @@ def connect_edges(
 class ProcessSender:
     """Sends the tensors of each micro-batch to one peer."""
 
-    def __init__(self, edge: Edge, specs: Specs, *, what: str, max_pending: int) -> None:
+    def __init__(
+        self, edge: Edge, specs: Specs, *, what: str, max_pending: int, max_pending_in_evaluation: int
+    ) -> None:
         """Take the sending end of ``edge``.
 
         Args:
             edge: where to.
             specs: what was agreed for this edge.
             what: is carried, for messages.
-            max_pending: micro-batches sent and not yet taken by the peer before a send waits; more than stage 0
-                ever has in flight, or the wait could close a cycle of stages that wait for each other.
+            max_pending: micro-batches sent and not yet known to be taken by the peer before a send waits, in
+                training; no fewer than :func:`max_pending_of` says, or the wait could close a cycle of stages that
+                wait for each other.
+            max_pending_in_evaluation: likewise, where no gradient tells what was taken.
         """
-        self._edge, self._agreed, self._what, self._max_pending = edge, specs, what, max_pending
+        self._edge, self._agreed, self._what = edge, specs, what
+        self._limits = max_pending, max_pending_in_evaluation
+        self._max_pending = max_pending
         self._specs = specs.training
         self._sizes: Sequence[int] = ()
         # A send reads its buffer until its Work is done, so both are kept together until then.
@@ -113,6 +119,7 @@ class ProcessSender:
         """Begin a segment; see :class:`Sender`."""
         self._sizes = sizes
         self._specs = self._agreed.training if training else self._agreed.evaluation
+        self._max_pending = self._limits[0 if training else 1]
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Start to send; return at once unless ``max_pending`` are under way."""

@@ -19,13 +19,16 @@ from adl_dist.schedule import (
     format_stream,
     forward_version,
     greedy_streams,
+    max_pending_of,
     method,
+    most_under_way,
     parse_stream,
     replay,
     staleness,
     steady_staleness,
     training_stream,
 )
+from adl_dist.schedule.actions import LINKS, receiver
 from adl_dist.schedule.greedy import Buffer
 from adl_dist.schedule.replay import at_random, one_group_per_pair
 
@@ -181,7 +184,7 @@ def test_no_method_deadlocks_even_without_buffers(variant, K):
     for sizes in ([8, 8, 8], [8, 3]):
         made = streams(K, sizes, chosen)
         check_rendezvous(made)
-        check_rendezvous(made, max_pending=chosen.max_pending(K))
+        check_rendezvous(made, max_pending=max_pending_of(chosen, num_stages=K))
         assert sum(1 for _ in replay(made)) == sum(map(len, made))
 
 
@@ -193,20 +196,57 @@ def test_no_list_of_delays_deadlocks_even_with_as_few_sends_under_way_as_we_allo
     order = data.draw(st.sampled_from(["forward_first", "backward_first"]))
     chosen = method("adl", accumulation_steps=M, delay=delays, weights=weights, order=order)
     made = streams(K, groups(25, M), chosen)
-    check_rendezvous(made, max_pending=chosen.max_pending(K))
+    check_rendezvous(made, max_pending=max_pending_of(chosen, num_stages=K))
+
+
+def on_every_edge(num_stages, number):
+    return {(link.what, k): number for link in LINKS.values() for k in range(num_stages)}
+
+
+@pytest.mark.parametrize("variant", ALL, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
+@pytest.mark.parametrize("K", [2, 3, 5])
+def test_what_may_be_under_way_is_what_a_receiver_leaves_lying_that_takes_its_turn_last(variant, K):
+    """Counted for each edge by itself, in the replay in which its receiver only moves when nobody else can."""
+    name, options = variant
+    made = streams(K, [8] * 5, method(name, accumulation_steps=8, **options))
+    most = most_under_way(made, range(16, 24))
+    assert most.keys() == {
+        (LINKS[action.op].what, k) for k, stream in enumerate(made) for action in stream if action.op in LINKS
+    }
+    for op, link in LINKS.items():
+        for sender in range(K):
+            if (link.what, sender) not in most:
+                continue
+            to, under_way, seen = receiver(op, sender, num_stages=K), 0, 0
+            for k, action in replay(made, choose=lambda able, to=to: next((k for k in able if k != to), to)):
+                under_way += (k == sender and action.op is op) - (k == to and action.op is link.recv)
+                if k == sender and action.op is op and 16 <= action.number < 24:
+                    seen = max(seen, under_way)
+            assert most[link.what, sender] == seen, (link.what, sender)
+
+
+@pytest.mark.parametrize("M", [1, 2, 4])
+@pytest.mark.parametrize("K", [2, 4, 8])
+def test_adl_keeps_three_messages_of_each_edge_where_delays_differ_by_two(K, M):
+    """d_k - d_k+1 + 1: the one that leaves, and those that the answer to an earlier one has not spoken of."""
+    most = max_pending_of(method("adl", accumulation_steps=M), num_stages=K)
+    assert {most[what, k] for what, k in most if what in ("act", "grad")} == {3}
+    least = max_pending_of(method("adl", accumulation_steps=M, delay="minimal"), num_stages=K)
+    assert {least[what, k] for what, k in least if what in ("act", "grad")} == {2}
 
 
 def test_too_few_sends_under_way_deadlock():
     """The bound is not there for nothing: stage 0 waits for room, stage 1 for the gradient behind it."""
     with pytest.raises(ScheduleError, match="deadlock"):
-        check_rendezvous(streams(4, [1] * 20), max_pending=0)
+        check_rendezvous(streams(4, [1] * 20), max_pending=on_every_edge(4, 0))
 
 
 @pytest.mark.parametrize("K", [2, 5])
 def test_evaluation_never_deadlocks(K):
     plans = [list(evaluation_stream(k, num_stages=K, num_micro_batches=40)) for k in range(K)]
     for name in METHODS:
-        check_rendezvous(plans, max_pending=method(name, accumulation_steps=8).max_pending(K))
+        limit = method(name, accumulation_steps=8).max_pending(K)
+        check_rendezvous(plans, max_pending=on_every_edge(K, limit))
 
 
 @pytest.mark.parametrize("M", [1, 3])
