@@ -97,9 +97,9 @@ def best_balance(
 
     def excess(k: int) -> Floats:
         """Bytes of stage k beyond its limit."""
-        came_in, start_held, stop_held, start_buffers, stop_buffers = map(np.array, bytes_at_borders(units, held[k]))
+        came_in, start_held, start_buffers, stop_buffers = map(np.array, bytes_at_borders(units, held[k]))
         messages = start_buffers[:-1, None] + stop_buffers[1:] + work
-        activations = kept + (start_held[:-1, None] + stop_held[1:])
+        activations = kept + start_held[:-1, None]
         needed = bytes_of(activations, parameters, came_in[:-1, None], messages, held[k], optimizer_copies)
         return np.where(holds_units, needed - limits[k], math.inf)
 

@@ -36,9 +36,8 @@ class UnitCost:
         activation_bytes: kept from the forward to the backward.
         work_bytes: for the moment of its backward: gradients of its parameters, as a kernel makes them and as they are
             kept (oneDNN's convolutions have a format of their own), of what comes in and of what goes out.
-        held_before: of what crosses a cut right behind the unit, bytes that each graph before the cut holds beside its
-            activations.
-        held_behind: the same of each graph behind it.
+        held_before: of the bytes sent over a cut right behind the unit, those that no graph before it keeps.
+        held_behind: bytes that each graph behind the cut holds of it beside its activations.
         act_bytes: of all tensors that cross a cut right behind the unit, forward, as they are sent.
         widened_bytes: by which they grow when they are handed over (``wire_dtype``).
         grad_bytes: of the gradients that come back over that cut; 0: none do.
@@ -77,7 +76,7 @@ class Held:
     Attributes:
         graphs: micro-batches with all their activations; 2(K-1-k)+1 of ADL.
         inputs: micro-batches with nothing but what came in.
-        acts_sent: messages downstream that are kept until they are known to have left, beside those that a graph holds.
+        acts_sent: messages downstream that are kept until they are known to have left.
         grads_sent: messages upstream that are kept so.
         weight_copies: weight versions beside the newest.
         gradient_copies: gradients beside one set: each version that a group's micro-batches used gathers its own.
@@ -152,9 +151,10 @@ def link_time(unit: UnitCost, machine: Machine) -> float:
 def stage_memory(units: Sequence[UnitCost], start: int, stop: int, *, held: Held, optimizer_copies: float) -> int:
     """Bytes that a stage of ``units[start:stop]`` holds at most.
 
-    The activations of each graph and what it holds at its two ends, what came in of each input; the parameters as
+    The activations of each graph and what it holds of what came in, what came in of each input; the parameters as
     weights, as gradients, as each copy of the optimizer, as each older version and its gradients; and the buffers of
-    messages, three of each received and those sent that are kept; and the work of one backward at a time.
+    messages, three of each received and those sent that are kept, unless a graph keeps them anyway; and the work of one
+    backward at a time.
     What comes into the model itself is counted where a unit keeps it.
 
     Args:
@@ -168,7 +168,7 @@ def stage_memory(units: Sequence[UnitCost], start: int, stop: int, *, held: Held
     parameters = float(sum(unit.parameter_bytes for unit in units[start:stop]))
     at = bytes_at_borders(units, held)
     messages = at.start_buffers[start] + at.stop_buffers[stop] + max(unit.work_bytes for unit in units[start:stop])
-    activations += at.start_held[start] + at.stop_held[stop]
+    activations += at.start_held[start]
     return math.ceil(bytes_of(activations, parameters, at.came_in[start], messages, held, optimizer_copies))
 
 
@@ -206,19 +206,23 @@ class BorderBytes(NamedTuple):
 
     came_in: list[float]  # of one micro-batch
     start_held: list[float]  # by each graph
-    stop_held: list[float]
     start_buffers: list[float]  # acts received, gradients sent
     stop_buffers: list[float]  # gradients received, acts sent
 
 
 def bytes_at_borders(units: Sequence[UnitCost], held: Held) -> BorderBytes:
     """What crosses each border between two units, as a stage on either side of it holds it."""
+
+    def acts_sent(unit: UnitCost) -> float:
+        in_graphs = min(held.acts_sent, held.graphs)
+        # One at least: the newest is there before it is kept.
+        return in_graphs * unit.held_before + max(1, held.acts_sent - held.graphs) * unit.act_bytes
+
     return BorderBytes(
         came_in=_at_borders(units, lambda unit: unit.act_bytes + unit.widened_bytes),
         start_held=_at_borders(units, lambda unit: unit.held_behind),
-        stop_held=_at_borders(units, lambda unit: unit.held_before),
         start_buffers=_at_borders(units, lambda unit: RECEIVED * unit.act_bytes + held.grads_sent * unit.grad_bytes),
-        stop_buffers=_at_borders(units, lambda unit: RECEIVED * unit.grad_bytes + held.acts_sent * unit.act_bytes),
+        stop_buffers=_at_borders(units, lambda unit: RECEIVED * unit.grad_bytes + acts_sent(unit)),
     )
 
 

@@ -47,7 +47,7 @@ def held_by(method: Method, *, num_stages: int) -> list[Held]:
         Held(
             graphs=stage.graphs,
             inputs=stage.inputs,
-            acts_sent=max(1, kept.get(("act", stage.stage), 0) - stage.graphs),
+            acts_sent=kept.get(("act", stage.stage), 0),
             grads_sent=kept.get(("grad", stage.stage), 0),
             weight_copies=stage.weight_copies,
             gradient_copies=len(set(stage.staleness_by_offset)) - 1 if method.weights == "stash" else 0,

@@ -152,9 +152,10 @@ def check_rendezvous(
         queues[key, stage].append((link.what, action.op in LINKS, action.number))
         issued.add((stage, action))
 
-    def pending(stage: int, op: Op) -> int:
+    def is_full(stage: int, op: Op) -> bool:
         what = LINKS[op].what
-        return sum(m[:2] == (what, True) for (_, k), queue in queues.items() if k == stage for m in queue)
+        pending = sum(m[:2] == (what, True) for (_, k), queue in queues.items() if k == stage for m in queue)
+        return max_pending is not None and pending > max_pending[what, stage]
 
     moved = True
     while moved:
@@ -167,9 +168,8 @@ def check_rendezvous(
                     issue(k, action)
                 if action.op in RECEIVES and (k, action) not in received:
                     break
-                if action.op in LINKS and max_pending is not None:
-                    if pending(k, action.op) > max_pending[LINKS[action.op].what, k]:
-                        break
+                if action.op in LINKS and is_full(k, action.op):
+                    break
                 cursor[k] += 1
                 moved = True
         for key, (low, high) in peers.items():

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from adl_dist.stage.calls import Tensors
+from adl_dist.stage.calls import Tensors, takes_gradient
+
+Ends = tuple[GradientEdge | None, ...]  # one for each tensor that takes a gradient; None: nothing here computed it
 
 
 @dataclass
@@ -14,6 +17,11 @@ class InFlight:
     acts: Tensors  # what came in; their .grad is sent upstream
     target: Tensor | None  # where there is a loss
     version: int  # updates that had led to the weights of the forward
-    outs: Tensors | None = None  # what went out, or the scalar loss, with the graph behind it; None: to be recomputed
+    ends: Ends | None = None  # where the graph begins to go backward; None: to be recomputed
     scored: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
     buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
+
+
+def ends_of(outs: Tensors) -> Ends:
+    """Where the graph of ``outs`` begins, without the tensors themselves: they are free once they have been sent."""
+    return tuple(get_gradient_edge(out) if out.requires_grad else None for out in filter(takes_gradient, outs))

@@ -135,7 +135,7 @@ def test_bytes_of_a_perceptron_are_those_counted_by_hand():
     # its logarithms (4 x 5 floats), targets (4 longs) and total weight (1 float).
     assert [u.activation_bytes for u in (first, relu)] == [4 * 4 * 6, 4 * 4 * 8]
     assert last.activation_bytes >= 4 * 4 * 5
-    # Behind the first layer nobody keeps what crosses, but the graphs on both sides hold it; behind ReLU, it does.
+    # Behind the first layer no graph keeps what crosses, but one behind a cut holds its input; behind ReLU, it does.
     assert (first.held_before, first.held_behind) == (4 * 4 * 8, 4 * 4 * 8)
     assert (relu.held_before, relu.held_behind) == (0, 4 * 4 * 8)
     assert [u.work_bytes for u in (first, relu)] == [2 * first.parameter_bytes + 4 * 4 * (6 + 8), 4 * 4 * (8 + 8)]

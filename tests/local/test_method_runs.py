@@ -73,8 +73,8 @@ class Watching:
     def __call__(self, runnable):
         for k, seat in self.seats.items():
             kept = seat.stage.in_flight.values()
-            graphs = sum(m.outs is not None for m in kept)
-            inputs = sum(m.outs is None for m in kept) + len(seat.buffer)
+            graphs = sum(m.ends is not None for m in kept)
+            inputs = sum(m.ends is None for m in kept) + len(seat.buffer)
             now = graphs, inputs, seat.stage._policy.num_copies if seat.stage._policy else 0
             self.most[k] = [max(pair) for pair in zip(self.most[k], now, strict=True)]
         return in_turn(runnable)

@@ -65,10 +65,15 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
             u.parameter_bytes for u in inside
         )
         need += held[k].graphs * sum(u.activation_bytes for u in inside)
-        need += held[k].graphs * (sum(end.held_behind for end in upstream) + sum(end.held_before for end in downstream))
+        need += held[k].graphs * sum(end.held_behind for end in upstream)
         need += sum(held[k].inputs * end.act_bytes + 3 * end.act_bytes for end in upstream)
         need += sum(held[k].grads_sent * end.grad_bytes for end in upstream)
-        need += sum(3 * end.grad_bytes + held[k].acts_sent * end.act_bytes for end in downstream)
+        need += sum(3 * end.grad_bytes for end in downstream)
+        for place in range(max(held[k].acts_sent, held[k].graphs + 1)):  # the last graphs keep what they keep anyway
+            if place < held[k].graphs:
+                need += sum(end.held_before for end in downstream) * (place < held[k].acts_sent)
+            else:
+                need += sum(end.act_bytes for end in downstream)
         need += max(u.work_bytes for u in inside)
         needs.append(math.ceil(need))
         parts += [end.act_bytes / machine.bandwidth for end in downstream]
