@@ -29,7 +29,7 @@ def stream_seed(seed: int, purpose: str, *indices: int) -> int:
     return (int(high) << 32 | int(low)) >> 1
 
 
-def stream_seeds(seed: int, purpose: str, *indices: int, last: Sequence[int]) -> list[int]:
+def stream_seeds(seed: int, purpose: str, *indices: int, last: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint64]:
     """What :func:`stream_seed` returns for many streams that differ in their last index alone, much faster.
 
     Args:
@@ -56,7 +56,8 @@ def stream_seeds(seed: int, purpose: str, *indices: int, last: Sequence[int]) ->
     for word in words[POOL:]:
         pool = [mixed(into, word) for into in pool]
     low, high = (_scrambled(word, of_state).astype(np.uint64) for word in pool[:2])
-    return ((high << np.uint64(32) | low) >> np.uint64(1)).tolist()  # type: ignore[no-any-return]
+    seeds: NDArray[np.uint64] = (high << np.uint64(32) | low) >> np.uint64(1)
+    return seeds
 
 
 def _constants(first: int, factor: int) -> Iterator[tuple[np.uint32, np.uint32]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
@@ -28,12 +29,13 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
         return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
 
 
-def rows_of(dataset: Dataset[Any], indices: Sequence[Sequence[int]]) -> Rows | None:
+def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], sizes: Sequence[int]) -> Rows | None:
     """The micro-batches of a ``TensorDataset`` of two plain tensors on the CPU, or of a ``Subset`` of one.
 
     Args:
         dataset: any.
-        indices: into it, of the samples of each micro-batch.
+        order: [n], the indices of its samples, one micro-batch after the other.
+        sizes: samples of each micro-batch, n in all.
 
     Returns:
         None for any other dataset, also of a class derived from these, which may do with its samples what it likes; and
@@ -43,10 +45,9 @@ def rows_of(dataset: Dataset[Any], indices: Sequence[Sequence[int]]) -> Rows | N
     while type(dataset) is Subset:
         subsets.append(dataset.indices)
         dataset = dataset.dataset
-    # First, because most datasets are others, and of a million samples what follows takes a while.
     if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not all(map(_is_plain, dataset.tensors)):
         return None
-    rows = np.array([index for several in indices for index in several], dtype=np.int64)
+    rows = order
     for subset in subsets:
         try:
             of_subset = np.asarray(subset)
@@ -58,7 +59,7 @@ def rows_of(dataset: Dataset[Any], indices: Sequence[Sequence[int]]) -> Rows | N
     if rows.size and not 0 <= rows.min() <= rows.max() < len(dataset):
         return None
     inputs, targets = dataset.tensors
-    return Rows(inputs, targets, torch.from_numpy(rows.astype(np.int64)), [len(several) for several in indices])
+    return Rows(inputs, targets, torch.from_numpy(rows.astype(np.int64)), sizes)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -9,12 +9,13 @@ import sys
 import threading
 from collections.abc import Generator, Sequence
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -30,11 +31,16 @@ _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
     """The order in which ``epoch`` visits the samples: a permutation of its own, or as they lie."""
-    if not shuffle:
-        return list(range(num_samples))
-    generator = torch.Generator().manual_seed(stream_seed(seed, "order", epoch))
-    order: list[int] = torch.randperm(num_samples, generator=generator).tolist()
+    order: list[int] = _order(num_samples, seed=seed, epoch=epoch, shuffle=shuffle).tolist()
     return order
+
+
+def _order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+    # An array, here and for the seeds: as numbers of Python's, a million samples take a tenth of a gigabyte.
+    if not shuffle:
+        return np.arange(num_samples)
+    generator = torch.Generator().manual_seed(stream_seed(seed, "order", epoch))
+    return torch.randperm(num_samples, generator=generator).numpy()
 
 
 def check_dataset(dataset: object, *, name: str, smallest: int) -> None:
@@ -118,10 +124,10 @@ class Loader:
             DataError: ``sizes`` ask for more samples than there are, a sample is no pair of tensors or numbers, or
                 two samples of a micro-batch differ in shape or dtype. What the dataset itself raises passes through.
         """
-        indices = self._indices(epoch, sizes, first_sample)
-        micro_batches: Dataset[Any] | None = rows_of(self._dataset, indices)
+        order = self._visited(epoch, sizes, first_sample)
+        micro_batches: Dataset[Any] | None = rows_of(self._dataset, order, sizes)
         if micro_batches is None:
-            micro_batches = _MicroBatches(self._dataset, seed=self._seed, epoch=epoch, indices=indices)
+            micro_batches = _MicroBatches(self._dataset, seed=self._seed, epoch=epoch, order=order, sizes=sizes)
         num_workers = min(self._num_workers, len(sizes))  # the one sample that shapes are agreed with needs one
         if not num_workers and not self._pin_memory:  # what torch's would do, at a fraction of the price
             with gaussian_kept():
@@ -152,29 +158,28 @@ class Loader:
             for worker in getattr(iterator, "_workers", ()):  # one that is stuck: it takes no SIGTERM
                 worker.kill()
 
-    def _indices(self, epoch: int, sizes: Sequence[int], first_sample: int) -> list[list[int]]:
-        order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)  # type: ignore[arg-type]
-        order = order[first_sample:]
+    def _visited(self, epoch: int, sizes: Sequence[int], first_sample: int) -> NDArray[np.int64]:
+        order = _order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)[first_sample:]
         if sum(sizes) > len(order) or min(sizes, default=1) < 1:
             raise DataError(
                 f"epoch {epoch}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "
                 f"{list(sizes)}, {sum(sizes)} in all"
             )
-        ends = list(accumulate(sizes))
-        return [order[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        return order[: sum(sizes)]
 
 
 class _MicroBatches(Dataset["tuple[Tensor, Tensor] | DataError"]):
     """The micro-batches of one epoch, loaded where torch's DataLoader wants them: here or in a worker."""
 
-    def __init__(self, dataset: Dataset[Any], *, seed: int, epoch: int, indices: list[list[int]]) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], *, seed: int, epoch: int, order: NDArray[np.int64], sizes: Sequence[int]
+    ) -> None:
         self._dataset = dataset
-        self._indices = indices
-        seeds = iter(stream_seeds(seed, "sample", epoch, last=[index for several in indices for index in several]))
-        self._seeds = [list(islice(seeds, len(several))) for several in indices]
+        self._order, self._seeds = order, stream_seeds(seed, "sample", epoch, last=order)
+        self._ends, self._sizes = list(accumulate(sizes)), sizes
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self._sizes)
 
     def __getitem__(self, micro_batch: int) -> "tuple[Tensor, Tensor] | DataError":
         """Load one micro-batch.
@@ -183,12 +188,15 @@ class _MicroBatches(Dataset["tuple[Tensor, Tensor] | DataError"]):
         traceback, with the one line that matters at its end.
         """
         samples: list[tuple[Tensor, Tensor]] = []
+        end = self._ends[micro_batch]
+        places = slice(end - self._sizes[micro_batch], end)
+        indices: list[int] = self._order[places].tolist()
         try:
             with streams_restored():
-                for index, seed in zip(self._indices[micro_batch], self._seeds[micro_batch], strict=True):
+                for index, seed in zip(indices, self._seeds[places].tolist(), strict=True):
                     seed_streams(seed)
                     samples.append(_as_pair(self._dataset[index], index))
-            _check_alike(samples, self._indices[micro_batch])
+            _check_alike(samples, indices)
         except DataError as error:
             return error
         return torch.stack([input_ for input_, _ in samples]), torch.stack([target for _, target in samples])

@@ -74,7 +74,7 @@ class DropoutStreams:
         if of_epoch not in self._seeds:
             block = range(of_epoch, of_epoch + SEEDS_AT_ONCE)
             seeds = stream_seeds(self._seed, "dropout", self._epoch, self._stage, last=block)
-            self._seeds = dict(zip(block, seeds, strict=True))
+            self._seeds = dict(zip(block, seeds.tolist(), strict=True))
         if device.type == "cuda":
             torch.cuda.default_generators[device.index or 0].manual_seed(self._seeds[of_epoch])
         else:
