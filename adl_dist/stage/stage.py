@@ -127,9 +127,11 @@ class Stage:
         self.tally = Tally()
         self.faults.forget()
         self._trained.train(training)
+        # What an interrupted segment, or the user before us, left there belongs to no group.
+        self.in_flight.clear()
+        if self._policy is not None:
+            self._policy.forget()
         if training:
-            # What an interrupted segment, or the user before us, left there belongs to no group.
-            self.in_flight.clear()
             self._trained.zero_grad()
 
     def end(self) -> None:

@@ -27,6 +27,9 @@ class _Policy:
         """The parameters that the next step is about, each with the whole gradient of the group if it has one."""
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
 
+    def forget(self) -> None:
+        """Drop what micro-batches that are in flight no more have left: there are none now."""
+
     def _finish(self, *, skip: bool) -> None:
         if not skip:
             self._optimizer.step()
@@ -100,6 +103,10 @@ class Stash(_Policy):
             self._move_optimizer()
             self._install(self._newest)
         self._finish(skip=skip)
+
+    def forget(self) -> None:
+        """Drop all versions but the newest."""
+        self._forget(keep=())
 
     def _forget(self, *, keep: Collection[int]) -> None:
         self._older = {version: kept for version, kept in self._older.items() if version in keep}

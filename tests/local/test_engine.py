@@ -253,6 +253,40 @@ def test_nothing_is_copied_where_nothing_is_in_flight_at_an_update():
     assert all(a is b for a, b in zip(before, stage.module.parameters(), strict=True))
 
 
+def test_what_went_downstream_is_not_kept_for_the_backward():
+    """No operator wants the output of a last convolution again; only the graph behind it is."""
+    stage = conv_stage("stash")
+    stage.begin(0, training=True)
+    outs = []
+    stage.module[2].register_forward_hook(lambda module, given, out: outs.append(weakref.ref(out)))
+    x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
+    stage.forward(0, (x,), None)
+    assert [ref() for ref in outs] == [None]
+    stage.backward(0, (x,))
+    assert all(p.grad is not None for p in stage.module.parameters())
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+def test_a_segment_that_was_broken_off_leaves_no_gradient_to_the_next(weights):
+    def updated(stage):
+        stage.begin(0, training=True)
+        stage.forward(0, (x,), None)
+        stage.backward(0, (x,))
+        stage.update()
+        return [p.detach().clone() for p in stage.module.parameters()]
+
+    x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
+    broken_off, fresh = conv_stage(weights), conv_stage(weights)
+    broken_off.begin(0, training=True)
+    for b in range(3):
+        broken_off.forward(b, (x,), None)
+    broken_off.backward(0, (x,))
+    broken_off.update()
+    broken_off.backward(1, (x,))  # on the version before
+    fresh.module.load_state_dict(broken_off.module.state_dict())
+    assert all(map(torch.equal, updated(broken_off), updated(fresh)))
+
+
 def test_dropout_is_a_function_of_seed_epoch_stage_and_micro_batch_alone():
     def masks(seed, epoch, index):
         stage = Stage(
