@@ -25,9 +25,9 @@ from adl_dist.optim import build_lr_schedule
 from adl_dist.partition import cut
 from adl_dist.runtime.child import end_with_launcher
 from adl_dist.runtime.device import choose_device
+from adl_dist.runtime.memory import peak_memory_bytes
 from adl_dist.runtime.process import bound_to
 from adl_dist.runtime.wiring import to_channels_last
-from adl_dist.runtime.worker import peak_memory_bytes
 from adl_dist.transport import TensorSpec
 
 

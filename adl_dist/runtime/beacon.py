@@ -39,6 +39,7 @@ from adl_dist.runtime.world import launched_rank
 from adl_dist.schedule import Action, Op, Segment
 from adl_dist.schedule.actions import LINKS, RECEIVES
 
+CPU = torch.device("cpu")
 FINISHING = "finishing"  # all actions are done, and what was sent last has yet to leave
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY, Op.PREDICT)
 # Where a process hangs is told by the line that called into these.
@@ -57,9 +58,9 @@ class Totals(Protocol):
 class Beacon:
     """Of the stages of one process."""
 
-    def __init__(self, num_stages: int, *, runs_ahead: bool = False) -> None:
-        """For ``num_stages`` in all; ``runs_ahead``: see :class:`Sighting`."""
-        self._num_stages, self._runs_ahead = num_stages, runs_ahead
+    def __init__(self, num_stages: int, *, device: torch.device = CPU, runs_ahead: bool = False) -> None:
+        """For ``num_stages`` in all, that compute on ``device``; ``runs_ahead``: see :class:`Sighting`."""
+        self._num_stages, self._device, self._runs_ahead = num_stages, device, runs_ahead
         self._num_segments = self._epoch = 0
         self._phase = (STARTING, time.monotonic())
         self._doing: tuple[int, Action, float] | None = None
@@ -131,7 +132,7 @@ class Beacon:
             or [self._before_segments(phase, now - since)],
             at=place_of(threading.main_thread().ident) if closely else "",
             loaders=_loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
-            memory_bytes=_memory_bytes(),
+            memory_bytes=_memory_bytes(self._device),
             saving=saver.name if saver else "",
             saving_at=place_of(saver.ident) if closely and saver else "",
             is_debugged=closely and _is_debugged(),
@@ -259,9 +260,9 @@ def _is_debugged() -> bool:
     return False
 
 
-def _memory_bytes() -> int:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.memory_allocated())
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":  # named: whoever asks is a thread of its own, whose current device is another
+        return int(torch.cuda.memory_allocated(device))
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

@@ -90,6 +90,13 @@ def shine(beacon: Beacon) -> None:
     _beacon, _asked = beacon, (time.monotonic(), _asked[1])
 
 
+def dim() -> None:
+    """Answer no more for a job that is over, nor keep its tensors alive."""
+    global _beacon
+    _beacon = Beacon(launched_world_size() or 1)
+    _beacon.shine()
+
+
 def gone_rank_0() -> str | None:
     """For a process that waits in vain: a line about rank 0 if that is gone, as far as can be seen from here."""
     asker = _asked[1]

@@ -5,10 +5,14 @@ down, which grows without bound; so it looks at the first updates of a run and i
 itself keeps count.
 """
 
+import contextlib
 import os
+import resource
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,3 +108,22 @@ def _owned(stage: Stage) -> Iterator[Tensor]:
         yield from module.buffers()
     for kept in stage.optimizer.state.values() if stage.optimizer else ():
         yield from (value for value in kept.values() if isinstance(value, Tensor))
+
+
+def forget_peak(device: torch.device) -> None:
+    """Have a GPU count its peak from now on: to measure the model, or a run before, may have taken more."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_bytes() -> int:
+    """The most this process has held: allocated on the GPU if it computes there, else resident in memory."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    # Not getrusage where it can be avoided: what it tells begins with what the process that started this one held.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB, but bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

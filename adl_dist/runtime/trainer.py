@@ -41,7 +41,7 @@ from adl_dist.runtime.world import (
     launched_world_size,
     single_process,
 )
-from adl_dist.schedule import Method, in_turn, leaves_no_trace
+from adl_dist.schedule import Method, forget_streams, in_turn, leaves_no_trace
 from adl_dist.stage import Guard
 
 
@@ -377,6 +377,7 @@ class Trainer:
                     ),
                 )
             finally:
+                forget_streams()
                 try:
                     recorder.close()  # writes what is left, which a disk may refuse
                 finally:

@@ -10,7 +10,7 @@ from typing import Any
 from adl_dist.runtime import reports, saving
 from adl_dist.runtime.beacon import Beacon, place_of
 from adl_dist.runtime.control import Crew, Record, Result, Worker
-from adl_dist.runtime.deputy import Deputy, shine
+from adl_dist.runtime.deputy import Deputy, dim, shine
 from adl_dist.runtime.doctor import Doctor
 from adl_dist.runtime.limits import Limits
 from adl_dist.runtime.live import LiveControl
@@ -51,6 +51,7 @@ class Watch:
                 yield
             finally:
                 deputy.stop()
+            dim()
             return
         self._doctor = Doctor(
             self._world, self._beacon, self._coordination, on_gone=_report_gone, on_end=self._close, **limits
@@ -64,6 +65,7 @@ class Watch:
             self._doctor.stop()  # before anything that may fail: nobody is left whom it could look after
             self._doctor.join()
             self._close()
+        dim()
 
     def followed(self, crew: Crew) -> Crew:
         """``crew``, watched; to be called in the thread that will command it."""

@@ -1,8 +1,6 @@
 """Carries out the coordinator's commands on the stages that live in this process."""
 
 import contextlib
-import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +18,7 @@ from adl_dist.runtime.beacon import Beacon
 from adl_dist.runtime.control import Record, Result
 from adl_dist.runtime.early_end import RunningSegment, listening
 from adl_dist.runtime.feed import Feed
-from adl_dist.runtime.memory import MemoryMeter
+from adl_dist.runtime.memory import MemoryMeter, peak_memory_bytes
 from adl_dist.runtime.requests import Requests
 from adl_dist.runtime.saving import PartWriter
 from adl_dist.runtime.trace import Tracer
@@ -69,7 +67,11 @@ class LocalWorker:
 
     def __post_init__(self) -> None:
         on_device = self.world.is_distributed and self.world.backend == "nccl"
-        self.beacon = Beacon(self.num_stages, runs_ahead=on_device)
+        self.beacon = Beacon(self.num_stages, device=self.world.device, runs_ahead=on_device)
+        if (
+            self.world.device.type == "cuda"
+        ):  # what measuring the model or a run before this one took is not of this run
+            torch.cuda.reset_peak_memory_stats(self.world.device)
 
     @property
     def stages(self) -> list[Stage]:
@@ -178,7 +180,9 @@ class LocalWorker:
             try:
                 for k, seat in self.seats.items():
                     weights = work[k].loss_weights if seat.stage.has_loss else []
-                    seat.loss_grads = torch.tensor(weights, dtype=self.dtype, device=self.world.device).unbind()
+                    # One tensor for all that are alike: there may be a million micro-batches.
+                    made = {w: torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in set(weights)}
+                    seat.loss_grads = [made[w] for w in weights]
                     seat.open(work[k], training=training)
                 with listening(running) if training else contextlib.nullcontext():
                     engine.run(order, self.seats)
@@ -281,16 +285,3 @@ class _Totals:
             "num_updates": self._num_updates,
             "num_skipped": self._num_skipped,
         }
-
-
-def peak_memory_bytes() -> int:
-    """The most this process has held: allocated on the GPU if it computes there, else resident in memory."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_allocated())
-    # Not getrusage where it can be avoided: what it tells begins with what the process that started this one held.
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts KiB, but bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -62,6 +62,11 @@ def _stream(method: Method, stage: int, num_stages: int, group_sizes: tuple[int,
     return tuple(training_stream(method, stage, num_stages=num_stages, group_sizes=group_sizes))
 
 
+def forget_streams() -> None:
+    """Give back what is kept for the epochs to come: of every stage 0.7 MB for 1,000 micro-batches."""
+    _stream.cache_clear()
+
+
 @lru_cache(maxsize=32)
 def max_pending_of(method: Method, *, num_stages: int) -> Mapping[Sending, int]:
     """Messages under way on each edge in training, by (what, sending stage), beyond which a send waits for the oldest.

@@ -132,3 +132,9 @@ def test_peak_memory_is_that_of_the_gpu():
     _, summary = trained(2, "cuda")
     for stage in summary["stages"]:
         assert 0 < stage["peak_memory_bytes"] <= torch.cuda.max_memory_allocated()
+
+
+def test_what_was_held_before_a_run_is_not_of_its_peak():
+    torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    _, summary = trained(2, "cuda")
+    assert all(stage["peak_memory_bytes"] < 1 << 30 for stage in summary["stages"])

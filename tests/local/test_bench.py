@@ -273,7 +273,7 @@ def test_interrupted_before_it_measures_a_bench_does_not_speak_of_checkpoints(tm
 
 
 def test_the_peak_memory_of_a_process_is_not_that_of_the_one_that_started_it():
-    code = "from adl_dist.runtime.worker import peak_memory_bytes; print(peak_memory_bytes())"
+    code = "from adl_dist.runtime.memory import peak_memory_bytes; print(peak_memory_bytes())"
     held = 1 << 30
     start = f"subprocess.run([sys.executable, '-c', {code!r}], check=True)"
     starts = f"held = bytearray({held}); import subprocess, sys; {start}"

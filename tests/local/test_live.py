@@ -294,6 +294,11 @@ def test_to_tell_what_a_stage_is_at_takes_no_memory_that_grows_with_the_run():
     assert peak_bytes(90_000) < peak_bytes(10) + 90_000  # a list of them would take eight times that
 
 
+def test_memory_is_told_of_the_gpu_of_the_process_whichever_thread_asks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 if device == torch.device("cuda", 3) else 0)
+    assert Beacon(1, device=torch.device("cuda", 3)).tell().memory_bytes == 7
+
+
 @pytest.mark.parametrize(
     ("package", "place"), [("torch", "local/test_live.py:"), ("torchvision", "torchvision/ops.py:1 in hang")]
 )

@@ -1,8 +1,10 @@
 """What a run leaves behind and tells about itself, all stages in one process."""
 
+import gc
 import hashlib
 import json
 import statistics
+import weakref
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import adl_dist
+from adl_dist import engine
 from adl_dist.errors import PartitionError
 from adl_dist.partition import cut, even_balance
-from adl_dist.schedule import staleness, steady_staleness
+from adl_dist.schedule import staleness, steady_staleness, training
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 
 
@@ -173,6 +176,24 @@ def test_the_callers_random_stream_and_threads_are_left_alone():
     trainer.fit(Recording(12), epochs=1, batch_size=4, quiet=True)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
+
+
+def test_a_run_keeps_one_tensor_for_equal_loss_weights_and_afterwards_no_stage(monkeypatch):
+    stages, weights, run = [], [], engine.run
+
+    def seen(order, seats):
+        stages.extend(weakref.ref(seat.stage) for seat in seats.values())
+        weights.append([id(weight) for weight in seats[1].loss_grads])
+        run(order, seats)
+
+    monkeypatch.setattr(engine, "run", seen)
+    trainer_of(2, M=2).fit(FixedImages(2 * 2 * 10 + 1), epochs=1, batch_size=4, quiet=True)
+    gc.collect()
+    assert len(stages) == 2
+    assert [ref() for ref in stages] == [None, None]
+    assert training._stream.cache_info().currsize == 0
+    assert len(weights[0]) == 21
+    assert len(set(weights[0])) == 2, "of whole groups, and of the last"
 
 
 def test_a_second_fit_goes_on_from_the_weights_of_the_first():
