@@ -84,8 +84,16 @@ class Stash(_Policy):
     def gather(self) -> list[nn.Parameter]:
         """Move the gradients of older versions to the newest, and return the parameters that have some."""
         for old in self._older.values():
+            sums, added = [], []
             for newest, theirs in zip(self._newest, old, strict=True):
-                newest.grad, theirs.grad = _sum(newest.grad, theirs.grad), None
+                if newest.grad is None:
+                    newest.grad = theirs.grad
+                elif theirs.grad is not None:
+                    sums.append(newest.grad)
+                    added.append(theirs.grad)
+                theirs.grad = None
+            if sums:
+                torch._foreach_add_(sums, added)  # on a GPU a few kernels, not one for each parameter
         return super().gather()
 
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
@@ -113,7 +121,10 @@ class Stash(_Policy):
 
     def _move_optimizer(self) -> None:
         """Put copies in the place of the newest weights, for the optimizer to step."""
-        successor = {old: nn.Parameter(old.detach().clone()) for old in self._newest}
+        copies = [torch.empty_like(old) for old in self._newest]
+        with torch.no_grad():
+            torch._foreach_copy_(copies, tuple(self._newest))
+        successor = {old: nn.Parameter(copy) for old, copy in zip(self._newest, copies, strict=True)}
         for old, new in successor.items():
             new.grad, old.grad = old.grad, None
         for group in self._optimizer.param_groups:
@@ -167,9 +178,3 @@ def weight_policy(name: str, module: nn.Module, optimizer: torch.optim.Optimizer
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("optimizer: LBFGS evaluates the loss itself, which no pipeline can do; choose another")
     return POLICIES[name](module, optimizer)
-
-
-def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a.add_(b)
