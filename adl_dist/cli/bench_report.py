@@ -84,7 +84,8 @@ def report(table: Sequence[Row], left_out: Mapping[str, str], *, is_gpu: bool) -
         "do not; this column is without that gain"
     )
     lines.append("peak memory: of each process, " + ("allocated on its GPU" if is_gpu else "resident"))
-    lines.append("busy: share of the time in which each stage computes; of torch's it is not known")
+    does = "launches what its GPU computes" if is_gpu else "computes"
+    lines.append(f"busy: share of the time in which each stage {does}; of torch's it is not known")
     lines.append(
         "kB/image: sent by all processes together, computed from the shapes that cross; of DDP as a ring does it, "
         "2 (K-1)/K of the parameters' bytes per process and update"
