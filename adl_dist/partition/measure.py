@@ -164,6 +164,7 @@ class _Bench:
             whole = len(tensors) == len(crossing[unit]) and all(t.shape[:1] == (size,) for t in tensors)
             last = unit == len(self._pieces) - 1
             sent = [] if last else [(t, _bytes_sent(t, wire_dtype)) for t in tensors]
+            unsaved = [n for (t, n), f in zip(sent, firsts, strict=not last) if n < t.nbytes or f is None or f > unit]
             costs.append(
                 UnitCost(
                     name=name,
@@ -176,11 +177,7 @@ class _Bench:
                     grad_bytes=sum(n for t, n in sent if t.is_floating_point() or t.is_complex()),
                     num_tensors=1 if last else sum(1 for t in tensors if t.numel()),
                     work_bytes=2 * parameter_bytes[unit] + came_in[unit] + sum(t.nbytes for t in tensors),
-                    held_before=sum(
-                        n
-                        for (t, n), first in zip(sent, firsts, strict=not last)
-                        if first is None or first > unit or n < t.nbytes  # narrowed: a tensor of its own
-                    ),
+                    held_before=sum(unsaved),
                     held_behind=sum(t.nbytes for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
                     may_cut=whole and unit not in chain.forbidden,
                 )
