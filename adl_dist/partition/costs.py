@@ -214,9 +214,9 @@ def bytes_at_borders(units: Sequence[UnitCost], held: Held) -> BorderBytes:
     """What crosses each border between two units, as a stage on either side of it holds it."""
 
     def acts_sent(unit: UnitCost) -> float:
-        in_graphs = min(held.acts_sent, held.graphs)
-        # One at least: the newest is there before it is kept.
-        return in_graphs * unit.held_before + max(1, held.acts_sent - held.graphs) * unit.act_bytes
+        # A graph that is replayed has made outputs of its own. One message at least: the newest, before it is kept.
+        in_graphs = 0 if held.recomputes else min(held.acts_sent, held.graphs)
+        return in_graphs * unit.held_before + max(1, held.acts_sent - in_graphs) * unit.act_bytes
 
     return BorderBytes(
         came_in=_at_borders(units, lambda unit: unit.act_bytes + unit.widened_bytes),

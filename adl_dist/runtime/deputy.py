@@ -93,8 +93,9 @@ def shine(beacon: Beacon) -> None:
 def dim() -> None:
     """Answer no more for a job that is over, nor keep its tensors alive."""
     global _beacon
-    _beacon = Beacon(launched_world_size() or 1)
-    _beacon.shine()
+    idle = Beacon(launched_world_size() or 1)
+    idle.shine()
+    _beacon = idle
 
 
 def gone_rank_0() -> str | None:

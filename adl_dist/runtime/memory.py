@@ -1,4 +1,4 @@
-"""Measures what torch's CPU allocator has handed out to a stage at most: its tensors, not the process around them.
+"""What a process holds at most, and what of it are tensors of its stage: those that torch's allocator has handed out.
 
 Only torch's profiler sees every allocation, also those inside of an operation and of a backward. It writes each of them
 down, which grows without bound; so it looks at the first updates of a run and is then stopped. On a GPU the allocator
@@ -117,7 +117,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_memory_bytes() -> int:
-    """The most this process has held: allocated on the GPU if it computes there, else resident in memory."""
+    """The most this process has held: resident in memory, or on the GPU if it computes there, since the run began."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     # Not getrusage where it can be avoided: what it tells begins with what the process that started this one held.

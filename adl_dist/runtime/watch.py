@@ -65,6 +65,8 @@ class Watch:
             self._doctor.stop()  # before anything that may fail: nobody is left whom it could look after
             self._doctor.join()
             self._close()
+            if not self._world.is_distributed:  # or others may yet ask what it failed at
+                dim()
         dim()
 
     def followed(self, crew: Crew) -> Crew:

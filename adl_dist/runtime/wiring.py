@@ -188,7 +188,7 @@ def process_seat(
             world.edges[what, k],
             specs,
             what=what,
-            max_pending=most.get((what, k), in_evaluation),  # some edges carry something in evaluation alone
+            max_pending=most[what, k],
             max_pending_in_evaluation=in_evaluation,
         )
 

@@ -18,7 +18,7 @@ from adl_dist.runtime.beacon import Beacon
 from adl_dist.runtime.control import Record, Result
 from adl_dist.runtime.early_end import RunningSegment, listening
 from adl_dist.runtime.feed import Feed
-from adl_dist.runtime.memory import MemoryMeter, peak_memory_bytes
+from adl_dist.runtime.memory import MemoryMeter, forget_peak, peak_memory_bytes
 from adl_dist.runtime.requests import Requests
 from adl_dist.runtime.saving import PartWriter
 from adl_dist.runtime.trace import Tracer
@@ -68,10 +68,7 @@ class LocalWorker:
     def __post_init__(self) -> None:
         on_device = self.world.is_distributed and self.world.backend == "nccl"
         self.beacon = Beacon(self.num_stages, device=self.world.device, runs_ahead=on_device)
-        if (
-            self.world.device.type == "cuda"
-        ):  # what measuring the model or a run before this one took is not of this run
-            torch.cuda.reset_peak_memory_stats(self.world.device)
+        forget_peak(self.world.device)
 
     @property
     def stages(self) -> list[Stage]:

@@ -76,14 +76,13 @@ def max_pending_of(method: Method, *, num_stages: int) -> Mapping[Sending, int]:
     of stages that wait for each other (tests/pure/test_schedule.py).
     """
     K, M = num_stages, method.micro_batches_per_update
-    limit = method.max_pending(K)
-    if method.is_asynchronous_greedy:  # who is where is drawn
-        return {(link.what, k): limit for link in LINKS.values() for k in range(K)}
+    if method.row.local_losses:  # nothing comes back that would tell
+        return {(link.what, k): method.max_pending(K) for link in LINKS.values() for k in range(K)}
     fill = method.updates_to_fill(K)
     groups = [M] * (fill + 1 + fill)
     made = [list(training_stream(method, k, num_stages=K, group_sizes=groups)) for k in range(K)]
     steady = range(fill * M, (fill + 1) * M)
-    return {edge: min(most, limit) for edge, most in most_under_way(made, steady).items()}
+    return most_under_way(made, steady)
 
 
 def leaves_no_trace(method: Method, *, num_stages: int) -> bool:

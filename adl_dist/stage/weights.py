@@ -122,8 +122,9 @@ class Stash(_Policy):
     def _move_optimizer(self) -> None:
         """Put copies in the place of the newest weights, for the optimizer to step."""
         copies = [torch.empty_like(old) for old in self._newest]
-        with torch.no_grad():
-            torch._foreach_copy_(copies, tuple(self._newest))
+        if copies:  # the stage may be frozen
+            with torch.no_grad():
+                torch._foreach_copy_(copies, tuple(self._newest))
         successor = {old: nn.Parameter(copy) for old, copy in zip(self._newest, copies, strict=True)}
         for old, new in successor.items():
             new.grad, old.grad = old.grad, None

@@ -253,6 +253,24 @@ def test_nothing_is_copied_where_nothing_is_in_flight_at_an_update():
     assert all(a is b for a, b in zip(before, stage.module.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
+def test_a_stage_whose_parameters_are_all_frozen_is_updated_too(weights):
+    """Nothing of it changes, but micro-batches in flight hold its version."""
+    stage = conv_stage(weights)
+    stage.module.requires_grad_(False)
+    before = [p.clone() for p in stage.module.parameters()]
+    stage.begin(0, training=True)
+    x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
+    for b in range(2):
+        stage.forward(b, (x,), None)
+    stage.backward(0, (x,))
+    stage.update()
+    stage.backward(1, (x,))
+    stage.update()
+    assert stage.version == 2
+    assert all(map(torch.equal, before, stage.module.parameters()))
+
+
 def test_what_went_downstream_is_not_kept_for_the_backward():
     """No operator wants the output of a last convolution again; only the graph behind it is."""
     stage = conv_stage("stash")

@@ -196,6 +196,26 @@ def test_a_run_keeps_one_tensor_for_equal_loss_weights_and_afterwards_no_stage(m
     assert len(set(weights[0])) == 2, "of whole groups, and of the last"
 
 
+def test_a_run_that_fails_keeps_no_stage_alive_either(monkeypatch):
+    class Broken(FixedImages):
+        def __getitem__(self, index):
+            if index == 30:
+                raise OSError("gone")
+            return super().__getitem__(index)
+
+    stages, run = [], engine.run
+
+    def seen(order, seats):
+        stages.extend(weakref.ref(seat.stage) for seat in seats.values())
+        run(order, seats)
+
+    monkeypatch.setattr(engine, "run", seen)
+    with pytest.raises(OSError, match="gone"):
+        trainer_of(2, M=2).fit(Broken(40), epochs=1, batch_size=4, quiet=True)
+    gc.collect()
+    assert [ref() for ref in stages] == [None, None]
+
+
 def test_a_second_fit_goes_on_from_the_weights_of_the_first():
     trainer = trainer_of(2)
     trainer.fit(FixedImages(20), epochs=1, batch_size=8, quiet=True)

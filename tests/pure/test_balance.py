@@ -69,8 +69,9 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
         need += sum(held[k].inputs * end.act_bytes + 3 * end.act_bytes for end in upstream)
         need += sum(held[k].grads_sent * end.grad_bytes for end in upstream)
         need += sum(3 * end.grad_bytes for end in downstream)
-        for place in range(max(held[k].acts_sent, held[k].graphs + 1)):  # the last graphs keep what they keep anyway
-            if place < held[k].graphs:
+        graphs = 0 if held[k].recomputes else held[k].graphs
+        for place in range(max(held[k].acts_sent, graphs + 1)):  # what the last graphs keep, they keep anyway
+            if place < graphs:
                 need += sum(end.held_before for end in downstream) * (place < held[k].acts_sent)
             else:
                 need += sum(end.act_bytes for end in downstream)

@@ -225,6 +225,21 @@ def test_what_may_be_under_way_is_what_a_receiver_leaves_lying_that_takes_its_tu
             assert most[link.what, sender] == seen, (link.what, sender)
 
 
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("K", [2, 4])
+def test_every_edge_of_training_and_of_evaluation_has_a_limit(name, K):
+    chosen = method(name, accumulation_steps=4)
+    limits = max_pending_of(chosen, num_stages=K)
+    wanted = {("target", 0), *(("act", k) for k in range(K - 1)), *(("grad", k) for k in range(1, K))}
+    wanted |= {("go", k) for k in range(1, K) if chosen.row.forward_lock}
+    wanted |= {("label", k) for k in range(K - 1) if chosen.row.local_losses}
+    assert wanted <= limits.keys()
+    if chosen.row.local_losses:
+        assert set(limits.values()) == {chosen.max_pending(K)}, "nothing comes back that could tell more"
+    else:
+        assert max(limits.values()) <= chosen.max_pending(K)
+
+
 @pytest.mark.parametrize("M", [1, 2, 4])
 @pytest.mark.parametrize("K", [2, 4, 8])
 def test_adl_keeps_three_messages_of_each_edge_where_delays_differ_by_two(K, M):
