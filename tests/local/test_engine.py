@@ -151,11 +151,12 @@ def test_any_interleaving_that_hypothesis_finds_gives_the_same_values(K, M, num_
 # --- One stage, by hand ------------------------------------------------------------------------------------
 
 
-def conv_stage(weights):
+def conv_stage(weights, *, frozen=False):
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=1, bias=False)
     ).double()
+    module.requires_grad_(not frozen)
     return Stage(
         module,
         index=1,
@@ -256,8 +257,7 @@ def test_nothing_is_copied_where_nothing_is_in_flight_at_an_update():
 @pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
 def test_a_stage_whose_parameters_are_all_frozen_is_updated_too(weights):
     """Nothing of it changes, but micro-batches in flight hold its version."""
-    stage = conv_stage(weights)
-    stage.module.requires_grad_(False)
+    stage = conv_stage(weights, frozen=True)
     before = [p.clone() for p in stage.module.parameters()]
     stage.begin(0, training=True)
     x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
