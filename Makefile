@@ -19,7 +19,7 @@ help:
 	@echo "make test-kill [ARGS='--kills N']   kill 100 runs and start them again: an hour; Linux only"
 	@echo "make test-gpu                       run the tests that need a CUDA device; NCCL's need two"
 	@echo "make test-slurm                     a SLURM cluster of four nodes on this machine; needs root, Linux, apt"
-	@echo "make lint                           ruff and mypy"
+	@echo "make lint                           ruff, mypy, and that imports point down"
 	@echo "make install                        make $(VENV), which train and test do by themselves"
 	@echo "make clean                          remove $(VENV)"
 
@@ -58,6 +58,7 @@ lint: install
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports --no-cache
 
 install: $(INSTALLED)
 

@@ -10,7 +10,7 @@ from adl_dist.errors import AdlError
 from adl_dist.schedule import Method, method
 
 if TYPE_CHECKING:
-    from adl_dist.runtime.trainer import Trainer
+    from adl_dist.training.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -20,7 +20,7 @@ __all__ = ["AdlError", "Method", "Trainer", "__version__", "method"]
 def __getattr__(name: str) -> Any:
     # Late, so that schedules can be made, checked and printed without torch.
     if name == "Trainer":
-        from adl_dist.runtime.trainer import Trainer
+        from adl_dist.training.trainer import Trainer
 
         return Trainer
     raise AttributeError(f"module 'adl_dist' has no attribute '{name}'")

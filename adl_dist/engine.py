@@ -1,7 +1,8 @@
 """Carries out a schedule: for each action, do it. The only loop, and it holds no policy."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,16 @@ from adl_dist.stage import Stage
 from adl_dist.transport import Receiver, Sender
 
 Tensors = tuple[Tensor, ...]
+
+
+class BatchSource(Protocol):
+    """Where stage 0 takes its micro-batches from."""
+
+    def batches(
+        self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0
+    ) -> Generator[tuple[Tensor, Tensor], None, None]:
+        """Yield (input, target) of ``sizes`` samples each, from ``first_sample`` in the order of ``epoch`` on."""
+        ...
 
 
 @dataclass

@@ -9,7 +9,8 @@ AdlError
 ├── SaveError         the last checkpoint of a run could not be written
 ├── DivergedError     a loss or a gradient is not finite
 ├── ScheduleError     a list of actions cannot be carried out (a bug, never the user's fault)
-└── ChannelError      a peer sent something else, too late, or nothing at all
+├── ChannelError      a peer sent something else, too late, or nothing at all
+└── StageFailed       another process failed, and said why
 
 ConfigError to CheckpointError and DivergedError are the user's to mend and end a command with exit code 2. A
 ChannelError is a victim: its cause is in the peer's own log.
@@ -73,3 +74,16 @@ class ChannelError(AdlError, RuntimeError):
     """A peer sent something else, too late, or nothing at all."""
 
     exit_code = 1
+
+
+class StageFailed(AdlError, RuntimeError):
+    """Another process failed. It tells the user why by itself, unless it is gone.
+
+    Attributes:
+        is_victim: it failed for want of yet another one, of which nothing is known.
+        is_gone: it cannot say anything, since it has died or is stuck: rank 0 found it so and tells in its place.
+    """
+
+    def __init__(self, text: str, *, exit_code: int, is_victim: bool = False, is_gone: bool = False) -> None:
+        super().__init__(text)
+        self.exit_code, self.is_victim, self.is_gone = exit_code, is_victim, is_gone

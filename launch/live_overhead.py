@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+from adl_dist.control.run_socket import ask_run
 from adl_dist.errors import ConfigError
-from adl_dist.runtime.beacon import Beacon
-from adl_dist.runtime.live import ask_run
+from adl_dist.monitor.activity import Beacon
 from adl_dist.schedule import Action, Op, Segment
 
 NUM_ACTIONS = 1_000_000

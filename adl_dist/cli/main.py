@@ -10,12 +10,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import yaml
-
+from adl_dist.distributed.parent_process import end_with_launcher, end_with_torchrun
 from adl_dist.errors import AdlError, ConfigError
-from adl_dist.runtime.child import end_with_launcher, end_with_torchrun
 
 USAGE = """\
 adl-dist COMMAND [KEY=VALUE ...]
@@ -119,7 +116,7 @@ def _run(words: list[str]) -> int:
 def _tell(error: AdlError) -> None:
     where = ""
     if "RANK" in os.environ:  # else it need not wait for torch
-        from adl_dist.cli.commands import is_left_to_rank_0, is_told_elsewhere
+        from adl_dist.cli.train import is_left_to_rank_0, is_told_elsewhere
 
         is_told, is_rank_0s = is_told_elsewhere(error), is_left_to_rank_0(error) and os.environ["RANK"] != "0"
         if is_told or is_rank_0s:
@@ -146,16 +143,16 @@ def _log_file() -> str | None:
 
 def _commands() -> dict[str, Callable[[list[str]], None]]:
     return {
-        "train": _late("commands", "train"),
-        "evaluate": _late("commands", "evaluate"),
-        "export": _late("commands", "export"),
+        "train": _late("train", "train"),
+        "evaluate": _late("train", "evaluate"),
+        "export": _late("train", "export"),
         "schedule": _late("schedule", "schedule"),
-        "plan": _late("plan", "plan"),
-        "bench": _late("bench", "bench"),
-        "status": _late("live", "status"),
-        "checkpoint": _late("live", "checkpoint"),
-        "stop": _late("live", "stop"),
-        "launch": _late("launch", "launch"),
+        "plan": _late("plan.command", "plan"),
+        "bench": _late("bench.command", "bench"),
+        "status": _late("status", "status"),
+        "checkpoint": _late("status", "checkpoint"),
+        "stop": _late("status", "stop"),
+        "launch": _late("slurm", "launch"),
     }
 
 
@@ -166,18 +163,3 @@ def _late(module: str, name: str) -> Callable[[list[str]], None]:
         getattr(importlib.import_module(f"adl_dist.cli.{module}"), name)(words)
 
     return call
-
-
-def print_keys(words: Sequence[str] = ()) -> None:
-    """Print every key with what it is after ``words``; without any, its default."""
-    from adl_dist.cli.compose import compose_run, config_folder
-
-    _, plain = compose_run([*words, "hydra.mode=RUN"])
-    told = f"after {' '.join(words)}" if words else "by default"
-    sys.stdout.write(f"Keys and what they are {told} (KEY=VALUE changes one; nested keys are joined by dots):\n\n")
-    sys.stdout.write(yaml.safe_dump(plain, sort_keys=False))
-    sys.stdout.write("\nGroups (GROUP=CHOICE):\n")
-    for group in sorted(path for path in Path(config_folder()).iterdir() if path.is_dir()):
-        choices = ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
-        sys.stdout.write(f"  {group.name:<12}{choices}\n")
-    sys.stdout.write("\nadl-dist train --multirun KEY=A,B ... runs all combinations and compares them.\n")

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from adl_dist.cli.arguments import Parser
-from adl_dist.cli.compose import compose_run
+from adl_dist.cli.config.compose import compose_run
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Costs, Method, describe, figures, method, simulate, speed, streams_of
 from adl_dist.schedule.capped import Prefer, capped, lock_step

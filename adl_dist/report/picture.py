@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.actions_of import staleness
 from adl_dist.schedule.methods import Method
-from adl_dist.schedule.streams import staleness
 from adl_dist.schedule.table import figures, title
 from adl_dist.schedule.timing import Costs, simulate, streams_of, ticks
 

@@ -1,18 +1,18 @@
 """What every stage does, in which order. Pure integers: no tensors, no ranks, no clock, no torch."""
 
 from adl_dist.schedule.actions import Action, Op, format_stream, parse_stream
-from adl_dist.schedule.greedy import greedy_streams
-from adl_dist.schedule.methods import Method, method
-from adl_dist.schedule.replay import check_rendezvous, in_turn, most_under_way, replay
-from adl_dist.schedule.rows import METHODS, Row
-from adl_dist.schedule.segment import Segment
-from adl_dist.schedule.streams import (
+from adl_dist.schedule.actions_of import (
     evaluation_stream,
     forward_version,
     staleness,
     steady_staleness,
     training_stream,
 )
+from adl_dist.schedule.greedy import greedy_streams
+from adl_dist.schedule.method_table import METHODS, Row
+from adl_dist.schedule.methods import Method, method
+from adl_dist.schedule.replay import check_rendezvous, in_turn, most_under_way, replay
+from adl_dist.schedule.segment import Segment
 from adl_dist.schedule.table import StageFigures, describe, figures
 from adl_dist.schedule.timing import Costs, simulate, speed, streams_of
 from adl_dist.schedule.training import (

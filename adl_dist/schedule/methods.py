@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from adl_dist.errors import ConfigError
-from adl_dist.schedule.options import CHOICES, TYPES
-from adl_dist.schedule.rows import (
+from adl_dist.schedule.method_table import (
     ANYONES_DELAYS,
     DELAYS,
     METHODS,
@@ -19,6 +18,7 @@ from adl_dist.schedule.rows import (
     Row,
     Weights,
 )
+from adl_dist.schedule.options import CHOICES, TYPES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import get_args
 
-from adl_dist.schedule.rows import Head, LrIndex, Order, Recompute, Reduction, Weights
+from adl_dist.schedule.method_table import Head, LrIndex, Order, Recompute, Reduction, Weights
 
 
 def _whole(value: object) -> bool:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.actions_of import forward_version, steady_staleness
 from adl_dist.schedule.methods import Method
-from adl_dist.schedule.streams import forward_version, steady_staleness
 from adl_dist.schedule.timing import streams_of, ticks
 
 

@@ -6,11 +6,11 @@ from functools import lru_cache
 from itertools import accumulate
 
 from adl_dist.schedule.actions import LINKS, Action, Op
+from adl_dist.schedule.actions_of import evaluation_stream, steady_staleness, training_stream
 from adl_dist.schedule.greedy import greedy_streams
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.replay import Sending, most_under_way
 from adl_dist.schedule.segment import Segment
-from adl_dist.schedule.streams import evaluation_stream, steady_staleness, training_stream
 
 
 @dataclass(frozen=True)

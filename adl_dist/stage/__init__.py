@@ -1,10 +1,10 @@
 """One stage's mathematics: forward, delayed backward, weight versions, update. Knows no rank."""
 
 from adl_dist.stage.calls import packed, takes_gradient, unpacked
-from adl_dist.stage.faults import Guard
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head, check_outs
+from adl_dist.stage.nonfinite import Guard
 from adl_dist.stage.stage import Stage
-from adl_dist.stage.tally import Tally
+from adl_dist.stage.stats import Tally
 
 __all__ = [
     "NORMALISES_SAMPLES",

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.stage.calls import DropoutStreams, Tensors, call_of, packed, takes_gradient, unpacked
-from adl_dist.stage.faults import Faults, Guard, buffers_kept_finite, refusal
 from adl_dist.stage.in_flight import InFlight, ends_of
 from adl_dist.stage.learning_rates import scaled_learning_rates, step_schedule
-from adl_dist.stage.tally import Tally, norm_of
+from adl_dist.stage.nonfinite import Faults, Guard, buffers_kept_finite, refusal
+from adl_dist.stage.stats import Tally, norm_of
 from adl_dist.stage.weights import TwoVersions, weight_policy
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from adl_dist.errors import ChannelError
 from adl_dist.schedule.actions import LINKS, receiver
-from adl_dist.transport.doors import shut_behind
+from adl_dist.transport.port_filter import shut_behind
 from adl_dist.transport.spec import Specs
 from adl_dist.transport.staging import to_device, to_host
 

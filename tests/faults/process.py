@@ -8,10 +8,12 @@ from typing import Any
 from unittest.mock import patch
 
 from adl_dist import Trainer, engine
+from adl_dist.checkpoint import async_save
+from adl_dist.control import rpc, run_socket, worker
+from adl_dist.control.requests import Ask
 from adl_dist.engine import Seat
-from adl_dist.runtime import control, live, saving, wiring, worker
-from adl_dist.runtime.requests import Ask
 from adl_dist.schedule import Action
+from adl_dist.training import wiring
 from tests.faults.background import Background
 from tests.faults.disk import Died, Disk, DiskFault, Event
 from tests.faults.jobs import Job
@@ -41,9 +43,9 @@ class Process:
             stack.enter_context(patch.object(engine, "step", self._stepping(engine.step)))
             stack.enter_context(patch.object(worker, "replay", clock.replay))
             stack.enter_context(patch.object(wiring, "LocalChannel", WatchedChannel))
-            stack.enter_context(patch.object(saving, "threading", self._background.threading))
+            stack.enter_context(patch.object(async_save, "threading", self._background.threading))
             # Nobody asks this run anything, and its listener takes a twentieth of a second to end.
-            stack.enter_context(patch.object(live.LiveControl, "start", lambda self: None))
+            stack.enter_context(patch.object(run_socket.LiveControl, "start", lambda self: None))
             stack.enter_context(redirect_stderr(io.StringIO()))  # warnings
             stack.enter_context(self._disk.watched())
             return self._job.train(self._run_dir)
@@ -84,7 +86,7 @@ class Process:
                     case Step.RAISES:
                         raise StageBroke(f"stage {seat.stage.index} at {action}")
                     case Step.ASKED_TO_STOP:
-                        control.requests.ask(Ask.STOP, "the simulation")
+                        rpc.requests.ask(Ask.STOP, "the simulation")
             step(action, seat)
 
         return stepped

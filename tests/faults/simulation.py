@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from adl_dist import Trainer
+from adl_dist.checkpoint import layout
 from adl_dist.errors import AdlError, CheckpointError
 from adl_dist.report.recorder import METRICS
-from adl_dist.runtime import checkpoint
 from tests.faults.disk import DiskFault
 from tests.faults.jobs import draw_job
 from tests.faults.order import Weather
@@ -90,7 +90,7 @@ def simulate(seed: int) -> Story:
             if damaged is not None:
                 is_whole = False
                 spoilt[damaged] = damaged.read_bytes()
-            saved = checkpoint.complete(run_dir / "checkpoints")
+            saved = layout.complete(run_dir / "checkpoints")
             done = int(saved[-1].name.removeprefix("update-")) / total_updates if saved else 0.0
             process, error = Process(job, run_dir, attempt), None
             try:
@@ -145,7 +145,7 @@ def undisturbed(number: int) -> tuple[End, Process]:
 
 def end_of(trainer: Trainer, run_dir: Path) -> End:
     """What ``trainer`` and ``run_dir`` hold."""
-    saved = checkpoint.complete(run_dir / "checkpoints")
+    saved = layout.complete(run_dir / "checkpoints")
     return End(
         weights=trainer.full_state_dict(),
         checkpoints=[path.name for path in saved],
@@ -185,7 +185,7 @@ def folder() -> Iterator[Path]:
 
 def _damage(run_dir: Path, damage: Damage) -> Path | None:
     """Do it; return the file that is damaged now, if there is a checkpoint."""
-    saved = checkpoint.complete(run_dir / "checkpoints")
+    saved = layout.complete(run_dir / "checkpoints")
     files = sorted(file for file in saved[-1].iterdir() if file.stat().st_size) if saved else []
     if not files:
         return None

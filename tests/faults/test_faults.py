@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 import pytest
 
+from adl_dist.checkpoint import layout, stage_state
+from adl_dist.control import worker
 from adl_dist.optim import fast_forward
 from adl_dist.report import recorder
-from adl_dist.runtime import checkpoint, stage_state, worker
 from tests.faults.simulation import SEEDS_PER_JOB, simulate, undisturbed
 
 SEEDS = 40
@@ -64,7 +65,7 @@ BUGS: dict[str, tuple[tuple[Any, str, Any], int, str]] = {
         r"^metrics: .*'train/loss', \d, \d, 1\)",  # for the second time
     ),
     "checksums are not compared": (
-        (checkpoint, "verify", checkpoint.read_manifest),
+        (layout, "verify", layout.read_manifest),
         5,
         r"newest checkpoint: another",
     ),

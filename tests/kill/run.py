@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adl_dist.runtime import checkpoint
+from adl_dist.checkpoint import layout
 from tests.kill.deck import OURS, TORCHRUN, Killing, Starter
 from tests.kill.slow_saves import SLOW
 from tests.ranks.test_resume import Uninterrupted, left_in_tmp, newest
@@ -126,9 +126,9 @@ def _wait_for_the_moment(run: Command, killing: Killing) -> None:
     if killing.kind == "while saving":
         assert killing.update is not None
         folder, update = run.run_dir / "checkpoints", killing.update + 1
-        the_one = [checkpoint.place(folder, update), folder / f".saving-{update:08d}"]
+        the_one = [layout.place(folder, update), folder / f".saving-{update:08d}"]
         if update > UPDATES_PER_EPOCH:
-            earlier = checkpoint.place(folder, update - UPDATES_PER_EPOCH)
+            earlier = layout.place(folder, update - UPDATES_PER_EPOCH)
             run.wait_for(earlier.name, lambda: any(path.exists() for path in [earlier, *the_one]), seconds=MOST_SECONDS)
         (run.run_dir.parent / SLOW).touch()
         run.wait_for("a save", lambda: any(path.exists() for path in the_one), seconds=MOST_SECONDS)

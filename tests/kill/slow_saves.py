@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from adl_dist.runtime.checkpoint import HashedFile
+from adl_dist.checkpoint.layout import HashedFile
 from tests.support.kill import few_digits
 
 SLOW = "slow-saves"  # a file in the working directory

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from adl_dist.cli import build
+from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint import state as saved_state
+from adl_dist.cli.config import instantiate
 from adl_dist.errors import CheckpointError, UnusableError
-from adl_dist.runtime import checkpoint, checkpoint_storage, checkpoint_tensors
 from tests.support.saved import SIGNATURE, Trap, index_of, resealed, saved, state
 
 DAMAGES = 200
@@ -26,7 +27,7 @@ METADATA = "torch.distributed.checkpoint.metadata"
 
 def loaded(path):
     model = {f"model.{name}": torch.empty(shape) for name, shape in SIGNATURE.items()}
-    checkpoint_storage.read(path, model)
+    storage.read(path, model)
     return model
 
 
@@ -39,14 +40,14 @@ def two(tmp_path):
 def assert_passed_over(older, newest, match):
     """Refused by itself, and with an older one beside it that one is taken; nothing is moved or changed."""
     with pytest.raises(UnusableError, match=match):
-        checkpoint_tensors.newest_good([newest], SIGNATURE)
-    path, manifest, rejected = checkpoint_tensors.newest_good([newest, older], SIGNATURE)
+        saved_state.newest_good([newest], SIGNATURE)
+    path, manifest, rejected = saved_state.newest_good([newest, older], SIGNATURE)
     assert (path, manifest["update"], [bad for bad, _ in rejected]) == (older, 1, [newest])
 
 
 def test_a_good_checkpoint_gives_back_what_was_saved(two):
     for path, tensors in zip(two, (state(), state(seed=2)), strict=True):
-        assert checkpoint.verify(path)["update"] == int(path.name[-1])
+        assert layout.verify(path)["update"] == int(path.name[-1])
         assert all(torch.equal(value, tensors[name]) for name, value in loaded(path).items())
 
 
@@ -64,7 +65,7 @@ def test_truncated_anywhere_or_with_any_bit_flipped_a_checkpoint_is_passed_over(
         file.write_bytes(content[:at] if damage == "truncated" else flipped)
         assert_passed_over(older, newest, match=f"{newest.name} is damaged: .*{file.name}")
         file.write_bytes(content)
-    assert checkpoint_tensors.newest_good([newest], SIGNATURE)[0] == newest
+    assert saved_state.newest_good([newest], SIGNATURE)[0] == newest
 
 
 def test_without_one_of_its_files_a_checkpoint_is_passed_over(two):
@@ -100,9 +101,9 @@ def test_where_none_is_good_all_are_told_and_stay_as_they_are(two):
     for path in two:
         (path / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"none of the 2 .* nothing was changed: .*update-00000002.*0001") as told:
-        checkpoint_tensors.newest_good(two[::-1], SIGNATURE)
+        saved_state.newest_good(two[::-1], SIGNATURE)
     assert not isinstance(told.value, UnusableError)
-    assert checkpoint.complete(two[0].parent) == list(two)
+    assert layout.complete(two[0].parent) == list(two)
 
 
 @pytest.mark.parametrize(
@@ -116,11 +117,11 @@ def test_where_none_is_good_all_are_told_and_stay_as_they_are(two):
     ids=lambda told: str(told)[:40],
 )
 def test_a_manifest_whose_files_are_none_is_damaged(entry, match, two):
-    manifest = json.loads((two[1] / checkpoint.MANIFEST).read_bytes())
+    manifest = json.loads((two[1] / layout.MANIFEST).read_bytes())
     del manifest["sha256"]
     manifest["files"] |= entry
-    text = {**manifest, "sha256": checkpoint._checksum(manifest)}
-    (two[1] / checkpoint.MANIFEST).write_text(json.dumps(text))
+    text = {**manifest, "sha256": layout._checksum(manifest)}
+    (two[1] / layout.MANIFEST).write_text(json.dumps(text))
     assert_passed_over(*two, match=match)
 
 
@@ -182,11 +183,11 @@ def test_no_index_changes_what_others_use_and_a_good_one_is_read_after_it(module
 )
 def test_a_few_bytes_of_an_index_take_no_memory(pickled, two):
     """Each names 2 ** 26 entries or 2 ** 29 bytes, and holds none of them."""
-    (two[1] / checkpoint_storage.INDEX).write_bytes(pickled)
+    (two[1] / storage.INDEX).write_bytes(pickled)
     tracemalloc.start()
     try:
         with pytest.raises((EOFError, KeyError, pickle.UnpicklingError)):
-            checkpoint_storage.read_index(two[1] / checkpoint_storage.INDEX)
+            storage.read_index(two[1] / storage.INDEX)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -212,9 +213,9 @@ def test_tensor_data_that_are_a_pickle_of_something_else_are_refused(two, made):
         where.offset, where.length = 0, data.tell()
     content = data.getvalue()
     newest = resealed(two[1], __0_0distcp=content, __1_0distcp=content, metadata=pickle.dumps(index))
-    assert checkpoint_tensors.newest_good([newest], SIGNATURE)[0] == newest, "index and checksums are in order"
+    assert saved_state.newest_good([newest], SIGNATURE)[0] == newest, "index and checksums are in order"
     with pytest.raises(CheckpointError, match=r"update-00000002 cannot be read: UnpicklingError: Weights only load"):
-        checkpoint_tensors.load_weights(newest, Holder())
+        saved_state.load_weights(newest, Holder())
 
 
 def test_data_that_are_no_tensor_are_refused_by_the_index_and_by_the_reader(two, made, monkeypatch):
@@ -227,9 +228,9 @@ def test_data_that_are_no_tensor_are_refused_by_the_index_and_by_the_reader(two,
     newest = resealed(two[1], __0_0distcp=good + data.getvalue(), metadata=pickle.dumps(index))
     assert_passed_over(two[0], newest, match="asks for .*BytesStorageMetadata")
     # Even if the index let it through.
-    monkeypatch.setattr(checkpoint_storage, "read_index", lambda file: index)
+    monkeypatch.setattr(storage, "read_index", lambda file: index)
     with pytest.raises(CheckpointError, match=r"cannot be read: UnpicklingError: model.weight is no tensor"):
-        checkpoint_tensors.load_weights(newest, Holder())
+        saved_state.load_weights(newest, Holder())
 
 
 def test_an_index_that_leads_to_another_file_is_refused(two):
@@ -242,7 +243,7 @@ def test_an_index_that_leads_to_another_file_is_refused(two):
 def test_a_state_dict_to_start_from_executes_nothing(made, tmp_path):
     torch.save({"weight": torch.zeros(3, 4), "more": Trap(made)}, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match=r"init_from=.* cannot be read"):
-        build._load_state(Holder(), tmp_path / "state.pt")
+        instantiate._load_state(Holder(), tmp_path / "state.pt")
 
 
 class Holder(nn.Module):

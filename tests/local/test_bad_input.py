@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from adl_dist.cli import commands
-from adl_dist.runtime import launch
+from adl_dist.cli import train
+from adl_dist.launch import local
 from tests.support.commands import (
     ADL_DIST,
     ROOT,
@@ -170,7 +170,7 @@ def test_a_mistake_on_the_command_line_is_told_before_any_process_starts(overrid
     def launch(*_, **__):
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr(commands, "launch_local", launch)
+    monkeypatch.setattr(train, "launch_local", launch)
     shows(refused(*words(tmp_path / "run", override, processes=True)), parts)
     assert snapshot(tmp_path) == {}
 
@@ -373,7 +373,7 @@ def run_dir(finished, tmp_path):
 )
 @pytest.mark.parametrize("processes", [True, False])
 def test_the_folder_of_another_run_stays_as_it_is_to_the_last_byte(overrides, parts, processes, run_dir, monkeypatch):
-    monkeypatch.setattr(commands, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr(train, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
     before = snapshot(run_dir)
     model = [] if any(word.startswith("model") for word in overrides) else [SMALL]
     line = refused(*words(run_dir, *model, "train.epochs=3", *overrides, processes=processes))
@@ -383,7 +383,7 @@ def test_the_folder_of_another_run_stays_as_it_is_to_the_last_byte(overrides, pa
 
 @pytest.mark.parametrize("processes", [True, False])
 def test_a_run_folder_that_cannot_be_made_is_told_with_the_reason(processes, tmp_path, monkeypatch):
-    monkeypatch.setattr(commands, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
+    monkeypatch.setattr(train, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
     (tmp_path / "file").write_text("not a folder")
     before = snapshot(tmp_path)
     for run_dir in (tmp_path / "file/run", tmp_path / "file"):
@@ -484,7 +484,7 @@ def test_our_own_launcher_restarts_a_run_where_it_was(
             raise ChildFailedError("adl_dist", {0: failure})
 
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # the launcher sets it, and leaves it set
-    monkeypatch.setattr(launch, "_run_ranks", play_ranks)
+    monkeypatch.setattr(local, "_run_ranks", play_ranks)
     more = [f"resume={resume.format(**names)}", "train.max_updates=2", "runtime.max_restarts=1"]
     outcome = in_process(*words(tmp_path / "run", *more, processes=True))
     assert outcome.code == 0

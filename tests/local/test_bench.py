@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from adl_dist.cli import bench
-from adl_dist.cli.bench_contenders import DEFAULT, Place, Traffic, contenders
-from adl_dist.cli.bench_data import stretched
-from adl_dist.cli.bench_rank import Task, _batches
-from adl_dist.cli.bench_report import baseline, facts_of, ratio, report, rows
-from adl_dist.cli.bench_run import Measured, Placing, Setting, shares, words_of
-from adl_dist.cli.bench_survey import survey
-from adl_dist.cli.children import Child, ChildFailed, run_together
-from adl_dist.cli.compose import compose_run
-from adl_dist.cli.measured import seconds_per_update
+from adl_dist.cli.bench import command
+from adl_dist.cli.bench.baseline_rank import Task, _batches
+from adl_dist.cli.bench.data import stretched
+from adl_dist.cli.bench.entries import DEFAULT, Place, Traffic, contenders
+from adl_dist.cli.bench.measured import seconds_per_update
+from adl_dist.cli.bench.report import baseline, facts_of, ratio, report, rows
+from adl_dist.cli.bench.runner import Measured, Placing, Setting, shares, words_of
+from adl_dist.cli.bench.survey import survey
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from tests.support.commands import in_process, left_behind, shows
 
 PLACE = Place(threads=1, num_cores=2, num_gpus=0, warmup=3)
@@ -168,10 +168,10 @@ def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
             run, images_per_second=1.0, seconds_per_update={"pilot": 4.0, "adl": 0.5, "bp": 1.0}[contender.name]
         )
 
-    monkeypatch.setattr(bench, "measure_once", measure_once)
+    monkeypatch.setattr(command, "measure_once", measure_once)
     able, _ = fit("bp,fdg,adl")
     runs = []
-    bench._measure(able, None, flags(), runs, lambda: None)
+    command._measure(able, None, flags(), runs, lambda: None)
     # 20 seconds: of the pilot's pace at first, then each of its own.
     assert asked[1:] == [
         (0, "bp", 5), (0, "fdg", 5), (0, "adl", 5),
@@ -182,7 +182,7 @@ def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
 
 
 def test_a_run_is_not_shorter_than_a_few_updates_whatever_is_known_of_its_pace():
-    assert [bench._num_updates(20, pace) for pace in (100.0, math.nan, 1e-3)] == [5, 5, 20_000]
+    assert [command._num_updates(20, pace) for pace in (100.0, math.nan, 1e-3)] == [5, 5, 20_000]
 
 
 def test_the_data_is_repeated_or_thinned_out_to_the_length_of_the_run():
@@ -267,13 +267,13 @@ def test_interrupted_before_it_measures_a_bench_does_not_speak_of_checkpoints(tm
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("adl_dist.cli.bench.survey", interrupted)
+    monkeypatch.setattr("adl_dist.cli.bench.command.survey", interrupted)
     outcome = in_process("bench", "model=resnet8", "--out", str(tmp_path / "out"))
     assert (outcome.code, outcome.err.strip()) == (130, "adl-dist: interrupted")
 
 
 def test_the_peak_memory_of_a_process_is_not_that_of_the_one_that_started_it():
-    code = "from adl_dist.runtime.memory import peak_memory_bytes; print(peak_memory_bytes())"
+    code = "from adl_dist.monitor.memory import peak_memory_bytes; print(peak_memory_bytes())"
     held = 1 << 30
     start = f"subprocess.run([sys.executable, '-c', {code!r}], check=True)"
     starts = f"held = bytearray({held}); import subprocess, sys; {start}"

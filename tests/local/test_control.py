@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from adl_dist.errors import ChannelError
-from adl_dist.runtime import control, reports
-from adl_dist.runtime.control import RpcCrew, StageFailed
-from adl_dist.runtime.reaching import reaching
-from adl_dist.runtime.reports import Outbox
-from adl_dist.runtime.world import single_process
+from adl_dist.control import reports, rpc
+from adl_dist.control.reports import Outbox
+from adl_dist.control.rpc import RpcCrew
+from adl_dist.distributed.rpc_errors import reaching
+from adl_dist.distributed.world import single_process
+from adl_dist.errors import ChannelError, StageFailed
 
 CAUSE = {"failed": "rank 2: boom", "exit_code": 1, "is_victim": False, "is_gone": False}
 RANK_0_IS_GONE = "stage 0 (node, pid 7): the process is gone: killed, or it crashed"
@@ -30,21 +30,21 @@ class WaitsInVain:
 @pytest.fixture
 def victim(monkeypatch):
     """Serves on rank 1 as a victim; what it raises, and after how many seconds."""
-    monkeypatch.setattr(control, "CAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(control, "HEARD_SECONDS", 0.1)
-    monkeypatch.setattr(control, "LAST_SAVE_SECONDS", 20.0)
+    monkeypatch.setattr(rpc, "CAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(rpc, "HEARD_SECONDS", 0.1)
+    monkeypatch.setattr(rpc, "LAST_SAVE_SECONDS", 20.0)
 
     def serve(*, reported, gone_rank_0=None, told_after=None, told=CAUSE):
         monkeypatch.setattr(Outbox, "report_failure", lambda self, error: reported)
-        monkeypatch.setattr(control, "gone_rank_0", lambda: gone_rank_0)
-        control._take_command(json.dumps({"do": "train", "arguments": {}}))
+        monkeypatch.setattr(rpc, "gone_rank_0", lambda: gone_rank_0)
+        rpc._take_command(json.dumps({"do": "train", "arguments": {}}))
         if told_after is not None:
             message = json.dumps({"do": "stop", "arguments": told})
-            threading.Timer(told_after, control._take_command, [message]).start()
+            threading.Timer(told_after, rpc._take_command, [message]).start()
         began = time.monotonic()
         with pytest.raises((ChannelError, StageFailed)) as error:
-            control.serve(WaitsInVain(), RANK_1)
-        assert control._commands.empty()
+            rpc.serve(WaitsInVain(), RANK_1)
+        assert rpc._commands.empty()
         return error.value, time.monotonic() - began
 
     return serve

@@ -38,8 +38,8 @@ from adl_dist.data import (
 )
 from adl_dist.data.transforms import CIFAR10_STATISTICS, CIFAR100_STATISTICS, DIGITS_STATISTICS
 from adl_dist.errors import ConfigError, DataError
-from adl_dist.runtime.feed import Feed
 from adl_dist.seeds import stream_seed
+from adl_dist.training.input import Feed
 
 # Every worker imports this file, so what is slow to import (torchvision, scikit-learn, Hydra) is imported in tests.
 # torch advises against more workers than there are cores; here they are the point.
@@ -706,8 +706,8 @@ def test_training_images_are_padded_and_cropped_if_small_and_cropped_and_resized
 
 def built(*overrides):
     """The datasets that the command line makes."""
-    from adl_dist.cli.build import build_data
-    from adl_dist.cli.compose import compose_run
+    from adl_dist.cli.config.compose import compose_run
+    from adl_dist.cli.config.instantiate import build_data
 
     config, _ = compose_run([*overrides])
     return build_data(config)

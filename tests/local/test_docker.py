@@ -10,7 +10,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from adl_dist.cli.compose import compose_run
+from adl_dist.cli.config.compose import compose_run
 from tests.support.commands import ROOT
 
 INSTRUCTIONS = ("FROM", "ARG", "ENV", "COPY", "RUN", "USER", "WORKDIR", "ENTRYPOINT", "CMD")

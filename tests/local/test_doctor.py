@@ -10,11 +10,12 @@ import time
 
 import pytest
 
+from adl_dist.distributed.procfs import born, machine
 from adl_dist.errors import ConfigError
-from adl_dist.runtime import deputy
-from adl_dist.runtime.beacon import Beacon, born, machine
-from adl_dist.runtime.limits import Limits
-from adl_dist.runtime.sighting import Sighting
+from adl_dist.monitor import heartbeat
+from adl_dist.monitor.activity import Beacon
+from adl_dist.monitor.status import Sighting
+from adl_dist.monitor.timeouts import Limits
 from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, asleep_then_slow, fit, trainer_of
 from tests.support.toys import FixedImages
 
@@ -83,15 +84,15 @@ def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_it_and_it
     number, said, monkeypatch
 ):
     told, ends = [], []
-    monkeypatch.setattr(deputy, "say", lambda text, level=0: told.append(text))
-    monkeypatch.setattr(deputy, "end", lambda: ends.append(time.monotonic()))
+    monkeypatch.setattr(heartbeat, "say", lambda text, level=0: told.append(text))
+    monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
         try:
             asker = Sighting(host="node", pid=rank_0.pid, machine=machine(), born=born(rank_0.pid)).to_json()
-            watching = deputy.Deputy(1, stall_seconds=0.4, abort_seconds=0.8)
+            watching = heartbeat.Deputy(1, stall_seconds=0.4, abort_seconds=0.8)
             watching.start()
             for _ in range(10):
-                json.loads(deputy.answer(json.dumps({"closely": False, "asker": asker})))
+                json.loads(heartbeat.answer(json.dumps({"closely": False, "asker": asker})))
                 time.sleep(0.1)
             assert told == []
             os.kill(rank_0.pid, number)
@@ -112,9 +113,9 @@ def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_it_and_it
 def test_a_rank_0_that_is_gone_is_known_by_name_to_those_it_has_asked(monkeypatch):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
         asker = Sighting(host="node", pid=rank_0.pid, machine=machine(), born=born(rank_0.pid))
-        monkeypatch.setattr(deputy, "_asked", (time.monotonic(), asker))
-        monkeypatch.setattr(deputy, "_beacon", deputy._beacon)
-        deputy.shine(Beacon(1))  # rank 0 may begin to ask before this process is there to be asked
-        assert deputy.gone_rank_0() is None
+        monkeypatch.setattr(heartbeat, "_asked", (time.monotonic(), asker))
+        monkeypatch.setattr(heartbeat, "_beacon", heartbeat._beacon)
+        heartbeat.shine(Beacon(1))  # rank 0 may begin to ask before this process is there to be asked
+        assert heartbeat.gone_rank_0() is None
         rank_0.kill()
-    assert deputy.gone_rank_0() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"
+    assert heartbeat.gone_rank_0() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from adl_dist.distributed import network, rendezvous, world
+from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
+from adl_dist.distributed.rendezvous import agree_on_attempt, listen_at, store_on
 from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.runtime import interface, meeting, world
-from adl_dist.runtime.child import RENDEZVOUS_FOLDER
-from adl_dist.runtime.meeting import agree_on_attempt, listen_at, store_on
-from adl_dist.transport import doors
-from adl_dist.transport.doors import open_again, shut, shut_behind
+from adl_dist.transport import port_filter
+from adl_dist.transport.port_filter import open_again, shut, shut_behind
 from tests.support.commands import in_process, shows, words
 from tests.support.ports import free_port
 
@@ -109,7 +109,7 @@ class Unfiltered(socket.socket):
 def test_a_kernel_that_shuts_no_port_ends_no_training_and_is_told_by_one_process_of_each_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doors, "_refused", None)
+    monkeypatch.setattr(port_filter, "_refused", None)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with listening() as listener:
         shut(listener)
@@ -135,55 +135,55 @@ def test_a_port_that_is_taken_is_told_with_its_address_and_what_to_choose() -> N
 
 
 def test_an_interface_that_is_not_there_is_told_before_any_process_starts(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv(interface.GLOO, NO_SUCH)
+    monkeypatch.setenv(network.GLOO, NO_SUCH)
     line = in_process(*words(tmp_path / "run", processes=True)).refusal()
-    shows(line, [f"{interface.GLOO}={NO_SUCH}", f"no network interface {NO_SUCH}", "lo"])
+    shows(line, [f"{network.GLOO}={NO_SUCH}", f"no network interface {NO_SUCH}", "lo"])
     assert not (tmp_path / "run").exists()
 
 
 def test_a_named_interface_is_that_of_all_transports_and_none_is_loopback_on_one_node(monkeypatch) -> None:
     names = [name for _, name in socket.if_nameindex()]
-    for named in ({}, {interface.GLOO: names[-1]}, {interface.RPC: names[-1]}):
+    for named in ({}, {network.GLOO: names[-1]}, {network.RPC: names[-1]}):
         with monkeypatch.context() as patch:
-            for variable in (interface.GLOO, interface.RPC, interface.NCCL):
+            for variable in (network.GLOO, network.RPC, network.NCCL):
                 patch.setenv(variable, "")  # so that it is as before afterwards
                 patch.delenv(variable)
             for variable, name in named.items():
                 patch.setenv(variable, name)
-            interface.choose_interface(size=2)
-            chosen = next(iter(named.values()), interface.loopback())
-            found = [os.environ[v] for v in (interface.GLOO, interface.RPC, interface.NCCL)]
+            network.choose_interface(size=2)
+            chosen = next(iter(named.values()), network.loopback())
+            found = [os.environ[v] for v in (network.GLOO, network.RPC, network.NCCL)]
             assert found == [chosen, chosen, f"={chosen}"]
 
 
 def test_on_several_nodes_a_first_node_that_only_it_can_reach_is_refused(monkeypatch) -> None:
-    for variable in (interface.GLOO, interface.RPC):
+    for variable in (network.GLOO, network.RPC):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(ConfigError, match=r"localhost means .* name the network interface"):
-        interface.choose_interface(size=2)
+        network.choose_interface(size=2)
 
 
 def test_an_interface_whose_name_the_route_does_not_tell_is_to_be_named(monkeypatch) -> None:
-    monkeypatch.setattr(interface, "is_loopback", lambda address: False)
-    monkeypatch.setattr(interface, "address_of", lambda name: None)  # as of one that has IPv6 alone
+    monkeypatch.setattr(network, "is_loopback", lambda address: False)
+    monkeypatch.setattr(network, "address_of", lambda name: None)  # as of one that has IPv6 alone
     with pytest.raises(ConfigError, match=r"from 127.0.0.1, and no network interface here has .*; name .*=NAME, "):
-        interface.interface_towards("127.0.0.1")
+        network.interface_towards("127.0.0.1")
 
 
 @pytest.fixture
 def first_node(monkeypatch) -> None:
     """This is node1 of several, where its own name means loopback; they are joined by an interface that is named."""
-    address_of_host = interface.address_of_host
+    address_of_host = network.address_of_host
 
     def of_this_node(host: str) -> tuple[socket.AddressFamily, str]:
         return (socket.AF_INET, "127.0.1.1") if host == "node1" else address_of_host(host)
 
-    monkeypatch.setattr(meeting, "address_of_host", of_this_node)
-    monkeypatch.setattr(meeting, "address_of", lambda name: "127.0.0.1")
-    monkeypatch.delenv(interface.RPC, raising=False)
-    for variable, value in ((interface.GLOO, "fast0"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_ADDR", "node1")):
+    monkeypatch.setattr(rendezvous, "address_of_host", of_this_node)
+    monkeypatch.setattr(rendezvous, "address_of", lambda name: "127.0.0.1")
+    monkeypatch.delenv(network.RPC, raising=False)
+    for variable, value in ((network.GLOO, "fast0"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_ADDR", "node1")):
         monkeypatch.setenv(variable, value)
     for variable in (RENDEZVOUS_FOLDER, "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(variable, raising=False)
@@ -192,7 +192,7 @@ def first_node(monkeypatch) -> None:
 def test_a_node_whose_own_name_means_loopback_meets_itself_where_the_others_meet_it(first_node, monkeypatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with ThreadPoolExecutor() as ranks:
-        met = list(ranks.map(lambda rank: meeting.Meeting(rank, 2, LONG_ENOUGH), (0, 1)))
+        met = list(ranks.map(lambda rank: rendezvous.Meeting(rank, 2, LONG_ENOUGH), (0, 1)))
     assert met[0].listener.getsockname()[0] == "127.0.0.1"
     met[0].store.set("key", "value")
     assert met[1].store.get("key") == b"value"
@@ -204,9 +204,9 @@ def test_where_every_node_would_meet_itself_none_does_unless_loopback_is_what_jo
     host, first_node, monkeypatch
 ) -> None:
     with pytest.raises(ConfigError, match=f"several nodes, but {host} is each of them to itself, .* joined by fast0"):
-        meeting.reachable(host)
-    monkeypatch.setenv(interface.GLOO, interface.loopback())
-    assert meeting.reachable(host) == "127.0.0.1"
+        rendezvous.reachable(host)
+    monkeypatch.setenv(network.GLOO, network.loopback())
+    assert rendezvous.reachable(host) == "127.0.0.1"
 
 
 # --- attempts --------------------------------------------------------------------------------------------------------

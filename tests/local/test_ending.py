@@ -7,15 +7,15 @@ import time
 
 import pytest
 
+from adl_dist.checkpoint.layout import HashedFile
+from adl_dist.distributed.world import single_process
 from adl_dist.errors import ConfigError
+from adl_dist.monitor import heartbeat
+from adl_dist.monitor.activity import Beacon
+from adl_dist.monitor.status import Coordination
+from adl_dist.monitor.timeouts import Limits
+from adl_dist.monitor.watchdog import Doctor
 from adl_dist.report import Progress, tell, warn
-from adl_dist.runtime import deputy
-from adl_dist.runtime.beacon import Beacon
-from adl_dist.runtime.checkpoint import HashedFile
-from adl_dist.runtime.doctor import Doctor
-from adl_dist.runtime.limits import Limits
-from adl_dist.runtime.sighting import Coordination
-from adl_dist.runtime.world import single_process
 from tests.support.stalls import STALL_SECONDS, asleep_then_slow, fit, trainer_of
 
 RUN = (
@@ -43,7 +43,7 @@ def test_a_log_that_hangs_keeps_the_doctor_neither_from_speaking_nor_from_ending
         "    def emit(self, record):\n"
         "        if 'no progress' in record.getMessage(): time.sleep(1000)\n"
         "logging.getLogger('adl_dist').addHandler(Hangs())\n"
-        "from adl_dist.runtime.live import LiveControl\n"
+        "from adl_dist.control.run_socket import LiveControl\n"
         "LiveControl.close = lambda self: time.sleep(1000)"
     )
     script = RUN.format(before=before, act="time.sleep(60)")
@@ -116,10 +116,10 @@ def test_a_doctor_that_an_error_befalls_says_so_once_and_goes_on(caplog):
 
 def test_a_deputy_that_rank_0_has_never_asked_ends_its_process_and_says_so(monkeypatch):
     told, ends = [], []
-    monkeypatch.setattr(deputy, "_asked", (0.0, None))
-    monkeypatch.setattr(deputy, "say", lambda text, level=0: told.append(text))
-    monkeypatch.setattr(deputy, "end", lambda: ends.append(time.monotonic()))
-    watching = deputy.Deputy(1, stall_seconds=0.2, abort_seconds=0.5)
+    monkeypatch.setattr(heartbeat, "_asked", (0.0, None))
+    monkeypatch.setattr(heartbeat, "say", lambda text, level=0: told.append(text))
+    monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
+    watching = heartbeat.Deputy(1, stall_seconds=0.2, abort_seconds=0.5)
     watching.start()
     began = time.monotonic()
     while not ends and time.monotonic() - began < 10:
@@ -154,9 +154,9 @@ def test_a_save_beside_training_that_is_slow_but_moves_is_no_standstill(tmp_path
 
 
 def test_large_data_are_counted_and_synced_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr("adl_dist.runtime.checkpoint.PIECE_BYTES", 4)
+    monkeypatch.setattr("adl_dist.checkpoint.layout.PIECE_BYTES", 4)
     counted, data = [], bytes(range(10))
-    monkeypatch.setattr("adl_dist.runtime.checkpoint.progress.count", lambda: counted.append(1))
+    monkeypatch.setattr("adl_dist.checkpoint.layout.progress.count", lambda: counted.append(1))
     with HashedFile(tmp_path / "file") as file:
         assert file.write(data) == 10
         assert file.write(b"") == 0

@@ -13,10 +13,10 @@ from torch import nn
 
 from adl_dist import engine
 from adl_dist.engine import Seat
-from adl_dist.runtime.trial import try_out
 from adl_dist.schedule import METHODS, Segment, method, replay, training_work
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import Stage
+from adl_dist.training.dry_run import try_out
 from adl_dist.transport import Specs, TensorSpec
 
 

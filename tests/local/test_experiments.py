@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from adl_dist.cli import build, sweep
-from adl_dist.cli.compose import compose_run, config_folder
+from adl_dist.cli.config import instantiate
+from adl_dist.cli.config.compose import compose_run, config_folder
+from adl_dist.cli.sweep import command as sweep
 from adl_dist.partition import cut
 from adl_dist.schedule import METHODS
 
@@ -95,7 +96,7 @@ def planned(experiment):
     request = request_of(experiment)
     one_seed = {key: values[:1] if key == "seed" else values for key, values in request.swept.items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "trainer", lambda *_, **__: None)
+        patch.setattr(instantiate, "trainer", lambda *_, **__: None)
         return sweep._planned(replace(request, swept=one_seed, run_dir=Path("nowhere")))
 
 
@@ -142,7 +143,7 @@ def test_the_cut_of_an_experiment_is_that_of_the_authors_code(experiment):
         if partition.num_stages > 1 and partition.num_stages not in cuts:
             assert isinstance(partition.balance, list)
             with torch.device("meta"):
-                model = build.build_model(run.config)
+                model = instantiate.build_model(run.config)
             stages = cut(model, num_stages=partition.num_stages, balance=partition.balance, grain=partition.grain.value)
             blocks = [{found[0] for name in stage.state_dict() if (found := BLOCK.match(name))} for stage in stages]
             cuts[partition.num_stages] = [len(names) for names in blocks]

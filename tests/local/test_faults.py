@@ -7,8 +7,8 @@ from torch.nn.utils import get_total_norm
 
 import adl_dist
 from adl_dist.errors import DivergedError
-from adl_dist.stage.faults import Faults, Guard
-from adl_dist.stage.tally import Tally, _underway, norm_of
+from adl_dist.stage.nonfinite import Faults, Guard
+from adl_dist.stage.stats import Tally, _underway, norm_of
 from tests.support.toys import FixedImages, batch_norm_net
 
 NAN, INF = float("nan"), float("inf")

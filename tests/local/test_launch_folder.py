@@ -10,10 +10,10 @@ import tempfile
 
 import pytest
 
-from adl_dist.runtime.launch_folder import LOCK, PREFIX, launch_folder
+from adl_dist.launch.scratch_dir import LOCK, PREFIX, launch_folder
 
 STAYS = (
-    "import time; from adl_dist.runtime.launch_folder import launch_folder\n"
+    "import time; from adl_dist.launch.scratch_dir import launch_folder\n"
     "with launch_folder() as folder: print(folder, flush=True); time.sleep(60)"
 )
 

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.cli.live import table
 from adl_dist.cli.main import main
+from adl_dist.cli.status import table
+from adl_dist.control import run_socket
+from adl_dist.control.requests import Ask, Requests
+from adl_dist.control.run_socket import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, remove_stale, short_address
 from adl_dist.errors import ConfigError
-from adl_dist.runtime import live
-from adl_dist.runtime.beacon import Beacon, place_of
-from adl_dist.runtime.live import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, remove_stale, short_address
-from adl_dist.runtime.requests import Ask, Requests
+from adl_dist.monitor.activity import Beacon, place_of
 from adl_dist.schedule import Action, Op
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -99,7 +99,7 @@ def test_a_run_folder_with_a_path_longer_than_a_socket_may_have_is_no_hindrance(
 
 
 def test_a_path_that_cannot_be_shortened_is_told_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(live, "LONGEST_ADDRESS", 10_000)  # as if it need not be
+    monkeypatch.setattr(run_socket, "LONGEST_ADDRESS", 10_000)  # as if it need not be
     run_dir = tmp_path / ("long" * 30)
     run_dir.mkdir()
     with pytest.raises(ConfigError, match=f"{SOCKET}: AF_UNIX path too long"):
@@ -210,9 +210,9 @@ def test_the_end_of_a_run_waits_until_an_answer_has_left(tmp_path, monkeypatch):
             time.sleep(0.3)
             left.append(line)
 
-    monkeypatch.setattr(live._Client, "handle", slowly)
+    monkeypatch.setattr(run_socket._Client, "handle", slowly)
     with listening(tmp_path) as control, contextlib.closing(socket.socket(socket.AF_UNIX)) as client:
-        client.connect(str(tmp_path / live.SOCKET))
+        client.connect(str(tmp_path / SOCKET))
         client.sendall(b'{"ask": "status"}\n')
         while not control._server._num_due:
             time.sleep(0.01)
@@ -266,7 +266,7 @@ def follow_backwards(beacon, numbers, num_micro_batches):
 def test_images_are_counted_whose_gradients_have_come_also_if_the_last_of_a_group_comes_first(monkeypatch):
     """As in GPipe: of four micro-batches of three images one has gone backward, in two seconds."""
     now = [0.0]
-    monkeypatch.setattr("adl_dist.runtime.beacon.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("adl_dist.monitor.activity.time", SimpleNamespace(monotonic=lambda: now[0]))
     beacon = Beacon(1)
     with beacon.during("train"):
         followed = follow_backwards(beacon, (3, 2), num_micro_batches=4)

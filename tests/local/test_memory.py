@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from adl_dist.runtime import memory
-from adl_dist.runtime.memory import MemoryMeter
+from adl_dist.monitor import memory
+from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.schedule import Action, Op
 
 NOTHING = SimpleNamespace(named_parameters=lambda: [], module=None, head=None, optimizer=None)  # a stage

@@ -89,7 +89,7 @@ def test_graphs_inputs_and_weight_copies_held_are_those_that_the_schedule_predic
         pytest.skip("2bw needs M of at least the delay of stage 0")
     trainer = trainer_of(name, options, M)
     watching = Watching(trainer)
-    from adl_dist.runtime import wiring
+    from adl_dist.training import wiring
 
     make = wiring.local_seats
     monkeypatch.setattr(wiring, "local_seats", lambda *a, **o: watching.seats.update(make(*a, **o)) or watching.seats)

@@ -8,8 +8,8 @@ import torchvision
 from torch import nn
 from torch.nn import functional as F
 
-from adl_dist.cli.build import build_model
-from adl_dist.cli.compose import compose_run
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.instantiate import build_model
 from adl_dist.errors import ConfigError
 from adl_dist.models import (
     cifar_resnet,

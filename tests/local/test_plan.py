@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from adl_dist.cli.plan_neighbours import neighbours
-from adl_dist.cli.plan_report import line_to_paste
+from adl_dist.cli.plan.neighbours import neighbours
+from adl_dist.cli.plan.report import line_to_paste
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.advice import Pace, advise, alternative

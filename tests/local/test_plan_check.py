@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from adl_dist.cli import build, plan_check
-from adl_dist.cli.children import ChildFailed
-from adl_dist.cli.compose import compose_run
-from adl_dist.cli.plan_check import check_cases, checked
+from adl_dist.cli.config import instantiate
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.plan import check
+from adl_dist.cli.plan.check import check_cases, checked
+from adl_dist.cli.subprocesses import ChildFailed
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost, linearise
 from adl_dist.partition.profile import Profile
@@ -25,7 +26,7 @@ SAMPLES = 40
 def cases_of(*words):
     overrides = ["model=resnet8", "data=synthetic", *words]
     config, _ = compose_run(overrides)
-    chain = linearise(build.build_model(config), grain="layer")
+    chain = linearise(instantiate.build_model(config), grain="layer")
     return check_cases(config, overrides, "layer", chain, Machine(), samples=SAMPLES, threads=1)
 
 
@@ -41,11 +42,11 @@ def test_a_run_is_measured_in_its_steady_state_and_is_one_epoch(monkeypatch):
         ran.append(words)
         return steady_after(3, seconds=2.0)
 
-    monkeypatch.setattr(plan_check, "_train", train)
+    monkeypatch.setattr(check, "_train", train)
     cases = cases_of("partition.num_stages=2")
     checked(cases, lambda: EQUAL, repetitions=2, samples=SAMPLES)
     assert [case.measured for case in cases] == [[SAMPLES / 2.0] * 2] * 3
-    updates = 3 + plan_check.FEWEST
+    updates = 3 + check.FEWEST
     for words in ran:
         assert {f"data.bench_samples={updates * SAMPLES}", "train.epochs=1", f"train.max_updates={updates}"} <= set(
             words
@@ -59,7 +60,7 @@ def test_each_measurement_makes_its_own_best_cut(monkeypatch):
         ran.append(next((word for word in words if word.startswith("partition.balance")), None))
         return steady_after(3, seconds=2.0)
 
-    monkeypatch.setattr(plan_check, "_train", train)
+    monkeypatch.setattr(check, "_train", train)
     heavy = [replace(EQUAL.units[0], forward=13.0), *EQUAL.units[1:]]
     profiles = iter([EQUAL, replace(EQUAL, units=heavy, forward=42.0)])
     cases = cases_of("partition.num_stages=2")
@@ -93,6 +94,6 @@ def test_a_run_that_tells_nothing_is_one_line_with_its_command(monkeypatch, ends
             raise ends
         return ends
 
-    monkeypatch.setattr(plan_check, "_train", train)
+    monkeypatch.setattr(check, "_train", train)
     with pytest.raises(ConfigError, match=r"--check: adl-dist train model=resnet8 .* failed: (3 updates|exit code 3)"):
         checked(cases_of("partition.num_stages=2"), lambda: EQUAL, repetitions=1, samples=SAMPLES)

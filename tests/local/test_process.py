@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Dataset
 
 from adl_dist.data import Loader
-from adl_dist.runtime import process
-from adl_dist.runtime.process import bound_to, own_cores
+from adl_dist.distributed import affinity
+from adl_dist.distributed.affinity import bound_to, own_cores
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_workers_load_on_all_cores_of_a_process_whose_computing_thread_is_bound(
 
 FAULTS = """
 import resource, torch
-from adl_dist.runtime.process import keep_freed_memory
+from adl_dist.distributed.affinity import keep_freed_memory
 keep_freed_memory()
 def round_of_activations():
     kept = [torch.zeros(1 << 20) for _ in range(16)]  # 4 MiB each
@@ -81,7 +81,7 @@ def test_a_user_who_has_chosen_how_memory_is_kept_is_left_alone(monkeypatch, nam
     def no_library(*_):
         raise AssertionError("the C library is asked")
 
-    monkeypatch.setattr(process, "_is_kept", False)
-    monkeypatch.setattr(process.ctypes, "CDLL", no_library)
+    monkeypatch.setattr(affinity, "_is_kept", False)
+    monkeypatch.setattr(affinity.ctypes, "CDLL", no_library)
     monkeypatch.setenv(name, value)
-    process.keep_freed_memory()
+    affinity.keep_freed_memory()

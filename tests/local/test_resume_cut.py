@@ -13,9 +13,10 @@ import yaml
 from torch import Tensor, nn
 
 import adl_dist
+from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optim.schedules import multistep
-from adl_dist.runtime import checkpoint, checkpoint_storage, checkpoint_tensors
 from adl_dist.stage import Stage
 from tests.support.commands import in_process, snapshot, words
 from tests.support.toys import FixedImages, batch_norm_net
@@ -193,11 +194,11 @@ def test_a_parameter_of_two_names_keeps_its_momentum_if_the_other_name_comes_fir
             stage.optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, momentum)}
         return stage
 
-    state = checkpoint_tensors.state_of([stage("first", "second", momentum=3.0)])
-    checkpoint_storage.write(tmp_path, state, rank=0)
-    checkpoint_storage.join(tmp_path, [0])
+    state = saved_state.state_of([stage("first", "second", momentum=3.0)])
+    storage.write(tmp_path, state, rank=0)
+    storage.join(tmp_path, [0])
     other = stage("second", "first", momentum=4.0)
-    checkpoint_tensors.load(tmp_path, [other])
+    saved_state.load(tmp_path, [other])
     assert other.optimizer is not None
     buffers = [state["momentum_buffer"] for state in other.optimizer.state.values()]
     assert [buffer.unique().tolist() for buffer in buffers] == [[3.0], [3.0]]
@@ -234,7 +235,7 @@ def test_a_checkpoint_of_another_folder_is_told_apart_by_the_cut_that_wrote_it(
     Run(4).fit(tmp_path / "old", epochs=1)
     with pytest.raises(Stopped):  # so config.yaml tells K = 2, and the checkpoint is still one of K = 4
         Run(2, stop_after=1).fit(tmp_path / "old", epochs=2)
-    (path,) = checkpoint.complete(tmp_path / "old" / "checkpoints")
+    (path,) = layout.complete(tmp_path / "old" / "checkpoints")
     for K, told in ((2, 1), (4, 0)):
         Run(K).fit(tmp_path / f"K{K}", epochs=2, resume=str(path), quiet=False)
         assert capsys.readouterr().out.count("(num_stages was 4 and is 2") == told

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import adl_dist
+from adl_dist.checkpoint import async_save, layout, storage
+from adl_dist.checkpoint.async_save import Saver
+from adl_dist.checkpoint.layout import HashedFile
+from adl_dist.checkpoint.run_dir import chosen_checkpoint, log_to, logger
 from adl_dist.report import Recorder
-from adl_dist.runtime import checkpoint, checkpoint_storage, saving
-from adl_dist.runtime.checkpoint import HashedFile
-from adl_dist.runtime.run_folder import chosen_checkpoint, log_to, logger
-from adl_dist.runtime.saving import Saver
 from tests.support.commands import in_process, snapshot, words
 from tests.support.runs import trainer_of
 from tests.support.saved import OneProcess, position, saved, state
@@ -86,7 +86,7 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
         assert snapshot(tmp_path) == before
     assert failed >= 12, "a save takes the index twice"
     assert [path.name for path in tmp_path.iterdir()] == ["update-00000002"]
-    checkpoint.verify(path)
+    layout.verify(path)
     assert capfd.readouterr().err.count("adl-dist: warning: update 2 could not be saved in") == failed
 
 
@@ -112,21 +112,21 @@ def test_what_was_saved_before_at_the_same_update_is_replaced_only_if_it_is_dama
     assert snapshot(tmp_path) == before
     (first / "__0_0.distcp").write_bytes(b"")
     saved(tmp_path, 1, state(seed=1))
-    checkpoint.verify(first)
+    layout.verify(first)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rejected-update-00000001", "update-00000001"]
 
 
 def test_one_that_has_its_name_counts_as_saved_though_its_folder_cannot_be_synced(tmp_path, monkeypatch, capfd):
-    sync = checkpoint._sync_folder
+    sync = layout._sync_folder
 
     def refuses_the_last(folder):
         if folder == tmp_path:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         sync(folder)
 
-    monkeypatch.setattr(checkpoint, "_sync_folder", refuses_the_last)
+    monkeypatch.setattr(layout, "_sync_folder", refuses_the_last)
     path = saved(tmp_path, 3)
-    assert checkpoint.complete(tmp_path) == [path]
+    assert layout.complete(tmp_path) == [path]
     assert "may not survive a power failure: its folder cannot be synced: Input/output error" in capfd.readouterr().err
 
 
@@ -134,17 +134,17 @@ def test_the_newest_are_kept_and_if_asked_to_the_best_by_accuracy_else_by_loss(t
     accuracies = {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.7, 5: 0.6}
     for update, accuracy in accuracies.items():
         saved(tmp_path, update, validation_loss=1 / update, validation_accuracy=accuracy)
-    checkpoint.prune(tmp_path, keep=4, keep_best=True)
-    assert [path.name[-1] for path in checkpoint.complete(tmp_path)] == list("2345")
-    checkpoint.prune(tmp_path, keep=1, keep_best=True)
-    assert [path.name[-1] for path in checkpoint.complete(tmp_path)] == list("35"), "of equals the lower loss"
+    layout.prune(tmp_path, keep=4, keep_best=True)
+    assert [path.name[-1] for path in layout.complete(tmp_path)] == list("2345")
+    layout.prune(tmp_path, keep=1, keep_best=True)
+    assert [path.name[-1] for path in layout.complete(tmp_path)] == list("35"), "of equals the lower loss"
     (tmp_path / "update-00000003" / "manifest.json").write_text("damaged")
-    checkpoint.prune(tmp_path, keep=1, keep_best=True)
-    assert [path.name[-1] for path in checkpoint.complete(tmp_path)] == ["5"]
+    layout.prune(tmp_path, keep=1, keep_best=True)
+    assert [path.name[-1] for path in layout.complete(tmp_path)] == ["5"]
     for update, loss in ((6, 0.3), (7, 0.2), (8, 0.4)):
         saved(tmp_path / "without classes", update, validation_loss=loss)
-    checkpoint.prune(tmp_path / "without classes", keep=1, keep_best=True)
-    assert [path.name[-1] for path in checkpoint.complete(tmp_path / "without classes")] == list("78")
+    layout.prune(tmp_path / "without classes", keep=1, keep_best=True)
+    assert [path.name[-1] for path in layout.complete(tmp_path / "without classes")] == list("78")
 
 
 # --- while training --------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_a_save_that_fails_is_told_and_recorded_and_the_run_ends_as_if_nothing_h
 
 
 def test_a_save_without_memory_for_a_copy_is_told_and_the_run_goes_on(tmp_path, monkeypatch, capfd):
-    copied, calls = saving._copied, []
+    copied, calls = async_save._copied, []
 
     def none_left_at_the_first(tensors):
         calls.append(1)
@@ -212,7 +212,7 @@ def test_a_save_without_memory_for_a_copy_is_told_and_the_run_goes_on(tmp_path, 
             raise MemoryError("no more")
         return copied(tensors)
 
-    monkeypatch.setattr(saving, "_copied", none_left_at_the_first)
+    monkeypatch.setattr(async_save, "_copied", none_left_at_the_first)
     fit(tmp_path)
     assert names(tmp_path) == ["update-00000004", "update-00000006"]
     assert "update 2 could not be saved" in (err := capfd.readouterr().err)
@@ -225,9 +225,9 @@ def test_a_save_fails_at_once_where_a_process_is_gone_before_it_has_told_of_its_
         def call(self, do, **arguments):
             if told_before:
                 path = Path(arguments["path"])
-                files = checkpoint_storage.write(path, {"model.other": torch.ones(2)}, rank=1)
-                saving._take_part(json.dumps({"rank": 1, "token": arguments["token"], "files": files}))
-            saving.report_gone(1, "stage 1: the process is gone")
+                files = storage.write(path, {"model.other": torch.ones(2)}, rank=1)
+                async_save._take_part(json.dumps({"rank": 1, "token": arguments["token"], "files": files}))
+            async_save.report_gone(1, "stage 1: the process is gone")
             return [*super().call(do, **arguments), {"stage": 1, "rank": 1}]
 
     saver = Saver(tmp_path, keep=1, keep_best=False, background=True)
@@ -239,8 +239,8 @@ def test_a_save_fails_at_once_where_a_process_is_gone_before_it_has_told_of_its_
         assert path is None
         assert (str(saver.lost), saver.lost.is_gone) == ("stage 1: the process is gone", True)
         assert saver.failure.endswith("stage 1: the process is gone")
-    while not saving._parts.empty():
-        saving._parts.get()
+    while not async_save._parts.empty():
+        async_save._parts.get()
 
 
 def test_a_folder_that_two_nodes_do_not_share_is_told_as_that(tmp_path):
@@ -248,8 +248,8 @@ def test_a_folder_that_two_nodes_do_not_share_is_told_as_that(tmp_path):
 
     class OnTwoNodes(OneProcess):
         def call(self, do, **arguments):
-            files = checkpoint_storage.write(there, {"model.other": torch.ones(2)}, rank=1)
-            saving._take_part(json.dumps({"rank": 1, "token": arguments["token"], "files": files}))
+            files = storage.write(there, {"model.other": torch.ones(2)}, rank=1)
+            async_save._take_part(json.dumps({"rank": 1, "token": arguments["token"], "files": files}))
             return [*super().call(do, **arguments), {"stage": 1, "rank": 1}]
 
     saver = Saver(here, keep=1, keep_best=False, background=True)
@@ -340,8 +340,8 @@ def test_a_full_disk_costs_the_checkpoint_of_that_time_and_no_other(small_disk, 
     got, expected = fit(run_dir, dataset=Ballast(small_disk), async_save=False), fit(None)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert names(run_dir) == ["update-00000002", "update-00000006"]
-    for path in checkpoint.complete(run_dir / "checkpoints"):
-        checkpoint.verify(path)
+    for path in layout.complete(run_dir / "checkpoints"):
+        layout.verify(path)
     told = capfd.readouterr().err
     assert told.count("update 4 could not be saved") == 1, told
     assert "Traceback" not in told

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from adl_dist.runtime import signals
-from adl_dist.runtime.launch import _Stopping
-from adl_dist.runtime.signals import Patience, heeded
+from adl_dist.launch import signals
+from adl_dist.launch.local import _Stopping
+from adl_dist.launch.signals import Patience, heeded
 
 # The main thread is busy in C for a while and runs no Python, as when it waits for a message of a peer.
 STUCK = """
 import hashlib, sys, threading
-from adl_dist.runtime.signals import heeded
+from adl_dist.launch.signals import heeded
 
 def ask(name):
     print(name, flush=True)

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import adl_dist
+from adl_dist.checkpoint import layout
+from adl_dist.control import rpc
+from adl_dist.control.requests import Ask
 from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.runtime import checkpoint, control
-from adl_dist.runtime.requests import Ask
 from tests.support.toys import FixedImages, batch_norm_net
 
 NUM_SAMPLES, MICRO_BATCH, EPOCHS = 60, 2, 3
@@ -25,7 +26,7 @@ class Asking(FixedImages):
     def __getitem__(self, index):
         self.num_served += 1
         if self.num_served == self.at:
-            self.answer = control.requests.ask(self.what, "a test")
+            self.answer = rpc.requests.ask(self.what, "a test")
         return super().__getitem__(index)
 
 
@@ -103,7 +104,7 @@ def test_with_planned_checkpoints_a_stop_waits_for_the_next_and_leaves_no_trace(
 
 def test_checkpoints_come_where_they_are_planned_and_evaluations_only_between_epochs(tmp_path):
     fitted(2, run_dir=tmp_path, checkpoint_every_updates=4, keep_checkpoints=99)
-    saved = [checkpoint.read_manifest(path)["update"] for path in checkpoint.complete(tmp_path / "checkpoints")]
+    saved = [layout.read_manifest(path)["update"] for path in layout.complete(tmp_path / "checkpoints")]
     assert saved == [4, 8, 10, 14, 18, 20, 24, 28, 30]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["update"] for r in records if r["name"] == "validation/loss"] == [9, 19, 29]
@@ -120,7 +121,7 @@ def test_asked_for_a_checkpoint_a_run_saves_where_it_is_and_goes_on_to_its_end(t
     _, expected, _ = fitted(1)
     data, state, summary = fitted(1, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path, keep_checkpoints=99)
     assert data.answer.result(0) == str(tmp_path / "checkpoints" / "update-00000012")
-    assert checkpoint.read_manifest(tmp_path / "checkpoints" / "update-00000012")["update"] == 12
+    assert layout.read_manifest(tmp_path / "checkpoints" / "update-00000012")["update"] == 12
     assert "stopped" not in summary
     assert summary["updates"] == 30
     assert_same(state, expected)
@@ -166,7 +167,7 @@ def test_what_is_asked_of_a_run_that_fails_is_answered_and_not_left_for_the_next
     with pytest.raises(DivergedError):
         fitted(1, data=data, M=30)
     assert str(data.answer.exception(0)) == "the run has ended, at update 0"
-    assert not control.requests.any_open
+    assert not rpc.requests.any_open
 
 
 def test_a_run_without_a_folder_logs_no_longer_into_that_of_the_run_before(tmp_path):
@@ -177,7 +178,7 @@ def test_a_run_without_a_folder_logs_no_longer_into_that_of_the_run_before(tmp_p
 
 
 def test_what_was_asked_after_a_run_had_ended_is_answered_and_does_not_stop_the_next_one():
-    late = control.requests.ask(Ask.STOP, "a test")
+    late = rpc.requests.ask(Ask.STOP, "a test")
     _, _, summary = fitted(1)
     assert (summary["updates"], "stopped" in summary) == (30, False)
     assert str(late.exception(0)) == "no run was there to do it"
@@ -186,9 +187,7 @@ def test_what_was_asked_after_a_run_had_ended_is_answered_and_does_not_stop_the_
 def test_a_checkpoint_of_mid_epoch_claims_no_evaluation_and_does_not_cost_the_best_one(tmp_path):
     options = {"checkpoint_every_updates": 4, "keep_checkpoints": 1, "keep_best": True}
     _, _, summary = fitted(2, data=Asking(at=90), run_dir=tmp_path, **options)
-    metrics = {
-        path.name: checkpoint.read_manifest(path)["metrics"] for path in checkpoint.complete(tmp_path / "checkpoints")
-    }
+    metrics = {path.name: layout.read_manifest(path)["metrics"] for path in layout.complete(tmp_path / "checkpoints")}
     assert summary["stopped"]["update"] == 18
     assert "validation_loss" not in summary
     assert "validation_loss" not in json.loads((tmp_path / "summary.json").read_text())

@@ -11,10 +11,11 @@ import pytest
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from adl_dist.cli import jobs, submit, sweep
-from adl_dist.cli.compose import compose_run
+from adl_dist.checkpoint import layout
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.sweep import command as sweep
+from adl_dist.cli.sweep import runner, submit
 from adl_dist.errors import ConfigError
-from adl_dist.runtime import checkpoint
 from tests.support.commands import Outcome, in_process, left_behind, shows, snapshot
 from tests.support.kill import HOLD, Command
 
@@ -56,7 +57,7 @@ def swept(tmp_path_factory):
     with Command(WORDS, folder=folder) as command:
         assert command.run_dir == run_dir
         saved = run_dir / SECOND / "checkpoints"
-        command.wait_for("a checkpoint", lambda: len(checkpoint.complete(saved)) == 2)
+        command.wait_for("a checkpoint", lambda: len(layout.complete(saved)) == 2)
         command.interrupt()
         code, message = command.finish(seconds=20), command.err
     (folder / HOLD).unlink()
@@ -83,7 +84,7 @@ def test_the_same_command_runs_what_is_left_and_nothing_twice(swept):
 
 
 def test_a_run_that_was_interrupted_goes_on_from_its_checkpoint(swept):
-    shows((swept.run_dir / SECOND / jobs.LOG).read_text(), ["resumed from", "update-00000016"])
+    shows((swept.run_dir / SECOND / runner.LOG).read_text(), ["resumed from", "update-00000016"])
 
 
 def test_a_complete_sweep_writes_the_comparison_again_and_runs_nothing(swept):
@@ -120,9 +121,9 @@ def test_the_table_for_people_holds_the_median_of_the_summaries(swept):
 
 def test_a_run_that_diverges_is_a_result_and_the_others_are_there(swept):
     assert [row["status"] for row in swept.rows()] == ["complete", "complete", "diverged", "diverged"]
-    told = json.loads((swept.run_dir / "wild/k2-seed1" / jobs.OUTCOME).read_text())
+    told = json.loads((swept.run_dir / "wild/k2-seed1" / runner.OUTCOME).read_text())
     assert told["status"] == "diverged"
-    log = (swept.run_dir / "wild/k2-seed1" / jobs.LOG).read_text()
+    log = (swept.run_dir / "wild/k2-seed1" / runner.LOG).read_text()
     shows(log, [f"at update {told['update']} (epoch {told['epoch']})"])
     shows((swept.run_dir / "comparison.md").read_text(), ["**2 of 2 diverged**"])
 
@@ -143,7 +144,7 @@ def test_a_run_that_fails_is_told_with_its_log_and_the_others_go_on(tmp_path, mo
     run_dir = tmp_path / "run"
     outcome = in_process("train", "-m", "seed=0,1", "runtime.processes=false", f"run_dir={run_dir}")
     assert outcome.code == 1, outcome
-    log = run_dir / "adl-M4/k2-seed1" / jobs.LOG
+    log = run_dir / "adl-M4/k2-seed1" / runner.LOG
     assert log.read_text() == "said\n"
     shows(outcome.out, ["killed by SIGKILL", f"exit code 3; see {log}", "**2 of 2 failed**"])
     again = in_process("train", "-m", "seed=0,1", "runtime.processes=false", f"run_dir={run_dir}")
@@ -226,9 +227,9 @@ def test_what_a_cluster_refuses_is_told_also_by_the_second_attempt(tmp_path, mon
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     sweep.requested([])  # tells Hydra what there is to compose
     first, second = (
-        jobs.Job(title=name, words=[], folder=tmp_path / name, epochs=1, max_updates=None, threads=1) for name in "ab"
+        runner.Job(title=name, words=[], folder=tmp_path / name, epochs=1, max_updates=None, threads=1) for name in "ab"
     )
-    outcome = tmp_path / "a" / jobs.OUTCOME
+    outcome = tmp_path / "a" / runner.OUTCOME
 
     def fails():
         outcome.write_text(json.dumps({"status": "failed", "said": "failed (exit code 3)", "settings": []}))
@@ -249,7 +250,11 @@ def test_what_a_cluster_refuses_is_told_also_by_the_second_attempt(tmp_path, mon
 
 
 def test_two_sweeps_in_one_folder_are_refused(tmp_path):
-    with sweep._own(tmp_path), pytest.raises(ConfigError, match="another sweep is running here"), sweep._own(tmp_path):
+    with (
+        sweep._own(tmp_path),
+        pytest.raises(ConfigError, match="another sweep is running here"),
+        sweep._own(tmp_path),
+    ):
         pass
 
 

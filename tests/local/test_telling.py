@@ -2,10 +2,9 @@
 
 import pytest
 
-from adl_dist.cli import commands
+from adl_dist.cli import train
 from adl_dist.cli.main import _tell
-from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.runtime.control import StageFailed
+from adl_dist.errors import ConfigError, DivergedError, StageFailed
 
 OF_ANOTHER = StageFailed("rank 2: boom", exit_code=1)
 OF_ONE_GONE = StageFailed("stage 2: the process is gone", exit_code=1, is_gone=True)
@@ -31,7 +30,7 @@ def test_who_leaves_the_telling_to_another_rank_does_not_end_before_it(
 ):
     slept = []
     monkeypatch.setattr("time.sleep", slept.append)
-    monkeypatch.setattr(commands, "_setting_up", error is FOUND_BY_ALL)
+    monkeypatch.setattr(train, "_setting_up", error is FOUND_BY_ALL)
     for name, value in (("RANK", rank), ("WORLD_SIZE", 3), *([("TORCHELASTIC_RUN_ID", "any")] * launched)):
         monkeypatch.setenv(name, str(value))
     _tell(error)

@@ -434,7 +434,7 @@ def test_bytes_that_changed_in_a_checkpoint_end_in_one_readable_error(tmp_path):
 
 
 def test_two_runs_in_one_folder_at_the_same_time_are_refused(tmp_path):
-    from adl_dist.runtime.run_folder import RunFolder
+    from adl_dist.checkpoint.run_dir import RunFolder
 
     first = RunFolder(tmp_path)
     first.open(resume="auto")

@@ -11,8 +11,8 @@ import zipfile
 import pytest
 import yaml
 
-from adl_dist.cli.compose import compose_run, config_folder
-from adl_dist.cli.schema import MethodConfig, RunConfig
+from adl_dist.cli.config.compose import compose_run, config_folder
+from adl_dist.cli.config.schema import MethodConfig, RunConfig
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Method, method
 
@@ -53,7 +53,7 @@ def test_the_tests_read_the_configuration_of_the_checkout():
 
 def test_every_key_of_the_schema_is_read_by_the_commands():
     """A key that changes nothing is a bug; the open nodes are checked against the signature of what they name."""
-    sources = "\n".join(p.read_text() for p in (CONF.parent / "adl_dist" / "cli").glob("*.py") if p.stem != "schema")
+    sources = "\n".join(p.read_text() for p in (CONF.parent / "adl_dist" / "cli").rglob("*.py") if p.stem != "schema")
     for section in dataclasses.fields(RunConfig):
         if section.type is MethodConfig:  # handed on as a whole; see the next tests
             continue
@@ -157,7 +157,7 @@ def test_the_wheel_carries_the_configuration_and_composes_it_outside_of_a_checko
     shipped = {p.relative_to(CONF) for p in CONF.rglob("*.yaml")}
     assert shipped == {p.relative_to(tmp_path / "site/adl_dist/conf") for p in tmp_path.rglob("site/**/*.yaml")}
     assert (tmp_path / "site/adl_dist/conf/slurm.sbatch").is_file()
-    code = "from adl_dist.cli.compose import *; print(config_folder(), compose_run([])[0].run_dir)"
+    code = "from adl_dist.cli.config.compose import *; print(config_folder(), compose_run([])[0].run_dir)"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from adl_dist.runtime.diagnosis import cause_of, picture
-from adl_dist.runtime.sighting import COORDINATOR, Coordination, Member, Sighting, StageSighting
+from adl_dist.monitor.diagnosis import cause_of, picture
+from adl_dist.monitor.status import COORDINATOR, Coordination, Member, Sighting, StageSighting
 
 TRAINING = Coordination("train", True, 60.0)
 

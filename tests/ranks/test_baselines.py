@@ -8,8 +8,8 @@ from torch import nn
 
 import adl_dist
 from adl_dist.baselines import Clock, Updates, joined, train_alone, train_replica, train_stage
+from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.partition import cut
-from adl_dist.runtime.child import RENDEZVOUS_FOLDER
 from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE, sgd
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from adl_dist.control.run_socket import SOCKET, ask_run
 from adl_dist.errors import ConfigError
-from adl_dist.runtime.live import SOCKET, ask_run
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.stalls import (
     PLANTED,

@@ -69,7 +69,7 @@ def _rank():
 def _store(K):
     import os
 
-    from adl_dist.runtime.child import RENDEZVOUS_FOLDER
+    from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 
     return dist.FileStore(f"{os.environ[RENDEZVOUS_FOLDER]}/theirs", K)
 

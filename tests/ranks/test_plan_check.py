@@ -2,13 +2,13 @@
 
 import pytest
 
-from adl_dist.cli import plan_check
+from adl_dist.cli.plan import check
 from tests.support.commands import in_process
 
 
 @pytest.mark.slow
 def test_a_check_trains_what_was_predicted(monkeypatch):
-    monkeypatch.setattr(plan_check, "SECONDS", 0.01)
+    monkeypatch.setattr(check, "SECONDS", 0.01)
     words = ("model=resnet8", "data=synthetic", "data.image_size=8", "train.batch_size=16", "partition.num_stages=2")
     machine = ("--bandwidth", "1e9", "--latency", "1e-5", "--neighbours", "0")
     done = in_process("plan", *words, *machine, "--stages", "2", "--methods", "adl", "--check", "1")

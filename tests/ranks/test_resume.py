@@ -18,11 +18,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from adl_dist.cli import commands
+from adl_dist.checkpoint import layout
+from adl_dist.cli import train
 from adl_dist.cli.main import main
+from adl_dist.distributed.world import disconnect
 from adl_dist.errors import CheckpointError
-from adl_dist.runtime import checkpoint
-from adl_dist.runtime.world import disconnect
 from tests.support.kill import (
     ADL_DIST,
     HOLD,
@@ -135,12 +135,12 @@ def train_as_two_ranks(name: str, folder: Path, *more: str, **options: Any) -> N
 
 
 def train_as_rank(words: list[str]) -> None:
-    commands.train(words)
+    train.train(words)
     disconnect()  # a process of its own does so when it ends, one of multiprocessing's does not
 
 
 def newest(run_dir: Path) -> Path:
-    return checkpoint.complete(run_dir / "checkpoints")[-1]
+    return layout.complete(run_dir / "checkpoints")[-1]
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
@@ -313,7 +313,7 @@ def test_asked_by_a_signal_to_any_process_a_run_saves_and_says_so_and_goes_on_as
             run.wait_until_gone(seconds=20)
         assert run.finish() == 75
         saved = newest(run.run_dir)
-        stops.append(checkpoint.read_manifest(saved)["update"])
+        stops.append(layout.read_manifest(saved)["update"])
         assert run.err.startswith(
             f"adl-dist: stopped at update {stops[-1]} (epoch {epoch}) by {number.name}; saved {saved}; the same "
             "command goes on; the pipeline was emptied in mid-epoch, so values will differ"
@@ -358,7 +358,7 @@ def test_torchrun_asked_to_end_lets_its_ranks_stop_where_a_traceless_stop_is_pla
         run.wait_for_update(UPDATES_PER_EPOCH)
         run.send(signal.SIGTERM, rank=None)
         run.wait_until_gone(seconds=20)
-    update = checkpoint.read_manifest(newest(run.run_dir))["update"]
+    update = layout.read_manifest(newest(run.run_dir))["update"]
     assert update - UPDATES_PER_EPOCH in (3, 6, 8)
     assert f"adl-dist: stopped at update {update} (epoch 1) by SIGTERM; saved" in run.err
     assert "values will differ" not in run.err
@@ -394,9 +394,9 @@ def test_a_reader_never_sees_half_a_checkpoint(tmp_path: Path) -> None:
 
     def poll() -> None:
         while not over.is_set():
-            for path in checkpoint.complete(folder):
+            for path in layout.complete(folder):
                 try:
-                    checkpoint.read_manifest(path)
+                    layout.read_manifest(path)
                     read.add(path.name)
                 except (CheckpointError, FileNotFoundError) as error:
                     if not is_pruned(path):
@@ -421,7 +421,7 @@ def is_pruned(path: Path, *, seconds: float = 5) -> bool:
         if not path.exists():
             return True
         try:
-            checkpoint.read_manifest(path)
+            layout.read_manifest(path)
         except (CheckpointError, FileNotFoundError):
             continue
         return False
@@ -435,7 +435,7 @@ def test_a_checkpoint_that_is_being_removed_is_not_listed_as_complete(
     listed: list[str] = []
 
     def look_and_remove(path: Path, **options: Any) -> None:
-        listed.extend(other.name for other in checkpoint.complete(path.parent) if other == path)
+        listed.extend(other.name for other in layout.complete(path.parent) if other == path)
         remove(path, **options)
 
     monkeypatch.setattr(shutil, "rmtree", look_and_remove)
@@ -503,7 +503,7 @@ def test_max_updates_ends_a_run_in_mid_epoch_at_exactly_that_update_and_raised_i
     run_dir = tmp_path / "run"
     for most, first in ((11, 0), (20, 11)):
         assert train_here(IMAGES, tmp_path, f"train.max_updates={most}") == 0
-        assert checkpoint.read_manifest(newest(run_dir))["update"] == most
+        assert layout.read_manifest(newest(run_dir))["update"] == most
         assert sorted(losses(run_dir)) == list(range(most)), f"from update {first} on"
 
 

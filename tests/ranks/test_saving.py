@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch import nn
 
+from adl_dist.checkpoint import layout
+from adl_dist.checkpoint.layout import HashedFile
+from adl_dist.distributed.world import disconnect, launched_rank
 from adl_dist.errors import AdlError
-from adl_dist.runtime import checkpoint
-from adl_dist.runtime.checkpoint import HashedFile
-from adl_dist.runtime.world import disconnect, launched_rank
 from tests.support.commands import PREFIX, left_behind
 from tests.support.kill import HOLD, Command
 from tests.support.ranks import RanksFailed, run_ranks
@@ -74,7 +74,7 @@ def test_one_rank_whose_saves_are_slow_or_fail_neither_stalls_nor_ends_the_run(t
     saved = sorted((tmp_path / "checkpoints").iterdir())
     assert [path.name for path in saved] == ["update-00000002", "update-00000006"]
     for path in saved:
-        assert {"__0_0.distcp", "__1_0.distcp"} < checkpoint.verify(path)["files"].keys()
+        assert {"__0_0.distcp", "__1_0.distcp"} < layout.verify(path)["files"].keys()
     assert "update 4 could not be saved" in (tmp_path / "logs" / "rank0.log").read_text()
     assert "rank 1: [Errno 5] Input/output error" in (tmp_path / "metrics.jsonl").read_text()
 
@@ -133,7 +133,7 @@ def test_a_process_that_dies_while_the_last_save_is_awaited_ends_the_run_by_its_
     name, code, text = json.loads((tmp_path / "ending.json").read_text())
     assert (name, code) == ("StageFailed", 1)
     assert re.fullmatch(r"stage 1 \(\S+, pid \d+\): the process is gone.*", text)
-    assert [path.name for path in checkpoint.complete(tmp_path / "checkpoints")] == ["update-00000002"]
+    assert [path.name for path in layout.complete(tmp_path / "checkpoints")] == ["update-00000002"]
 
 
 @pytest.mark.slow
@@ -165,5 +165,5 @@ def test_a_second_command_in_the_folder_of_one_that_trains_refuses_and_leaves_it
         assert "another process is training here" in second.err
         (tmp_path / HOLD).unlink()
         assert first.finish() == 0
-    assert checkpoint.verify(checkpoint.complete(first.run_dir / "checkpoints")[-1])["epochs"] == 4
+    assert layout.verify(layout.complete(first.run_dir / "checkpoints")[-1])["epochs"] == 4
     assert left_behind(tmp_path) == []

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.rpc as rpc
+import torch.distributed.rpc
 from torch import Tensor, nn
 
 import adl_dist
-from adl_dist.runtime import control
-from adl_dist.runtime.requests import Ask
-from adl_dist.runtime.world import connect
+from adl_dist.control import rpc
+from adl_dist.control.requests import Ask
+from adl_dist.distributed.world import connect
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -37,7 +37,7 @@ class Asking(FixedImages):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         self._num_served += 1
         if self._num_served == self._at:
-            control.requests.ask(Ask.STOP, "a test")
+            rpc.requests.ask(Ask.STOP, "a test")
         return super().__getitem__(index)
 
 
@@ -132,24 +132,24 @@ def ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone() -> list
 
     def ask_from(rank: int) -> None:
         if world.rank == rank:
-            said.append(control.ask(world, Ask.STOP, f"rank {rank}"))
+            said.append(rpc.ask(world, Ask.STOP, f"rank {rank}"))
         dist.barrier()
 
     for rank in range(K):
         ask_from(rank)
-    control.ASK_SECONDS = 0.3
+    rpc.ASK_SECONDS = 0.3
     if world.rank == 2:
-        control._take_request = lambda message: time.sleep(1)  # type: ignore[assignment]
+        rpc._take_request = lambda message: time.sleep(1)  # type: ignore[assignment]
     dist.barrier()
     ask_from(0)
-    control.ASK_SECONDS = 5.0
+    rpc.ASK_SECONDS = 5.0
     if world.rank == 2:
-        rpc.shutdown(graceful=False)
+        torch.distributed.rpc.shutdown(graceful=False)
     dist.barrier()
     ask_from(0)
     ask_from(1)
     if world.rank == 0:
-        assert [request.why[-1] for request in control.requests.take()] == list("012001")
+        assert [request.why[-1] for request in rpc.requests.take()] == list("012001")
     return said
 
 

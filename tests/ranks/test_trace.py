@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.runtime import clock
+from adl_dist.monitor import clock
 from adl_dist.schedule import Segment
 from tests.support import traces
 from tests.support.ranks import run_ranks

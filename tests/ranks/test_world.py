@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from adl_dist.control import reports, rpc
+from adl_dist.distributed import device
+from adl_dist.distributed.device import edge_backend
+from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.runtime import agreement, control, device, reports
-from adl_dist.runtime.device import edge_backend
-from adl_dist.runtime.world import connect, disconnect
+from adl_dist.training import shape_inference
 from tests.support.ranks import run_ranks
 from tests.support.runs import MICRO_BATCH, NUM_SAMPLES, trained
 
@@ -43,8 +45,8 @@ def test_a_store_that_has_ended_with_rank_0_is_told_in_one_line_and_covers_no_er
             raise dist.DistNetworkError("Broken pipe")
 
     with pytest.raises(ChannelError, match=r"^no word from rank 0 at start-up; its own log, .* says why$"):
-        agreement.check_same(Ended(), 1, 2, {"seed": 0})
-    with pytest.raises(ConfigError, match="of its own"), agreement.refusals_told(Ended(), stages=[1], rank=1):
+        shape_inference.check_same(Ended(), 1, 2, {"seed": 0})
+    with pytest.raises(ConfigError, match="of its own"), shape_inference.refusals_told(Ended(), stages=[1], rank=1):
         raise ConfigError("of its own")
 
 
@@ -99,7 +101,7 @@ def rank_2_ends_before_rank_1_is_told(rank):
     rank_0_answers_late(rank)
     if rank > 0:
         late = {"before": 1.0} if rank == 1 else {"after": 60.0}
-        plant(control, "_take_command", **late, of='"stop"')
+        plant(rpc, "_take_command", **late, of='"stop"')
 
 
 @pytest.mark.parametrize("planted", [rank_0_answers_late, rank_2_ends_before_rank_1_is_told])

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from adl_dist.runtime import checkpoint
-from adl_dist.runtime.run_folder import chosen_checkpoint
+from adl_dist.checkpoint import layout
+from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from tests.support.commands import ROOT, as_command
 
 TEMPLATE = ROOT / "launch" / "slurm.sbatch"
@@ -133,7 +133,7 @@ class SlurmJob:
 
 def saved(run_dir: Path) -> int:
     """How many complete checkpoints there are."""
-    return len(checkpoint.complete(run_dir / "checkpoints")) if run_dir.is_dir() else 0
+    return len(layout.complete(run_dir / "checkpoints")) if run_dir.is_dir() else 0
 
 
 def weights(run_dir: Path) -> dict[str, Tensor]:

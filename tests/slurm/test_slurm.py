@@ -8,7 +8,7 @@ import time
 import pytest
 import yaml
 
-from adl_dist.runtime.run_folder import chosen_checkpoint
+from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from tests.slurm.jobs import SlurmJob, assert_same_end, saved
 from tests.support.commands import ROOT, as_command, shows
 from tests.support.kill import HOLD, records

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from adl_dist.errors import ChannelError
-from adl_dist.runtime.child import RENDEZVOUS_FOLDER
-from adl_dist.runtime.control import StageFailed
+from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
+from adl_dist.errors import ChannelError, StageFailed
 
 
 class RanksFailed(AssertionError):
@@ -22,7 +21,7 @@ class RanksFailed(AssertionError):
 
 # One server process imports torch once and forks clean ranks from then on: milliseconds instead of seconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "adl_dist.runtime.trainer", "tests.support.toys"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "adl_dist.training.trainer", "tests.support.toys"])
 
 
 def _rank_main(rank: int, world_size: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adl_dist.runtime import checkpoint, checkpoint_storage
-from adl_dist.runtime.saving import PartWriter
-from adl_dist.runtime.world import World, single_process
+from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint.async_save import PartWriter
+from adl_dist.distributed.world import World, single_process
 
 SIGNATURE = {"weight": [3, 4], "bias": [4], "num_batches_tracked": []}
 
@@ -35,15 +35,15 @@ def position(update: int, **metrics: float) -> dict[str, Any]:
 
 def saved(folder: Path, update: int, tensors: Mapping[str, Tensor] | None = None, **metrics: float) -> Path:
     """A complete checkpoint of two ranks in ``folder``."""
-    path = checkpoint.begin(folder, update)
+    path = layout.begin(folder, update)
     parts = [{}, {}]
     for place, (name, tensor) in enumerate((tensors or state()).items()):
         parts[place % 2][name] = tensor
     files = {}
     for rank, part in enumerate(parts):
-        files |= checkpoint_storage.write(path, part, rank=rank)
-    files |= checkpoint_storage.join(path, [0, 1])
-    return checkpoint.commit(path, position(update, **metrics), files)
+        files |= storage.write(path, part, rank=rank)
+    files |= storage.join(path, [0, 1])
+    return layout.commit(path, position(update, **metrics), files)
 
 
 def resealed(path: Path, **files: bytes) -> Path:
@@ -51,18 +51,18 @@ def resealed(path: Path, **files: bytes) -> Path:
     names = {file.name.replace(".", ""): file for file in path.iterdir()}
     for name, content in files.items():
         names[name].write_bytes(content)
-    manifest = json.loads((path / checkpoint.MANIFEST).read_bytes())
+    manifest = json.loads((path / layout.MANIFEST).read_bytes())
     told = {}
     for name in manifest["files"]:
         content = (path / name).read_bytes()
         (path / name).unlink()
-        with checkpoint.HashedFile(path / name) as out:
+        with layout.HashedFile(path / name) as out:
             out.write(content)
         told[name] = out.told
     position = {key: manifest[key] for key in ("update", "epochs", "sample", "metrics", "of")}
     moved = path.rename(path.with_name(".saving-again"))
-    (moved / checkpoint.MANIFEST).unlink()
-    return checkpoint.commit(moved, position, told)
+    (moved / layout.MANIFEST).unlink()
+    return layout.commit(moved, position, told)
 
 
 class Trap:
@@ -77,7 +77,7 @@ class Trap:
 
 def index_of(path: Path) -> Any:
     """The index of a checkpoint, to be changed and pickled again."""
-    return pickle.loads((path / checkpoint_storage.INDEX).read_bytes())
+    return pickle.loads((path / storage.INDEX).read_bytes())
 
 
 class OneProcess:

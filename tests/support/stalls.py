@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import adl_dist
-from adl_dist.runtime.checkpoint import HashedFile
-from adl_dist.runtime.run_folder import RunFolder
-from adl_dist.runtime.worker import LocalWorker
+from adl_dist.checkpoint.layout import HashedFile
+from adl_dist.checkpoint.run_dir import RunFolder
+from adl_dist.control.worker import LocalWorker
 from tests.support.toys import FixedImages, batch_norm_net
 
 STALL_SECONDS, ASLEEP_SECONDS = 0.8, 2.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adl_dist.runtime.trace import SHARES
+from adl_dist.monitor.trace import SHARES
 from adl_dist.schedule import Method, Segment, evaluation_work, training_work
 from adl_dist.schedule.actions import format_stream
 

@@ -1,0 +1,1 @@
+"""Checkpoints: folders on disk, what is in them, saving beside training."""

@@ -1,0 +1,1 @@
+"""From the command line to typed settings and the objects they name."""

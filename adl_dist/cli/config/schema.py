@@ -1,0 +1,214 @@
+"""What a run's configuration may hold: names, types, ranges. Checked once, here, before anything starts."""
+
+import enum
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from adl_dist.errors import ConfigError
+from adl_dist.monitor.timeouts import Limits
+from adl_dist.schedule import Method
+
+LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
+MOST_THREADS = 1024  # per process; torch dies of very many without a word
+LARGEST_SEED = 2**63 - 1  # that torch takes
+
+
+class Device(enum.Enum):
+    """Where stages compute."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(enum.Enum):
+    """Of parameters and inputs."""
+
+    float32 = "float32"
+    float64 = "float64"
+
+
+class NarrowDtype(enum.Enum):
+    """That keeps float32's range, so that no loss scale is needed."""
+
+    bfloat16 = "bfloat16"
+
+
+class NonFinite(enum.Enum):
+    """What a loss or gradient that is not finite does."""
+
+    stop = "stop"
+    skip = "skip"
+
+
+class Grain(enum.Enum):
+    """How finely a model may be cut."""
+
+    layer = "layer"
+    block = "block"
+
+
+# Not frozen: OmegaConf makes a nested frozen dataclass read-only, and Hydra cannot compose a group over it.
+
+
+@dataclass(kw_only=True)
+class MethodConfig:
+    """``method.*``; see :class:`adl_dist.schedule.Method`. None: what the method's row says."""
+
+    name: str = "adl"
+    accumulation_steps: int | None = None
+    weights: str | None = None
+    delay: Any = None
+    gradient_shrink: float = 1.0
+    order: str = "forward_first"
+    reduction: str = "mean"
+    lr_index: str = "update"
+    lr_factors: list[float] | None = None
+    recompute: str = "never"
+    activation_queue: Any = 1
+    gradient_queue: Any = 1
+    head: str = "mlp_sr"
+    buffer_size: int = 0
+    buffer_reuse: int | None = None
+    stage_speeds: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        self.chosen()
+
+    def chosen(self) -> Method:
+        """The method itself.
+
+        Raises:
+            ConfigError: a value that it cannot run with.
+        """
+        return Method(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+
+@dataclass(kw_only=True)
+class PartitionConfig:
+    """``partition.*``."""
+
+    num_stages: int = 2
+    balance: Any = "even"
+    grain: Grain | None = None
+    speeds: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("partition.num_stages", self.num_stages, 1)
+        kinds = {type(entry) for entry in self.balance} if isinstance(self.balance, list) else set()
+        if self.balance not in ("even", "auto") and kinds not in ({int}, {str}):
+            raise ConfigError(
+                f"partition.balance={self.balance!r} is none of 'auto', 'even', a list of units per stage, like [3,2], "
+                "and a list of the units where stages 1.. begin, like [layer2.0]"
+            )
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """``train.*``."""
+
+    batch_size: int = 128
+    epochs: int = 10
+    max_updates: int | None = None
+    clip_norm: float | None = None
+    non_finite: NonFinite = NonFinite.stop
+    max_skipped: int = 10
+
+    def __post_init__(self) -> None:
+        _at_least("train.batch_size", self.batch_size, 1)
+        _at_least("train.epochs", self.epochs, 1)
+        if self.max_updates is not None:
+            _at_least("train.max_updates", self.max_updates, 1)
+
+    @property
+    def guard(self) -> dict[str, Any]:
+        """What is done to gradients before they are applied; see :class:`adl_dist.stage.Guard`."""
+        return {"clip_norm": self.clip_norm, "non_finite": self.non_finite.value, "max_skipped": self.max_skipped}
+
+
+@dataclass(kw_only=True)
+class RuntimeConfig:
+    """``runtime.*``."""
+
+    processes: bool = True
+    device: Device = Device.cpu
+    threads: int | None = None
+    bind_cores: bool = True
+    channels_last: bool = True
+    autocast: NarrowDtype | None = None
+    wire_dtype: NarrowDtype | None = None
+    compile: bool = False
+    tf32: bool = False
+    cudnn_benchmark: bool = False
+    timeout_seconds: float = 300.0
+    stall_seconds: float = 60.0
+    abort_seconds: float | None = 600.0
+    max_restarts: int = 0
+    checkpoint_every_epochs: int = 1
+    checkpoint_every_updates: int | None = None
+    keep_checkpoints: int = 2
+    keep_best: bool = False
+    async_save: bool = True
+    tensorboard: bool = True
+    trace: bool = False
+    memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            _at_least("runtime.threads", self.threads, 1)
+            if self.threads > MOST_THREADS:
+                raise ConfigError(f"runtime.threads must be at most {MOST_THREADS}, got {self.threads}")
+        if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT:
+            raise ConfigError(
+                f"runtime.timeout_seconds must be above 0 and at most {LONGEST_TIMEOUT}, got {self.timeout_seconds}"
+            )
+        Limits(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds).check()
+        _at_least("runtime.max_restarts", self.max_restarts, 0)
+        _at_least("runtime.checkpoint_every_epochs", self.checkpoint_every_epochs, 0)
+        if self.checkpoint_every_updates is not None:
+            _at_least("runtime.checkpoint_every_updates", self.checkpoint_every_updates, 1)
+        _at_least("runtime.keep_checkpoints", self.keep_checkpoints, 1)
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One run. The open nodes name a callable (``_target_``) and its arguments, checked against its signature."""
+
+    method: MethodConfig = field(default_factory=MethodConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    lr_schedule: dict[str, Any] = field(default_factory=dict)
+    loss: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    dtype: Dtype = Dtype.float32
+    init_from: str | None = None
+    run_dir: str | None = None
+    resume: str = "auto"
+
+    def __post_init__(self) -> None:
+        _at_least("seed", self.seed, 0)
+        if self.seed > LARGEST_SEED:
+            raise ConfigError(f"seed must be at most {LARGEST_SEED} (2**63 - 1), got {self.seed}")
+        if self.run_dir == "":
+            raise ConfigError("run_dir is empty; name a folder, like run_dir=runs/NAME, or leave it away")
+        shuffle, num_workers = self.data.get("shuffle", True), self.data.get("num_workers", 0)
+        if type(shuffle) is not bool:
+            raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
+        if type(num_workers) is not int or num_workers < 0:
+            raise ConfigError(f"data.num_workers must be a whole number of at least 0, got {num_workers!r}")
+        method = self.method.chosen()
+        method.check(self.partition.num_stages)
+        steps = method.micro_batches_per_update
+        if self.train.batch_size < steps:
+            raise ConfigError(
+                f"train.batch_size={self.train.batch_size} leaves no sample for each of "
+                f"method.accumulation_steps={steps} micro-batches; use train.batch_size>={steps}"
+            )
+
+
+def _at_least(name: str, value: int, smallest: int) -> None:
+    if value < smallest:
+        raise ConfigError(f"{name} must be at least {smallest}, got {value}")

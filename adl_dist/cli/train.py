@@ -1,0 +1,190 @@
+"""What each command does."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
+from adl_dist.cli.config import instantiate
+from adl_dist.cli.config.compose import compose_run, known_run, print_keys, simple_options
+from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.cli.sweep import command as sweep
+from adl_dist.control.run_socket import remove_stale
+from adl_dist.distributed import parent_process
+from adl_dist.distributed.network import check_named_interfaces
+from adl_dist.distributed.world import launched_rank, launched_world_size
+from adl_dist.errors import AdlError, CheckpointError, StageFailed
+from adl_dist.launch.local import launch_local
+from adl_dist.report import final_table, tell
+
+_setting_up = True  # until this rank meets the others, all ranks find the same errors
+
+
+def train(words: list[str]) -> None:
+    """``adl-dist train``: as one rank, as the parent of K ranks, all in one process, or as the parent of a sweep."""
+    global _setting_up
+    if "--help" in words or "-h" in words:
+        print_keys([word for word in words if word not in ("--help", "-h")])
+        return
+    if (several := sweep.requested(words)) is not None:
+        raise SystemExit(sweep.run(several))
+    config, plain = compose_run(words)
+    assert config.run_dir is not None
+    instantiate.check_targets(config)
+    instantiate.check_device(config)
+    RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)
+    num_stages = config.partition.num_stages
+    if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
+        check_named_interfaces()
+        instantiate.trainer(config, processes=False)  # shows that the model can be built and cut
+        try:
+            raise SystemExit(
+                launch_local(
+                    ["train", *words],
+                    num_processes=num_stages,
+                    max_restarts=config.runtime.max_restarts,
+                    passes_stops_on=not parent_process.is_part_of_more(),
+                )
+            )
+        finally:
+            remove_stale(Path(config.run_dir))
+    trainer = instantiate.trainer(config)
+    _setting_up = False
+    train_data, val_data = instantiate.build_data(config) if trainer.needs_data else (None, None)
+    summary = trainer.fit(
+        train_data,
+        epochs=config.train.epochs,
+        batch_size=config.train.batch_size,
+        val_dataset=val_data,
+        run_dir=config.run_dir,
+        resume=config.resume,
+        max_updates=config.train.max_updates,
+        shuffle=config.data.get("shuffle", True),
+        num_workers=config.data.get("num_workers", 0),
+        checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
+        checkpoint_every_updates=config.runtime.checkpoint_every_updates,
+        keep_checkpoints=config.runtime.keep_checkpoints,
+        keep_best=config.runtime.keep_best,
+        async_save=config.runtime.async_save,
+        tensorboard=config.runtime.tensorboard,
+        trace=config.runtime.trace,
+        memory=config.runtime.memory,
+        handle_signals=not parent_process.is_part_of_more(),
+        config=plain,
+    )
+    if launched_rank() == 0:
+        _say(_ending(summary, config.run_dir))
+    if "stopped" in summary:
+        _end_stopped(summary["stopped"])
+
+
+def evaluate(words: list[str]) -> None:
+    """``adl-dist evaluate``: a checkpoint, uncut, in this process."""
+    options = simple_options(words, command="evaluate", required={"run_dir": "runs/NAME"}, optional=["checkpoint"])
+    config = _known_run_here(Path(options["run_dir"]))
+    path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
+    trainer = instantiate.trainer(config, num_stages=1, processes=False)
+    trainer.load_checkpoint(path)
+    _, val_data = instantiate.build_data(config)
+    micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
+    metrics = trainer.evaluate(val_data, batch_size=micro_batch_size)
+    shown = [f"{name.replace('_', ' ')} {_figure(name, value)}" for name, value in metrics.items()]
+    _say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
+
+
+def export(words: list[str]) -> None:
+    """``adl-dist export``: one plain state_dict with the uncut model's own names."""
+    options = simple_options(
+        words, command="export", required={"run_dir": "runs/NAME", "out": "model.pt"}, optional=["checkpoint"]
+    )
+    out = Path(options["out"])
+    if os.path.lexists(out):
+        raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
+    if not out.parent.is_dir():
+        raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
+    config = _known_run_here(Path(options["run_dir"]))
+    path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
+    trainer = instantiate.trainer(config, num_stages=1, processes=False)
+    trainer.load_checkpoint(path)
+    state = trainer.full_state_dict()
+    unfinished = out.with_name(f".{out.name}.saving")
+    try:
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+        unfinished.rename(out)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
+    _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict(torch.load('{out}')) takes them")
+
+
+def _known_run_here(run_dir: Path) -> RunConfig:
+    """The configuration of a run, to be computed on the CPU where its GPU is not: its weights outlive the machine."""
+    config = known_run(run_dir)
+    if config.runtime.device is Device.cuda and not torch.cuda.is_available():
+        config.runtime.device = Device.cpu
+        told = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
+        tell(sys.stderr, f"adl-dist: {run_dir} {told}\n")
+    return config
+
+
+def _end_stopped(stopped: Mapping[str, Any]) -> None:
+    """Say where the run has stopped; exit with a code that says so, unless a launcher would take that for a failure."""
+    if launched_rank() == 0:
+        note = (
+            "; the pipeline was emptied in mid-epoch, so values will differ from those of a run that was not stopped "
+            "(runtime.checkpoint_every_updates avoids that)"
+        )
+        tell(
+            sys.stderr,
+            f"adl-dist: stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}; saved "
+            f"{stopped['checkpoint']}; the same command goes on{note if stopped['leaves_trace'] else ''}\n",
+        )
+    if launched_world_size() is None:
+        raise SystemExit(parent_process.STOPPED_CODE)
+    parent_process.note_stopped()
+
+
+def is_told_elsewhere(error: AdlError) -> bool:
+    """Whether another rank tells the user what ``error`` says: the one that failed."""
+    return launched_world_size() is not None and isinstance(error, StageFailed) and not error.is_gone
+
+
+def is_left_to_rank_0(error: AdlError) -> bool:
+    """Whether rank 0 should tell, and another only if it does not.
+
+    So it is with what all ranks find by themselves while they set up, and with a rank that is gone, which rank 0 has
+    found so, and which may be rank 0: it hangs, and others cannot see that.
+    """
+    if launched_world_size() is None:
+        return False
+    return _setting_up or (isinstance(error, StageFailed) and error.is_gone)
+
+
+def _ending(summary: Mapping[str, Any], run_dir: str) -> str:
+    if "stopped" in summary:
+        return final_table(summary)
+    lines: Sequence[str] = [
+        final_table(summary),
+        "",
+        f"run folder       {run_dir}",
+        "learning curves  tensorboard --logdir runs",
+        f"plain weights    adl-dist export run_dir={run_dir} out=model.pt",
+    ]
+    if not summary["stages"]:
+        lines = [f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir=", *lines]
+    return "\n".join(lines)
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
+
+
+def _say(text: str) -> None:
+    tell(sys.stdout, text + "\n")

@@ -1,0 +1,1 @@
+"""Control plane: the coordinator, its workers, and RPC between them."""

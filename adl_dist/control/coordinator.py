@@ -1,0 +1,296 @@
+"""Decides what all stages do next. It sees them as a crew and knows nothing of where they are."""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adl_dist.checkpoint import layout, state
+from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, Saver
+from adl_dist.checkpoint.compatibility import check_identity, identity_of, told_of_another_cut
+from adl_dist.checkpoint.run_dir import RunFolder
+from adl_dist.control.requests import Ask, Request, Requests
+from adl_dist.control.rpc import Crew, Record, Result
+from adl_dist.control.totals import RunTotals
+from adl_dist.errors import DivergedError, SaveError
+from adl_dist.monitor.chrome_trace import TRACE, merge_parts
+from adl_dist.report import Progress, Recorder, warn
+from adl_dist.schedule.run_plan import Plan
+
+logger = logging.getLogger("adl_dist")
+
+LEAVES_TRACE = (
+    "the pipeline was emptied for it in mid-epoch: the gradients after it are less stale, and values those of a run "
+    "that ended with train.max_updates={update} and was continued"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Where and how often to save, and from what to go on. ``every_epochs`` = 0: only at the end. ``cut``: as made.
+
+    With ``trace`` the stages record what they do, and it is written down at the end.
+    """
+
+    folder: RunFolder
+    config: Mapping[str, Any]
+    resume: str
+    every_epochs: int
+    saver: Saver
+    signature: state.Signature
+    optimizer: str
+    cut: Mapping[str, Any]
+    trace: bool = False
+
+
+class Coordinator:
+    """Trains epoch by epoch: segment, evaluation, checkpoint. In between it does what is asked for from outside."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        plan: Plan,
+        *,
+        saving: Saving | None,
+        recorder: Recorder,
+        progress: Progress,
+        requests: Requests | None = None,
+        drains_leave_traces: bool = False,
+    ) -> None:
+        """Take the crew; ``drains_leave_traces``: in the values, where the pipeline is emptied and ``plan`` did not."""
+        self._crew, self._plan, self._saving = crew, plan, saving
+        self._recorder, self._progress = recorder, progress
+        self._requests, self._drains_leave_traces = requests or Requests(), drains_leave_traces
+        # Where the run stands: whole epochs done, samples of the next one done, updates done.
+        self._epoch = self._sample = self._update = 0
+        self._last_epoch = self._last_stage = 0
+        self._saved_at: int | None = None
+        self._failure_recorded: str | None = None
+        self._metrics: dict[str, Any] = {}
+        self._totals = RunTotals()
+
+    def train(self) -> Result:
+        """Run to the end and return the summary."""
+        try:
+            return self._train()
+        except BaseException as error:
+            if self._saving is not None:
+                # A process that is gone, which is what makes victims, will not write its part either.
+                is_gone = getattr(error, "is_victim", False) or getattr(error, "is_gone", False)
+                self._saving.saver.wait(1.0 if is_gone else LAST_SAVE_SECONDS)
+            raise
+
+    def _train(self) -> Result:
+        started, origin = time.monotonic(), time.perf_counter()
+        try:
+            self._resume()
+            stopped = None
+            while stopped is None and not self._is_over:
+                self._train_one()
+                if self._is_over or self._sample == 0:
+                    self._evaluate()
+                    self._refuse_divergence()
+                if self._is_over or self._is_to_be_saved:
+                    self._save()
+                stopped = self._carry_out_requests()
+        finally:
+            self._requests.answer(self._requests.take(), f"the run has ended, at update {self._update}", failed=True)
+        summary: Result = {
+            **self._metrics,
+            "epochs": self._epoch,
+            "updates": self._update,
+            "seconds": time.monotonic() - started,
+            **self._totals.summary(),
+            **({"stopped": stopped} if stopped else {}),
+        }
+        # That of a run that is over is kept, for it tells of the training; but it may be missing, or of an earlier end.
+        if self._saving and (self._totals.num_samples or self._saving.folder.summarised_updates != self._update):
+            self._saving.folder.write_summary(summary)
+        if self._saving and self._saving.trace and self._totals.num_samples:
+            self._write_trace(self._saving.folder.path, origin)
+        return summary
+
+    def evaluate(self) -> Result:
+        """Evaluate the present weights and return accuracy and loss."""
+        self._evaluate()
+        return self._metrics
+
+    @property
+    def _is_over(self) -> bool:
+        return self._epoch >= self._plan.epochs or self._update >= self._plan.total_updates
+
+    @property
+    def _is_to_be_saved(self) -> bool:
+        every = self._saving.every_epochs if self._saving else 0
+        return self._plan.ends_at(self._sample) and (self._sample > 0 or (every > 0 and self._epoch % every == 0))
+
+    def _carry_out_requests(self) -> Result | None:
+        """Save, with the pipeline empty, if that was asked for; return where the run stops if it was asked to."""
+        if not (asked := self._requests.take()):
+            return None
+        why = [request.why for request in asked if request.what is Ask.STOP]
+        leaves_trace = not self._is_over and self._drains_leave_traces and not self._plan.ends_at(self._sample)
+        if leaves_trace and not why:
+            self._record("checkpoint/leaves_trace", 1.0)
+            self._note(f"a checkpoint was asked for; {LEAVES_TRACE.format(update=self._update)}")
+        if self._saved_at != self._update:
+            self._save()
+        path = None if self._saving is None else self._finish_saving(self._saving.saver)
+        self._answer(asked, path, leaves_trace=leaves_trace)
+        if why and self._saving is not None:
+            self._finish_last_save(self._saving.saver, "the run was to stop, and what it learned since is lost")
+        if self._is_over or not why:
+            return None
+        where = {"update": self._update, "epoch": self._epoch, "checkpoint": None if path is None else str(path)}
+        return {"why": why[0], **where, "leaves_trace": leaves_trace}
+
+    def _answer(self, asked: Sequence[Request], path: Path | None, *, leaves_trace: bool) -> None:
+        if path is not None:
+            more = f"; {LEAVES_TRACE.format(update=self._update)}" if leaves_trace else ""
+            self._requests.answer(asked, f"{path}{more}")
+            return
+        nothing = "nothing is saved: the run has no run_dir"
+        if self._saving is not None:
+            nothing = self._saving.saver.failure or "nothing is saved"
+        for request in asked:  # a run without a folder has stopped all the same
+            failed = self._saving is not None or request.what is Ask.CHECKPOINT
+            self._requests.answer([request], nothing, failed=failed)
+
+    def _resume(self) -> None:
+        path = None
+        if self._saving is not None:
+            candidates = self._saving.folder.open(resume=self._saving.resume)
+            if candidates:
+                path = self._go_on_from(candidates, self._saving)
+            # Only now that all stages agree and the checkpoint has been read: a start that failed must not stand in
+            # the way of the corrected command. A run that is over keeps the settings that it was made with.
+            if not (self._is_over and self._saving.folder.is_claimed):
+                self._saving.folder.claim(self._saving.config)
+        self._recorder.start(from_update=self._update)
+        if path is not None:
+            self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
+
+    def _go_on_from(self, candidates: Sequence[Path], saving: Saving) -> Path:
+        path, manifest, rejected = state.newest_good(candidates, saving.signature)
+        note = check_identity(path, manifest["of"], identity_of(self._plan, saving.optimizer))
+        self._crew.call("load", path=str(path), update=manifest["update"])
+        self._note(note)
+        self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
+        self._metrics = dict(manifest["metrics"])
+        if not self._is_over:
+            self._note(told_of_another_cut(manifest["of"].get("cut", {}), saving.cut))
+        for bad, error in rejected:
+            warn(f"{error}; going on from {path.name}, {bad.name} is kept as {layout.reject(bad).name}")
+        return path
+
+    def _train_one(self) -> None:
+        self._metrics = {}  # of weights that are no more; a checkpoint or summary must not take them for its own
+        segment = self._plan.segment(self._epoch, self._sample, self._update)
+        goes_on = self._sample > 0 and self._totals.num_samples > 0  # with an epoch that this process has begun
+        self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
+        start = time.perf_counter()
+        results = self._crew.call("train", **vars(segment))
+        seconds = time.perf_counter() - start
+        (num_updates,) = {result["num_updates"] for result in results}  # fewer if something was asked for meanwhile
+        segment = segment.first_updates(num_updates)
+        self._sample += segment.num_samples
+        self._update += segment.num_updates
+        if self._sample == self._plan.num_samples:
+            self._epoch, self._sample = self._epoch + 1, 0
+        self._last_epoch = segment.epoch
+        self._totals.add(segment, results, seconds)
+        for result in results:
+            stage = result["stage"]
+            self._record("stage/busy_share", result["busy_seconds"] / result["seconds"], stage=stage)
+            self._record("stage/peak_memory", result["peak_memory_bytes"], unit="bytes", stage=stage)
+        self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
+
+    def _evaluate(self) -> None:
+        if not self._plan.num_validation:
+            self._progress.end(None, None)
+            return
+        results = self._crew.call(
+            "evaluate", num_samples=self._plan.num_validation, micro_batch_size=self._plan.micro_batch_size
+        )
+        last, self._last_stage = results[-1], results[-1]["stage"]
+        assert last["num_samples"] == self._plan.num_validation, "every sample is evaluated exactly once"
+        self._metrics = {"validation_loss": last["loss_sum"] / last["num_samples"]}
+        if "num_correct" in last:
+            self._metrics["validation_accuracy"] = last["num_correct"] / last["num_samples"]
+        for name, value in self._metrics.items():
+            self._record(name.replace("_", "/"), value)
+        self._progress.end(self._metrics["validation_loss"], self._metrics.get("validation_accuracy"))
+
+    def _refuse_divergence(self) -> None:
+        # The loss of training is that of the weights before the update; these here must not be saved either.
+        loss = self._metrics.get("validation_loss", 0.0)
+        if not math.isfinite(loss):
+            where = {"stage": self._last_stage, "update": self._update - 1, "epoch": self._last_epoch}
+            raise DivergedError(f"the validation loss is {loss}", **where)
+
+    def _save(self) -> None:
+        if self._saving is None:
+            return
+        self._recorder.flush()  # what a checkpoint stands for must not be lost with the process
+        manifest = {
+            "update": self._update,
+            "epochs": self._epoch,
+            "sample": self._sample,
+            "metrics": self._metrics,
+            "of": {**identity_of(self._plan, self._saving.optimizer), "cut": dict(self._saving.cut)},
+        }
+        saver = self._saving.saver
+        self._finish_saving(saver)
+        saver.save(self._crew.call, manifest)
+        self._saved_at = self._update
+        if self._is_over:
+            self._finish_last_save(saver, "training is over, but its last weights are lost")
+
+    def _finish_saving(self, saver: Saver) -> Path | None:
+        path = saver.wait()
+        if saver.lost is not None:
+            raise saver.lost
+        if saver.failure is not None and saver.failure != self._failure_recorded:
+            self._failure_recorded = saver.failure
+            self._record("checkpoint/failed", 1.0, reason=saver.failure)
+        return path
+
+    def _finish_last_save(self, saver: Saver, so: str) -> Path | None:
+        path = self._finish_saving(saver)
+        if saver.failure is not None:
+            raise SaveError(
+                f"{saver.failure}; {so}. Make room, or mend what is wrong; the same command goes on from the newest "
+                "checkpoint"
+            )
+        return path
+
+    def _write_trace(self, run_dir: Path, origin: float) -> None:
+        results = self._crew.call("write_trace", run_dir=str(run_dir), origin=origin)
+        try:
+            path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
+        except OSError as error:
+            warn(f"{run_dir / TRACE} could not be written: {error}; the run itself is complete and saved")
+            return
+        left_out = {result["stage"]: result["events_left_out"] for result in results if result["events_left_out"]}
+        if left_out:
+            self._note(
+                f"{path} holds the first events only; left out by stage: {left_out}. summary.json counts all of them"
+            )
+
+    def _note(self, text: str | None) -> None:
+        if text is not None:
+            self._progress.note(f"note: {text}")
+            logger.info("note: %s", text)
+
+    def _record(self, name: str, value: float, **more: Any) -> None:
+        where = {"update": self._update - 1, "epoch": self._last_epoch}
+        self._recorder.write({"name": name, "value": value, **where, **more})
+
+
+def record_to(recorder: Recorder, progress: Progress, record: Record) -> None:
+    """Take one record from a stage: write it down and show it."""
+    recorder.write(record)
+    progress.update(record)

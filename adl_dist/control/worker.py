@@ -1,0 +1,283 @@
+"""Carries out the coordinator's commands on the stages that live in this process."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adl_dist import engine
+from adl_dist.checkpoint.async_save import PartWriter
+from adl_dist.checkpoint.state import load, state_of
+from adl_dist.control.early_stop import RunningSegment, listening
+from adl_dist.control.requests import Requests
+from adl_dist.control.rpc import Record, Result
+from adl_dist.distributed.world import World
+from adl_dist.engine import BatchSource, Seat
+from adl_dist.monitor.activity import Beacon
+from adl_dist.monitor.chrome_trace import write_part
+from adl_dist.monitor.memory import MemoryMeter, forget_peak, peak_memory_bytes
+from adl_dist.monitor.trace import Tracer
+from adl_dist.optim import fast_forward
+from adl_dist.schedule import Action, Method, Op, Segment, Work, evaluation_work, in_turn, replay, training_work
+from adl_dist.seeds import stream_seed
+from adl_dist.stage import Stage, Tally
+
+Choose = Callable[[Any], int]
+
+
+@dataclass
+class LocalWorker:
+    """The stages of one process: one of K, or all K.
+
+    Attributes:
+        world: this process among the others.
+        method: whose schedule is followed.
+        num_stages: K.
+        seed: of the turns that stages take, where the method has them.
+        dtype: of the loss.
+        seats: this process's stages with their channels, by stage.
+        train_feed: micro-batches for training; on stage 0's process only.
+        validation_feed: likewise for evaluation.
+        choose: which of several local stages goes on; any choice gives the same values.
+        tracer: records when each action began and ended; None: nobody does.
+        meter: measures the memory of the one stage of this process; None: nobody does.
+        requests: that end a segment of training early, on rank 0; None: none does.
+        beacon: shows what this process does now.
+    """
+
+    world: World
+    method: Method
+    num_stages: int
+    seed: int
+    dtype: torch.dtype
+    seats: Mapping[int, Seat]
+    train_feed: BatchSource | None = None
+    validation_feed: BatchSource | None = None
+    choose: Choose = in_turn
+    tracer: Tracer | None = None
+    meter: MemoryMeter | None = None
+    requests: Requests | None = None
+    beacon: Beacon = field(init=False)
+
+    def __post_init__(self) -> None:
+        on_device = self.world.is_distributed and self.world.backend == "nccl"
+        self.beacon = Beacon(self.num_stages, device=self.world.device, runs_ahead=on_device)
+        forget_peak(self.world.device)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """This process's stages, in order."""
+        return [self.seats[k].stage for k in sorted(self.seats)]
+
+    def execute(self, do: str, arguments: dict[str, Any], emit: Callable[[Record], None]) -> list[Result]:
+        """See :class:`adl_dist.control.rpc.Worker`."""
+        match do:
+            case "train":
+                return self._train(Segment(**arguments), emit)
+            case "evaluate":
+                return self._evaluate(**arguments)
+            case "save":
+                state = state_of(self.stages)
+                PartWriter(self.world).write(Path(arguments.pop("path")), state, **arguments)
+                return [{"stage": stage.index, "rank": self.world.rank} for stage in self.stages]
+            case "load":
+                self._load(**arguments)
+            case "write_trace":
+                assert self.tracer is not None
+                return write_part(
+                    self.tracer, Path(arguments["run_dir"]), sorted(self.seats), origin=arguments["origin"]
+                )
+            case _:
+                raise AssertionError(f"no such command: {do}")
+        return [{"stage": stage.index} for stage in self.stages]
+
+    def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
+        for seat in self.seats.values():
+            seat.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
+        seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
+        work = training_work(self.method, segment, num_stages=self.num_stages, stages=self.seats, seed=seed)
+        totals = {k: _Totals() for k in self.seats}
+        start = time.perf_counter()
+        order = self._watched(self._order(work), segment, totals, start, emit)
+        if self.meter is not None:
+            order = self.meter.measured(order, self.stages[0])
+        try:
+            order = self.beacon.followed(self._traced(order, segment, training=True), self.seats, segment, totals)
+            self._run(order, work, segment, self.train_feed, training=True)
+        finally:
+            if self.meter is not None:
+                self.meter.stop()
+        seconds = time.perf_counter() - start
+        results = [
+            {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **totals[k].result()}
+            for k in sorted(self.seats)
+        ]
+        for result in results:
+            if self.meter is not None:
+                result["peak_tensor_bytes"] = self.meter.peak_bytes
+            if self.tracer is not None:
+                result["spent"] = self.tracer.spent(result["stage"], seconds)
+        return results
+
+    def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[Result]:
+        # Evaluation has no groups; a segment of groups of one gives the sizes of its micro-batches.
+        segment = Segment(
+            epoch=0, first_update=0, num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation_steps=1
+        )
+        for seat in self.seats.values():
+            seat.stage.begin(0, training=False)
+        work = evaluation_work(segment, num_stages=self.num_stages, stages=self.seats)
+        order = self.beacon.followed(self._traced(self._order(work), segment, training=False), self.seats, segment, {})
+        self._run(order, work, segment, self.validation_feed, training=False)
+        return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
+
+    def _load(self, path: str, update: int) -> None:
+        load(Path(path), self.stages)
+        for stage in self.stages:
+            stage.version = update
+            if stage.lr_schedule is not None:
+                done = update if stage.lr_updates is None else min(update, stage.lr_updates)
+                fast_forward(stage.lr_schedule, done)
+
+    def _order(self, work: Mapping[int, Work]) -> Iterator[tuple[int, Action]]:
+        """What happens next here: one stage's own stream, or an interleaving of all of them."""
+        if len(work) == self.num_stages:
+            return replay([work[k].stream for k in sorted(work)], choose=self.choose)
+        ((stage, of_stage),) = work.items()
+        return ((stage, action) for action in of_stage.stream)
+
+    def _traced(
+        self, order: Iterator[tuple[int, Action]], segment: Segment, *, training: bool
+    ) -> Iterator[tuple[int, Action]]:
+        return order if self.tracer is None else self.tracer.traced(order, self.seats, segment, training=training)
+
+    def _run(
+        self,
+        order: Iterable[tuple[int, Action]],
+        work: Mapping[int, Work],
+        segment: Segment,
+        feed: BatchSource | None,
+        *,
+        training: bool,
+    ) -> None:
+        batches = None
+        running = RunningSegment(segment, self.method, self.num_stages, self.seats, self.world)
+        if feed is not None:
+            batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
+            requests = self.requests if training else None
+            self.seats[0].batches = batches if requests is None else running.heeding(batches, requests)
+        # Dropout streams are seeded in place; the caller's own streams go on untouched.
+        with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
+            try:
+                for k, seat in self.seats.items():
+                    weights = work[k].loss_weights if seat.stage.has_loss else []
+                    # One tensor for all that are alike: there may be a million micro-batches.
+                    made = {w: torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in set(weights)}
+                    seat.loss_grads = [made[w] for w in weights]
+                    seat.open(work[k], training=training)
+                with listening(running) if training else contextlib.nullcontext():
+                    engine.run(order, self.seats)
+                for k in sorted(self.seats, reverse=True):  # of one fault the stage nearest the loss knows most
+                    self.seats[k].stage.faults.check()
+                    self.seats[k].drain()
+            finally:
+                for seat in self.seats.values():
+                    seat.stage.end()
+                if batches is not None:
+                    batches.close()
+
+    def _watched(
+        self,
+        order: Iterable[tuple[int, Action]],
+        segment: Segment,
+        totals: "dict[int, _Totals]",
+        start: float,
+        emit: Callable[[Record], None],
+    ) -> Iterator[tuple[int, Action]]:
+        """Hand ``order`` through; after each update, report the group that it closed."""
+        closed: deque[tuple[Iterator[Record], Record]] = deque()
+        # The figures of a GPU are read an update later: to read them at once would be to wait for all that is launched.
+        lag = len(self.seats) if self.world.device.type == "cuda" else 0
+
+        def report(but: int) -> None:
+            while len(closed) > but:
+                records, where = closed.popleft()
+                for record in records:  # read from the tally now, not when the group was closed
+                    emit({**record, **where})
+
+        for k, action in order:
+            if action.op is not Op.UPDATE:
+                yield k, action
+            else:
+                stage = self.seats[k].stage
+                learning_rate = stage.learning_rate
+                yield k, action
+                tally, stage.tally = stage.tally, Tally()
+                totals[k].add(tally)
+                where = {"stage": k, "update": segment.first_update + action.number, "epoch": segment.epoch}
+                seconds = time.perf_counter() - start
+                closed.append((_records(tally, learning_rate, seconds, is_last=stage.is_last), where))
+                report(but=lag)
+        report(but=0)
+
+
+def _records(tally: Tally, learning_rate: float | None, seconds: float, *, is_last: bool) -> Iterator[Record]:
+    by_offset = tally.staleness
+    yield {
+        "name": "stage/staleness",
+        "value": sum(by_offset) / len(by_offset),
+        "unit": "updates",
+        "max": max(by_offset),
+        "by_offset": by_offset,
+    }
+    if tally.skipped is not None:
+        if is_last:  # loss and hits of what is thrown away would be no figures of the run
+            yield {"name": "train/skipped_updates", "value": 1, "unit": "updates", "why": tally.skipped}
+        return
+    numbers = tally.numbers()
+    if "gradient_norm" in numbers:
+        yield {"name": "stage/gradient_norm", "value": numbers["gradient_norm"]}
+    if "loss_sum" in numbers and not is_last:
+        yield {"name": "stage/local_loss", "value": numbers["loss_sum"] / numbers["num_samples"]}
+    elif "loss_sum" in numbers:
+        n = numbers["num_samples"]
+        yield {"name": "train/loss", "value": numbers["loss_sum"] / n, "num_samples": n, "elapsed_seconds": seconds}
+        if learning_rate is not None:
+            yield {"name": "train/learning_rate", "value": learning_rate}
+        if "num_correct" in numbers:
+            yield {"name": "train/accuracy", "value": numbers["num_correct"] / n}
+
+
+class _Totals:
+    """Sums over a segment of what the stage counted per group."""
+
+    def __init__(self) -> None:
+        self._busy_seconds = 0.0
+        self._staleness_sum = 0
+        self._staleness_max = 0
+        self._num_backwards = 0
+        self._num_updates = 0
+        self._num_skipped = 0
+
+    def add(self, tally: Tally) -> None:
+        self._busy_seconds += tally.busy_seconds
+        self._staleness_sum += sum(tally.staleness)
+        self._staleness_max = max(self._staleness_max, *tally.staleness)
+        self._num_backwards += len(tally.staleness)
+        self._num_updates += 1
+        self._num_skipped += tally.skipped is not None
+
+    def result(self) -> Result:
+        return {
+            "busy_seconds": self._busy_seconds,
+            "staleness_sum": self._staleness_sum,
+            "staleness_max": self._staleness_max,
+            "num_backwards": self._num_backwards,
+            "num_updates": self._num_updates,
+            "num_skipped": self._num_skipped,
+        }

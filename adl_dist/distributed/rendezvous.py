@@ -1,0 +1,162 @@
+"""Where the processes of a run find each other: one store, and in it the keys of one attempt.
+
+A file for the ranks of our own launcher; else TCP, hosted by torchrun's agent or by rank 0, then on one address only:
+torch's own way listens on all.
+"""
+
+import datetime
+import json
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+
+import torch.distributed as dist
+
+from adl_dist.distributed.network import (
+    address_of,
+    address_of_host,
+    is_loopback,
+    is_one_node,
+    loopback,
+    named_interface,
+)
+from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
+from adl_dist.errors import ChannelError, ConfigError
+
+LOOPBACK = "127.0.0.1"
+POLL_SECONDS = 0.01
+LIST = "adl_dist/list"
+
+
+class Meeting:
+    """The store of this attempt.
+
+    Attributes:
+        store: shared by all processes of the attempt, and by none of another.
+        listener: the socket on which this process hosts the store, if it does.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        """Meet the others.
+
+        Raises:
+            ConfigError: rank 0 cannot listen where it should.
+            ChannelError: the others do not come in time.
+            RuntimeError: the store cannot be reached.
+        """
+        self.listener: socket.socket | None = None
+        if folder := os.environ.get(RENDEZVOUS_FOLDER):
+            # A file is removed with the last process that had it open, which must not be one of the attempt before.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            shared: dist.Store = dist.FileStore(str(Path(folder) / f"attempt{attempt}"), size)
+            shared.set_timeout(timeout)
+        elif dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            # It is there: that of torchrun's agent, or of the user's own init_process_group.
+            shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        else:
+            shared = self._tcp_store(rank, size, timeout)
+        prefix = f"adl_dist/{agree_on_attempt(shared, rank, size, timeout)}"
+        self.store: dist.Store = dist.PrefixStore(prefix, shared)
+
+    def _tcp_store(self, rank: int, size: int, timeout: datetime.timedelta) -> dist.TCPStore:
+        try:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        except (KeyError, ValueError):
+            raise ConfigError(
+                "RANK and WORLD_SIZE are set, so this is one of several processes, but MASTER_ADDR and MASTER_PORT do "
+                "not say where they meet; start them with torchrun, or unset RANK and WORLD_SIZE"
+            ) from None
+        host = LOOPBACK if is_one_node(size) else reachable(host)
+        if rank > 0:
+            return dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
+        self.listener = listen_at(host, port)
+        return store_on(self.listener, timeout)
+
+
+def reachable(host: str) -> str:
+    """The address that ``host``, the first node's name or address, has for all nodes.
+
+    Its own name may mean loopback on that node; then it is the address of the named interface, if there is one.
+
+    Raises:
+        ConfigError: ``host`` means another node on each of them.
+    """
+    _, address = address_of_host(host)
+    interface = named_interface()
+    if not is_loopback(address) or interface in (None, loopback()):
+        return address
+    if host == "localhost" or address == host:
+        raise ConfigError(
+            f"this run has several nodes, but {host} is each of them to itself, and they are to be joined by "
+            f"{interface}; give the first node's name or address there, as --rdzv-endpoint or --master-addr"
+        )
+    return address_of(interface) or address
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A socket that listens at ``host``'s address and nowhere else, which ``TCPStore`` by itself cannot.
+
+    Raises:
+        ConfigError: it cannot listen there; ``__cause__`` is the system's error.
+    """
+    family, address = address_of_host(host)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else not for a minute after a run before
+        listener.bind((address, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        at = address if address == host else f"{host} ({address})"
+        raise ConfigError(
+            f"cannot listen at {at}, port {port}: {error.strerror}; choose a free port of an address of "
+            f"{socket.gethostname()} (MASTER_ADDR, MASTER_PORT, or torchrun's --rdzv-endpoint)"
+        ) from error
+    return listener
+
+
+def store_on(listener: socket.socket, timeout: datetime.timedelta) -> dist.TCPStore:
+    """A store hosted by this process on a socket that listens."""
+    address, port = listener.getsockname()[:2]
+    given = os.dup(listener.fileno())  # torch closes what it is given
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=given)
+
+
+def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
+    """A name that the processes of this attempt share with no earlier attempt in the same store.
+
+    torchrun's agents keep one store over all restarts, and count those apart: a replaced node begins at 0. So nothing
+    that a process is told names its attempt, and the names of the dead still stand in the store. Each process signs in
+    under a name that it has just made up; rank 0 publishes lists of whom it sees; who finds its own name on a list
+    confirms it. A list that all have confirmed holds the living only. No process ever waits for a key that a dead one
+    may have written, without comparing names.
+
+    Raises:
+        ChannelError: somebody has not come in time.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    me = uuid.uuid4().hex
+    signed = [f"adl_dist/name/{one}" for one in range(size)]
+    store.set(signed[rank], me)
+    listed: list[str] = []
+    while time.monotonic() < deadline:
+        if rank == 0 and store.check(signed):
+            names = [store.get(key).decode() for key in signed]
+            if names != listed:
+                listed = names
+                store.set(LIST, json.dumps({"attempt": uuid.uuid4().hex, "names": names}))
+        found = json.loads(store.get(LIST)) if store.check([LIST]) else {"names": []}
+        if me in found["names"]:
+            confirmed = [f"adl_dist/{found['attempt']}/confirmed/{name}" for name in found["names"]]
+            store.set(confirmed[rank], "")
+            if store.check(confirmed):
+                return str(found["attempt"])
+        time.sleep(POLL_SECONDS)
+    missing = [str(one) for one, key in enumerate(signed) if not store.check([key])]
+    raise ChannelError(
+        f"rank {rank} waited {timeout.total_seconds():g} s for all {size} processes to sign in, and "
+        + (f"rank {', '.join(missing)} never did" if missing else "one of them has died meanwhile")
+        + "; its own output says why"
+    )

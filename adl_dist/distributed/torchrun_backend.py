@@ -1,0 +1,103 @@
+"""``torchrun --rdzv-backend=adl-dist``: torch's c10d rendezvous of torchrun's agents, without a port open to everybody.
+
+The agents' own store listens on all addresses of its node, whatever torchrun is told. Here it is in the agent's memory
+if there is one node, and on the endpoint's address alone if there are several. Nor do the agents lend the ranks a store
+(``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``), so each attempt has one of its own, which ends with it.
+
+torchrun finds this by the entry point ``torchrun.handlers`` in pyproject.toml.
+"""
+
+import datetime
+import errno
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
+
+from adl_dist.distributed.network import address_of, check_named_interfaces, interface_towards, named_interface
+from adl_dist.distributed.rendezvous import LOOPBACK, listen_at, reachable, store_on
+from adl_dist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousHandlerCreator,
+        RendezvousParameters,
+    )
+
+DEFAULT_PORT = 29400  # torch's, for c10d
+
+
+def entry_point() -> "RendezvousHandlerCreator":
+    """What torchrun calls first."""
+    return make_handler
+
+
+def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
+    """The rendezvous of one agent with the others. Ends torchrun with one line and exit code 2 if it cannot be.
+
+    Args:
+        parameters: torchrun's flags: ``--nnodes``, ``--rdzv-id``, ``--rdzv-endpoint=HOST:PORT`` (on several nodes:
+            the first one's; the agent whose address that is hosts the store), ``--local-addr``.
+    """
+    # Not at the top: torch loads this module while it loads these.
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+    class Backend(C10dRendezvousBackend):
+        name = parameters.backend  # torch compares it with what was asked for
+
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    try:
+        check_named_interfaces()
+        if parameters.max_nodes == 1:
+            store: dist.Store = dist.HashStore()
+            parameters.local_addr = LOOPBACK
+        else:
+            store = _store_of_agents(parameters)
+            if parameters.local_addr is None:
+                parameters.local_addr = address_of(named_interface() or interface_towards(_endpoint(parameters)[0]))
+    except ConfigError as error:
+        _refuse(str(error))
+    return create_handler(store, Backend(store, parameters.run_id), parameters)
+
+
+def _store_of_agents(parameters: "RendezvousParameters") -> dist.TCPStore:
+    host, port = _endpoint(parameters)
+    host = reachable(host)
+    timeout = datetime.timedelta(seconds=parameters.get_as_int("read_timeout", 60) or 60)
+    try:
+        return store_on(listen_at(host, port), timeout)
+    except ConfigError as error:
+        number = getattr(error.__cause__, "errno", None)
+        if number not in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            raise
+    # Another node's address, or another agent of this node hosts it already.
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"no answer from the first node at --rdzv-endpoint={parameters.endpoint} within "
+            f"{timeout.total_seconds():g} s ({str(error).splitlines()[0]}); is torchrun running there, and is that its "
+            "address on the network that joins the nodes?"
+        ) from error
+
+
+def _endpoint(parameters: "RendezvousParameters") -> tuple[str, int]:
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    try:
+        if not parameters.endpoint:
+            raise ValueError("it is not given")
+        return parse_rendezvous_endpoint(parameters.endpoint, default_port=DEFAULT_PORT)
+    except ValueError as error:
+        raise ConfigError(
+            f"several nodes need --rdzv-endpoint=HOST:PORT of the first one, for example node1:{DEFAULT_PORT}: {error}"
+        ) from None
+
+
+def _refuse(text: str) -> NoReturn:
+    sys.stderr.write(f"adl-dist: error: {text}\n")
+    sys.stderr.flush()
+    raise SystemExit(2)

@@ -1,0 +1,284 @@
+"""The processes of one run: who they are and how they reach each other.
+
+Rank k is stage k. The data plane is gloo or NCCL point-to-point (transport/), the control plane is RPC
+(control.py); both meet through one store (meeting.py). Once all are connected nobody else is let in.
+"""
+
+import atexit
+import contextlib
+import datetime
+import json
+import os
+import socket
+import sys
+import uuid
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+
+from adl_dist.distributed.affinity import cores_here, own_cores
+from adl_dist.distributed.device import choose_device, edge_backend
+from adl_dist.distributed.network import choose_interface
+from adl_dist.distributed.parent_process import end_with_torchrun
+from adl_dist.distributed.rendezvous import Meeting
+from adl_dist.errors import AdlError, ChannelError, ConfigError
+from adl_dist.report import warn
+from adl_dist.transport.port_filter import open_again, refused, shut, shut_behind
+from adl_dist.transport.process import Edge, connect_edges
+
+COORDINATOR_RANK = 0
+EVERY_METHOD_NEEDS = ("act", "grad", "target")
+
+
+@dataclass
+class World:
+    """This process among the others.
+
+    Attributes:
+        rank: of this process; also its stage if there is more than one process.
+        size: number of processes.
+        device: where this process computes.
+        store: shared by all processes of this attempt.
+        edges: the ends that this process holds; empty with a single process.
+        backend: of the edges that stay on ``device``.
+        timeout: of one message.
+        cores: this process's share of those of its node; None: whichever there are.
+        listener: on which this process hosts the store, if it does and is shut.
+        owns_group: whether the default process group was made here; else it is the user's.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    store: dist.Store
+    edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
+    backend: str = "gloo"
+    timeout: datetime.timedelta = dist.default_pg_timeout
+    cores: Sequence[int] | None = None
+    listener: socket.socket | None = None
+    owns_group: bool = True
+    _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
+    _num_jobs: int = 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.size > 1
+
+    def connect_more(self, links: Iterable[str]) -> None:
+        """Make the edges of ``links`` that are not there yet; every rank calls it with the same."""
+        missing = [link for link in links if link not in self._links]
+        if not missing:
+            return
+        try:
+            with self._store_reachable():
+                self.edges |= connect_edges(
+                    self.size, missing, backend=self.backend, device=self.device, timeout=self.timeout
+                )
+        except RuntimeError as error:
+            raise ChannelError(
+                f"rank {self.rank} could not connect the edges for {', '.join(missing)}: {_first_line(error)}; a peer "
+                "is gone or silent, and its own log, logs/rankR.log, says why"
+            ) from error
+        self._links |= set(missing)
+
+    @contextlib.contextmanager
+    def _store_reachable(self) -> Iterator[None]:
+        """A new group may want a connection of its own to the store."""
+        if self.listener is not None:
+            open_again(self.listener)
+        yield
+        dist.barrier()  # of all: only now has everybody connected
+        if self.listener is not None:
+            shut(self.listener)
+
+    def fresh_store(self) -> dist.Store:
+        """The store of the next job; what one before it settled must not answer for it."""
+        self._num_jobs += 1
+        return dist.PrefixStore(f"job{self._num_jobs}", self.store)
+
+
+def launched_world_size() -> int | None:
+    """How many processes torchrun (or our launcher) started; None if this process was started plainly."""
+    return int(os.environ["WORLD_SIZE"]) if {"RANK", "WORLD_SIZE"} <= os.environ.keys() else None
+
+
+def launched_rank() -> int:
+    """This process's rank; 0 if it was started plainly."""
+    return int(os.environ.get("RANK", 0))
+
+
+def check_world_size(num_stages: int, *, processes: bool) -> None:
+    """Refuse a number of processes that does not fit the number of stages.
+
+    Raises:
+        ConfigError: with both ways to mend it.
+    """
+    started = launched_world_size()
+    expected = num_stages if processes else 1
+    if started is not None and started != expected:
+        raise ConfigError(
+            f"partition.num_stages={num_stages}{'' if processes else ' with runtime.processes=false'} needs {expected} "
+            f"process{'es' * (expected > 1)}, but torchrun started {started}: pass --nproc-per-node={expected}, "
+            f"or partition.num_stages={started}"
+        )
+
+
+def single_process(device: torch.device) -> World:
+    """A world of one process, which holds all stages and needs no network."""
+    return World(0, 1, device, dist.HashStore())
+
+
+_connected: World | None = None
+_left = False  # after an error, which the others may not have met
+
+
+def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> World:
+    """Join the other processes; called once per process, later calls return the same world.
+
+    Raises:
+        ConfigError: no CUDA device for this rank, no such network interface, address or port, or a process group of
+            the user's own that has no backend for the CPU.
+        ChannelError: the others could not be reached in time.
+    """
+    global _connected
+    if _connected is not None:
+        if _connected.device.type != device_type or _connected.size != num_stages:
+            raise ConfigError(
+                f"these processes were joined as {_connected.size} stages on {_connected.device.type}; a second "
+                f"trainer in them cannot be {num_stages} on {device_type}"
+            )
+        return _connected
+    if _left:
+        raise ConfigError("this process has left the others after an error; start the script again")
+    owns_group = not dist.is_initialized()
+    if not owns_group:
+        _check_default_group()
+    rank, size = launched_rank(), num_stages
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    device = choose_device(device_type)
+    choose_interface(size=size)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # who connects when he has something to say finds the door shut
+    end_with_torchrun()  # the command line has done so long ago, a user's own script has not
+    try:
+        meeting = Meeting(rank, size, timeout)
+        if owns_group:
+            # No device_id: this group is gloo and stays on the CPU; each NCCL group of an edge is given its own. Bound
+            # to a GPU, torch would have gloo connect eagerly there, and split the edges' groups from it.
+            with shut_behind():
+                dist.init_process_group(
+                    "gloo", store=dist.PrefixStore("world", meeting.store), rank=rank, world_size=size, timeout=timeout
+                )
+        backend = edge_backend(device, rank, size, meeting.store)
+        edges = connect_edges(num_stages, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
+        with shut_behind():
+            _start_rpc(rank, size, meeting.store, timeout_seconds)
+        cores = _share_of_cores(rank, size, meeting.store)
+        listener = meeting.listener if backend == "gloo" else None  # NCCL may connect to the store again
+        if listener is not None:
+            shut(listener)
+        _tell_of_open_ports(rank)
+    except AdlError:
+        raise
+    except (RuntimeError, OSError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', '-')}"
+        raise ChannelError(
+            f"rank {rank} could not join the other {size - 1} processes at {where} within {timeout_seconds:g} s: "
+            f"{_first_line(error)}; is the port free, is the interface right "
+            f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
+        ) from error
+    _connected = World(rank, size, device, meeting.store, edges, backend, timeout, cores, listener, owns_group)
+    # After an exception that nobody caught, the others may be waiting for us: do not wait for them.
+    atexit.register(lambda: disconnect(in_order=not hasattr(sys, "last_value")))
+    return _connected
+
+
+def disconnect(*, in_order: bool = True) -> None:
+    """Leave the world; never waits for a peer that is gone.
+
+    Args:
+        in_order: all ranks leave now, so wait for the last of them before closing the doors.
+    """
+    global _connected, _left
+    if _connected is None:
+        return
+    world, _connected, _left = _connected, None, not in_order
+    if in_order and dist.is_initialized():  # unless the user has destroyed a group of his own, and ours with it
+        with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
+            dist.barrier()
+    rpc.shutdown(graceful=False)
+    if dist.is_initialized():
+        for group in [None] if world.owns_group else [edge.group for edge in world.edges.values()]:
+            dist.destroy_process_group(group)
+
+
+def _check_default_group() -> None:
+    """Refuse a process group of the user's own that cannot be used for what all ranks do together."""
+    backends = dist.get_backend_config()
+    if "cpu:" not in backends:
+        raise ConfigError(
+            f"the process group that is there has no backend for the CPU (it is {backends}), which the ranks need to "
+            "agree on the run; let adl_dist make it, or make it by init_process_group('cpu:gloo,cuda:nccl')"
+        )
+
+
+def _tell_of_open_ports(rank: int) -> None:
+    """One process of each node does, once: training needs no shut port."""
+    if (why := refused()) is not None and int(os.environ.get("LOCAL_RANK", rank)) == 0:
+        warn(
+            f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let "
+            "only those reach it whom you trust (SECURITY.md)"
+        )
+
+
+def _share_of_cores(rank: int, size: int, store: dist.Store) -> list[int] | None:
+    """Of this process, if all processes of its node may use the same ones."""
+    store.set(f"cores/{rank}", json.dumps(cores_here()))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    first = rank - local_rank
+    return own_cores([json.loads(store.get(f"cores/{first + place}")) for place in range(local_size)], local_rank)
+
+
+def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) -> None:
+    """Connect rank 0 with every rank, in both directions: RPC between any two others would find a shut door."""
+    dist.barrier()  # the port of RPC is open from here to the next one: all ranks are there, so that is not long
+    # A name of its own, because a process registers a scheme once and for all.
+    scheme = f"adl-dist-{uuid.uuid4().hex}"
+
+    def use_our_store(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        yield dist.PrefixStore("rpc", store), rank, size
+
+    dist.register_rendezvous_handler(scheme, use_our_store)
+    # TCP, because TensorPipe's shared-memory transport polls: one core lost per process while training.
+    options = rpc.TensorPipeRpcBackendOptions(
+        _transports=["uv"],
+        _channels=["basic"],
+        num_worker_threads=2,
+        init_method=f"{scheme}://",
+        rpc_timeout=timeout_seconds,
+    )
+    with warnings.catch_warnings():
+        # RPC's own use of gloo for its start-up (torch 2.15).
+        warnings.filterwarnings("ignore", message="You are using a Backend")
+        rpc.init_rpc(name_of(rank), rank=rank, world_size=size, rpc_backend_options=options)
+    for other in range(size) if rank == 0 else [0]:
+        rpc.rpc_sync(name_of(other), _be_greeted)
+    dist.barrier()
+
+
+def _be_greeted() -> None:
+    """For a first call, which makes the connection."""
+
+
+def name_of(rank: int) -> str:
+    """The RPC name of a rank."""
+    return f"stage{rank}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

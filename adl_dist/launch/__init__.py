@@ -1,0 +1,1 @@
+"""Local processes and signals."""

@@ -1,0 +1,105 @@
+"""Turns SIGTERM, SIGINT and SIGUSR1 into a request to stop, and a second one into the end of this process.
+
+Python runs a handler in the main thread only, and only between two of its own instructions: not while it waits for a
+message of a peer. So the handlers here do nothing; the bytes that Python's C code writes to the wakeup pipe at once are
+read by a thread of its own.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from adl_dist.distributed import parent_process
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLURM is usually told to send
+ECHO_SECONDS = 1.0
+
+
+class Patience:
+    """Tells the signal that ends a process at once from one that asks it to stop.
+
+    The second SIGTERM or SIGINT does, but for the echo of a SIGTERM: a scheduler sends it to every process, and a
+    launcher among them passes it on. SIGUSR1 always asks; launchers pass a stop on with it, whatever they got.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def ends_with(self, number: int) -> bool:
+        """Take a signal; return whether it is one too many."""
+        now = time.monotonic()
+        if number == signal.SIGUSR1:
+            return False
+        if self._first is None:
+            self._first = number, now
+            return False
+        return not (number == signal.SIGTERM == self._first[0] and now - self._first[1] < ECHO_SECONDS)
+
+
+@contextlib.contextmanager
+def heeded(ask: Callable[[str], bool]) -> Iterator[None]:
+    """Meanwhile hand the first signal to ``ask``, and end the process at the second; as before afterwards.
+
+    Does nothing outside of the main thread, where Python has no signals.
+
+    Args:
+        ask: takes the name of the signal, in a thread of its own; returns False if there is nobody left to be asked,
+            which ends the process, too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # A shell that starts a job in the background has SIGINT ignored, and that stands. SIGUSR1 is ignored by our own
+    # launcher's ranks until now. A handler that is not Python's (None) could not be put back.
+    before = {n: signal.getsignal(n) for n in STOPPING}
+    ignored = [n for n in STOPPING if before[n] is signal.SIG_IGN and n is not signal.SIGUSR1]
+    numbers = [n for n in STOPPING if before[n] is not None and n not in ignored]
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    handlers = {number: signal.signal(number, _do_nothing) for number in numbers}
+    watcher = threading.Thread(target=_watch, args=(reader, set(numbers), ask), name="signals", daemon=True)
+    watcher.start()
+    try:
+        parent_process.note(parent_process.LISTENS, str(os.getpid()))
+        yield
+    finally:
+        parent_process.unnote(parent_process.LISTENS)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(writer)
+        watcher.join()
+        os.close(reader)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    pass
+
+
+def _watch(reader: int, numbers: set[int], ask: Callable[[str], bool]) -> None:
+    patience = Patience()
+    while received := os.read(reader, 1):  # nothing: the other end is closed
+        (number,) = received
+        if number not in numbers:
+            continue
+        if patience.ends_with(number):
+            _end(number, "ended")
+        passed_on = parent_process.noted(parent_process.ASKED) if number == signal.SIGUSR1 else None
+        if not ask(passed_on or signal.Signals(number).name):
+            _end(number, "a process of the run is gone; ended")
+
+
+def _end(number: int, how: str) -> None:
+    if "RANK" not in os.environ:  # of several ranks their launcher has the word
+        sys.stderr.write(
+            f"\nadl-dist: {how} by {signal.Signals(number).name}; the same command goes on from the last checkpoint\n"
+        )
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(128 + number)  # the main thread may wait for a message that never comes

@@ -1,0 +1,1 @@
+"""What a running job is doing: activity, watchdog, diagnosis, trace, memory."""

@@ -1,1 +1,0 @@
-"""Where ranks exist: world, control plane, coordinator, workers, checkpoints, trainer."""

@@ -1,0 +1,184 @@
+"""Numerical faults: a loss or gradient that is not finite stops the run, or its group is skipped in all stages.
+
+Stages update a group one after another, the last one first. So that a group is skipped in all stages or in none, the
+last stage decides, and its decision travels in the place of a gradient: NaN in every element of the last gradient of
+the group. A stage that gets it skips the group and sends the same. A fault that arises further upstream, in a backward
+that was given finite gradients, comes too late for that and stops the run.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.schedule import Method
+from adl_dist.stage.calls import Tensors, takes_gradient
+from adl_dist.stage.stats import Tally, norm_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """What stands between the gradients of a group and the weights.
+
+    Attributes:
+        non_finite: what a loss or gradient that is not finite does: ``stop`` the run, or ``skip`` the update.
+        max_skipped: updates skipped in a row; one more stops the run.
+        clip_norm: the norm that the gradient of a stage is scaled down to if it is longer; None: it stays as it is.
+    """
+
+    non_finite: str = "stop"
+    max_skipped: int = 10
+    clip_norm: float | None = None
+
+    def check(self, method: Method, num_stages: int) -> None:
+        """Refuse what cannot be, or cannot be made consistent.
+
+        Raises:
+            ConfigError: see the message.
+        """
+        if self.non_finite not in ("stop", "skip"):
+            raise ConfigError(f"train.non_finite: there is no '{self.non_finite}'; choose one of stop, skip")
+        if self.max_skipped < 1:
+            raise ConfigError(
+                f"train.max_skipped must be at least 1, got {self.max_skipped}; to skip none, use train.non_finite=stop"
+            )
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ConfigError(f"train.clip_norm must be finite and above 0, got {self.clip_norm}; null clips nothing")
+        if self.skips and method.row.local_losses and num_stages > 1:
+            raise ConfigError(
+                f"train.non_finite=skip cannot skip an update in all stages of method={method.name}, whose stages send "
+                "no gradients that could tell of it; use train.non_finite=stop, or another method"
+            )
+
+    @property
+    def skips(self) -> bool:
+        """Whether an update may be skipped."""
+        return self.non_finite == "skip"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What two ranks, or a run and its continuation, must have in common."""
+        return {"non_finite": self.non_finite, "max_skipped": self.max_skipped, "clip_norm": self.clip_norm}
+
+
+class Faults:
+    """Looks at the loss and the gradient of each update of one stage once, as early as that costs no waiting.
+
+    On a CPU at once. A GPU has only been given its work by then, and to ask for a number would be to wait for all of
+    it: there each is looked at one update later, and the last ones at the end of the segment. Only where updates may be
+    skipped a GPU is waited for, once in each, for what is sent next depends on it.
+    """
+
+    def __init__(self, guard: Guard, *, stage: int, is_last: bool) -> None:
+        self._guard, self._stage, self._is_last = guard, stage, is_last
+        self._unseen: deque[tuple[int, int, Tally]] = deque()  # update, epoch, and what holds its figures
+        self._sent: list[Tensor] = []  # norms of what went upstream for the group, where updates may be skipped
+        self._num_in_a_row = 0
+
+    def forget(self) -> None:
+        """Begin anew; what an interrupted segment left does not count."""
+        self._unseen.clear()
+        self._sent.clear()
+
+    def sent(self, grads: Tensors) -> None:
+        """Take note of what goes upstream for one micro-batch."""
+        if self._guard.skips and grads:
+            self._sent.append(norm_of(grads))
+
+    def judge(self, tally: Tally, arrived: Tensors, *, update: int, epoch: int) -> str | None:
+        """Judge a group whose gradients are complete, before the last one goes upstream.
+
+        Args:
+            tally: of the group, with its loss and the norm of its gradient.
+            arrived: the last gradients that came from downstream for it.
+            update: of the run.
+            epoch: of the run.
+
+        Returns:
+            Why the group is skipped; None: it is applied.
+
+        Raises:
+            DivergedError: something is not finite that is not skipped: of this update, or of the one before.
+        """
+        if not self._guard.skips:
+            if tally.losses or tally.gradient_norm is not None:
+                is_underway = tally.fetch()
+                self._unseen.append((update, epoch, tally))
+                self.check(but=1 if is_underway else 0)
+            return None
+        norms, self._sent = self._sent, []
+        if not self._is_last and _is_refusal(arrived):
+            return "the last stage has skipped it"
+        fault = _fault(tally)
+        if fault is None and not all(math.isfinite(float(norm)) for norm in norms):
+            fault = "a gradient that goes upstream is not finite"
+        if fault is None:
+            self._num_in_a_row = 0
+            return None
+        if not self._is_last:
+            what = f"{fault}, though the stages downstream, which have applied theirs by now, sent finite ones;"
+            raise self._diverged(f"{what} train.non_finite=skip skips what shows in the last stage", update, epoch)
+        self._num_in_a_row += 1
+        if self._num_in_a_row > self._guard.max_skipped:
+            what = f"{fault}, and train.max_skipped={self._guard.max_skipped} updates in a row have been skipped"
+            raise self._diverged(what, update, epoch)
+        return fault
+
+    def check(self, *, but: int = 0) -> None:
+        """Look at all that has not been looked at, ``but`` for the last ones.
+
+        Raises:
+            DivergedError: one is not finite.
+        """
+        while len(self._unseen) > but:
+            update, epoch, tally = self._unseen.popleft()
+            if (fault := _fault(tally)) is not None:
+                raise self._diverged(fault, update, epoch)
+
+    def _diverged(self, what: str, update: int, epoch: int) -> DivergedError:
+        return DivergedError(what, stage=self._stage, update=update, epoch=epoch)
+
+
+def refusal(grads: Tensors) -> Tensors:
+    """What goes upstream in the place of ``grads`` when their group is skipped."""
+    return tuple(torch.full_like(grad, math.nan) for grad in grads)
+
+
+@contextmanager
+def buffers_kept_finite(module: nn.Module) -> Iterator[None]:
+    """Put the buffers of ``module`` back if what happens inside makes an element of one non-finite.
+
+    One input that is not finite would leave BatchNorm's running statistics so for good. What has been non-finite
+    before, like a mask of -inf, may stay so. Nothing waits for a GPU.
+    """
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    yield
+    pairs = [(buffer, before[name]) for name, buffer in module.named_buffers() if name in before]
+    if not (numbers := [pair for pair in pairs if takes_gradient(pair[0])]):
+        return
+    with torch.no_grad():
+        after, earlier = (torch.cat([buffer.flatten() for buffer in side]) for side in zip(*numbers, strict=True))
+        fine = (after.isfinite() | ~earlier.isfinite()).all()
+        if fine.device.type == "cpu" and fine:
+            return
+        for now, then in pairs:
+            # Through .data, as BatchNorm itself writes them: unseen by autograd, which keeps them for the backward.
+            now.data.copy_(torch.where(fine, now, then))
+
+
+def _is_refusal(grads: Sequence[Tensor]) -> bool:
+    return any(grad.numel() > 0 and bool(grad.isnan().all()) for grad in grads)
+
+
+def _fault(tally: Tally) -> str | None:
+    numbers = tally.numbers()
+    for name, told in (("loss_sum", "the loss"), ("gradient_norm", "the norm of the gradient")):
+        if not math.isfinite(value := numbers.get(name, 0.0)):
+            return f"{told} is {value}"
+    return None

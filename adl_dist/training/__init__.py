@@ -1,0 +1,1 @@
+"""The Trainer and what it puts together."""
