@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from adl_dist.schedule import Action, Op, Work
+from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import RECEIVES
 from adl_dist.stage import Stage
 from adl_dist.transport import Receiver, Sender
@@ -26,7 +26,7 @@ class BatchSource(Protocol):
 
 
 @dataclass
-class Seat:
+class StageContext:
     """A stage with all that it touches during one segment.
 
     Attributes:
@@ -44,14 +44,14 @@ class Seat:
     stage: Stage
     receivers: Mapping[str, Receiver] = field(default_factory=dict)
     senders: Mapping[str, Sender] = field(default_factory=dict)
-    work: Work = field(default_factory=lambda: Work([], [], [], []))
+    work: StageWork = field(default_factory=lambda: StageWork([], [], [], []))
     last_of_groups: frozenset[int] = frozenset()
     batches: Iterator[tuple[Tensor, Tensor]] | None = None
     loss_grads: Sequence[Tensor] = ()
     held: dict[str, Tensors] = field(default_factory=dict)
     buffer: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
 
-    def open(self, work: Work, *, training: bool) -> None:
+    def open(self, work: StageWork, *, training: bool) -> None:
         """Begin a segment of training or of evaluation."""
         self.work = work
         self.last_of_groups = work.last_of_groups()  # now, because another thread may shorten the stream later on
@@ -64,10 +64,10 @@ class Seat:
             from_upstream = what in ("act", "label")
             receiver.open(work.sizes_upstream if from_upstream else work.sizes, order, training=training)
 
-    def end_early(self, num_micro_batches: int) -> None:
+    def shorten(self, num_micro_batches: int) -> None:
         """Expect no more than the first ``num_micro_batches`` of the segment from the others."""
         for receiver in self.receivers.values():
-            receiver.end_early(num_micro_batches)
+            receiver.shorten(num_micro_batches)
 
     def drain(self) -> None:
         """Return when everything sent has left."""
@@ -75,41 +75,41 @@ class Seat:
             sender.drain()
 
 
-def run(order: Iterable[tuple[int, Action]], seats: Mapping[int, Seat]) -> None:
+def run(order: Iterable[tuple[int, Action]], contexts: Mapping[int, StageContext]) -> None:
     """Execute (stage, action) in the order given: one stream, or a replay of several."""
     for stage, action in order:
-        step(action, seats[stage])
+        step(action, contexts[stage])
 
 
-def step(action: Action, seat: Seat) -> None:
+def step(action: Action, context: StageContext) -> None:
     """Execute one action."""
-    b, stage, held = action.number, seat.stage, seat.held
+    b, stage, held = action.number, context.stage, context.held
     match action.op:  # compared one after the other, so what every method does comes first
         case Op.FORWARD | Op.FORWARD_ONLY:
             wanted = held["target"][0] if stage.has_loss else None
             held["out"] = stage.forward(b, held.pop("act"), wanted, keep_graph=action.op is Op.FORWARD)
         case Op.BACKWARD:
             # The gradient of a loss is its weight in the group.
-            grads = (seat.loss_grads[b],) if stage.has_loss else held.pop("grad")
+            grads = (context.loss_grads[b],) if stage.has_loss else held.pop("grad")
             held["grad"] = stage.backward(b, grads)
-            if b in seat.last_of_groups:
-                held["grad"] = stage.close_group(grads, held["grad"])
+            if b in context.last_of_groups:
+                held["grad"] = stage.finish_group(grads, held["grad"])
         case Op.SEND_ACT:
-            seat.senders["act"].send(b, held.pop("out"))
+            context.senders["act"].send(b, held.pop("out"))
         case Op.RECV_ACT:
-            held["act"] = seat.receivers["act"].recv(b)
+            held["act"] = context.receivers["act"].recv(b)
         case Op.SEND_GRAD:
-            seat.senders["grad"].send(b, held.pop("grad"))
+            context.senders["grad"].send(b, held.pop("grad"))
         case Op.RECV_GRAD:
-            held["grad"] = seat.receivers["grad"].recv(b)
+            held["grad"] = context.receivers["grad"].recv(b)
         case Op.LOAD:
-            assert seat.batches is not None
-            input_, target = next(seat.batches)
+            assert context.batches is not None
+            input_, target = next(context.batches)
             held["act"], held["target"] = (input_,), (target,)
         case Op.SEND_TARGET:
-            seat.senders["target"].send(b, held.pop("target"))
+            context.senders["target"].send(b, held.pop("target"))
         case Op.RECV_TARGET:
-            held["target"] = seat.receivers["target"].recv(b)
+            held["target"] = context.receivers["target"].recv(b)
         case Op.UPDATE:
             stage.update()
         case Op.WEIGHTS:
@@ -121,16 +121,16 @@ def step(action: Action, seat: Seat) -> None:
         case Op.SEND_GO:
             if stage.is_last:
                 stage.wait_for_device()  # on a GPU the forward is only launched by now
-            seat.senders["go"].send(b, (torch.zeros(seat.work.sizes[b], dtype=torch.uint8),))
+            context.senders["go"].send(b, (torch.zeros(context.work.sizes[b], dtype=torch.uint8),))
         case Op.RECV_GO:
-            seat.receivers["go"].recv(b)
+            context.receivers["go"].recv(b)
         case Op.PASS_TARGET:
-            seat.senders["label"].send(b, held.pop("target"))
+            context.senders["label"].send(b, held.pop("target"))
         case Op.TAKE_TARGET:
-            held["target"] = seat.receivers["label"].recv(b)
+            held["target"] = context.receivers["label"].recv(b)
         case Op.KEEP:
-            seat.buffer[b] = held.pop("act"), held.pop("target")
+            context.buffer[b] = held.pop("act"), held.pop("target")
         case Op.PICK:
-            held["act"], held["target"] = seat.buffer[b]
+            held["act"], held["target"] = context.buffer[b]
         case Op.DROP:
-            del seat.buffer[b]
+            del context.buffer[b]

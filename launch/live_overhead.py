@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 from adl_dist.control.run_socket import ask_run
 from adl_dist.errors import ConfigError
-from adl_dist.monitor.activity import Beacon
+from adl_dist.monitor.activity import ActivityRecorder
 from adl_dist.schedule import Action, Op, Segment
 
 NUM_ACTIONS = 1_000_000
@@ -46,8 +46,8 @@ def seconds_of(run: Callable[[], Iterator[tuple[int, Action]]]) -> float:
 def beacon_cost() -> float:
     """Seconds per action."""
     segment = Segment(epoch=0, first_update=0, num_samples=1, micro_batch_size=1, accumulation_steps=1)
-    beacon, seats = Beacon(1), {0: SimpleNamespace()}
-    followed = [seconds_of(lambda: beacon.followed(order(), seats, segment, {})) for _ in range(5)]  # type: ignore[arg-type]
+    beacon, contexts = ActivityRecorder(1), {0: SimpleNamespace()}
+    followed = [seconds_of(lambda: beacon.followed(order(), contexts, segment, {})) for _ in range(5)]  # type: ignore[arg-type]
     return (min(followed) - min(seconds_of(order) for _ in range(5))) / NUM_ACTIONS
 
 

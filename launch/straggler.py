@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 import adl_dist
 from adl_dist.schedule import Action, Method, Op
-from adl_dist.schedule.timing import Costs, makespan, simulate, streams_of
+from adl_dist.schedule.timing import Costs, actions_of_all, makespan, simulate
 
 K, M = 4, 4
 FORWARD, BACKWARD = 0.010, 0.020  # seconds
@@ -106,7 +106,7 @@ def predicted(method: Method, slow: Slow, num_micro_batches: int) -> float:
         return slow(stage, action.number) if action.op in (Op.FORWARD, Op.BACKWARD) else 1.0
 
     costs = Costs(forward=[FORWARD] * K, backward=[BACKWARD] * K)
-    streams = streams_of(method, num_stages=K, num_micro_batches=num_micro_batches)
+    streams = actions_of_all(method, num_stages=K, num_micro_batches=num_micro_batches)
     return makespan(simulate(streams, costs, slowdown=slowdown))
 
 

@@ -47,7 +47,7 @@ def check_identity(path: Path, theirs: Mapping[str, Any], mine: Mapping[str, Any
     )
 
 
-def told_of_another_cut(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
+def partition_change_note(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
     """What the user of a run that goes on with another cut should know; None: it is the same."""
     # An older checkpoint does not say how it was cut.
     differing = [name for name in mine if name in theirs and theirs[name] != mine[name]]

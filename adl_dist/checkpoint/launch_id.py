@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from adl_dist.distributed.parent_process import LAUNCH_ID
-from adl_dist.distributed.procfs import born, machine
+from adl_dist.distributed.procfs import machine, start_time
 
 FILE = "launch"
 UNNAMED = "none"  # torchrun's --rdzv-id where none is given: the same in all commands
@@ -24,10 +24,10 @@ def launch_id() -> str | None:
     if told != UNNAMED:
         return told
     agent = os.getppid()  # it stays where it starts its ranks again; on several nodes each has one of its own
-    return f"torchrun {machine()} {agent} {born(agent)}"
+    return f"torchrun {machine()} {agent} {start_time(agent)}"
 
 
-def sign(folder: Path) -> None:
+def write_launch_id(folder: Path) -> None:
     """Write down that this launch goes on in ``folder``.
 
     Raises:
@@ -40,7 +40,7 @@ def sign(folder: Path) -> None:
         (folder / FILE).write_text(launch)
 
 
-def has_signed(folder: Path) -> bool:
+def is_this_launch(folder: Path) -> bool:
     """Whether it was this launch that wrote there last."""
     try:
         return (folder / FILE).read_text() == launch_id()

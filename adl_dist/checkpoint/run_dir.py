@@ -22,7 +22,7 @@ SUMMARY = "summary.json"
 LOCK = "lock"
 
 # What says where the model is cut: settings of the Python API, and keys of partition.* on the command line.
-CUT = ("num_stages", "balance", "grain", "speeds")
+CUT = ("num_stages", "balance", "granularity", "speeds")
 # What may differ when a run goes on: how long, where, how it is watched, and how it is cut. (Another device, number of
 # threads or choice of kernels may move the last bits; a schedule that depends on the length of the run follows the new
 # length, and another cut has a staleness of its own: of these two the run says so.)
@@ -69,7 +69,7 @@ class RunFolder:
         """
         self._check_place()
         saved = layout.complete(self.checkpoints)
-        if saved and launch_id.has_signed(self.path):
+        if saved and launch_id.is_this_launch(self.path):
             resume = "auto"
         if resume == "never" and saved:
             raise CheckpointError(
@@ -133,7 +133,7 @@ class RunFolder:
             ConfigError: it cannot be written.
         """
         try:
-            launch_id.sign(self.path)
+            launch_id.write_launch_id(self.path)
             _write(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
         except OSError as error:
             raise ConfigError(

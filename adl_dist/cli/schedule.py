@@ -14,8 +14,8 @@ import yaml
 from adl_dist.cli.arguments import Parser
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import Costs, Method, describe, figures, method, simulate, speed, streams_of
-from adl_dist.schedule.capped import Prefer, capped, lock_step
+from adl_dist.schedule import Costs, Method, actions_of_all, describe, figures, method, simulate, speed
+from adl_dist.schedule.capped import Prefer, simulate_dataflow, simulate_synchronous
 from adl_dist.schedule.table import tick_words
 from adl_dist.schedule.timing import Speed, at_full_speed, makespan, stragglers
 
@@ -142,7 +142,7 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
 
 def _facts(chosen: Method, K: int, num: int, costs: Costs | None, predicted: Speed | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "method": {**chosen.settings, "summary": chosen.row.summary},
+        "method": {**chosen.settings, "summary": chosen.spec.summary},
         "num_stages": K,
         "accumulation_steps": chosen.micro_batches_per_update,
         "num_micro_batches": num,
@@ -220,7 +220,7 @@ def _row(numbers: Sequence[float | None]) -> str:
 def _listed(delays: Sequence[int], *, link: float = 0.0, seed: int | None = None) -> float:
     """Time per micro-batch of our processes, in units of one stage's work on it."""
     chosen = method("adl", accumulation_steps=1, delay=list(delays))
-    streams = streams_of(chosen, num_stages=len(delays), num_micro_batches=PAPER_N)
+    streams = actions_of_all(chosen, num_stages=len(delays), num_micro_batches=PAPER_N)
     slowdown = at_full_speed if seed is None else stragglers(seed)
     return makespan(simulate(streams, Costs.balanced(len(delays), link=link), slowdown=slowdown)) / PAPER_N / 3
 
@@ -229,12 +229,18 @@ def _capped(delays: Sequence[int], *, link: float = 0.0, seed: int | None = None
     """The same of stages that do what is ready."""
     costs, slowdown = Costs.balanced(len(delays), link=link), at_full_speed if seed is None else stragglers(seed)
     caps = [d + 1 for d in delays]
-    return makespan(capped(costs, caps, num_micro_batches=PAPER_N, prefer=prefer, slowdown=slowdown)) / PAPER_N / 3
+    return (
+        makespan(simulate_dataflow(costs, caps, num_micro_batches=PAPER_N, prefer=prefer, slowdown=slowdown))
+        / PAPER_N
+        / 3
+    )
 
 
 def _met() -> float:
     """The same of stages that wait for each other after each micro-batch."""
-    return lock_step(Costs.balanced(PAPER_K), num_micro_batches=PAPER_N, slowdown=stragglers(0)) / PAPER_N / 3
+    return (
+        simulate_synchronous(Costs.balanced(PAPER_K), num_micro_batches=PAPER_N, slowdown=stragglers(0)) / PAPER_N / 3
+    )
 
 
 def _say(text: str) -> None:

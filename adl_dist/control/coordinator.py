@@ -10,10 +10,10 @@ from typing import Any
 
 from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, Saver
-from adl_dist.checkpoint.compatibility import check_identity, identity_of, told_of_another_cut
+from adl_dist.checkpoint.compatibility import check_identity, identity_of, partition_change_note
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control.requests import Ask, Request, Requests
-from adl_dist.control.rpc import Crew, Record, Result
+from adl_dist.control.rpc import Record, Result, WorkerGroup
 from adl_dist.control.totals import RunTotals
 from adl_dist.errors import DivergedError, SaveError
 from adl_dist.monitor.chrome_trace import TRACE, merge_parts
@@ -51,19 +51,19 @@ class Coordinator:
 
     def __init__(
         self,
-        crew: Crew,
+        workers: WorkerGroup,
         plan: Plan,
         *,
         saving: Saving | None,
         recorder: Recorder,
         progress: Progress,
         requests: Requests | None = None,
-        drains_leave_traces: bool = False,
+        drain_changes_result: bool = False,
     ) -> None:
-        """Take the crew; ``drains_leave_traces``: in the values, where the pipeline is emptied and ``plan`` did not."""
-        self._crew, self._plan, self._saving = crew, plan, saving
+        """Take the workers; ``drain_changes_result``: whether draining where ``plan`` does not changes values."""
+        self._crew, self._plan, self._saving = workers, plan, saving
         self._recorder, self._progress = recorder, progress
-        self._requests, self._drains_leave_traces = requests or Requests(), drains_leave_traces
+        self._requests, self._drains_leave_traces = requests or Requests(), drain_changes_result
         # Where the run stands: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
         self._last_epoch = self._last_stage = 0
@@ -132,24 +132,24 @@ class Coordinator:
         if not (asked := self._requests.take()):
             return None
         why = [request.why for request in asked if request.what is Ask.STOP]
-        leaves_trace = not self._is_over and self._drains_leave_traces and not self._plan.ends_at(self._sample)
-        if leaves_trace and not why:
-            self._record("checkpoint/leaves_trace", 1.0)
+        drain_changed_result = not self._is_over and self._drains_leave_traces and not self._plan.ends_at(self._sample)
+        if drain_changed_result and not why:
+            self._record("checkpoint/drain_changed_result", 1.0)
             self._note(f"a checkpoint was asked for; {LEAVES_TRACE.format(update=self._update)}")
         if self._saved_at != self._update:
             self._save()
         path = None if self._saving is None else self._finish_saving(self._saving.saver)
-        self._answer(asked, path, leaves_trace=leaves_trace)
+        self._answer(asked, path, drain_changed_result=drain_changed_result)
         if why and self._saving is not None:
             self._finish_last_save(self._saving.saver, "the run was to stop, and what it learned since is lost")
         if self._is_over or not why:
             return None
         where = {"update": self._update, "epoch": self._epoch, "checkpoint": None if path is None else str(path)}
-        return {"why": why[0], **where, "leaves_trace": leaves_trace}
+        return {"why": why[0], **where, "drain_changed_result": drain_changed_result}
 
-    def _answer(self, asked: Sequence[Request], path: Path | None, *, leaves_trace: bool) -> None:
+    def _answer(self, asked: Sequence[Request], path: Path | None, *, drain_changed_result: bool) -> None:
         if path is not None:
-            more = f"; {LEAVES_TRACE.format(update=self._update)}" if leaves_trace else ""
+            more = f"; {LEAVES_TRACE.format(update=self._update)}" if drain_changed_result else ""
             self._requests.answer(asked, f"{path}{more}")
             return
         nothing = "nothing is saved: the run has no run_dir"
@@ -181,7 +181,7 @@ class Coordinator:
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
         if not self._is_over:
-            self._note(told_of_another_cut(manifest["of"].get("cut", {}), saving.cut))
+            self._note(partition_change_note(manifest["of"].get("cut", {}), saving.cut))
         for bad, error in rejected:
             warn(f"{error}; going on from {path.name}, {bad.name} is kept as {layout.reject(bad).name}")
         return path

@@ -17,10 +17,10 @@ import torch.distributed.rpc as rpc
 import torch.futures
 
 from adl_dist.control.requests import Requests
-from adl_dist.distributed.rpc_errors import reaching
+from adl_dist.distributed.rpc_errors import translate_rpc_errors
 from adl_dist.distributed.world import World, name_of
-from adl_dist.engine import Seat
-from adl_dist.schedule import Method, Segment, end_early, updates_that_load
+from adl_dist.engine import StageContext
+from adl_dist.schedule import Method, Segment, shorten, updates_that_load
 from adl_dist.transport.process import POSTED_AHEAD
 
 Batch = TypeVar("Batch")
@@ -34,17 +34,17 @@ class RunningSegment:
         segment: as it was begun.
         method: whose schedule is followed.
         num_stages: K.
-        seats: this process's stages, opened.
+        contexts: this process's stages, opened.
         world: this process among the others.
     """
 
     segment: Segment
     method: Method
     num_stages: int
-    seats: Mapping[int, Seat]
+    contexts: Mapping[int, StageContext]
     world: World
 
-    def heeding(self, batches: Iterator[Batch], requests: Requests) -> Iterator[Batch]:
+    def stop_on_request(self, batches: Iterator[Batch], requests: Requests) -> Iterator[Batch]:
         """Hand ``batches`` through, on stage 0; once something is asked for, end the segment as soon as can be."""
         has_ended = False
         for micro_batch in range(len(self.segment.sizes)):
@@ -56,10 +56,10 @@ class RunningSegment:
     def end_after(self, num_updates: int) -> None:
         """Shorten what this process's stages still do; called by any thread, before they get there."""
         groups = self.segment.group_sizes[:num_updates]
-        for k, seat in self.seats.items():
-            seat.end_early(sum(groups))
+        for k, context in self.contexts.items():
+            context.shorten(sum(groups))
             # In place: whoever carries out the stream goes on with what it finds there, and pays nothing for it.
-            end_early(seat.work.stream, self.method, k, num_stages=self.num_stages, group_sizes=groups)
+            shorten(context.work.stream, self.method, k, num_stages=self.num_stages, group_sizes=groups)
 
     def _end_everywhere(self, next_micro_batch: int) -> None:
         awaited = next_micro_batch + 1 + (POSTED_AHEAD if self.world.is_distributed else 0)
@@ -67,7 +67,7 @@ class RunningSegment:
         if num_updates == self.segment.num_updates:
             return
         message = json.dumps({"first_update": self.segment.first_update, "num_updates": num_updates})
-        with reaching("a process"):
+        with translate_rpc_errors("a process"):
             others = (rank for rank in range(self.world.size) if rank != self.world.rank)
             torch.futures.wait_all([rpc.rpc_async(name_of(rank), _hear, args=(message,)) for rank in others])
         self.end_after(num_updates)
@@ -79,7 +79,7 @@ _heard: dict[int, int] = {}  # of a segment by its first update: after how many 
 
 
 @contextmanager
-def listening(running: RunningSegment) -> Iterator[None]:
+def accept_early_stop(running: RunningSegment) -> Iterator[None]:
     """Let rank 0 end ``running`` early; enter with the seats opened and before the first action."""
     global _running
     first = running.segment.first_update

@@ -6,21 +6,25 @@ from collections.abc import Callable, Iterator
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS
 from adl_dist.control.rpc import (
-    Crew,
-    LocalCrew,
+    LocalWorkerGroup,
     Record,
     Result,
-    RpcCrew,
+    RpcWorkerGroup,
     Worker,
+    WorkerGroup,
     serve,
 )
-from adl_dist.control.supervision import Watch
+from adl_dist.control.supervision import Supervisor
 from adl_dist.distributed.world import COORDINATOR_RANK, World, disconnect
 from adl_dist.errors import StageFailed
 
 
-def conduct(
-    world: World, worker: Worker, policy: Callable[[Crew], Result], on_record: Callable[[Record], None], watch: Watch
+def run_job(
+    world: World,
+    worker: Worker,
+    policy: Callable[[WorkerGroup], Result],
+    on_record: Callable[[Record], None],
+    watch: Supervisor,
 ) -> Result:
     """Run ``policy`` against all stages; every process calls it, and rank 0's policy is the one that runs.
 
@@ -40,7 +44,7 @@ def conduct(
     """
     if not world.is_distributed:
         with watch.kept():
-            return policy(watch.followed(LocalCrew(worker, on_record)))
+            return policy(watch.followed(LocalWorkerGroup(worker, on_record)))
     with _disconnected_on_error(), watch.kept():
         if world.rank != COORDINATOR_RANK:
             return serve(worker, world)
@@ -48,16 +52,20 @@ def conduct(
 
 
 def _conduct_from_rank_0(
-    world: World, worker: Worker, policy: Callable[[Crew], Result], on_record: Callable[[Record], None], watch: Watch
+    world: World,
+    worker: Worker,
+    policy: Callable[[WorkerGroup], Result],
+    on_record: Callable[[Record], None],
+    watch: Supervisor,
 ) -> Result:
-    crew = RpcCrew(world, on_record, watch.cause)
+    workers = RpcWorkerGroup(world, on_record, watch.cause)
     errors: list[BaseException] = []
 
     def coordinate() -> None:
         try:
-            result = policy(watch.followed(crew))
+            result = policy(watch.followed(workers))
             watch.rest()
-            told = crew.tell("stop", result=result)
+            told = workers.tell("stop", result=result)
             # This process may end at once, and the last word must have arrived before it does.
             for arrival in told:
                 with contextlib.suppress(RuntimeError):  # a process that is gone needs no telling
@@ -65,7 +73,7 @@ def _conduct_from_rank_0(
         except BaseException as error:
             errors.append(error)
             watch.rest()
-            crew.stop_all(error)
+            workers.stop_all(error)
 
     # The main thread issues all data-plane communication, so the coordinator is the one to move out.
     thread = threading.Thread(target=coordinate, name="coordinator", daemon=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed.rpc as rpc
 import torch.futures
 
-from adl_dist.distributed.rpc_errors import reaching
+from adl_dist.distributed.rpc_errors import translate_rpc_errors
 from adl_dist.distributed.world import COORDINATOR_RANK, World, name_of
 from adl_dist.errors import AdlError, ChannelError
 
@@ -40,7 +40,7 @@ def report_gone(rank: int, text: str) -> None:
     _reports.put(json.dumps({"rank": rank, **failure}))
 
 
-class Outbox:
+class Reporter:
     """Sends this process's records and results to the coordinator; training never waits for it."""
 
     def __init__(self, world: World) -> None:
@@ -63,7 +63,7 @@ class Outbox:
             ChannelError: it has not.
         """
         # RPC keeps no order between messages: the records sent before must be there before the result is.
-        with reaching("rank 0"):
+        with translate_rpc_errors("rank 0"):
             torch.futures.wait_all(self._under_way)
             self._under_way = []
             self._send(message).wait()

@@ -17,12 +17,12 @@ import torch.distributed.rpc as rpc
 import torch.futures
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS
-from adl_dist.control.reports import Outbox, next_report
+from adl_dist.control.reports import Reporter, next_report
 from adl_dist.control.requests import Ask, Requests
-from adl_dist.distributed.rpc_errors import is_late
+from adl_dist.distributed.rpc_errors import is_timeout
 from adl_dist.distributed.world import COORDINATOR_RANK, World, name_of
 from adl_dist.errors import AdlError, ChannelError, StageFailed
-from adl_dist.monitor.heartbeat import gone_rank_0
+from adl_dist.monitor.heartbeat import rank0_status
 
 logger = logging.getLogger("adl_dist")
 
@@ -76,8 +76,8 @@ def _is_there(rank: int, taken: "torch.futures.Future[Any]", why: str) -> bool:
         taken.wait()
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
-        logger.warning("asked by %s, but rank %d is %s: %s", why, rank, "late" if is_late(error) else "gone", said)
-        return is_late(error)
+        logger.warning("asked by %s, but rank %d is %s: %s", why, rank, "late" if is_timeout(error) else "gone", said)
+        return is_timeout(error)
     return True
 
 
@@ -89,7 +89,7 @@ class Worker(Protocol):
         ...
 
 
-class Crew(Protocol):
+class WorkerGroup(Protocol):
     """All stages, wherever they are, as the coordinator sees them."""
 
     def call(self, do: str, **arguments: Any) -> list[Result]:
@@ -97,18 +97,18 @@ class Crew(Protocol):
         ...
 
 
-class LocalCrew:
+class LocalWorkerGroup:
     """All stages in this process."""
 
     def __init__(self, worker: Worker, on_record: Callable[[Record], None]) -> None:
         self._worker, self._on_record = worker, on_record
 
     def call(self, do: str, **arguments: Any) -> list[Result]:
-        """See :class:`Crew`."""
+        """See :class:`WorkerGroup`."""
         return self._worker.execute(do, arguments, self._on_record)
 
 
-class RpcCrew:
+class RpcWorkerGroup:
     """One stage in each process; used by the coordinator's thread on rank 0."""
 
     def __init__(self, world: World, on_record: Callable[[Record], None], held_up_by: Callable[[], str | None]) -> None:
@@ -116,7 +116,7 @@ class RpcCrew:
         self._world, self._on_record, self._held_up_by = world, on_record, held_up_by
 
     def call(self, do: str, **arguments: Any) -> list[Result]:
-        """See :class:`Crew`.
+        """See :class:`WorkerGroup`.
 
         Raises:
             StageFailed: a stage reported an error instead of a result.
@@ -189,7 +189,7 @@ def serve(worker: Worker, world: World) -> Result:
         StageFailed: the coordinator stopped everything because of another stage.
         AdlError: this stage failed; if it is for want of a rank 0 that is gone, by the name of that.
     """
-    outbox = Outbox(world)
+    outbox = Reporter(world)
     while True:
         command = json.loads(_commands.get())
         arguments = command["arguments"]
@@ -212,7 +212,7 @@ def serve(worker: Worker, world: World) -> Result:
             raise
 
 
-def _report(results: list[Result], outbox: Outbox) -> None:
+def _report(results: list[Result], outbox: Reporter) -> None:
     try:
         outbox.report(results=results)
     except ChannelError:
@@ -228,13 +228,13 @@ def _explained(error: ChannelError, is_reported: bool) -> AdlError:
     told: dict[str, Any] | None = None
     while told is None and not is_last:
         # What rank 0 has said before it ended may still be under way.
-        is_last = time.monotonic() >= deadline or gone_rank_0() is not None
+        is_last = time.monotonic() >= deadline or rank0_status() is not None
         with contextlib.suppress(queue.Empty):
             told = json.loads(_commands.get(timeout=CAUSE_SECONDS))["arguments"]
     if told is not None:
         return StageFailed(**_failure(told)) if not told.get("is_victim", True) else error
     # A rank 0 that took the report was there when the channel broke; it ends, too, when it has told the others.
-    name = None if is_reported else gone_rank_0()
+    name = None if is_reported else rank0_status()
     return ChannelError(f"{name}; {error}") if name else error
 
 

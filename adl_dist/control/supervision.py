@@ -10,21 +10,27 @@ from typing import Any
 from adl_dist.checkpoint import async_save
 from adl_dist.control import reports
 from adl_dist.control.requests import Requests
-from adl_dist.control.rpc import Crew, Record, Result, Worker
+from adl_dist.control.rpc import Record, Result, Worker, WorkerGroup
 from adl_dist.control.run_socket import LiveControl
 from adl_dist.distributed.world import COORDINATOR_RANK, World
-from adl_dist.monitor.activity import Beacon, place_of
-from adl_dist.monitor.heartbeat import Deputy, dim, shine
-from adl_dist.monitor.status import Coordination, Member
-from adl_dist.monitor.timeouts import Limits
-from adl_dist.monitor.watchdog import Doctor
+from adl_dist.monitor.activity import ActivityRecorder, user_frame
+from adl_dist.monitor.heartbeat import HeartbeatMonitor, activate, deactivate
+from adl_dist.monitor.status import CoordinatorStatus, RankStatus
+from adl_dist.monitor.timeouts import WatchdogTimeouts
+from adl_dist.monitor.watchdog import Watchdog
 
 
-class Watch:
+class Supervisor:
     """Over one job, in one of its processes."""
 
     def __init__(
-        self, world: World, beacon: Beacon, limits: Limits, *, run_dir: Path | None, requests: Requests
+        self,
+        world: World,
+        beacon: ActivityRecorder,
+        limits: WatchdogTimeouts,
+        *,
+        run_dir: Path | None,
+        requests: Requests,
     ) -> None:
         """Prepare; see :meth:`kept`.
 
@@ -36,25 +42,25 @@ class Watch:
             requests: where it puts what it is asked.
         """
         self._world, self._beacon, self._limits = world, beacon, limits
-        self._crew: _FollowedCrew | None = None
+        self._crew: _TrackedGroup | None = None
         self._live = LiveControl(run_dir, self._status, requests) if run_dir is not None else None
-        self._doctor: Doctor | None = None
+        self._doctor: Watchdog | None = None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Watch while inside."""
-        shine(self._beacon)
+        activate(self._beacon)
         limits = vars(self._limits)
         if self._world.rank != COORDINATOR_RANK:
-            deputy = Deputy(self._world.rank, **limits)
+            deputy = HeartbeatMonitor(self._world.rank, **limits)
             deputy.start()
             try:
                 yield
             finally:
                 deputy.stop()
-            dim()
+            deactivate()
             return
-        self._doctor = Doctor(
+        self._doctor = Watchdog(
             self._world, self._beacon, self._coordination, on_gone=_report_gone, on_end=self._close, **limits
         )
         self._doctor.start()
@@ -67,12 +73,12 @@ class Watch:
             self._doctor.join()
             self._close()
             if not self._world.is_distributed:  # or others may yet ask what it failed at
-                dim()
-        dim()
+                deactivate()
+        deactivate()
 
-    def followed(self, crew: Crew) -> Crew:
-        """``crew``, watched; to be called in the thread that will command it."""
-        self._crew = _FollowedCrew(crew)
+    def followed(self, workers: WorkerGroup) -> WorkerGroup:
+        """``workers``, watched; to be called in the thread that will command it."""
+        self._crew = _TrackedGroup(workers)
         return self._crew
 
     def rest(self) -> None:
@@ -84,15 +90,15 @@ class Watch:
         """On rank 0: who holds up the others, by name; None: no process in particular."""
         return self._doctor.cause() if self._doctor is not None else None
 
-    def _coordination(self, *, closely: bool = False) -> Coordination:
-        return self._crew.tell(closely=closely) if self._crew is not None else Coordination()
+    def _coordination(self, *, closely: bool = False) -> CoordinatorStatus:
+        return self._crew.tell(closely=closely) if self._crew is not None else CoordinatorStatus()
 
     def _status(self) -> dict[str, Any]:
         assert self._doctor is not None, "live control starts after it"
         coordination = self._coordination()
         return {
             "coordinator": f"{coordination.doing} since {coordination.seconds:.1f} s",
-            "stages": stage_rows(self._doctor.members(closely=False)),
+            "stages": stage_rows(self._doctor.statuses(closely=False)),
         }
 
     def _close(self) -> None:
@@ -105,10 +111,10 @@ def _report_gone(rank: int, text: str) -> None:
     async_save.report_gone(rank, text)
 
 
-class FollowedWorker:
+class TrackedWorker:
     """Tells the beacon which command it carries out."""
 
-    def __init__(self, worker: Worker, beacon: Beacon) -> None:
+    def __init__(self, worker: Worker, beacon: ActivityRecorder) -> None:
         self._worker, self._beacon = worker, beacon
 
     def execute(self, do: str, arguments: dict[str, Any], emit: Callable[[Record], None]) -> list[Result]:
@@ -117,30 +123,30 @@ class FollowedWorker:
             return self._worker.execute(do, arguments, emit)
 
 
-class _FollowedCrew:
+class _TrackedGroup:
     """Remembers what the coordinator has told it last."""
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
+    def __init__(self, workers: WorkerGroup) -> None:
+        self._crew = workers
         self._thread = threading.get_ident()
         self._now = ("", False, time.monotonic())
 
     def call(self, do: str, **arguments: Any) -> list[Result]:
-        """See :class:`adl_dist.control.rpc.Crew`."""
+        """See :class:`adl_dist.control.rpc.WorkerGroup`."""
         self._now = (do, True, time.monotonic())
         try:
             return self._crew.call(do, **arguments)
         finally:
             self._now = (do, False, time.monotonic())
 
-    def tell(self, *, closely: bool) -> Coordination:
+    def tell(self, *, closely: bool) -> CoordinatorStatus:
         """What the coordinator is at."""
         command, is_waiting, since = self._now
-        at = place_of(self._thread) if closely else ""
-        return Coordination(command, is_waiting, time.monotonic() - since, at)
+        at = user_frame(self._thread) if closely else ""
+        return CoordinatorStatus(command, is_waiting, time.monotonic() - since, at)
 
 
-def stage_rows(members: Sequence[Member]) -> list[dict[str, Any]]:
+def stage_rows(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
     """What ``adl-dist status`` tells of each stage."""
     return [
         {
@@ -159,7 +165,7 @@ def stage_rows(members: Sequence[Member]) -> list[dict[str, Any]]:
             "silent_seconds": member.silent_seconds,
             "saving": seen.saving,
         }
-        for member in members
+        for member in statuses
         if (seen := member.seen) is not None
         for stage in seen.stages
     ]

@@ -13,19 +13,29 @@ import torch
 from adl_dist import engine
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import load, state_of
-from adl_dist.control.early_stop import RunningSegment, listening
+from adl_dist.control.early_stop import RunningSegment, accept_early_stop
 from adl_dist.control.requests import Requests
 from adl_dist.control.rpc import Record, Result
 from adl_dist.distributed.world import World
-from adl_dist.engine import BatchSource, Seat
-from adl_dist.monitor.activity import Beacon
+from adl_dist.engine import BatchSource, StageContext
+from adl_dist.monitor.activity import ActivityRecorder
 from adl_dist.monitor.chrome_trace import write_part
 from adl_dist.monitor.memory import MemoryMeter, forget_peak, peak_memory_bytes
 from adl_dist.monitor.trace import Tracer
 from adl_dist.optim import fast_forward
-from adl_dist.schedule import Action, Method, Op, Segment, Work, evaluation_work, in_turn, replay, training_work
+from adl_dist.schedule import (
+    Action,
+    Method,
+    Op,
+    Segment,
+    StageWork,
+    downstream_first,
+    evaluation_work,
+    replay,
+    training_work,
+)
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import Stage, Tally
+from adl_dist.stage import Stage, StepStats
 
 Choose = Callable[[Any], int]
 
@@ -40,10 +50,10 @@ class LocalWorker:
         num_stages: K.
         seed: of the turns that stages take, where the method has them.
         dtype: of the loss.
-        seats: this process's stages with their channels, by stage.
-        train_feed: micro-batches for training; on stage 0's process only.
-        validation_feed: likewise for evaluation.
-        choose: which of several local stages goes on; any choice gives the same values.
+        contexts: this process's stages with their channels, by stage.
+        train_loader: micro-batches for training; on stage 0's process only.
+        validation_loader: likewise for evaluation.
+        pick_next: which of several local stages goes on; any choice gives the same values.
         tracer: records when each action began and ended; None: nobody does.
         meter: measures the memory of the one stage of this process; None: nobody does.
         requests: that end a segment of training early, on rank 0; None: none does.
@@ -55,24 +65,24 @@ class LocalWorker:
     num_stages: int
     seed: int
     dtype: torch.dtype
-    seats: Mapping[int, Seat]
-    train_feed: BatchSource | None = None
-    validation_feed: BatchSource | None = None
-    choose: Choose = in_turn
+    contexts: Mapping[int, StageContext]
+    train_loader: BatchSource | None = None
+    validation_loader: BatchSource | None = None
+    pick_next: Choose = downstream_first
     tracer: Tracer | None = None
     meter: MemoryMeter | None = None
     requests: Requests | None = None
-    beacon: Beacon = field(init=False)
+    beacon: ActivityRecorder = field(init=False)
 
     def __post_init__(self) -> None:
         on_device = self.world.is_distributed and self.world.backend == "nccl"
-        self.beacon = Beacon(self.num_stages, device=self.world.device, runs_ahead=on_device)
+        self.beacon = ActivityRecorder(self.num_stages, device=self.world.device, runs_ahead=on_device)
         forget_peak(self.world.device)
 
     @property
     def stages(self) -> list[Stage]:
         """This process's stages, in order."""
-        return [self.seats[k].stage for k in sorted(self.seats)]
+        return [self.contexts[k].stage for k in sorted(self.contexts)]
 
     def execute(self, do: str, arguments: dict[str, Any], emit: Callable[[Record], None]) -> list[Result]:
         """See :class:`adl_dist.control.rpc.Worker`."""
@@ -90,32 +100,32 @@ class LocalWorker:
             case "write_trace":
                 assert self.tracer is not None
                 return write_part(
-                    self.tracer, Path(arguments["run_dir"]), sorted(self.seats), origin=arguments["origin"]
+                    self.tracer, Path(arguments["run_dir"]), sorted(self.contexts), origin=arguments["origin"]
                 )
             case _:
                 raise AssertionError(f"no such command: {do}")
         return [{"stage": stage.index} for stage in self.stages]
 
     def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
-        for seat in self.seats.values():
-            seat.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
+        for context in self.contexts.values():
+            context.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
         seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
-        work = training_work(self.method, segment, num_stages=self.num_stages, stages=self.seats, seed=seed)
-        totals = {k: _Totals() for k in self.seats}
+        work = training_work(self.method, segment, num_stages=self.num_stages, stages=self.contexts, seed=seed)
+        totals = {k: _Totals() for k in self.contexts}
         start = time.perf_counter()
         order = self._watched(self._order(work), segment, totals, start, emit)
         if self.meter is not None:
             order = self.meter.measured(order, self.stages[0])
         try:
-            order = self.beacon.followed(self._traced(order, segment, training=True), self.seats, segment, totals)
-            self._run(order, work, segment, self.train_feed, training=True)
+            order = self.beacon.followed(self._traced(order, segment, training=True), self.contexts, segment, totals)
+            self._run(order, work, segment, self.train_loader, training=True)
         finally:
             if self.meter is not None:
                 self.meter.stop()
         seconds = time.perf_counter() - start
         results = [
             {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **totals[k].result()}
-            for k in sorted(self.seats)
+            for k in sorted(self.contexts)
         ]
         for result in results:
             if self.meter is not None:
@@ -129,11 +139,13 @@ class LocalWorker:
         segment = Segment(
             epoch=0, first_update=0, num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation_steps=1
         )
-        for seat in self.seats.values():
-            seat.stage.begin(0, training=False)
-        work = evaluation_work(segment, num_stages=self.num_stages, stages=self.seats)
-        order = self.beacon.followed(self._traced(self._order(work), segment, training=False), self.seats, segment, {})
-        self._run(order, work, segment, self.validation_feed, training=False)
+        for context in self.contexts.values():
+            context.stage.begin(0, training=False)
+        work = evaluation_work(segment, num_stages=self.num_stages, stages=self.contexts)
+        order = self.beacon.followed(
+            self._traced(self._order(work), segment, training=False), self.contexts, segment, {}
+        )
+        self._run(order, work, segment, self.validation_loader, training=False)
         return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
 
     def _load(self, path: str, update: int) -> None:
@@ -144,50 +156,50 @@ class LocalWorker:
                 done = update if stage.lr_updates is None else min(update, stage.lr_updates)
                 fast_forward(stage.lr_schedule, done)
 
-    def _order(self, work: Mapping[int, Work]) -> Iterator[tuple[int, Action]]:
+    def _order(self, work: Mapping[int, StageWork]) -> Iterator[tuple[int, Action]]:
         """What happens next here: one stage's own stream, or an interleaving of all of them."""
         if len(work) == self.num_stages:
-            return replay([work[k].stream for k in sorted(work)], choose=self.choose)
+            return replay([work[k].stream for k in sorted(work)], pick_next=self.pick_next)
         ((stage, of_stage),) = work.items()
         return ((stage, action) for action in of_stage.stream)
 
     def _traced(
         self, order: Iterator[tuple[int, Action]], segment: Segment, *, training: bool
     ) -> Iterator[tuple[int, Action]]:
-        return order if self.tracer is None else self.tracer.traced(order, self.seats, segment, training=training)
+        return order if self.tracer is None else self.tracer.traced(order, self.contexts, segment, training=training)
 
     def _run(
         self,
         order: Iterable[tuple[int, Action]],
-        work: Mapping[int, Work],
+        work: Mapping[int, StageWork],
         segment: Segment,
         feed: BatchSource | None,
         *,
         training: bool,
     ) -> None:
         batches = None
-        running = RunningSegment(segment, self.method, self.num_stages, self.seats, self.world)
+        running = RunningSegment(segment, self.method, self.num_stages, self.contexts, self.world)
         if feed is not None:
             batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
             requests = self.requests if training else None
-            self.seats[0].batches = batches if requests is None else running.heeding(batches, requests)
+            self.contexts[0].batches = batches if requests is None else running.stop_on_request(batches, requests)
         # Dropout streams are seeded in place; the caller's own streams go on untouched.
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             try:
-                for k, seat in self.seats.items():
-                    weights = work[k].loss_weights if seat.stage.has_loss else []
+                for k, context in self.contexts.items():
+                    weights = work[k].loss_weights if context.stage.has_loss else []
                     # One tensor for all that are alike: there may be a million micro-batches.
                     made = {w: torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in set(weights)}
-                    seat.loss_grads = [made[w] for w in weights]
-                    seat.open(work[k], training=training)
-                with listening(running) if training else contextlib.nullcontext():
-                    engine.run(order, self.seats)
-                for k in sorted(self.seats, reverse=True):  # of one fault the stage nearest the loss knows most
-                    self.seats[k].stage.faults.check()
-                    self.seats[k].drain()
+                    context.loss_grads = [made[w] for w in weights]
+                    context.open(work[k], training=training)
+                with accept_early_stop(running) if training else contextlib.nullcontext():
+                    engine.run(order, self.contexts)
+                for k in sorted(self.contexts, reverse=True):  # of one fault the stage nearest the loss knows most
+                    self.contexts[k].stage.faults.check()
+                    self.contexts[k].drain()
             finally:
-                for seat in self.seats.values():
-                    seat.stage.end()
+                for context in self.contexts.values():
+                    context.stage.end()
                 if batches is not None:
                     batches.close()
 
@@ -202,7 +214,7 @@ class LocalWorker:
         """Hand ``order`` through; after each update, report the group that it closed."""
         closed: deque[tuple[Iterator[Record], Record]] = deque()
         # The figures of a GPU are read an update later: to read them at once would be to wait for all that is launched.
-        lag = len(self.seats) if self.world.device.type == "cuda" else 0
+        lag = len(self.contexts) if self.world.device.type == "cuda" else 0
 
         def report(but: int) -> None:
             while len(closed) > but:
@@ -214,10 +226,10 @@ class LocalWorker:
             if action.op is not Op.UPDATE:
                 yield k, action
             else:
-                stage = self.seats[k].stage
+                stage = self.contexts[k].stage
                 learning_rate = stage.learning_rate
                 yield k, action
-                tally, stage.tally = stage.tally, Tally()
+                tally, stage.tally = stage.tally, StepStats()
                 totals[k].add(tally)
                 where = {"stage": k, "update": segment.first_update + action.number, "epoch": segment.epoch}
                 seconds = time.perf_counter() - start
@@ -226,7 +238,7 @@ class LocalWorker:
         report(but=0)
 
 
-def _records(tally: Tally, learning_rate: float | None, seconds: float, *, is_last: bool) -> Iterator[Record]:
+def _records(tally: StepStats, learning_rate: float | None, seconds: float, *, is_last: bool) -> Iterator[Record]:
     by_offset = tally.staleness
     yield {
         "name": "stage/staleness",
@@ -264,7 +276,7 @@ class _Totals:
         self._num_updates = 0
         self._num_skipped = 0
 
-    def add(self, tally: Tally) -> None:
+    def add(self, tally: StepStats) -> None:
         self._busy_seconds += tally.busy_seconds
         self._staleness_sum += sum(tally.staleness)
         self._staleness_max = max(self._staleness_max, *tally.staleness)

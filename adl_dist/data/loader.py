@@ -43,16 +43,16 @@ def _order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray
     return torch.randperm(num_samples, generator=generator).numpy()
 
 
-def check_dataset(dataset: object, *, name: str, smallest: int) -> None:
+def check_dataset(dataset: object, *, name: str, min_samples: int) -> None:
     """Refuse what cannot be trained on.
 
     Args:
         dataset: what the user handed over.
         name: ``train`` or ``validation``, for the message.
-        smallest: fewest samples that make sense, for example those of one update.
+        min_samples: fewest samples that make sense, for example those of one update.
 
     Raises:
-        DataError: not a map-style dataset, empty, or smaller than ``smallest``.
+        DataError: not a map-style dataset, empty, or smaller than ``min_samples``.
     """
     found = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -64,9 +64,9 @@ def check_dataset(dataset: object, *, name: str, smallest: int) -> None:
     size = len(dataset)
     if size == 0:
         raise DataError(f"{name} dataset: expected samples, but {found} is empty; check data.root and the split")
-    if size < smallest:
+    if size < min_samples:
         raise DataError(
-            f"{name} dataset: expected at least {smallest} samples, but {found} has {size}; use a larger dataset or "
+            f"{name} dataset: expected at least {min_samples} samples, but {found} has {size}; use a larger dataset or "
             f"train.batch_size={size} or less"
         )
 

@@ -16,7 +16,7 @@ RESERVED = 0.25  # of the machine's memory: addresses only, a page is there when
 _is_kept = False
 
 
-def keep_freed_memory() -> None:
+def tune_malloc() -> None:
     """Have the C library keep what is freed for the next micro-batch, in huge pages; to the end of the process.
 
     By default glibc gives large blocks back at once, and the kernel has to find and zero the pages of every activation

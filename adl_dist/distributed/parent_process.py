@@ -65,29 +65,29 @@ def is_part_of_more() -> bool:
     return _is_part_of_more
 
 
-def note(name: str, text: str = "") -> None:
+def set_flag(name: str, text: str = "") -> None:
     """Tell our launcher something, if it is ours; only rank 0 does."""
     folder = os.environ.get(RENDEZVOUS_FOLDER)
     if folder and os.environ.get("RANK", "0") == "0":
-        write_note(Path(folder), name, text)
+        write_flag(Path(folder), name, text)
 
 
-def note_stopped() -> None:
+def flag_stopped() -> None:
     """Tell whoever has started this rank that the run has stopped and is not complete."""
-    note(STOPPED)
+    set_flag(STOPPED)
     if path := os.environ.get(STOPPED_FILE):
         with contextlib.suppress(OSError):  # the run has stopped and is saved all the same
             Path(path).touch()
 
 
-def unnote(name: str) -> None:
+def clear_flag(name: str) -> None:
     """Take it back."""
     folder = os.environ.get(RENDEZVOUS_FOLDER)
     if folder and os.environ.get("RANK", "0") == "0":
         (Path(folder) / name).unlink(missing_ok=True)
 
 
-def noted(name: str, folder: Path | None = None) -> str | None:
+def read_flag(name: str, folder: Path | None = None) -> str | None:
     """What launcher or rank 0 has told the other in ``folder`` (the environment's); None: nothing."""
     told = folder or os.environ.get(RENDEZVOUS_FOLDER)
     with contextlib.suppress(FileNotFoundError):
@@ -95,7 +95,7 @@ def noted(name: str, folder: Path | None = None) -> str | None:
     return None
 
 
-def write_note(folder: Path, name: str, text: str) -> None:
+def write_flag(folder: Path, name: str, text: str) -> None:
     """Write it whole or not at all; what it says is of use, but nothing to end a run for."""
     unfinished = folder / f".{name}"
     with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it; the disk is full

@@ -12,7 +12,7 @@ def machine() -> str:
         return ""
 
 
-def born(pid: int) -> int:
+def start_time(pid: int) -> int:
     """When process ``pid`` of this machine began, in ticks of the kernel; 0: there is none, or no /proc."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0

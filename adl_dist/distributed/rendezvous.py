@@ -30,7 +30,7 @@ POLL_SECONDS = 0.01
 LIST = "adl_dist/list"
 
 
-class Meeting:
+class Rendezvous:
     """The store of this attempt.
 
     Attributes:
@@ -57,7 +57,7 @@ class Meeting:
             shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         else:
             shared = self._tcp_store(rank, size, timeout)
-        prefix = f"adl_dist/{agree_on_attempt(shared, rank, size, timeout)}"
+        prefix = f"adl_dist/{barrier_on_attempt(shared, rank, size, timeout)}"
         self.store: dist.Store = dist.PrefixStore(prefix, shared)
 
     def _tcp_store(self, rank: int, size: int, timeout: datetime.timedelta) -> dist.TCPStore:
@@ -124,7 +124,7 @@ def store_on(listener: socket.socket, timeout: datetime.timedelta) -> dist.TCPSt
     return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=given)
 
 
-def agree_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
+def barrier_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
     """A name that the processes of this attempt share with no earlier attempt in the same store.
 
     torchrun's agents keep one store over all restarts, and count those apart: a replaced node begins at 0. So nothing

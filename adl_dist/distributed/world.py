@@ -25,7 +25,7 @@ from adl_dist.distributed.affinity import cores_here, own_cores
 from adl_dist.distributed.device import choose_device, edge_backend
 from adl_dist.distributed.network import choose_interface
 from adl_dist.distributed.parent_process import end_with_torchrun
-from adl_dist.distributed.rendezvous import Meeting
+from adl_dist.distributed.rendezvous import Rendezvous
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.report import warn
 from adl_dist.transport.port_filter import open_again, refused, shut, shut_behind
@@ -166,7 +166,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # who connects when he has something to say finds the door shut
     end_with_torchrun()  # the command line has done so long ago, a user's own script has not
     try:
-        meeting = Meeting(rank, size, timeout)
+        meeting = Rendezvous(rank, size, timeout)
         if owns_group:
             # No device_id: this group is gloo and stays on the CPU; each NCCL group of an edge is given its own. Bound
             # to a GPU, torch would have gloo connect eagerly there, and split the edges' groups from it.

@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from adl_dist.distributed import parent_process
 from adl_dist.distributed.parent_process import LAUNCH_ID, LAUNCHER, RENDEZVOUS_FOLDER
 from adl_dist.launch.scratch_dir import launch_folder
-from adl_dist.launch.signals import STOPPING, Patience
+from adl_dist.launch.signals import STOPPING, SignalEscalation
 
 USER_CAN_MEND = 2  # exit code of a rank that would only fail again
 ENDING = (signal.SIGHUP, signal.SIGQUIT)  # handled by the agent, which ends its ranks then
@@ -92,7 +92,7 @@ class _Stopping:
     """
 
     def __init__(self, passes_on: bool) -> None:
-        self._passes_on, self._patience = passes_on, Patience()
+        self._passes_on, self._patience = passes_on, SignalEscalation()
         self.folder: Path | None = None  # of the ranks
         self.asked_by: signal.Signals | None = None
         self.ended_by: signal.Signals | None = None
@@ -109,9 +109,9 @@ class _Stopping:
         raise SignalException(f"ended by {name.name}", sigval=signal.SIGKILL)
 
     def _reaches_rank_0(self, name: signal.Signals) -> bool:
-        if self.folder is None or (pid := parent_process.noted(parent_process.LISTENS, self.folder)) is None:
+        if self.folder is None or (pid := parent_process.read_flag(parent_process.LISTENS, self.folder)) is None:
             return False
-        parent_process.write_note(self.folder, parent_process.ASKED, name.name)
+        parent_process.write_flag(self.folder, parent_process.ASKED, name.name)
         with contextlib.suppress(ProcessLookupError):  # it has just died, which the agent will see
             os.kill(int(pid), signal.SIGUSR1)
         return True
@@ -139,7 +139,7 @@ def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: _Stopping
         )
         try:
             elastic_launch(config, sys.executable)("-m", "adl_dist", *arguments)
-            return parent_process.noted(parent_process.STOPPED, folder) is not None
+            return parent_process.read_flag(parent_process.STOPPED, folder) is not None
         finally:
             stopping.folder = None
 

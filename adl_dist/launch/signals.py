@@ -19,7 +19,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLUR
 ECHO_SECONDS = 1.0
 
 
-class Patience:
+class SignalEscalation:
     """Tells the signal that ends a process at once from one that asks it to stop.
 
     The second SIGTERM or SIGINT does, but for the echo of a SIGTERM: a scheduler sends it to every process, and a
@@ -41,7 +41,7 @@ class Patience:
 
 
 @contextlib.contextmanager
-def heeded(ask: Callable[[str], bool]) -> Iterator[None]:
+def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
     """Meanwhile hand the first signal to ``ask``, and end the process at the second; as before afterwards.
 
     Does nothing outside of the main thread, where Python has no signals.
@@ -65,10 +65,10 @@ def heeded(ask: Callable[[str], bool]) -> Iterator[None]:
     watcher = threading.Thread(target=_watch, args=(reader, set(numbers), ask), name="signals", daemon=True)
     watcher.start()
     try:
-        parent_process.note(parent_process.LISTENS, str(os.getpid()))
+        parent_process.set_flag(parent_process.LISTENS, str(os.getpid()))
         yield
     finally:
-        parent_process.unnote(parent_process.LISTENS)
+        parent_process.clear_flag(parent_process.LISTENS)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
@@ -82,14 +82,14 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def _watch(reader: int, numbers: set[int], ask: Callable[[str], bool]) -> None:
-    patience = Patience()
+    patience = SignalEscalation()
     while received := os.read(reader, 1):  # nothing: the other end is closed
         (number,) = received
         if number not in numbers:
             continue
         if patience.ends_with(number):
             _end(number, "ended")
-        passed_on = parent_process.noted(parent_process.ASKED) if number == signal.SIGUSR1 else None
+        passed_on = parent_process.read_flag(parent_process.ASKED) if number == signal.SIGUSR1 else None
         if not ask(passed_on or signal.Signals(number).name):
             _end(number, "a process of the run is gone; ended")
 

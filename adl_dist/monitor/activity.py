@@ -23,17 +23,17 @@ import torch
 
 from adl_dist.checkpoint.async_save import COMMITTING, SAVING
 from adl_dist.checkpoint.io_progress import progress
-from adl_dist.distributed.procfs import born, machine, state_of
+from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.distributed.world import launched_rank
-from adl_dist.engine import Seat
+from adl_dist.engine import StageContext
 from adl_dist.monitor.status import (
     AWAITING,
     COORDINATOR,
     FAILED,
     IDLE,
     STARTING,
-    Sighting,
-    StageSighting,
+    ProcessStatus,
+    StageStatus,
 )
 from adl_dist.monitor.trace import KINDS
 from adl_dist.schedule import Action, Op, Segment
@@ -55,23 +55,23 @@ class Totals(Protocol):
         ...
 
 
-class Beacon:
+class ActivityRecorder:
     """Of the stages of one process."""
 
     def __init__(self, num_stages: int, *, device: torch.device = CPU, runs_ahead: bool = False) -> None:
-        """For ``num_stages`` in all, that compute on ``device``; ``runs_ahead``: see :class:`Sighting`."""
+        """For ``num_stages`` in all, that compute on ``device``; ``runs_ahead``: see :class:`ProcessStatus`."""
         self._num_stages, self._device, self._runs_ahead = num_stages, device, runs_ahead
         self._num_segments = self._epoch = 0
         self._phase = (STARTING, time.monotonic())
         self._doing: tuple[int, Action, float] | None = None
         self._last: dict[int, dict[Op, int]] = {}
         self._counts: dict[int, dict[Op, int]] = {}
-        self._seats: Mapping[int, Seat] = {}
+        self._seats: Mapping[int, StageContext] = {}
         self._totals: Mapping[int, Totals] = {}
         self._segment: Segment | None = None
         self._began = time.monotonic()
 
-    def shine(self) -> None:
+    def activate(self) -> None:
         """From now on commands are awaited."""
         self._phase = (IDLE, time.monotonic())
 
@@ -91,14 +91,14 @@ class Beacon:
     def followed(
         self,
         order: Iterable[tuple[int, Action]],
-        seats: Mapping[int, Seat],
+        contexts: Mapping[int, StageContext],
         segment: Segment,
         totals: Mapping[int, Totals],
     ) -> Iterator[tuple[int, Action]]:
         """Hand ``order`` through, and keep up with whoever takes it and carries it out."""
-        self._seats, self._segment, self._totals = seats, segment, totals
-        last: dict[int, dict[Op, int]] = {k: {} for k in seats}
-        counts: dict[int, dict[Op, int]] = {k: {} for k in seats}
+        self._seats, self._segment, self._totals = contexts, segment, totals
+        last: dict[int, dict[Op, int]] = {k: {} for k in contexts}
+        counts: dict[int, dict[Op, int]] = {k: {} for k in contexts}
         self._last, self._counts = last, counts
         self._num_segments += 1
         if totals:  # evaluation is of no epoch of its own
@@ -114,47 +114,47 @@ class Beacon:
         self._doing = None
         self._phase = (FINISHING, now())
 
-    def tell(self, *, closely: bool = False) -> Sighting:
+    def tell(self, *, closely: bool = False) -> ProcessStatus:
         """What this process is at, as of now; ``closely``: also where in its program."""
         now = time.monotonic()
         # Each read once: the main thread goes on meanwhile.
         (phase, since), doing = self._phase, self._doing
         saver = _saver()
-        return Sighting(
+        return ProcessStatus(
             host=socket.gethostname(),
             pid=os.getpid(),
             machine=machine(),
-            born=born(os.getpid()),
+            start_time=start_time(os.getpid()),
             phase=phase,
             seconds=now - since,
             mark=f"{since} {doing[2] if doing else ''} {progress.num_pieces}",
             stages=[self._tell_of(k, phase, since, doing, now) for k in sorted(self._seats)]
             or [self._before_segments(phase, now - since)],
-            at=place_of(threading.main_thread().ident) if closely else "",
+            at=user_frame(threading.main_thread().ident) if closely else "",
             loaders=_loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
             memory_bytes=_memory_bytes(self._device),
             saving=saver.name if saver else "",
-            saving_at=place_of(saver.ident) if closely and saver else "",
+            saving_at=user_frame(saver.ident) if closely and saver else "",
             is_debugged=closely and _is_debugged(),
             runs_ahead=self._runs_ahead,
         )
 
-    def _before_segments(self, phase: str, seconds: float) -> StageSighting:
+    def _before_segments(self, phase: str, seconds: float) -> StageStatus:
         if phase == IDLE:
-            return StageSighting(stage=launched_rank(), doing=AWAITING, seconds=seconds, waits_for=[COORDINATOR])
-        return StageSighting(stage=launched_rank(), doing=phase, seconds=seconds)
+            return StageStatus(stage=launched_rank(), doing=AWAITING, seconds=seconds, waits_for=[COORDINATOR])
+        return StageStatus(stage=launched_rank(), doing=phase, seconds=seconds)
 
     def _tell_of(
         self, k: int, phase: str, since: float, doing: tuple[int, Action, float] | None, now: float
-    ) -> StageSighting:
-        segment, seat = self._segment, self._seats[k]
+    ) -> StageStatus:
+        segment, context = self._segment, self._seats[k]
         last, counts = dict(self._last.get(k, {})), dict(self._counts.get(k, {}))
         assert segment is not None, "seats and segment are set together"
         sums = self._totals[k].result() if k in self._totals else {"num_backwards": 0, "busy_seconds": 0.0}
         elapsed = max(now - self._began, 1e-9)
         through = Op.BACKWARD if k in self._totals else Op.PREDICT
         # Counted, as numbers may go down (GPipe's gradients do); and not sliced: the copy would grow with the epoch.
-        num_samples = sum(islice(seat.work.sizes, counts.get(through, 0)))
+        num_samples = sum(islice(context.work.sizes, counts.get(through, 0)))
         is_over = phase in (IDLE, FAILED)
         what, op, number, from_when, waits_for = phase, "", 0, since, []
         if doing is not None and doing[0] == k:
@@ -172,7 +172,7 @@ class Beacon:
                 "wait for the last messages to leave",
                 [n for n in (k - 1, k + 1) if 0 <= n < self._num_stages],
             )
-        return StageSighting(
+        return StageStatus(
             stage=k,
             doing=what,
             op=op,
@@ -183,7 +183,7 @@ class Beacon:
             counts={o.value: n for o, n in counts.items()},
             segment=self._num_segments,
             epoch=self._epoch,
-            update=seat.stage.version,
+            update=context.stage.version,
             micro_batch=max((last[o] for o in FORWARDS if o in last), default=None),
             images_per_second=0.0 if is_over else num_samples / elapsed,
             busy_share=0.0 if is_over else sums["busy_seconds"] / elapsed,
@@ -200,9 +200,9 @@ class Beacon:
         return []
 
 
-def kill(seen: Sighting) -> None:
+def kill(seen: ProcessStatus) -> None:
     """Kill a process that does not answer, if it is of this machine: stopped or stuck, it would stay."""
-    if seen.machine == machine() != "" and born(seen.pid) == seen.born:
+    if seen.machine == machine() != "" and start_time(seen.pid) == seen.start_time:
         with suppress(ProcessLookupError):
             os.kill(seen.pid, signal.SIGKILL)
 
@@ -240,7 +240,7 @@ def _memory_bytes(device: torch.device) -> int:
     return 0
 
 
-def place_of(thread: int | None) -> str:
+def user_frame(thread: int | None) -> str:
     """Where the thread with that identity is in the program: its innermost line that is not a library's."""
     frame = innermost = sys._current_frames().get(thread) if thread is not None else None
     while frame is not None and _is_library(frame.f_code.co_filename):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from adl_dist.monitor.trace import KINDS, Event, Stretch, Tracer
+from adl_dist.monitor.trace import KINDS, Event, SegmentTrace, Tracer
 from adl_dist.schedule import Op
 
 TRACE = "trace.json"
@@ -104,7 +104,7 @@ def _merge_parts(run_dir: Path, results: Sequence[dict[str, Any]], about: dict[s
     return run_dir / TRACE
 
 
-def _told(stretch: Stretch, stage: int, origin: float) -> Iterator[dict[str, Any]]:
+def _told(stretch: SegmentTrace, stage: int, origin: float) -> Iterator[dict[str, Any]]:
     for event in stretch.events[stage]:
         # Whole nanoseconds first: rounded one by one, neighbours could overlap.
         begin, end = (round((at + stretch.shift - origin) * 1e9) for at in (event.begin, event.end))
@@ -121,7 +121,7 @@ def _told(stretch: Stretch, stage: int, origin: float) -> Iterator[dict[str, Any
         }
 
 
-def _arguments(stretch: Stretch, event: Event) -> dict[str, Any]:
+def _arguments(stretch: SegmentTrace, event: Event) -> dict[str, Any]:
     match event.op:
         case Op.UPDATE:
             told: dict[str, Any] = {"group": event.number, "update": stretch.segment.first_update + event.number}

@@ -8,10 +8,10 @@ from adl_dist.monitor.status import (
     COORDINATOR,
     FAILED,
     IDLE,
-    Coordination,
-    Member,
-    Sighting,
-    StageSighting,
+    CoordinatorStatus,
+    ProcessStatus,
+    RankStatus,
+    StageStatus,
 )
 from adl_dist.schedule.actions import LINKS, RECEIVES, Op
 
@@ -43,12 +43,12 @@ class Cause(NamedTuple):
     text: str
 
 
-def picture(members: Sequence[Member], coordination: Coordination) -> str:
+def picture(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> str:
     """One line per stage: where, what it is at and for how long, what it sent and received last."""
     lines = []
-    for member in members:
+    for member in statuses:
         seen, told = member.seen, []
-        for stage in seen.stages if seen else [StageSighting(stage=member.rank, doing="has told nothing yet")]:
+        for stage in seen.stages if seen else [StageStatus(stage=member.rank, doing="has told nothing yet")]:
             what = f"{stage.doing} since {stage.seconds:.1f} s"
             if seen and seen.at and stage.doing != "wait for its turn":
                 what += f", at {seen.at}"
@@ -61,18 +61,18 @@ def picture(members: Sequence[Member], coordination: Coordination) -> str:
     return "\n".join(lines)
 
 
-def cause_of(members: Sequence[Member], coordination: Coordination) -> Cause:
+def cause_of(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> Cause:
     """The likely cause: the process that cannot answer, else the end of the chain of who waits for whom."""
-    silent = [m for m in members if m.state == GONE or m.silent_seconds > 0]
+    silent = [m for m in statuses if m.state == GONE or m.silent_seconds > 0]
     if silent:
         worst = min(silent, key=lambda m: WORST_FIRST.index(m.state) if m.state in WORST_FIRST else len(WORST_FIRST))
         return Cause(worst.rank, f"{worst.name}: {_why_silent(worst)}")
-    homes = {stage.stage: member for member in members if member.seen for stage in member.seen.stages}
-    stages = {stage.stage: stage for member in members if member.seen for stage in member.seen.stages}
+    homes = {stage.stage: member for member in statuses if member.seen for stage in member.seen.stages}
+    stages = {stage.stage: stage for member in statuses if member.seen for stage in member.seen.stages}
     if lost := _lost_message(homes, stages):
         return lost
     waits_for = {k: _waits_for(k, homes, stages) for k in stages}
-    waits_for[COORDINATOR] = _coordinator_waits_for(members, coordination)
+    waits_for[COORDINATOR] = _coordinator_waits_for(statuses, coordination)
     waits_for |= {node: [] for node in waits_for[COORDINATOR] if node < COORDINATOR}
     ends = [node for node, peers in waits_for.items() if not peers]
     if not ends:
@@ -80,22 +80,22 @@ def cause_of(members: Sequence[Member], coordination: Coordination) -> Cause:
     held_up = {end: sum(end in _reached(node, waits_for) for node in waits_for) for end in ends}
     end = max(ends, key=lambda node: (held_up[node], stages[node].seconds if node in stages else 0.0))
     if end == COORDINATOR:
-        where = f" ({members[0].seen.host}, pid {members[0].seen.pid})" if members[0].seen else ""
+        where = f" ({statuses[0].seen.host}, pid {statuses[0].seen.pid})" if statuses[0].seen else ""
         at = f", at {coordination.at}" if coordination.at else ""
         return Cause(
             0, f"the coordinator on rank 0{where}: {coordination.doing} since {coordination.seconds:.0f} s{at}"
         )
     if end < COORDINATOR:
-        return _slow_save(next(member for member in members if _saver_of(member) == end))
+        return _slow_save(next(member for member in statuses if _saver_of(member) == end))
     return Cause(homes[end].rank, _why_busy(homes[end], stages[end]))
 
 
-def _why_silent(member: Member) -> str:
+def _why_silent(member: RankStatus) -> str:
     said = SILENT.get(member.state, ALIVE)
     return said.format(pid=member.seen.pid if member.seen else "PID")
 
 
-def _why_busy(member: Member, stage: StageSighting) -> str:
+def _why_busy(member: RankStatus, stage: StageStatus) -> str:
     seen = member.seen
     assert seen is not None, "a process that has told nothing is no end of a chain"
     name = f"stage {stage.stage} ({seen.host}, pid {seen.pid})"
@@ -112,7 +112,7 @@ def _why_busy(member: Member, stage: StageSighting) -> str:
     return f"{name}: still at work: {stage.doing} {since}{at}"
 
 
-def _waits_for(k: int, homes: Mapping[int, Member], stages: Mapping[int, StageSighting]) -> list[int]:
+def _waits_for(k: int, homes: Mapping[int, RankStatus], stages: Mapping[int, StageStatus]) -> list[int]:
     seen = homes[k].seen
     assert seen is not None, "stages come from what processes told"
     if seen.phase == FAILED:
@@ -121,22 +121,22 @@ def _waits_for(k: int, homes: Mapping[int, Member], stages: Mapping[int, StageSi
     return [n for n in stages[k].waits_for if n == COORDINATOR or n in stages]
 
 
-def _coordinator_waits_for(members: Sequence[Member], coordination: Coordination) -> list[int]:
+def _coordinator_waits_for(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> list[int]:
     if not coordination.is_waiting:  # unless it works itself, it waits for a save that goes on beside training
         for what in (SAVING, COMMITTING):
-            if savers := [_saver_of(m) for m in members if m.seen and m.seen.saving == what]:
+            if savers := [_saver_of(m) for m in statuses if m.seen and m.seen.saving == what]:
                 return savers
         return []
-    at_work = [m for m in members if m.seen and m.seen.phase not in (IDLE, FAILED)]
-    return [stage.stage for m in at_work if m.seen for stage in m.seen.stages] or [m.rank for m in members]
+    at_work = [m for m in statuses if m.seen and m.seen.phase not in (IDLE, FAILED)]
+    return [stage.stage for m in at_work if m.seen for stage in m.seen.stages] or [m.rank for m in statuses]
 
 
-def _saver_of(member: Member) -> int:
+def _saver_of(member: RankStatus) -> int:
     """The thread of a process that saves, among those that wait for each other."""
     return COORDINATOR - 1 - member.rank
 
 
-def _slow_save(member: Member) -> Cause:
+def _slow_save(member: RankStatus) -> Cause:
     seen = member.seen
     assert seen is not None, "it has told that it saves"
     what = "write its part of a checkpoint" if seen.saving == SAVING else "complete a checkpoint"
@@ -144,7 +144,7 @@ def _slow_save(member: Member) -> Cause:
     return Cause(member.rank, f"{member.name}: takes long to {what}, beside training{at}")
 
 
-def _beside(seen: Sighting | None) -> list[str]:
+def _beside(seen: ProcessStatus | None) -> list[str]:
     told = []
     if seen and seen.saving:
         told.append(f"{seen.saving} a checkpoint beside it{f', at {seen.saving_at}' if seen.saving_at else ''}")
@@ -153,7 +153,7 @@ def _beside(seen: Sighting | None) -> list[str]:
     return told
 
 
-def _lost_message(homes: Mapping[int, Member], stages: Mapping[int, StageSighting]) -> Cause | None:
+def _lost_message(homes: Mapping[int, RankStatus], stages: Mapping[int, StageStatus]) -> Cause | None:
     """A message that one stage has sent and another still waits for."""
     for k, stage in stages.items():
         home = homes[k].seen
@@ -198,7 +198,7 @@ def _cycle(waits_for: Mapping[int, Sequence[int]]) -> str:
     return f"a cycle: {shown}; that is a bug of adl_dist, and this picture is what a report of it needs"
 
 
-def _last(stage: StageSighting) -> list[str]:
+def _last(stage: StageStatus) -> list[str]:
     """The last message on each edge."""
     sent = [f"{link.what} {stage.last[op.value]}" for op, link in LINKS.items() if op.value in stage.last]
     got = [f"{link.what} {stage.last[op.value]}" for op, link in RECEIVES.items() if op.value in stage.last]

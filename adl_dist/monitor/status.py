@@ -12,7 +12,7 @@ COORDINATOR = -1  # whom an idle stage waits for
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageSighting:
+class StageStatus:
     """One stage.
 
     Attributes:
@@ -51,7 +51,7 @@ class StageSighting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sighting:
+class ProcessStatus:
     """One process.
 
     Attributes:
@@ -76,11 +76,11 @@ class Sighting:
     host: str
     pid: int
     machine: str = ""
-    born: int = 0
+    start_time: int = 0
     phase: str = IDLE
     seconds: float = 0.0
     mark: str = ""
-    stages: list[StageSighting] = field(default_factory=list)
+    stages: list[StageStatus] = field(default_factory=list)
     at: str = ""
     loaders: list[tuple[int, str]] = field(default_factory=list)
     memory_bytes: int = 0
@@ -94,14 +94,14 @@ class Sighting:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> "Sighting":
+    def from_json(cls, told: Mapping[str, Any]) -> "ProcessStatus":
         """Back from plain values."""
-        stages = [StageSighting(**stage) for stage in told["stages"]]
+        stages = [StageStatus(**stage) for stage in told["stages"]]
         return cls(**{**told, "stages": stages, "loaders": [(pid, state) for pid, state in told["loaders"]]})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class RankStatus:
     """One process of the job, as rank 0 knows it.
 
     Attributes:
@@ -112,7 +112,7 @@ class Member:
     """
 
     rank: int
-    seen: Sighting | None = None
+    seen: ProcessStatus | None = None
     silent_seconds: float = 0.0
     state: str = ""
 
@@ -125,7 +125,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Coordination:
+class CoordinatorStatus:
     """What the coordinator on rank 0 is at.
 
     Attributes:

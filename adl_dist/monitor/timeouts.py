@@ -8,7 +8,7 @@ ABORT_SECONDS = 600.0  # where nothing else is said
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class WatchdogTimeouts:
     """Counted from the last thing that any stage did.
 
     Attributes:
@@ -20,7 +20,7 @@ class Limits:
     abort_seconds: float | None
 
     @classmethod
-    def of(cls, stall_seconds: float, abort_seconds: float | str | None, *, distributed: bool) -> "Limits":
+    def of(cls, stall_seconds: float, abort_seconds: float | str | None, *, distributed: bool) -> "WatchdogTimeouts":
         """As the Python API takes them; ``auto``: a process that is the user's own, as all stages in one are, is kept.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from adl_dist.distributed.world import World
-from adl_dist.engine import Seat
+from adl_dist.engine import StageContext
 from adl_dist.monitor.clock import seconds_to_rank_0
 from adl_dist.schedule import Action, Op, Segment
 
@@ -69,7 +69,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class SegmentTrace:
     """What was recorded of one segment.
 
     Attributes:
@@ -99,28 +99,33 @@ class Tracer:
 
     world: World
     most: int = MOST_EVENTS
-    stretches: list[Stretch] = field(default_factory=list)
+    stretches: list[SegmentTrace] = field(default_factory=list)
     num_kept: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     num_left_out: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     _spent: dict[int, dict[Op, float]] = field(default_factory=dict)
 
     def traced(
-        self, order: Iterable[tuple[int, Action]], seats: Mapping[int, Seat], segment: Segment, *, training: bool
+        self,
+        order: Iterable[tuple[int, Action]],
+        contexts: Mapping[int, StageContext],
+        segment: Segment,
+        *,
+        training: bool,
     ) -> Iterator[tuple[int, Action]]:
         """Hand ``order`` through, recording each action while whoever takes it carries it out."""
-        stretch = Stretch(
+        stretch = SegmentTrace(
             segment=segment,
             training=training,
             shift=seconds_to_rank_0(self.world),
-            events={k: [] for k in seats},
+            events={k: [] for k in contexts},
         )
         self.stretches.append(stretch)
-        self._spent = {k: dict.fromkeys(Op, 0.0) for k in seats}
+        self._spent = {k: dict.fromkeys(Op, 0.0) for k in contexts}
         on_device = _OnDevice(self.world.device, self._keep) if self.world.device.type == "cuda" else None
         now = time.perf_counter
         for k, action in order:
             op, b = action
-            stage, events, forward_version = seats[k].stage, stretch.events[k], None
+            stage, events, forward_version = contexts[k].stage, stretch.events[k], None
             if op is Op.BACKWARD or op is Op.RECOMPUTE:  # the backward forgets it
                 forward_version = stage.in_flight[b].version
             version = stage.version

@@ -18,31 +18,31 @@ import torch.distributed.rpc as rpc
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS
 from adl_dist.distributed.world import World, name_of
-from adl_dist.monitor.activity import Beacon, kill
+from adl_dist.monitor.activity import ActivityRecorder, kill
 from adl_dist.monitor.diagnosis import GONE, Cause, cause_of, picture
 from adl_dist.monitor.heartbeat import (
     ANSWER_SECONDS,
     LOOKS_PER_STALL,
     MOST_SECONDS_APART,
+    abort,
     answer,
-    end_too,
     state_of_silent,
 )
 from adl_dist.monitor.shutdown import SPEAK_SECONDS, end, end_at_the_latest, log, say, within
-from adl_dist.monitor.status import FAILED, Coordination, Member, Sighting
+from adl_dist.monitor.status import FAILED, CoordinatorStatus, ProcessStatus, RankStatus
 
 AGAIN_SECONDS = 0.2  # of a question to a process that has not answered the one before
 ASIDE_SECONDS = 5.0  # that an end takes beside the wait for a save
 
 
-class Doctor:
+class Watchdog:
     """On rank 0."""
 
     def __init__(
         self,
         world: World,
-        beacon: Beacon,
-        coordination: Callable[..., Coordination],
+        beacon: ActivityRecorder,
+        coordination: Callable[..., CoordinatorStatus],
         *,
         stall_seconds: float,
         abort_seconds: float | None,
@@ -67,7 +67,7 @@ class Doctor:
         self._over = threading.Event()
         self._asking = threading.Lock()
         now = time.monotonic()
-        self._members = {rank: Member(rank=rank) for rank in range(world.size)}
+        self._members = {rank: RankStatus(rank=rank) for rank in range(world.size)}
         self._heard_at = dict.fromkeys(self._members, now)
         self._marks: tuple[Any, ...] = ()
         self._changed_at = self._looked_at = now
@@ -86,30 +86,30 @@ class Doctor:
         """After :meth:`stop`, wait until the last question is answered or given up."""
         self._thread.join(timeout=2 * ANSWER_SECONDS)
 
-    def members(self, *, closely: bool) -> list[Member]:
+    def statuses(self, *, closely: bool) -> list[RankStatus]:
         """All processes as they are now; one that does not answer, as it was last seen."""
         with self._asking:
             told = self._ask(closely)
             now = time.monotonic()
             for rank, heard in told.items():
                 before = self._members[rank]
-                if isinstance(heard, Sighting):
+                if isinstance(heard, ProcessStatus):
                     self._heard_at[rank] = now
-                    self._members[rank] = Member(rank=rank, seen=heard)
+                    self._members[rank] = RankStatus(rank=rank, seen=heard)
                 else:
                     silent = now - self._heard_at[rank]
                     state = state_of_silent(before.seen, heard)
-                    self._members[rank] = Member(rank=rank, seen=before.seen, silent_seconds=silent, state=state)
+                    self._members[rank] = RankStatus(rank=rank, seen=before.seen, silent_seconds=silent, state=state)
             return list(self._members.values())
 
     def cause(self) -> str | None:
         """Who holds up the others, by name; None: no process in particular."""
-        cause = cause_of(self.members(closely=True), self._coordination(closely=True))
+        cause = cause_of(self.statuses(closely=True), self._coordination(closely=True))
         return cause.text if cause.rank is not None else None
 
-    def _ask(self, closely: bool) -> dict[int, Sighting | RuntimeError]:
+    def _ask(self, closely: bool) -> dict[int, ProcessStatus | RuntimeError]:
         own = self._beacon.tell(closely=closely)
-        told: dict[int, Sighting | RuntimeError] = {0: own}
+        told: dict[int, ProcessStatus | RuntimeError] = {0: own}
         question = json.dumps({"closely": closely, "asker": own.to_json()})
         asked: dict[int, Any] = {}
         for rank, member in self._members.items():
@@ -121,7 +121,7 @@ class Doctor:
                     told[rank] = error
         for rank, future in asked.items():
             try:
-                told[rank] = Sighting.from_json(json.loads(future.wait()))
+                told[rank] = ProcessStatus.from_json(json.loads(future.wait()))
             except RuntimeError as error:
                 told[rank] = error
         return told
@@ -139,58 +139,58 @@ class Doctor:
             self._over.wait(self._interval)
 
     def _look(self) -> None:
-        members = self.members(closely=False)
+        statuses = self.statuses(closely=False)
         now = time.monotonic()
         if self._over.is_set():
             return
         if now - self._looked_at > self._interval + 4 * ANSWER_SECONDS:  # it was this process that stood still
             self._changed_at = now
         self._looked_at = now
-        for member in members:
+        for member in statuses:
             if member.state == GONE:
                 self.stop()
-                self._on_gone(member.rank, cause_of([member], Coordination()).text)
+                self._on_gone(member.rank, cause_of([member], CoordinatorStatus()).text)
                 return
         coordination = self._coordination()
-        marks = (coordination.command, coordination.is_waiting, *(m.seen and m.seen.mark for m in members))
+        marks = (coordination.command, coordination.is_waiting, *(m.seen and m.seen.mark for m in statuses))
         if marks != self._marks:
             if self._has_told:
                 say(f"adl-dist: going on, after {now - self._changed_at:.0f} s without progress")
             self._marks, self._changed_at, self._has_told = marks, now, False
             return
         still = now - self._changed_at
-        if self._abort_seconds is not None and still >= self._abort_seconds + self._grace(members):
+        if self._abort_seconds is not None and still >= self._abort_seconds + self._grace(statuses):
             self._end(still)
         elif still >= self._stall_seconds and not self._has_told:
             self._has_told = True
             self._tell(still)
 
-    def _grace(self, members: Sequence[Member]) -> float:
+    def _grace(self, statuses: Sequence[RankStatus]) -> float:
         """Of a job that ends by itself, with an error that is more telling, once a save under way has had its time."""
-        return LAST_SAVE_SECONDS + ASIDE_SECONDS if any(m.seen and m.seen.phase == FAILED for m in members) else 0.0
+        return LAST_SAVE_SECONDS + ASIDE_SECONDS if any(m.seen and m.seen.phase == FAILED for m in statuses) else 0.0
 
     def _tell(self, still: float) -> None:
-        members, coordination = self.members(closely=True), self._coordination(closely=True)
-        cause = cause_of(members, coordination)
+        statuses, coordination = self.statuses(closely=True), self._coordination(closely=True)
+        cause = cause_of(statuses, coordination)
         end = f"; after {self._abort_seconds:g} s the job is ended" if self._abort_seconds is not None else ""
         say(
             f"adl-dist: no progress in {still:.1f} s (runtime.stall_seconds={self._stall_seconds:g}){end}\n"
-            f"{picture(members, coordination)}\nlikely cause: {cause.text}"
+            f"{picture(statuses, coordination)}\nlikely cause: {cause.text}"
         )
 
     def _end(self, still: float) -> None:
-        members = self.members(closely=True)
-        if any(member.seen and member.seen.is_debugged for member in members):
+        statuses = self.statuses(closely=True)
+        if any(member.seen and member.seen.is_debugged for member in statuses):
             return  # whoever stands there wants to look around
         end_at_the_latest()
-        cause: Cause = cause_of(members, self._coordination(closely=True))
+        cause: Cause = cause_of(statuses, self._coordination(closely=True))
         why = f"no progress in {still:.1f} s (runtime.abort_seconds={self._abort_seconds:g}): {cause.text}"
         say(f"adl-dist: error: {why}; the same command goes on from the last checkpoint", logging.ERROR)
         told = []
-        for member in members[1:]:
+        for member in statuses[1:]:
             with suppress(RuntimeError):
-                told.append(rpc.rpc_async(name_of(member.rank), end_too, args=(why,), timeout=ANSWER_SECONDS))
-        for member in members[1:]:
+                told.append(rpc.rpc_async(name_of(member.rank), abort, args=(why,), timeout=ANSWER_SECONDS))
+        for member in statuses[1:]:
             # Before anything is waited for: the launcher ends this process as soon as another one has ended.
             if member.seen and member.silent_seconds:
                 kill(member.seen)

@@ -2,14 +2,14 @@
 
 from adl_dist.partition.balance import Balance, best_balance, evaluate_balance
 from adl_dist.partition.chain import Chain, linearise
-from adl_dist.partition.costs import Held, Machine, UnitCost
+from adl_dist.partition.costs import Machine, StageFootprint, UnitCost
 from adl_dist.partition.cut import checked_sizes, cut, even_balance, even_sizes
 
 __all__ = [
     "Balance",
     "Chain",
-    "Held",
     "Machine",
+    "StageFootprint",
     "UnitCost",
     "best_balance",
     "checked_sizes",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adl_dist.partition.costs import Held, Machine, stage_memory
+from adl_dist.partition.costs import Machine, StageFootprint, stage_memory
 from adl_dist.partition.predict import Prediction
 from adl_dist.partition.profile import Profile
 
@@ -13,7 +13,7 @@ AS_GOOD = 0.03  # a lead in speed that does not outweigh staleness
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class Throughput:
     """Measured on the whole model at once.
 
     Attributes:
@@ -51,7 +51,9 @@ class Alternative:
         return max(self.single, self.ddp)
 
 
-def alternative(profile: Profile, machine: Machine, *, num_devices: int, whole: Pace, share: Pace) -> Alternative:
+def alternative(
+    profile: Profile, machine: Machine, *, num_devices: int, whole: Throughput, share: Throughput
+) -> Alternative:
     """Predict one device alone, and plain data parallelism (DDP) with the same global batch.
 
     Of DDP, each of n replicas works on its share of the batch; gradients are summed by a ring (2 (n-1)/n of the
@@ -72,7 +74,9 @@ def alternative(profile: Profile, machine: Machine, *, num_devices: int, whole: 
     own = 2 * moved * machine.seconds_per_byte
     seconds = share.forward + max(share.backward, ring) + own + update_of_share
     units = profile.costs(1)
-    needed = stage_memory(units, 0, len(units), held=Held(graphs=1), optimizer_copies=profile.optimizer_copies)
+    needed = stage_memory(
+        units, 0, len(units), held=StageFootprint(graphs=1), optimizer_copies=profile.optimizer_copies
+    )
     limit = machine.memory_bytes if isinstance(machine.memory_bytes, int) else None
     return Alternative(
         num_devices=num_devices,

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.costs import (
     Floats,
-    Held,
     Machine,
+    StageFootprint,
     UnitCost,
     busy_at_borders,
     bytes_at_borders,
@@ -33,8 +33,8 @@ from adl_dist.partition.costs import (
 
 __all__ = [
     "Balance",
-    "Held",
     "Machine",
+    "StageFootprint",
     "UnitCost",
     "best_balance",
     "evaluate_balance",
@@ -69,7 +69,7 @@ def best_balance(
     units: Sequence[UnitCost],
     *,
     num_stages: int,
-    held: Sequence[Held],
+    held: Sequence[StageFootprint],
     machine: Machine = UNIFORM,
     optimizer_copies: float = 1.0,
 ) -> Balance:
@@ -129,7 +129,7 @@ def evaluate_balance(
     units: Sequence[UnitCost],
     sizes: Sequence[int],
     *,
-    held: Sequence[Held],
+    held: Sequence[StageFootprint],
     machine: Machine = UNIFORM,
     optimizer_copies: float = 1.0,
 ) -> Balance:
@@ -201,7 +201,9 @@ def _maxima(values: Sequence[float]) -> Floats:
     return np.maximum.accumulate(np.triu(np.tile(np.array(values, dtype=np.float64), (len(values), 1))), axis=1)
 
 
-def _of_each_device(num_stages: int, held: Sequence[Held], machine: Machine) -> tuple[Sequence[float], Sequence[float]]:
+def _of_each_device(
+    num_stages: int, held: Sequence[StageFootprint], machine: Machine
+) -> tuple[Sequence[float], Sequence[float]]:
     """Speed and memory limit of each stage's device."""
     speeds = [1.0] * num_stages if machine.speeds is None else machine.speeds
     limit = math.inf if machine.memory_bytes is None else machine.memory_bytes
@@ -223,7 +225,7 @@ def _check_places(units: Sequence[UnitCost], num_stages: int) -> None:
         )
 
 
-def _too_large(closest: Balance, limits: Sequence[float], held: Sequence[Held]) -> PartitionError:
+def _too_large(closest: Balance, limits: Sequence[float], held: Sequence[StageFootprint]) -> PartitionError:
     needs = closest.stage_bytes
     k = max(range(len(needs)), key=lambda k: needs[k] - limits[k])
     ways_out = ["more stages (partition.num_stages)", "smaller micro-batches (train.batch_size)"]

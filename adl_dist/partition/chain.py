@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import fx, nn
 
 from adl_dist.errors import PartitionError
-from adl_dist.partition.piece import Crossing, Piece, extract
+from adl_dist.partition.piece import Crossing, StageModule, extract
 from adl_dist.partition.trace import Trace, is_light, is_plain_sequential, read
 
 
@@ -30,20 +30,20 @@ class Chain(Protocol):
         ...
 
 
-def linearise(model: nn.Module, *, grain: str = "block") -> Chain:
+def linearise(model: nn.Module, *, granularity: str = "block") -> Chain:
     """Read ``model`` as a chain of units.
 
     Args:
         model: any module that torch.fx can trace, with one tensor as its input.
-        grain: ``layer``: units are single layers and operations, also inside of residual blocks; ``block``: units are
+        granularity: ``layer``: units are single layers and operations, also in residual blocks; ``block``: units are
             what the model's own forward calls, of an ``nn.Sequential`` its children, which need not be traceable.
 
     Raises:
         PartitionError: it cannot be traced; names the line and the ways out.
     """
-    if grain == "block" and is_plain_sequential(model):
+    if granularity == "block" and is_plain_sequential(model):
         return SequentialChain(model)
-    return TracedChain(model, *read(model, grain=grain))
+    return TracedChain(model, *read(model, granularity=granularity))
 
 
 class SequentialChain:
@@ -94,11 +94,11 @@ class TracedChain:
         for start, stop in pairwise(_bounds(sizes)):
             graphs = [mode.graph(start, stop) for mode in self._modes]
             unlike = self._modes[0].trace.unlike, self._modes[-1].trace.unlike
-            pieces.append(Piece(self._model, (graphs[0], graphs[-1]), self.units[start:stop], unlike))
+            pieces.append(StageModule(self._model, (graphs[0], graphs[-1]), self.units[start:stop], unlike))
         self._adopt_the_rest(pieces)
         return list(pieces)
 
-    def _adopt_the_rest(self, pieces: Sequence[Piece]) -> None:
+    def _adopt_the_rest(self, pieces: Sequence[StageModule]) -> None:
         """Give what no forward reads, and second names of what one does, to the stage of that tensor, or the last."""
         held = {name for piece in pieces for name in piece.state_dict()}
         home = {id(t): piece for piece in pieces for t in (*piece.parameters(), *piece.buffers())}
@@ -140,7 +140,7 @@ class _Mode:
     def graph(self, start: int, stop: int) -> fx.Graph:
         """Of the stage that holds units ``start`` to ``stop`` - 1."""
         steps = [step for step in self.trace.steps if start <= self.unit_of[step] < stop]
-        arriving = self.crossing(start - 1) if start > 0 else [Crossing(self.trace.input, outline=False)]
+        arriving = self.crossing(start - 1) if start > 0 else [Crossing(self.trace.input, shape_token=False)]
         return extract(self.trace, steps, arriving, self.crossing(stop - 1) if stop < self.num_units else None)
 
 
@@ -169,7 +169,7 @@ class _Homes:
         return torn
 
 
-def place_of(name: str, units: Sequence[str]) -> int:
+def user_frame(name: str, units: Sequence[str]) -> int:
     """The unit that ``name`` names, or the first one of the block that it names.
 
     Raises:

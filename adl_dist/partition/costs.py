@@ -70,7 +70,7 @@ class UnitCost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class StageFootprint:
     """What a method makes one stage hold at most.
 
     Attributes:
@@ -125,7 +125,7 @@ class Machine:
 
 
 def stage_time(
-    units: Sequence[UnitCost], start: int, stop: int, *, held: Held, speed: float, machine: Machine
+    units: Sequence[UnitCost], start: int, stop: int, *, held: StageFootprint, speed: float, machine: Machine
 ) -> float:
     """Seconds for which a stage of ``units[start:stop]`` is busy with one micro-batch.
 
@@ -148,7 +148,9 @@ def link_time(unit: UnitCost, machine: Machine) -> float:
     return max(unit.act_bytes, unit.grad_bytes) / machine.bandwidth
 
 
-def stage_memory(units: Sequence[UnitCost], start: int, stop: int, *, held: Held, optimizer_copies: float) -> int:
+def stage_memory(
+    units: Sequence[UnitCost], start: int, stop: int, *, held: StageFootprint, optimizer_copies: float
+) -> int:
     """Bytes that a stage of ``units[start:stop]`` holds at most.
 
     The activations of each graph and what it holds of what came in, what came in of each input; the parameters as
@@ -178,14 +180,19 @@ def seconds_of(work: Figure, busy_at_start: Figure, busy_at_stop: Figure, speed:
 
 
 def bytes_of(
-    activations: Figure, parameters: Figure, came_in: Figure, messages: Figure, held: Held, optimizer_copies: float
+    activations: Figure,
+    parameters: Figure,
+    came_in: Figure,
+    messages: Figure,
+    held: StageFootprint,
+    optimizer_copies: float,
 ) -> Figure:
     """Of a stage; see :func:`stage_memory`."""
     copies = 1 + 1 + optimizer_copies + held.weight_copies + held.gradient_copies  # weights and gradients first
     return held.graphs * activations + held.inputs * came_in + copies * parameters + messages
 
 
-def unit_work(unit: UnitCost, held: Held) -> float:
+def unit_work(unit: UnitCost, held: StageFootprint) -> float:
     """Seconds that a stage of speed 1 works on ``unit`` for one micro-batch."""
     return unit.forward * (1 + held.recomputes) + unit.backward + unit.update
 
@@ -210,7 +217,7 @@ class BorderBytes(NamedTuple):
     stop_buffers: list[float]  # gradients received, acts sent
 
 
-def bytes_at_borders(units: Sequence[UnitCost], held: Held) -> BorderBytes:
+def bytes_at_borders(units: Sequence[UnitCost], held: StageFootprint) -> BorderBytes:
     """What crosses each border between two units, as a stage on either side of it holds it."""
 
     def acts_sent(unit: UnitCost) -> float:

@@ -6,12 +6,16 @@ from torch import nn
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.balance import best_balance
-from adl_dist.partition.chain import Chain, linearise, place_of
-from adl_dist.partition.costs import Held, UnitCost
+from adl_dist.partition.chain import Chain, linearise, user_frame
+from adl_dist.partition.costs import StageFootprint, UnitCost
 
 
 def cut(
-    model: nn.Module, *, num_stages: int, balance: Sequence[int] | Sequence[str] | None = None, grain: str = "block"
+    model: nn.Module,
+    *,
+    num_stages: int,
+    balance: Sequence[int] | Sequence[str] | None = None,
+    granularity: str = "block",
 ) -> list[nn.Module]:
     """Cut ``model`` into stages that together hold exactly its parameters and buffers.
 
@@ -21,14 +25,14 @@ def cut(
         model: any module that torch.fx can trace; an ``nn.Sequential`` is not traced at grain ``block``.
         num_stages: K.
         balance: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
-        grain: of the units; see :func:`linearise`.
+        granularity: of the units; see :func:`linearise`.
 
     Raises:
         PartitionError: it cannot be traced, has too few units, or cannot be cut there.
     """
     if num_stages == 1 and balance is None:
         return [model]
-    chain = linearise(model, grain=grain)
+    chain = linearise(model, granularity=granularity)
     sizes = even_sizes(chain, num_stages) if balance is None else checked_sizes(chain, num_stages, balance)
     return [model] if num_stages == 1 else chain.pieces(sizes)
 
@@ -42,7 +46,7 @@ def even_balance(num_units: int, num_stages: int) -> list[int]:
     if num_stages > num_units:
         raise PartitionError(
             f"partition.num_stages={num_stages} needs at least {num_stages} units, but the model has {num_units}; "
-            f"use at most partition.num_stages={num_units}, or partition.grain=layer, which looks inside of blocks"
+            f"use at most partition.num_stages={num_units}, or partition.granularity=layer, which looks inside blocks"
         )
     few, extra = divmod(num_units, num_stages)
     return [few + (stage >= num_stages - extra) for stage in range(num_stages)]
@@ -68,7 +72,7 @@ def even_sizes(chain: Chain, num_stages: int) -> list[int]:
         UnitCost(name=name, forward=1.0, backward=0.0, may_cut=unit not in chain.forbidden)
         for unit, name in enumerate(chain.units)
     ]
-    return best_balance(same, num_stages=num_stages, held=[Held(graphs=1)] * num_stages).sizes
+    return best_balance(same, num_stages=num_stages, held=[StageFootprint(graphs=1)] * num_stages).sizes
 
 
 def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequence[str]) -> list[int]:
@@ -84,7 +88,7 @@ def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequen
     """
     num_units = len(chain.units)
     if balance and all(isinstance(entry, str) for entry in balance):
-        begins = [place_of(str(name), chain.units) for name in balance]
+        begins = [user_frame(str(name), chain.units) for name in balance]
         if len(begins) != num_stages - 1 or begins != sorted({*begins}) or 0 in begins:
             raise PartitionError(
                 f"partition.balance=[{', '.join(map(str, balance))}] does not fit: expected {num_stages - 1} names, of "

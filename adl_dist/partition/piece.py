@@ -19,10 +19,10 @@ class Crossing(NamedTuple):
     """
 
     node: fx.Node
-    outline: bool
+    shape_token: bool
 
 
-class Piece(nn.Module):
+class StageModule(nn.Module):
     """One stage of a traced model; training and evaluation may run different operations.
 
     Attributes:
@@ -85,7 +85,7 @@ class Piece(nn.Module):
         if not hasattr(source, last):
             raise PartitionError(
                 f"'{name}' of the model's state is neither a parameter nor a buffer, so no stage can hold it; use "
-                "partition.grain=block, which leaves the module that makes it whole"
+                "partition.granularity=block, which leaves the module that makes it whole"
             )
         value = getattr(source, last)
         if isinstance(value, nn.Module):
@@ -115,7 +115,7 @@ def extract(
     outlines: dict[fx.Node, fx.Node] = {}
     stand_ins: dict[fx.Node, fx.Node] = {}
     if len(arriving) > 1:
-        acts = graph.call_function(several, (acts, len(arriving)))
+        acts = graph.call_function(check_arity, (acts, len(arriving)))
     for place, (node, is_outline) in enumerate(arriving):
         got = acts if len(arriving) == 1 else graph.call_function(operator.getitem, (acts, place))
         (outlines if is_outline else values)[node] = got
@@ -130,15 +130,15 @@ def extract(
         if node in values or node in trace.shapes:
             return value(node)
         if node not in stand_ins:
-            stand_ins[node] = graph.call_function(stand_in, (outlines[node],))
+            stand_ins[node] = graph.call_function(shape_proxy, (outlines[node],))
         return stand_ins[node]
 
     def send(crossing: Crossing) -> fx.Node:
-        if not crossing.outline:
+        if not crossing.shape_token:
             return value(crossing.node)
         if crossing.node in outlines:
             return outlines[crossing.node]
-        return graph.call_function(outline, (value(crossing.node),))
+        return graph.call_function(shape_token, (value(crossing.node),))
 
     for step in steps:
         values[step] = graph.node_copy(step, value)
@@ -150,7 +150,7 @@ def extract(
     return graph
 
 
-def several(acts: Sequence[Any], count: int) -> Sequence[Any]:
+def check_arity(acts: Sequence[Any], count: int) -> Sequence[Any]:
     """``acts``, which are as many as there should be.
 
     Raises:
@@ -164,17 +164,17 @@ def several(acts: Sequence[Any], count: int) -> Sequence[Any]:
     return acts
 
 
-def outline(x: Tensor) -> Tensor:
+def shape_token(x: Tensor) -> Tensor:
     """A tensor without elements that tells shape, dtype and device of ``x`` [...]: [..., 0]."""
     return x.detach().new_empty((*x.shape, 0))
 
 
-def stand_in(outline: Tensor) -> Tensor:
-    """A tensor [...] of one element in memory that answers for the one that ``outline`` [..., 0] was made of."""
-    return outline.detach().new_zeros(()).expand(outline.shape[:-1])
+def shape_proxy(shape_token: Tensor) -> Tensor:
+    """A tensor [...] of one element in memory that answers for the one that ``shape_token`` [..., 0] was made of."""
+    return shape_token.detach().new_zeros(()).expand(shape_token.shape[:-1])
 
 
-def _compiled(piece: Piece, graph: fx.Graph) -> Callable[[nn.Module, Any], Any]:
+def _compiled(piece: StageModule, graph: fx.Graph) -> Callable[[nn.Module, Any], Any]:
     graph.lint()
     # The class that torch.fx generates; its instance is not used, because it would hold the state a second time.
     try:

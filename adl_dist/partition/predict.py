@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
-from adl_dist.partition.costs import Held, Machine, UnitCost, link_time
+from adl_dist.partition.costs import Machine, StageFootprint, UnitCost, link_time
 from adl_dist.partition.profile import Profile
 from adl_dist.schedule import Costs, Method, max_pending_of, speed
 from adl_dist.schedule.table import figures
@@ -40,11 +40,11 @@ class Prediction:
         return (1 + sum(self.staleness_mean) / M) / M
 
 
-def held_by(method: Method, *, num_stages: int) -> list[Held]:
+def held_by(method: Method, *, num_stages: int) -> list[StageFootprint]:
     """What ``method`` makes each stage hold."""
     M, kept = method.micro_batches_per_update, max_pending_of(method, num_stages=num_stages)
     return [
-        Held(
+        StageFootprint(
             graphs=stage.graphs,
             inputs=stage.inputs,
             acts_sent=kept.get(("act", stage.stage), 0),
@@ -93,7 +93,7 @@ def predict(
         PartitionError: no cut is possible, or none fits into memory.
         ConfigError: local losses, whose heads are not measured.
     """
-    if method.row.local_losses and num_stages > 1:
+    if method.spec.local_losses and num_stages > 1:
         raise ConfigError("its local losses have heads that are not measured, and another goal than the model's")
     M = method.micro_batches_per_update
     units = profile.with_stages(num_stages).costs(M)

@@ -72,12 +72,12 @@ def is_plain_sequential(model: nn.Module) -> bool:
     )
 
 
-def read(model: nn.Module, *, grain: str) -> tuple[Trace, Trace]:
+def read(model: nn.Module, *, granularity: str) -> tuple[Trace, Trace]:
     """Read the forward of ``model`` in training and in evaluation; one and the same trace twice if they agree.
 
     Args:
         model: takes one tensor; further arguments keep their defaults.
-        grain: ``layer``: down to single layers and operations; ``block``: no further than what the model itself and
+        granularity: ``layer``: down to single layers and operations; ``block``: no further than what the model and
             its plain Sequentials call.
 
     Raises:
@@ -86,9 +86,9 @@ def read(model: nn.Module, *, grain: str) -> tuple[Trace, Trace]:
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.enable_grad():
-            training = _trace(model.train(), grain)
+            training = _trace(model.train(), granularity)
         with torch.no_grad():
-            evaluation = _trace(model.eval(), grain)
+            evaluation = _trace(model.eval(), granularity)
     finally:
         for module, mode in modes.items():
             module.training = mode
@@ -103,8 +103,8 @@ def is_light(node: fx.Node) -> bool:
     return node.op == "get_attr" or name in _LIGHT or isinstance(node.target, type)
 
 
-def _trace(model: nn.Module, grain: str) -> Trace:
-    graph = symbolic(model, grain=grain)
+def _trace(model: nn.Module, granularity: str) -> Trace:
+    graph = symbolic(model, granularity=granularity)
     kinds = _kinds(graph)
     (result,) = next(node for node in graph.nodes if node.op == "output").args
     return Trace(

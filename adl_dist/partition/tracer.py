@@ -22,19 +22,19 @@ IN_PLACE = (
 FACTORIES = ("zeros", "ones", "full", "empty", "arange", "linspace", "eye", "rand", "randn", "randint")
 
 
-def symbolic(model: nn.Module, *, grain: str) -> fx.Graph:
+def symbolic(model: nn.Module, *, granularity: str) -> fx.Graph:
     """The operations of ``model`` in its present mode, with one placeholder, its input. The model stays as it is.
 
     Args:
         model: takes one tensor; further arguments keep their defaults.
-        grain: see :func:`adl_dist.partition.trace.read`.
+        granularity: see :func:`adl_dist.partition.trace.read`.
 
     Raises:
         PartitionError: it cannot be traced, or a cut model would do something else.
     """
     _check_arguments(model)
     _check_hooks(model, type(model).__name__)
-    tracer = _Tracer(grain)
+    tracer = _Tracer(granularity)
     with _as_before(model), _factories_read():
         try:
             return tracer.trace(model)
@@ -75,9 +75,9 @@ class _Held(_Value):
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, grain: str) -> None:
+    def __init__(self, granularity: str) -> None:
         super().__init__(autowrap_modules=(math,))
-        self._grain, self._with_gradient, self._autocast = grain, torch.is_grad_enabled(), _autocast()
+        self._grain, self._with_gradient, self._autocast = granularity, torch.is_grad_enabled(), _autocast()
         self.where = ""  # the innermost module whose forward could not be read
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -236,5 +236,5 @@ def _refused(model: nn.Module, where: str, error: Exception) -> PartitionError:
     return PartitionError(
         f"{type(model).__name__} cannot be traced, so where it can be cut is not known: {line}{inside}: "
         f"{' '.join(str(error).split())[:200]}; hide the function that holds this line from tracing by torch.fx.wrap, "
-        "use partition.grain=block if the line lies inside of a block, or hand over an nn.Sequential of units"
+        "use partition.granularity=block if the line lies inside of a block, or hand over an nn.Sequential of units"
     )

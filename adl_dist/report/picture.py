@@ -11,7 +11,7 @@ from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.actions_of import staleness
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.table import figures, title
-from adl_dist.schedule.timing import Costs, simulate, streams_of, ticks
+from adl_dist.schedule.timing import Costs, actions_of_all, simulate, ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +89,7 @@ def picture(method: Method, *, num_stages: int, num_micro_batches: int, costs: C
     """The picture itself; see :func:`draw`."""
     from matplotlib.figure import Figure
 
-    streams = streams_of(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
+    streams = actions_of_all(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
     table = ticks(streams)
     num_ticks = max((max(row) + 1 for row in table if row), default=0)
     if num_ticks > MOST_TICKS:
@@ -265,7 +265,7 @@ def _words(
     ]
     if K > 1:
         handles.append(Line2D([], [], color=ACT, linewidth=1.2, label="activation"))
-        if method.row.local_losses is False:
+        if method.spec.local_losses is False:
             handles.append(Line2D([], [], color=GRAD, linewidth=1.2, linestyle=(0, (4, 1.6)), label="gradient"))
     figure.legend(
         handles=handles,

@@ -2,26 +2,26 @@
 
 from adl_dist.schedule.actions import Action, Op, format_stream, parse_stream
 from adl_dist.schedule.actions_of import (
-    evaluation_stream,
+    evaluation_actions,
     forward_version,
     staleness,
     steady_staleness,
-    training_stream,
+    training_actions,
 )
 from adl_dist.schedule.greedy import greedy_streams
-from adl_dist.schedule.method_table import METHODS, Row
+from adl_dist.schedule.method_table import METHODS, MethodSpec
 from adl_dist.schedule.methods import Method, method
-from adl_dist.schedule.replay import check_rendezvous, in_turn, most_under_way, replay
+from adl_dist.schedule.replay import check_rendezvous, downstream_first, max_outstanding, replay
 from adl_dist.schedule.segment import Segment
 from adl_dist.schedule.table import StageFigures, describe, figures
-from adl_dist.schedule.timing import Costs, simulate, speed, streams_of
+from adl_dist.schedule.timing import Costs, actions_of_all, simulate, speed
 from adl_dist.schedule.training import (
-    Work,
-    end_early,
+    StageWork,
+    drain_is_exact,
     evaluation_work,
-    forget_streams,
-    leaves_no_trace,
+    forget_actions,
     max_pending_of,
+    shorten,
     training_work,
     updates_that_load,
 )
@@ -31,34 +31,34 @@ __all__ = [
     "Action",
     "Costs",
     "Method",
+    "MethodSpec",
     "Op",
-    "Row",
     "Segment",
     "StageFigures",
-    "Work",
+    "StageWork",
+    "actions_of_all",
     "check_rendezvous",
     "describe",
-    "end_early",
-    "evaluation_stream",
+    "downstream_first",
+    "drain_is_exact",
+    "evaluation_actions",
     "evaluation_work",
     "figures",
-    "forget_streams",
+    "forget_actions",
     "format_stream",
     "forward_version",
     "greedy_streams",
-    "in_turn",
-    "leaves_no_trace",
+    "max_outstanding",
     "max_pending_of",
     "method",
-    "most_under_way",
     "parse_stream",
     "replay",
+    "shorten",
     "simulate",
     "speed",
     "staleness",
     "steady_staleness",
-    "streams_of",
-    "training_stream",
+    "training_actions",
     "training_work",
     "updates_that_load",
 ]

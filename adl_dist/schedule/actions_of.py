@@ -6,7 +6,7 @@ from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.methods import Method
 
 
-def training_stream(method: Method, stage: int, *, num_stages: int, group_sizes: Sequence[int]) -> Iterator[Action]:
+def training_actions(method: Method, stage: int, *, num_stages: int, group_sizes: Sequence[int]) -> Iterator[Action]:
     """Yield what ``stage`` does to train on one segment.
 
     One tick is at most one forward, then one backward, then an update if a group is complete. Warm-up,
@@ -38,7 +38,7 @@ def training_stream(method: Method, stage: int, *, num_stages: int, group_sizes:
         raise ValueError(f"groups must be >= 1, got {list(group_sizes)}")
     groups = list(enumerate(group_sizes))
     first = 0
-    for stretch in [[group] for group in groups] if method.row.flush else [groups]:
+    for stretch in [[group] for group in groups] if method.spec.flush else [groups]:
         yield from _stretch(method, stage, num_stages, first, stretch)
         first += sum(size for _, size in stretch)
 
@@ -47,7 +47,7 @@ def _stretch(
     method: Method, stage: int, num_stages: int, first: int, groups: Sequence[tuple[int, int]]
 ) -> Iterator[Action]:
     """From an empty pipeline to an empty pipeline; ``groups`` are (number, size), from micro-batch ``first`` on."""
-    row, last = method.row, num_stages - 1
+    row, last = method.spec, num_stages - 1
     delay = method.delay_of(stage, num_stages=num_stages)
     group_of: dict[int, int] = {}
     place: dict[int, tuple[int, int]] = {}  # of a micro-batch in its group, and the group's size
@@ -84,7 +84,7 @@ def _stretch(
                 yield Action(Op.UPDATE, group_of[b])
 
 
-def evaluation_stream(stage: int, *, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
+def evaluation_actions(stage: int, *, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
     """Yield what ``stage`` does to evaluate: forwards only, with nothing kept."""
     for micro_batch in range(num_micro_batches):
         yield from _forward(Op.PREDICT, micro_batch, stage, num_stages)
@@ -120,7 +120,7 @@ def forward_version(method: Method, micro_batch: int, *, delay: int) -> int:
         delay: d of the stage.
     """
     M = method.micro_batches_per_update
-    if method.row.flush:
+    if method.spec.flush:
         return micro_batch // M
     if method.weights == "2bw":
         return max(0, micro_batch // M - 1)

@@ -17,7 +17,7 @@ Prefer = Literal["backward", "forward"]
 SAME_MOMENT = 1e-9  # the same times summed in another order may differ by a rounding
 
 
-def capped(
+def simulate_dataflow(
     costs: Costs,
     caps: Sequence[int],
     *,
@@ -87,7 +87,7 @@ def capped(
     return spans
 
 
-def lock_step(costs: Costs, *, num_micro_batches: int, slowdown: Slowdown = at_full_speed) -> float:
+def simulate_synchronous(costs: Costs, *, num_micro_batches: int, slowdown: Slowdown = at_full_speed) -> float:
     """Time of so many slots if all stages meet after each, as in the loop of the authors' code.
 
     In a slot every stage does one forward and one backward; the slowest decides. Filling, draining and links are

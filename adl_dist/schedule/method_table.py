@@ -38,7 +38,7 @@ CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one cloc
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class MethodSpec:
     """What makes a method that method.
 
     Attributes:
@@ -65,48 +65,48 @@ class Row:
 
 
 METHODS = {
-    "adl": Row(
+    "adl": MethodSpec(
         summary="Accumulated Decoupled Learning (Zhuang et al., ICML 2021)",
         delay="decoupled",
         accumulation_steps=4,
         options=CLOCKED,
     ),
-    "fdg": Row(
+    "fdg": MethodSpec(
         summary="Fully Decoupled with Delayed Gradients (Zhuang et al., TNNLS 2021)", delay="decoupled", options=CLOCKED
     ),
-    "dsp": Row(
+    "dsp": MethodSpec(
         summary="Diversely Stale Parameters (Xu et al., CVPR 2020)",
         delay="queues",
         weights="recompute",
         options=(*CLOCKED, "activation_queue", "gradient_queue"),
     ),
-    "ddg": Row(
+    "ddg": MethodSpec(
         summary="Decoupled Parallel BP with Delayed Gradients (Huo et al., ICML 2018)",
         delay="minimal",
         forward_lock=True,
         options=CLOCKED,
     ),
-    "fr": Row(
+    "fr": MethodSpec(
         summary="Features Replay (Huo et al., NeurIPS 2018)",
         delay="minimal",
         weights="recompute",
         forward_lock=True,
         options=CLOCKED,
     ),
-    "dgl": Row(
+    "dgl": MethodSpec(
         summary="Decoupled Greedy Learning (Belilovsky et al., ICML 2020)",
         delay="none",
         local_losses=True,
         options=(*ANY, "head", "buffer_size", "buffer_reuse", "stage_speeds"),
     ),
-    "bp": Row(
+    "bp": MethodSpec(
         summary="Backpropagation, one micro-batch at a time",
         delay="none",
         accumulation_steps=4,
         flush=True,
         options=ANY,
     ),
-    "gpipe": Row(
+    "gpipe": MethodSpec(
         summary="GPipe (Huang et al., NeurIPS 2019)",
         delay="group",
         accumulation_steps=4,
@@ -114,18 +114,18 @@ METHODS = {
         last_in_first_out=True,
         options=(*ANY, "recompute"),
     ),
-    "1f1b": Row(
+    "1f1b": MethodSpec(
         summary="1F1B with flush (PipeDream-Flush, Narayanan et al., ICML 2021)",
         delay="minimal",
         accumulation_steps=4,
         flush=True,
         options=ANY,
     ),
-    "pipedream": Row(summary="PipeDream (Narayanan et al., SOSP 2019)", delay="minimal"),
-    "2bw": Row(
+    "pipedream": MethodSpec(summary="PipeDream (Narayanan et al., SOSP 2019)", delay="minimal"),
+    "2bw": MethodSpec(
         summary="PipeDream-2BW (Narayanan et al., ICML 2021)", delay="minimal", weights="2bw", accumulation_steps=4
     ),
-    "paci": Row(
+    "paci": MethodSpec(
         summary="PACI (2026): 1F1B, local accumulation, no stash",
         delay="minimal",
         weights="latest",

@@ -12,10 +12,10 @@ from adl_dist.schedule.method_table import (
     DelayRule,
     Head,
     LrIndex,
+    MethodSpec,
     Order,
     Recompute,
     Reduction,
-    Row,
     Weights,
 )
 from adl_dist.schedule.options import CHOICES, TYPES
@@ -69,13 +69,13 @@ class Method:
     buffer_reuse: int | None = None
     stage_speeds: Sequence[float] | None = None
 
-    row: Row = field(init=False, repr=False, compare=False)
+    spec: MethodSpec = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or self.name not in METHODS:
             raise ConfigError(f"method.name: there is no '{self.name}'; choose one of {', '.join(METHODS)}")
-        row = METHODS[self.name]
-        self._set("row", row)
+        spec = METHODS[self.name]
+        self._set("spec", spec)
         self._refuse_dead_options()
         for name in ("delay", "lr_factors", "stage_speeds", "activation_queue", "gradient_queue"):
             if isinstance(value := getattr(self, name), list):
@@ -84,13 +84,13 @@ class Method:
             raise ConfigError("method.delay and the queues of dsp say the same in two ways; give one of them")
         for name in ("accumulation_steps", "weights", "delay"):
             if getattr(self, name) is None:
-                self._set(name, getattr(row, name))
+                self._set(name, getattr(spec, name))
         self._check()
 
     @property
     def settings(self) -> dict[str, Any]:
         """All hyper-parameters that mean something to this method, as plain values."""
-        values = {"name": self.name, **{name: getattr(self, name) for name in self.row.options}}
+        values = {"name": self.name, **{name: getattr(self, name) for name in self.spec.options}}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
@@ -175,7 +175,7 @@ class Method:
         if self.lr_index == "update":
             return 0
         K, M = num_stages, self.micro_batches_per_update
-        arrives = 0 if self.row.forward_lock else sum(self._per_hop("activation_queue", K - 1)[:stage])
+        arrives = 0 if self.spec.forward_lock else sum(self._per_hop("activation_queue", K - 1)[:stage])
         slot = M - 1 + arrives + self._nominal_delays(K)[stage]
         if self.order == "backward_first" and stage == K - 1:
             slot += 1
@@ -223,13 +223,13 @@ class Method:
 
     def _refuse_dead_options(self) -> None:
         for option in fields(self):
-            if not option.init or option.name == "name" or option.name in self.row.options:
+            if not option.init or option.name == "name" or option.name in self.spec.options:
                 continue
             value = getattr(self, option.name)
             if value is not None and value != option.default:
                 raise ConfigError(
                     f"method.{option.name}={value} means nothing to method={self.name}, which takes "
-                    f"{', '.join(self.row.options)}"
+                    f"{', '.join(self.spec.options)}"
                 )
 
     def _check(self) -> None:
@@ -240,12 +240,12 @@ class Method:
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise ConfigError(f"method.{name}: there is no '{value}'; choose one of {', '.join(choices)}")
-        rules = list(dict.fromkeys((*ANYONES_DELAYS, self.row.delay)))
+        rules = list(dict.fromkeys((*ANYONES_DELAYS, self.spec.delay)))
         if isinstance(self.delay, str) and self.delay not in rules:
             raise ConfigError(f"method.delay: there is no '{self.delay}'; choose one of {', '.join(rules)}, or a list")
-        if self.lr_index == "slot" and self.delay != self.row.delay:
+        if self.lr_index == "slot" and self.delay != self.spec.delay:
             raise ConfigError(
-                f"method.lr_index=slot needs the clock of method.delay={self.row.delay}; with method.delay="
+                f"method.lr_index=slot needs the clock of method.delay={self.spec.delay}; with method.delay="
                 f"{self.delay} stages share none: leave one of them away"
             )
         for name in ("activation_queue", "gradient_queue"):

@@ -12,7 +12,7 @@ Edge = tuple[str, int]  # what is carried, and the stage that receives it
 Sending = tuple[str, int]  # what is carried, and the stage that sends it
 
 
-def in_turn(runnable: Sequence[int]) -> int:
+def downstream_first(runnable: Sequence[int]) -> int:
     """Prefer the stage furthest downstream, so that messages are consumed as soon as they are there."""
     return runnable[-1]
 
@@ -22,14 +22,16 @@ def at_random(seed: int) -> Callable[[Sequence[int]], int]:
     return random.Random(seed).choice
 
 
-def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn) -> Iterator[tuple[int, Action]]:
+def replay(
+    streams: Streams, *, pick_next: Callable[[Sequence[int]], int] = downstream_first
+) -> Iterator[tuple[int, Action]]:
     """Yield (stage, action) of all stages in one valid order: a receive comes after its send.
 
-    The engine executes the order as it comes, so whatever ``choose`` picks is a run of the real thing.
+    The engine executes the order as it comes, so whatever ``pick_next`` picks is a run of the real thing.
 
     Args:
         streams: the actions of stages 0..K-1.
-        choose: picks the next stage among those that can go on (ascending order).
+        pick_next: picks the next stage among those that can go on (ascending order).
 
     Raises:
         ScheduleError: every unfinished stage waits for another, or a message is not the one awaited.
@@ -49,16 +51,16 @@ def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn
             raise ScheduleError(f"stage {stage} expects {action}, but micro-batch {arrived[0]} comes first")
         return bool(arrived)
 
-    downstream_first = range(num_stages - 1, -1, -1)
+    from_last = range(num_stages - 1, -1, -1)
     while True:
-        if choose is in_turn:  # which needs no more than the first that can
-            for stage in downstream_first:
+        if pick_next is downstream_first:  # which needs no more than the first that can
+            for stage in from_last:
                 if ready(stage):
                     break
             else:
                 break
         elif runnable := [k for k in range(num_stages) if ready(k)]:
-            stage = choose(runnable)
+            stage = pick_next(runnable)
         else:
             break
         action = streams[stage][cursor[stage]]
@@ -75,7 +77,7 @@ def replay(streams: Streams, *, choose: Callable[[Sequence[int]], int] = in_turn
         raise ScheduleError(f"messages that nobody receives: {lost}")
 
 
-def most_under_way(streams: Streams, numbers: Container[int]) -> dict[Sending, int]:
+def max_outstanding(streams: Streams, numbers: Container[int]) -> dict[Sending, int]:
     """Of each edge, the messages that may not have been received yet when one is sent, it included.
 
     However slow the receiver is, and however fast all others are: only that counts as received of which the sender has

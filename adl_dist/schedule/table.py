@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.actions_of import forward_version, steady_staleness
 from adl_dist.schedule.methods import Method
-from adl_dist.schedule.timing import streams_of, ticks
+from adl_dist.schedule.timing import actions_of_all, ticks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def figures(method: Method, *, num_stages: int, num_micro_batches: int | None = 
     delays = method.delays(num_stages)
     if num_micro_batches is None:
         num_micro_batches = M * (2 * (delays[0] // M) + 6) + method.buffer_size
-    streams = streams_of(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
+    streams = actions_of_all(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
     told = []
     for k, delay in enumerate(delays):
         by_offset = steady_staleness(method, delay=delay)
@@ -98,14 +98,14 @@ def _held(method: Method, stream: list[Action], delay: int) -> tuple[int, int, i
 
 def title(method: Method, *, num_stages: int, num_micro_batches: int) -> str:
     """Name and settings in one line."""
-    M, weights = method.micro_batches_per_update, method.weights if "weights" in method.row.options else "present"
+    M, weights = method.micro_batches_per_update, method.weights if "weights" in method.spec.options else "present"
     told = f"K = {num_stages} stages, M = {M}, {weights} weights, {num_micro_batches} micro-batches"
-    return f"{method.row.summary}: {told}"
+    return f"{method.spec.summary}: {told}"
 
 
 def tick_words(method: Method, *, num_stages: int, num_micro_batches: int) -> list[dict[int, list[str]]]:
     """For each stage what it does in each tick, as printed, like ``{4: ["F4", "B0"]}``."""
-    streams = streams_of(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
+    streams = actions_of_all(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
     return [{tick: list(map(str, row[tick])) for tick in sorted(row)} for row in ticks(streams)]
 
 

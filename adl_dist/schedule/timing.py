@@ -174,7 +174,7 @@ def speed(method: Method, costs: Costs, *, num_groups: int = 24) -> Speed:
     return Speed(time_per_update=period, bubble=1 - sum(busy) / K, speed_up=serial / period, busy=busy)
 
 
-def streams_of(method: Method, *, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
+def actions_of_all(method: Method, *, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
     """The streams of a segment of so many equal micro-batches."""
     M = method.micro_batches_per_update
     segment = Segment(epoch=0, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
@@ -185,11 +185,11 @@ def streams_of(method: Method, *, num_stages: int, num_micro_batches: int) -> li
 def _per_update(method: Method, costs: Costs, num_groups: int) -> tuple[float, list[float]]:
     """Time, and busy time of each stage, that an update adds."""
     K, M = len(costs.forward), method.micro_batches_per_update
-    if method.row.flush:
+    if method.spec.flush:
         num_groups = 4  # stage 0 begins and ends each group, so none depends on the one before
 
     def run(groups: int) -> tuple[float, list[float]]:
-        spans = simulate(streams_of(method, num_stages=K, num_micro_batches=groups * M), costs)
+        spans = simulate(actions_of_all(method, num_stages=K, num_micro_batches=groups * M), costs)
         worked = [0.0] * K
         for span in spans:
             worked[span.stage] += span.end - span.start

@@ -2,15 +2,15 @@
 
 from adl_dist.stage.calls import packed, takes_gradient, unpacked
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head, check_outs
-from adl_dist.stage.nonfinite import Guard
+from adl_dist.stage.nonfinite import GradientPolicy
 from adl_dist.stage.stage import Stage
-from adl_dist.stage.stats import Tally
+from adl_dist.stage.stats import StepStats
 
 __all__ = [
     "NORMALISES_SAMPLES",
-    "Guard",
+    "GradientPolicy",
     "Stage",
-    "Tally",
+    "StepStats",
     "build_head",
     "check_outs",
     "packed",

@@ -18,7 +18,7 @@ class InFlight:
     target: Tensor | None  # where there is a loss
     version: int  # updates that had led to the weights of the forward
     ends: Ends | None = None  # where the graph begins to go backward; None: to be recomputed
-    scored: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
+    output_and_loss: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
     buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
 
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import Method
 from adl_dist.stage.calls import Tensors, takes_gradient
-from adl_dist.stage.stats import Tally, norm_of
+from adl_dist.stage.stats import StepStats, norm_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guard:
+class GradientPolicy:
     """What stands between the gradients of a group and the weights.
 
     Attributes:
@@ -50,7 +50,7 @@ class Guard:
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ConfigError(f"train.clip_norm must be finite and above 0, got {self.clip_norm}; null clips nothing")
-        if self.skips and method.row.local_losses and num_stages > 1:
+        if self.skips and method.spec.local_losses and num_stages > 1:
             raise ConfigError(
                 f"train.non_finite=skip cannot skip an update in all stages of method={method.name}, whose stages send "
                 "no gradients that could tell of it; use train.non_finite=stop, or another method"
@@ -67,7 +67,7 @@ class Guard:
         return {"non_finite": self.non_finite, "max_skipped": self.max_skipped, "clip_norm": self.clip_norm}
 
 
-class Faults:
+class NonFiniteCheck:
     """Looks at the loss and the gradient of each update of one stage once, as early as that costs no waiting.
 
     On a CPU at once. A GPU has only been given its work by then, and to ask for a number would be to wait for all of
@@ -75,9 +75,9 @@ class Faults:
     skipped a GPU is waited for, once in each, for what is sent next depends on it.
     """
 
-    def __init__(self, guard: Guard, *, stage: int, is_last: bool) -> None:
+    def __init__(self, guard: GradientPolicy, *, stage: int, is_last: bool) -> None:
         self._guard, self._stage, self._is_last = guard, stage, is_last
-        self._unseen: deque[tuple[int, int, Tally]] = deque()  # update, epoch, and what holds its figures
+        self._unseen: deque[tuple[int, int, StepStats]] = deque()  # update, epoch, and what holds its figures
         self._sent: list[Tensor] = []  # norms of what went upstream for the group, where updates may be skipped
         self._num_in_a_row = 0
 
@@ -91,7 +91,7 @@ class Faults:
         if self._guard.skips and grads:
             self._sent.append(norm_of(grads))
 
-    def judge(self, tally: Tally, arrived: Tensors, *, update: int, epoch: int) -> str | None:
+    def judge(self, tally: StepStats, arrived: Tensors, *, update: int, epoch: int) -> str | None:
         """Judge a group whose gradients are complete, before the last one goes upstream.
 
         Args:
@@ -176,7 +176,7 @@ def _is_refusal(grads: Sequence[Tensor]) -> bool:
     return any(grad.numel() > 0 and bool(grad.isnan().all()) for grad in grads)
 
 
-def _fault(tally: Tally) -> str | None:
+def _fault(tally: StepStats) -> str | None:
     numbers = tally.numbers()
     for name, told in (("loss_sum", "the loss"), ("gradient_norm", "the norm of the gradient")):
         if not math.isfinite(value := numbers.get(name, 0.0)):

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from adl_dist.stage.calls import DropoutStreams, Tensors, call_of, packed, takes_gradient, unpacked
 from adl_dist.stage.in_flight import InFlight, ends_of
 from adl_dist.stage.learning_rates import scaled_learning_rates, step_schedule
-from adl_dist.stage.nonfinite import Faults, Guard, buffers_kept_finite, refusal
-from adl_dist.stage.stats import Tally, norm_of
+from adl_dist.stage.nonfinite import GradientPolicy, NonFiniteCheck, buffers_kept_finite, refusal
+from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.weights import TwoVersions, weight_policy
 
 
@@ -47,7 +47,7 @@ class Stage:
         overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
         within: Callable[[], AbstractContextManager[Any]] = nullcontext,
         compiled: bool = False,
-        guard: Guard | None = None,
+        guard: GradientPolicy | None = None,
         seed: int = 0,
     ) -> None:
         """Take over ``module``.
@@ -74,8 +74,8 @@ class Stage:
         self.module, self.head = module, head
         self.version = 0
         self.in_flight: dict[int, InFlight] = {}
-        guard = guard or Guard()
-        self.tally, self.faults = Tally(), Faults(guard, stage=index, is_last=is_last)
+        guard = guard or GradientPolicy()
+        self.tally, self.faults = StepStats(), NonFiniteCheck(guard, stage=index, is_last=is_last)
         self._clip_norm = guard.clip_norm
         self._watching_buffers = buffers_kept_finite if guard.skips else nullcontext
         self._gradient_norm: Tensor | None = None  # of the group that is complete
@@ -124,7 +124,7 @@ class Stage:
         self._epoch = epoch
         self._dropout.begin(epoch, first_micro_batch=first_micro_batch)
         self._first_version, self._forward_version = self.version, None
-        self.tally = Tally()
+        self.tally = StepStats()
         self.faults.forget()
         self._trained.train(training)
         # What an interrupted segment, or the user before us, left there belongs to no group.
@@ -184,7 +184,7 @@ class Stage:
                 outs = unpacked(out)
                 last = (self._loss(out, target),) if self.has_loss else outs
             if self.has_loss:
-                kept.scored = outs[0] if self.is_last else None, last[0]
+                kept.output_and_loss = outs[0] if self.is_last else None, last[0]
             if keep_graph:
                 kept.ends = ends_of(last)
             return () if self.is_last else tuple(out.detach() for out in outs)
@@ -221,9 +221,9 @@ class Stage:
                 ends, grads = zip(*paired, strict=True)
                 torch.autograd.backward(ends, grads)
             self.tally.staleness.append(self.version - kept.version)
-            if kept.scored is not None:
+            if kept.output_and_loss is not None:
                 assert kept.target is not None
-                self.tally.score(kept.scored[0], kept.target, kept.scored[1])
+                self.tally.score(kept.output_and_loss[0], kept.target, kept.output_and_loss[1])
             if self.index == 0 or self._learns_locally:
                 return ()
             leaving = tuple(
@@ -232,7 +232,7 @@ class Stage:
             self.faults.sent(leaving)
             return leaving
 
-    def close_group(self, arrived: Tensors, leaving: Tensors) -> Tensors:
+    def finish_group(self, arrived: Tensors, leaving: Tensors) -> Tensors:
         """Look at a group's gradients, which are complete, before the last of those for upstream is sent.
 
         In this order, because no stage upstream can complete the group before that.

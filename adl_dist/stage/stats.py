@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass
-class Tally:
+class StepStats:
     """Counts of one group, or of an evaluation. Loss and hits exist on the last stage only.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Busy:
 
     __slots__ = ("_start", "_tally")
 
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: StepStats) -> None:
         self._tally = tally
 
     def __enter__(self) -> None:

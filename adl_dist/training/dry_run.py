@@ -17,7 +17,7 @@ NUM_SAMPLES = 2
 InBothModes = tuple[list[bool], list[bool]]  # in training, in evaluation
 
 
-class Found(NamedTuple):
+class DryRunResult(NamedTuple):
     """What a trial has shown.
 
     Attributes:
@@ -32,7 +32,7 @@ class Found(NamedTuple):
     shared: InBothModes
 
 
-def try_out(
+def dry_run(
     module: nn.Module,
     stage: int,
     arriving: Specs,
@@ -42,7 +42,7 @@ def try_out(
     shared: InBothModes | None = None,
     *,
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Found:
+) -> DryRunResult:
     """Run ``module`` in training and in evaluation, on zeros; its buffers stay as they are.
 
     Args:
@@ -84,7 +84,7 @@ def try_out(
                     _try_loss(stage, outs[-1], out, target, loss_fn)
     finally:
         module.train(was_training)
-    return Found(Specs(*outs), (written[0], written[1]), (shared_outs[0], shared_outs[1]))
+    return DryRunResult(Specs(*outs), (written[0], written[1]), (shared_outs[0], shared_outs[1]))
 
 
 def _zeros(specs: Sequence[TensorSpec], device: torch.device, *, with_gradient: bool) -> list[Tensor]:

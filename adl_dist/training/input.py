@@ -16,7 +16,7 @@ from adl_dist.transport.staging import to_device
 CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
-class Feed:
+class DeviceLoader:
     """Wraps a :class:`Loader`; yields (input on the device, target on the CPU)."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Feed:
             )
 
 
-def feed_from(
+def make_loader(
     dataset: Dataset[Any] | None,
     name: str,
     *,
@@ -101,8 +101,8 @@ def feed_from(
     device: torch.device,
     dtype: torch.dtype,
     channels_last: bool,
-    smallest: int = 1,
-) -> Feed:
+    min_samples: int = 1,
+) -> DeviceLoader:
     """Micro-batches of ``dataset``.
 
     Args:
@@ -114,22 +114,22 @@ def feed_from(
         device: of the first stage.
         dtype: of the run.
         channels_last: whether images are stored so.
-        smallest: number of samples that will do.
+        min_samples: number of samples that will do.
 
     Raises:
         DataError: there is none, it is too small, or no dataset.
     """
     if dataset is None:
         raise DataError(f"the {name} dataset is None on the rank that feeds the pipeline, rank 0; pass it there")
-    check_dataset(dataset, name=name, smallest=smallest)
+    check_dataset(dataset, name=name, min_samples=min_samples)
     pinned = device.type == "cuda"
     loader = Loader(dataset, seed=seed, shuffle=shuffle, num_workers=num_workers, pin_memory=pinned)
-    return Feed(loader, device=device, dtype=dtype, channels_last=channels_last, name=f"{name} dataset")
+    return DeviceLoader(loader, device=device, dtype=dtype, channels_last=channels_last, name=f"{name} dataset")
 
 
-def common_sample(train_feed: Feed | None, val_feed: Feed | None) -> tuple[Tensor, Tensor] | None:
+def common_sample(train_loader: DeviceLoader | None, val_loader: DeviceLoader | None) -> tuple[Tensor, Tensor] | None:
     """A sample as both datasets give it, for the agreement on shapes; None where no data is fed."""
-    samples = [sample for feed in (train_feed, val_feed) if (sample := _first_sample(feed)) is not None]
+    samples = [sample for feed in (train_loader, val_loader) if (sample := _first_sample(feed)) is not None]
     specs = [tuple(str(TensorSpec.of(tensor)) for tensor in sample) for sample in samples]
     if len(set(specs)) > 1:
         raise DataError(
@@ -139,7 +139,7 @@ def common_sample(train_feed: Feed | None, val_feed: Feed | None) -> tuple[Tenso
     return samples[0] if samples else None
 
 
-def _first_sample(feed: Feed | None) -> tuple[Tensor, Tensor] | None:
+def _first_sample(feed: DeviceLoader | None) -> tuple[Tensor, Tensor] | None:
     """Input and target of one sample as stage 0 will get them, for the agreement on shapes."""
     if feed is None:
         return None

@@ -22,8 +22,8 @@ from adl_dist.partition.predict import best_cut
 from adl_dist.partition.profile import Profile
 from adl_dist.schedule import Method
 from adl_dist.training import shape_inference
-from adl_dist.training.input import Feed
-from adl_dist.training.precision import Numerics, to_channels_last
+from adl_dist.training.input import DeviceLoader
+from adl_dist.training.precision import Precision, to_channels_last
 
 PROFILE = "profile.json"
 SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, and for fragments
@@ -31,7 +31,7 @@ SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, an
 logger = logging.getLogger("adl_dist")
 
 
-class Placement:
+class PartitionedModel:
     """A model, and its cut once that is settled: at once, or, if it is to be measured, before the first step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Placement:
         *,
         num_stages: int,
         balance: str | Sequence[int] | Sequence[str] | None,
-        grain: str | None,
+        granularity: str | None,
         speeds: Sequence[float] | None,
         own: Iterable[int],
     ) -> None:
@@ -59,7 +59,7 @@ class Placement:
         if speeds is not None and not measured:
             raise ConfigError("partition.speeds weighs a measured cut; it needs partition.balance=auto")
         by_name = isinstance(balance, list | tuple) and any(isinstance(entry, str) for entry in balance)
-        self.grain = grain or ("layer" if measured or by_name else "block")
+        self.granularity = granularity or ("layer" if measured or by_name else "block")
         self.signature = signature(model)
         self._model: nn.Module | None = model
         self._chain: Chain | None = None
@@ -68,7 +68,7 @@ class Placement:
         self.told = ""
         self._home: dict[str, tuple[int, torch.dtype]] = {}
         if num_stages > 1 or not (balance is None or isinstance(balance, str)):
-            self._chain = linearise(model, grain=self.grain)
+            self._chain = linearise(model, granularity=self.granularity)
         if self._chain is None:
             self._settle([1])
         elif balance is None or balance == "even":
@@ -99,12 +99,12 @@ class Placement:
         *,
         method: Method,
         sample: tuple[Tensor, Tensor] | None,
-        feed: Feed | None,
+        feed: DeviceLoader | None,
         micro_batch_size: int,
         loss_fn: Callable[[Any, Tensor], Tensor],
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
         device: torch.device,
-        numerics: Numerics,
+        precision: Precision,
         channels_last: bool,
         folder: Path | None,
     ) -> None:
@@ -119,7 +119,7 @@ class Placement:
             loss_fn: of the model.
             optimizer: makes an optimizer.
             device: of this process.
-            numerics: how it computes.
+            precision: how it computes.
             channels_last: whether it stores images so.
             folder: keeps the measurement; None: nothing does.
 
@@ -140,13 +140,13 @@ class Placement:
         profile = take_profile(
             self._model,
             self._chain,
-            grain=self.grain,
+            granularity=self.granularity,
             sample=sample,
             micro_batch_size=micro_batch_size,
             loss_fn=loss_fn,
             optimizer=optimizer,
             device=device,
-            numerics=numerics,
+            precision=precision,
             kept_in=folder / PROFILE if folder is not None else None,
             load=None if feed is None else lambda: feed.seconds_to_load(micro_batch_size),
         )
@@ -179,13 +179,13 @@ def take_profile(
     model: nn.Module,
     chain: Chain,
     *,
-    grain: str,
+    granularity: str,
     sample: tuple[Tensor, Tensor],
     micro_batch_size: int,
     loss_fn: Callable[[Any, Tensor], Tensor],
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     device: torch.device,
-    numerics: Numerics,
+    precision: Precision,
     kept_in: Path | None,
     load: Callable[[], float] | None = None,
 ) -> Profile:
@@ -194,13 +194,13 @@ def take_profile(
     Args:
         model: of ``chain``.
         chain: its units.
-        grain: of the units.
+        granularity: of the units.
         sample: input [1, ...] and target [1, ...]; repeated to a micro-batch.
         micro_batch_size: samples of one.
         loss_fn: of the model.
         optimizer: makes an optimizer.
         device: of the model.
-        numerics: how it computes.
+        precision: how it computes.
         load: measures how long stage 0 loads a micro-batch; None: it does not.
         kept_in: a file; a measurement of the same thing that it holds is taken, another one is replaced.
 
@@ -211,11 +211,11 @@ def take_profile(
     told = json.dumps([chain.units, shapes, repr(model), repr(loss_fn)])
     of = {
         "units": len(chain.units),
-        "grain": grain,
+        "granularity": granularity,
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": hashlib.sha256(told.encode()).hexdigest()[:16],
         "optimizer": type(optimizer([nn.Parameter(torch.zeros(1))])).__name__,
-        **numerics.settings,
+        **precision.settings,
         "micro_batch_size": micro_batch_size,
         "input": list(sample[0].shape[1:]),
         "channels_last": sample[0].ndim == 4 and not sample[0].is_contiguous(),
@@ -236,8 +236,8 @@ def take_profile(
         loss_fn=loss_fn,
         optimizer=optimizer,
         of=of,
-        within=numerics.autocasting(device),
-        wire_dtype=numerics.wire_dtype,
+        within=precision.autocasting(device),
+        wire_dtype=precision.wire_dtype,
     )
     if load is not None:
         profile = replace(profile, loading=load())

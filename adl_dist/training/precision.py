@@ -14,7 +14,7 @@ from adl_dist.schedule import Method
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numerics:
+class Precision:
     """What a run decides about its arithmetic.
 
     Attributes:
@@ -62,7 +62,7 @@ class Numerics:
         return nullcontext if self.autocast is None else partial(torch.autocast, device.type, dtype=self.autocast)
 
     @contextmanager
-    def in_force(self, *, threads: int) -> Iterator[None]:
+    def apply(self, *, threads: int) -> Iterator[None]:
         """Set what torch keeps for a whole process, and ``threads``; leave it as it was.
 
         On a CPU the flags of CUDA do nothing. They are set all the same, so that nothing depends on the order in which

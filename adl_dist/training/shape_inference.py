@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from adl_dist.distributed.world import disconnect
 from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
-from adl_dist.training.dry_run import InBothModes, try_out
+from adl_dist.training.dry_run import InBothModes, dry_run
 from adl_dist.transport import Specs, TensorSpec
 
 SIZES = "sizes"
@@ -36,7 +36,7 @@ class Agreed(NamedTuple):
     overwrites: dict[int, InBothModes]
 
 
-def agree(
+def infer_shapes(
     store: dist.Store,
     modules: Mapping[int, nn.Module],
     *,
@@ -73,11 +73,11 @@ def agree(
         try:
             is_last = stage == num_stages - 1
             loss_target = target if is_last else None
-            found = try_out(modules[stage], stage, acts[stage], loss_target, loss_fn, device, shared, within=within)
+            found = dry_run(modules[stage], stage, acts[stage], loss_target, loss_fn, device, shared, within=within)
             if check is not None and not is_last:
                 check(stage, found.outs.training)
         except AdlError as error:
-            refuse(store, error, stages=range(stage + 1, num_stages + 1))
+            publish_error(store, error, stages=range(stage + 1, num_stages + 1))
             raise
         acts[stage + 1], overwrites[stage] = found.outs, found.overwrites
         _publish(store, stage + 1, found.outs, target, found.shared)
@@ -86,7 +86,7 @@ def agree(
     return Agreed(acts, target, overwrites)
 
 
-def check_same(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str, Any]) -> None:
+def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str, Any]) -> None:
     """Refuse to start if the processes were not given the same job.
 
     Raises:
@@ -111,7 +111,7 @@ def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec, sha
         store.set(f"arrives/{stage}", json.dumps({**told, "target": target.to_json(), "shared": shared}))
 
 
-def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
+def publish_error(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
     """Tell those that wait for an agreement that there will be none.
 
     Args:
@@ -128,14 +128,14 @@ def refuse(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: 
 
 
 @contextmanager
-def refusals_told(store: dist.Store, *, stages: Iterable[int], rank: int) -> Iterator[None]:
+def propagate_errors(store: dist.Store, *, stages: Iterable[int], rank: int) -> Iterator[None]:
     """What stops this rank inside, before the agreement, must not leave the others waiting for it."""
     try:
         yield
     except StageFailed:
         raise
     except Exception as error:
-        refuse(store, error, stages=stages, rank=rank)
+        publish_error(store, error, stages=stages, rank=rank)
         disconnect(in_order=False)
         raise
 

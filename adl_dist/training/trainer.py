@@ -17,12 +17,12 @@ from adl_dist.checkpoint.async_save import Saver
 from adl_dist.checkpoint.run_dir import RunFolder, log_to
 from adl_dist.control import rpc
 from adl_dist.control.coordinator import Coordinator, Saving, record_to
-from adl_dist.control.job import conduct
+from adl_dist.control.job import run_job
 from adl_dist.control.requests import Ask, Requests
-from adl_dist.control.rpc import Crew, Result
-from adl_dist.control.supervision import FollowedWorker, Watch
+from adl_dist.control.rpc import Result, WorkerGroup
+from adl_dist.control.supervision import Supervisor, TrackedWorker
 from adl_dist.control.worker import LocalWorker
-from adl_dist.distributed.affinity import bound_to, keep_freed_memory, num_cores
+from adl_dist.distributed.affinity import bound_to, num_cores, tune_malloc
 from adl_dist.distributed.device import choose_device
 from adl_dist.distributed.world import (
     World,
@@ -35,17 +35,17 @@ from adl_dist.distributed.world import (
 from adl_dist.errors import ConfigError
 from adl_dist.launch import signals
 from adl_dist.monitor.memory import MemoryMeter
-from adl_dist.monitor.timeouts import Limits
+from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import Tracer
 from adl_dist.report import Progress, Recorder
-from adl_dist.schedule import Method, forget_streams, in_turn, leaves_no_trace
+from adl_dist.schedule import Method, downstream_first, drain_is_exact, forget_actions
 from adl_dist.schedule.run_plan import Plan, check_lengths
-from adl_dist.stage import Guard
+from adl_dist.stage import GradientPolicy
 from adl_dist.training import shape_inference, wiring
 from adl_dist.training.build import Job, LossFn, OptimizerFactory, assemble
-from adl_dist.training.input import Feed, feed_from
-from adl_dist.training.partitioned_model import Placement
-from adl_dist.training.precision import Numerics
+from adl_dist.training.input import DeviceLoader, make_loader
+from adl_dist.training.partitioned_model import PartitionedModel
+from adl_dist.training.precision import Precision
 
 
 class Trainer:
@@ -70,7 +70,7 @@ class Trainer:
         method: Method | None = None,
         num_stages: int = 1,
         balance: str | Sequence[int] | Sequence[str] = "even",
-        grain: str | None = None,
+        granularity: str | None = None,
         speeds: Sequence[float] | None = None,
         lr_schedule: Callable[..., LRScheduler] | None = None,
         clip_norm: float | None = None,
@@ -102,7 +102,7 @@ class Trainer:
             num_stages: K.
             balance: ``even``; ``auto``: measured before the first step, once; units of each stage; or the names of the
                 units where stages 1..K-1 begin.
-            grain: of units: ``layer``, also inside of blocks, or ``block``; None: ``layer`` if ``balance`` is ``auto``
+            granularity: ``layer``, also inside blocks, or ``block``; None: ``layer`` if ``balance`` is ``auto``
                 or names, else ``block``.
             speeds: of the stages' devices, relative to the one that measures; None: all equal.
             lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
@@ -141,7 +141,7 @@ class Trainer:
             raise ConfigError(f"timeout_seconds must be above 0, got {timeout_seconds}")
         self._distributed = launched_world_size() is not None if processes is None else processes
         self._distributed = self._distributed and num_stages > 1
-        self._limits = Limits.of(stall_seconds, abort_seconds, distributed=self._distributed)
+        self._limits = WatchdogTimeouts.of(stall_seconds, abort_seconds, distributed=self._distributed)
         if self._distributed and launched_world_size() is None:
             raise ConfigError(
                 f"processes=True, but this script was started plainly: start it with torchrun "
@@ -150,7 +150,7 @@ class Trainer:
         check_world_size(num_stages, processes=self._distributed)
         method = method or Method()
         method.check(num_stages)
-        numerics = Numerics(
+        precision = Precision(
             dtype=dtype,
             autocast=autocast,
             wire_dtype=wire_dtype,
@@ -158,8 +158,8 @@ class Trainer:
             tf32=tf32,
             cudnn_benchmark=cudnn_benchmark,
         )
-        numerics.check(method)
-        guard = Guard(non_finite=non_finite, max_skipped=max_skipped, clip_norm=clip_norm)
+        precision.check(method)
+        guard = GradientPolicy(non_finite=non_finite, max_skipped=max_skipped, clip_norm=clip_norm)
         guard.check(method, num_stages)
         self._job = Job(
             method=method,
@@ -167,15 +167,15 @@ class Trainer:
             seed=seed,
             loss_fn=loss_fn,
             optimizer=optimizer,
-            numerics=numerics,
+            precision=precision,
             guard=guard,
             channels_last=channels_last,
             balance=balance if isinstance(balance, str) else list(balance),
-            placement=Placement(
+            partitioned=PartitionedModel(
                 model.to(dtype),
                 num_stages=num_stages,
                 balance=balance,
-                grain=grain,
+                granularity=granularity,
                 speeds=speeds,
                 own=[launched_rank()] if self._distributed else range(num_stages),
             ),
@@ -187,7 +187,7 @@ class Trainer:
     @property
     def needs_data(self) -> bool:
         """Whether this process feeds the pipeline; the others need no dataset."""
-        return 0 in self._job.placement.modules
+        return 0 in self._job.partitioned.modules
 
     def fit(
         self,
@@ -212,7 +212,7 @@ class Trainer:
         quiet: bool = False,
         handle_signals: bool = False,
         config: Mapping[str, Any] | None = None,
-        choose: Callable[[Sequence[int]], int] = in_turn,
+        pick_next: Callable[[Sequence[int]], int] = downstream_first,
     ) -> Result:
         """Train, evaluating and saving between epochs.
 
@@ -240,12 +240,12 @@ class Trainer:
             handle_signals: at SIGTERM, SIGINT or SIGUSR1 empty the pipeline, save and return; at a second one end the
                 process. For the calling thread only if it is the main one.
             config: what ``run_dir`` is recognised by when it is used again; None: this trainer's settings.
-            choose: with all stages in one process, which goes on next. Any choice gives the same values.
+            pick_next: with all stages in one process, which goes on next. Any choice gives the same values.
 
         Returns:
             The summary, as in ``summary.json``; the same on every rank. Of a run that was asked to stop it has
             ``stopped``: ``why``, after how many updates (``update``), in which ``epoch``, the path of its
-            ``checkpoint`` (None without a ``run_dir``), and whether it ``leaves_trace`` in the values of the run.
+            ``checkpoint`` (None without a ``run_dir``), and whether ``drain_changed_result``, the values of the run.
 
         Raises:
             ConfigError, PartitionError, DataError, CheckpointError: before training starts.
@@ -285,14 +285,14 @@ class Trainer:
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
         # Of a run before this one; from the moment that the ranks meet, what is asked is asked of this one.
         rpc.requests.answer(rpc.requests.take(), "no run was there to do it", failed=True)
-        keep_freed_memory()
+        tune_malloc()
         world = self._join()
         store = world.fresh_store()
-        with self._job.numerics.in_force(threads=self._threads), self._refusals_told(store):
-            num_samples, train_feed = self._feed(
-                train_dataset, "training", world, shuffle=shuffle, num_workers=num_workers, smallest=batch_size
+        with self._job.precision.apply(threads=self._threads), self._refusals_told(store):
+            num_samples, train_loader = self._feed(
+                train_dataset, "training", world, shuffle=shuffle, num_workers=num_workers, min_samples=batch_size
             )
-            num_validation, val_feed = (
+            num_validation, val_loader = (
                 self._feed(val_dataset, "validation", world, shuffle=False, num_workers=num_workers)
                 if val_dataset is not None
                 else (0, None)
@@ -313,11 +313,11 @@ class Trainer:
                     self._job,
                     world,
                     store,
-                    train_feed=train_feed,
-                    val_feed=val_feed,
+                    train_loader=train_loader,
+                    val_loader=val_loader,
                     micro_batch_size=micro_batch_size,
                     folder=folder.path if folder is not None else None,
-                    choose=choose,
+                    pick_next=pick_next,
                 )
         saving = None
         if folder is not None and world.rank == 0:
@@ -327,51 +327,54 @@ class Trainer:
                 resume=resume,
                 every_epochs=checkpoint_every_epochs,
                 saver=Saver(folder.checkpoints, keep=keep_checkpoints, keep_best=keep_best, background=async_save),
-                signature=self._job.placement.signature,
+                signature=self._job.partitioned.signature,
                 optimizer=type(self._job.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
                 cut={
                     "num_stages": num_stages,
-                    "balance": self._job.placement.sizes,
-                    "grain": self._job.placement.grain,
+                    "balance": self._job.partitioned.sizes,
+                    "granularity": self._job.partitioned.granularity,
                 },
                 trace=trace,
             )
         self._schedule_learning_rates(worker, plan, store)
         worker.tracer = Tracer(world) if trace else None
         worker.meter = MemoryMeter.of(self._job.method, num_stages, world.device) if memory else None
-        leaves_traces = not leaves_no_trace(self._job.method, num_stages=num_stages)
+        drain_changes_result = not drain_is_exact(self._job.method, num_stages=num_stages)
         # Where it would leave some and checkpoints are nearer than the end of the epoch, a stop waits for the next one.
-        if not (leaves_traces and checkpoint_every_updates is not None) and not self._job.method.is_asynchronous_greedy:
+        if (
+            not (drain_changes_result and checkpoint_every_updates is not None)
+            and not self._job.method.is_asynchronous_greedy
+        ):
             worker.requests = rpc.requests
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
         progress = Progress(num_stages=num_stages, quiet=quiet)
-        if self._job.placement.told and world.rank == 0:
-            progress.note(self._job.placement.told)
+        if self._job.partitioned.told and world.rank == 0:
+            progress.note(self._job.partitioned.told)
 
-        def train(crew: Crew) -> Result:
+        def train(workers: WorkerGroup) -> Result:
             return Coordinator(
-                crew,
+                workers,
                 plan,
                 saving=saving,
                 recorder=recorder,
                 progress=progress,
                 requests=rpc.requests,
-                drains_leave_traces=leaves_traces,
+                drain_changes_result=drain_changes_result,
             ).train()
 
-        heeded = signals.heeded(lambda name: rpc.ask(world, Ask.STOP, name))
+        signal_handler = signals.signal_handler(lambda name: rpc.ask(world, Ask.STOP, name))
         with (
-            self._job.numerics.in_force(threads=self._threads),
+            self._job.precision.apply(threads=self._threads),
             self._bound(world),
-            heeded if handle_signals else contextlib.nullcontext(),
+            signal_handler if handle_signals else contextlib.nullcontext(),
         ):
             try:
-                return conduct(
+                return run_job(
                     world,
-                    FollowedWorker(worker, worker.beacon),
+                    TrackedWorker(worker, worker.beacon),
                     train,
                     lambda record: record_to(recorder, progress, record),
-                    Watch(
+                    Supervisor(
                         world,
                         worker.beacon,
                         self._limits,
@@ -380,7 +383,7 @@ class Trainer:
                     ),
                 )
             finally:
-                forget_streams()
+                forget_actions()
                 try:
                     recorder.close()  # writes what is left, which a disk may refuse
                 finally:
@@ -399,10 +402,10 @@ class Trainer:
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        keep_freed_memory()
+        tune_malloc()
         world = self._join()
         store = world.fresh_store()
-        with self._job.numerics.in_force(threads=self._threads), self._refusals_told(store):
+        with self._job.precision.apply(threads=self._threads), self._refusals_told(store):
             num_samples, feed = self._feed(dataset, "validation", world, shuffle=False, num_workers=num_workers)
             plan = Plan(
                 epochs=0,
@@ -412,15 +415,17 @@ class Trainer:
                 micro_batch_size=batch_size,
                 accumulation_steps=1,
             )
-            worker = assemble(self._job, world, store, train_feed=None, val_feed=feed, micro_batch_size=batch_size)
+            worker = assemble(self._job, world, store, train_loader=None, val_loader=feed, micro_batch_size=batch_size)
         recorder, progress = Recorder(None), Progress(num_stages=self._job.num_stages, quiet=True)
-        with self._job.numerics.in_force(threads=self._threads), self._bound(world):
-            return conduct(
+        with self._job.precision.apply(threads=self._threads), self._bound(world):
+            return run_job(
                 world,
-                FollowedWorker(worker, worker.beacon),
-                lambda crew: Coordinator(crew, plan, saving=None, recorder=recorder, progress=progress).evaluate(),
+                TrackedWorker(worker, worker.beacon),
+                lambda workers: Coordinator(
+                    workers, plan, saving=None, recorder=recorder, progress=progress
+                ).evaluate(),
                 lambda record: None,
-                Watch(world, worker.beacon, self._limits, run_dir=None, requests=Requests()),
+                Supervisor(world, worker.beacon, self._limits, run_dir=None, requests=Requests()),
             )
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -434,7 +439,7 @@ class Trainer:
             RuntimeError: one of them is gone meanwhile.
         """
         self._join()
-        return self._job.placement.full_state_dict(distributed=self._distributed)
+        return self._job.partitioned.full_state_dict(distributed=self._distributed)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Read weights and running statistics from a checkpoint, whatever cut wrote it.
@@ -443,8 +448,8 @@ class Trainer:
             CheckpointError: damaged, no checkpoint, or of another model.
         """
         layout.verify(Path(path))
-        state.check_signature(Path(path), self._job.placement.signature)
-        for module in self._job.placement.modules.values():
+        state.check_signature(Path(path), self._job.partitioned.signature)
+        for module in self._job.partitioned.modules.values():
             state.load_weights(Path(path), module)
 
     def _join(self) -> World:
@@ -457,7 +462,7 @@ class Trainer:
         return bound_to(world.cores if self._bind_cores and world.device.type == "cpu" else None)
 
     def _refusals_told(self, store: dist.Store) -> contextlib.AbstractContextManager[None]:
-        told = shape_inference.refusals_told(store, stages=range(self._job.num_stages + 1), rank=launched_rank())
+        told = shape_inference.propagate_errors(store, stages=range(self._job.num_stages + 1), rank=launched_rank())
         return told if self._distributed else contextlib.nullcontext()
 
     def _feed(
@@ -468,19 +473,19 @@ class Trainer:
         *,
         shuffle: bool,
         num_workers: int,
-        smallest: int = 1,
-    ) -> tuple[int, Feed | None]:
+        min_samples: int = 1,
+    ) -> tuple[int, DeviceLoader | None]:
         if not self.needs_data:
             return 0, None
-        feed = feed_from(
+        feed = make_loader(
             dataset,
             name,
             seed=self._job.seed,
             shuffle=shuffle,
             num_workers=num_workers,
-            smallest=smallest,
+            min_samples=min_samples,
             device=world.device,
-            dtype=self._job.numerics.dtype,
+            dtype=self._job.precision.dtype,
             channels_last=self._job.channels_last,
         )
         return feed.num_samples, feed

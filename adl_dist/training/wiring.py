@@ -9,13 +9,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.distributed.world import World
-from adl_dist.engine import Seat
+from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, fast_forward
 from adl_dist.schedule import Method, max_pending_of
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import NORMALISES_SAMPLES, Guard, Stage, build_head
-from adl_dist.training.precision import Numerics, to_channels_last
+from adl_dist.stage import NORMALISES_SAMPLES, GradientPolicy, Stage, build_head
+from adl_dist.training.precision import Precision, to_channels_last
 from adl_dist.transport import LocalChannel, ProcessReceiver, ProcessSender, Receiver, Sender, Specs, TensorSpec
 
 GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
@@ -33,8 +33,8 @@ def build_stage(
     overwrites: tuple[Sequence[bool], Sequence[bool]],
     num_classes: int | None,
     device: torch.device,
-    numerics: Numerics,
-    guard: Guard,
+    precision: Precision,
+    guard: GradientPolicy,
     channels_last: bool,
     seed: int,
 ) -> Stage:
@@ -51,7 +51,7 @@ def build_stage(
         overwrites: in training and in evaluation, for each act that arrives whether the module writes to it.
         num_classes: of the model's output, if it is [B, classes].
         device: of the stage.
-        numerics: how it computes.
+        precision: how it computes.
         guard: what it does to gradients before it applies them.
         channels_last: whether it stores images so.
         seed: of the run.
@@ -61,12 +61,12 @@ def build_stage(
     """
     is_last = k == num_stages - 1
     head = None
-    if method.row.local_losses and num_stages > 1 and num_classes is None:  # on every rank alike
+    if method.spec.local_losses and num_stages > 1 and num_classes is None:  # on every rank alike
         raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
-    if method.row.local_losses and not is_last:
+    if method.spec.local_losses and not is_last:
         assert num_classes is not None
         head = build_head(method.head, outs.training[0], num_classes=num_classes, seed=stream_seed(seed, "head", k))
-        head = head.to(device, numerics.dtype)
+        head = head.to(device, precision.dtype)
         if channels_last:
             to_channels_last(head)
     assert method.weights is not None
@@ -80,10 +80,10 @@ def build_stage(
         gradient_shrink=method.gradient_shrink,
         lr_factor=method.lr_factor(k, num_stages=num_stages),
         head=head,
-        learns_locally=method.row.local_losses,
+        learns_locally=method.spec.local_losses,
         overwrites=overwrites,
-        within=numerics.autocasting(device),
-        compiled=numerics.compile,
+        within=precision.autocasting(device),
+        compiled=precision.compile,
         guard=guard,
         seed=seed,
     )
@@ -115,7 +115,7 @@ def check_sizes(method: Method, sizes: Iterable[int], num_stages: int) -> None:
     Raises:
         ConfigError: BatchNorm over the features of one single sample.
     """
-    if method.row.local_losses and num_stages > 1 and method.head in NORMALISES_SAMPLES and 1 in sizes:
+    if method.spec.local_losses and num_stages > 1 and method.head in NORMALISES_SAMPLES and 1 in sizes:
         raise ConfigError(
             f"a micro-batch of the training data holds a single sample, which BatchNorm in method.head={method.head} "
             "cannot normalise; choose another train.batch_size, or method.head=linear"
@@ -128,16 +128,16 @@ def check_targets(method: Method, target: TensorSpec) -> None:
     Raises:
         ConfigError: similarities of targets that are no classes.
     """
-    if method.row.local_losses and method.head == "predsim" and (target.is_floating_point or target.shape):
+    if method.spec.local_losses and method.head == "predsim" and (target.is_floating_point or target.shape):
         raise ConfigError(
             f"method.head=predsim compares samples by their class, but the targets are {target}; expected one whole "
             "number per sample: choose another method.head"
         )
 
 
-def local_seats(
+def local_contexts(
     stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: TensorSpec, *, method: Method
-) -> dict[int, Seat]:
+) -> dict[int, StageContext]:
     """Seats of all K stages in one process.
 
     Args:
@@ -147,30 +147,30 @@ def local_seats(
         method: says what else travels.
     """
     last, targets = max(stages), Specs.always([target])
-    seats = {k: Seat(stage, receivers={}, senders={}) for k, stage in stages.items()}
+    contexts = {k: StageContext(stage, receivers={}, senders={}) for k, stage in stages.items()}
 
     def join(what: str, source: int, to: int, specs: Specs) -> None:
         channel = LocalChannel(specs, what=what, edge=f"stage {source} -> stage {to}")
-        seats[source].senders[what] = seats[to].receivers[what] = channel  # type: ignore[index]
+        contexts[source].senders[what] = contexts[to].receivers[what] = channel  # type: ignore[index]
 
     for k in range(last):
         join("act", k, k + 1, acts[k + 1])
         join("grad", k + 1, k, acts[k + 1].of_gradients())
-        if method.row.forward_lock:
+        if method.spec.forward_lock:
             join("go", k + 1, k, GO)
-        if method.row.local_losses:
+        if method.spec.local_losses:
             join("label", k, k + 1, targets)
     if last > 0:
         join("target", 0, last, targets)
-    return seats
+    return contexts
 
 
-def process_seat(
+def process_context(
     world: World, stage: Stage, acts: Mapping[int, Specs], target: TensorSpec, *, method: Method, num_stages: int
-) -> dict[int, Seat]:
+) -> dict[int, StageContext]:
     """The seat of the one stage of this process, connected to its neighbours'."""
     k, last, targets = world.rank, num_stages - 1, Specs.always([target])
-    world.connect_more((["go"] if method.row.forward_lock else []) + (["label"] if method.row.local_losses else []))
+    world.connect_more((["go"] if method.spec.forward_lock else []) + (["label"] if method.spec.local_losses else []))
     receivers: dict[str, Receiver] = {}
     senders: dict[str, Sender] = {}
 
@@ -200,14 +200,14 @@ def process_seat(
         send("target", targets)
     if k == last and last > 0:
         receive("target", 0, targets)
-    if method.row.forward_lock:
+    if method.spec.forward_lock:
         if k < last:
             receive("go", k + 1, GO)
         if k > 0:
             send("go", GO)
-    if method.row.local_losses:
+    if method.spec.local_losses:
         if k < last:
             send("label", targets)
         if k > 0:
             receive("label", k - 1, targets)
-    return {k: Seat(stage, receivers=receivers, senders=senders)}
+    return {k: StageContext(stage, receivers=receivers, senders=senders)}

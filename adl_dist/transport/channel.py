@@ -35,7 +35,7 @@ class Receiver(Protocol):
         """Begin a segment whose micro-batches hold ``sizes`` samples and arrive in ``order``."""
         ...
 
-    def end_early(self, num_micro_batches: int) -> None:
+    def shorten(self, num_micro_batches: int) -> None:
         """Expect the first ``num_micro_batches`` of the segment alone; called by another thread than the others."""
         ...
 
@@ -79,7 +79,7 @@ class LocalChannel:
             raise ChannelError(f"{self._edge}: expected the {self._what} of micro-batch {micro_batch}, got {got}")
         return tensors
 
-    def end_early(self, num_micro_batches: int) -> None:
+    def shorten(self, num_micro_batches: int) -> None:
         """Nothing is expected before it is asked for."""
 
     def drain(self) -> None:

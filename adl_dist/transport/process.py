@@ -184,7 +184,7 @@ class ProcessReceiver:
         self._sizes, self._to_post, self._end = sizes, deque(order), len(sizes)
         self._specs = self._agreed.training if training else self._agreed.evaluation
 
-    def end_early(self, num_micro_batches: int) -> None:
+    def shorten(self, num_micro_batches: int) -> None:
         """Post no receive for what will not be sent; see :class:`Receiver`."""
         self._end = num_micro_batches
 

@@ -45,11 +45,11 @@ class Clock:
         self._weather, self._rng = weather, random.Random(weather.seed)
         self._now = 0
 
-    def replay(self, streams: Streams, *, choose: Callable[[Sequence[int]], int]) -> Iterator[tuple[int, Action]]:
-        """See :func:`adl_dist.schedule.replay`; ``choose`` is not asked."""
+    def replay(self, streams: Streams, *, pick_next: Callable[[Sequence[int]], int]) -> Iterator[tuple[int, Action]]:
+        """See :func:`adl_dist.schedule.replay`; ``pick_next`` is not asked."""
         cursor = [0] * len(streams)
         arrivals: dict[tuple[str, int], deque[int]] = defaultdict(deque)
-        for stage, action in replay(streams, choose=partial(self._choose, streams, cursor, arrivals)):
+        for stage, action in replay(streams, pick_next=partial(self._choose, streams, cursor, arrivals)):
             cursor[stage] += 1
             self._now += 1
             if action.op in LINKS:

@@ -11,7 +11,7 @@ from adl_dist import Trainer, engine
 from adl_dist.checkpoint import async_save
 from adl_dist.control import rpc, run_socket, worker
 from adl_dist.control.requests import Ask
-from adl_dist.engine import Seat
+from adl_dist.engine import StageContext
 from adl_dist.schedule import Action
 from adl_dist.training import wiring
 from tests.faults.background import Background
@@ -73,7 +73,7 @@ class Process:
         return self._disk.failures
 
     def _stepping(self, step: Any) -> Any:
-        def stepped(action: Action, seat: Seat) -> None:
+        def stepped(action: Action, context: StageContext) -> None:
             if self.is_dead:
                 raise Died
             self._background.tick()
@@ -84,10 +84,10 @@ class Process:
                     case Step.KILLED:
                         raise self._die()
                     case Step.RAISES:
-                        raise StageBroke(f"stage {seat.stage.index} at {action}")
+                        raise StageBroke(f"stage {context.stage.index} at {action}")
                     case Step.ASKED_TO_STOP:
                         rpc.requests.ask(Ask.STOP, "the simulation")
-            step(action, seat)
+            step(action, context)
 
         return stepped
 

@@ -116,7 +116,7 @@ def simulate(seed: int) -> Story:
             elif error is None and process.disk_failures:
                 is_whole = False  # and whatever could not be written at the end is due at the next start
             elif stopped:
-                if stopped["leaves_trace"] or not _is_asked_to_stop(attempt):
+                if stopped["drain_changed_result"] or not _is_asked_to_stop(attempt):
                     story.wrong = f"start {start + 1} stopped, which nothing of what was planted explains"
                     break
             elif error is None:

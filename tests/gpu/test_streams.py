@@ -42,7 +42,7 @@ def test_a_pinned_buffer_is_not_used_again_before_it_was_copied_in():
 
 
 def test_forward_backward_and_update_never_wait_for_the_gpu():
-    from adl_dist.stage import Stage, Tally
+    from adl_dist.stage import Stage, StepStats
 
     device = torch.device("cuda", torch.cuda.current_device())
     stage = Stage(
@@ -61,9 +61,9 @@ def test_forward_backward_and_update_never_wait_for_the_gpu():
             if b == 2:  # the first ones make optimizer state and choose kernels
                 torch.cuda.set_sync_debug_mode("error")
             stage.forward(b, (image,), target)
-            stage.close_group((one,), stage.backward(b, (one,)))
+            stage.finish_group((one,), stage.backward(b, (one,)))
             stage.update()
-            stage.tally = Tally()
+            stage.tally = StepStats()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     stage.faults.check()

@@ -135,7 +135,10 @@ NONSENSE = [
         ["ReduceLROnPlateau follows a metric", "use multistep or cosine"],
     ),
     # the cut
-    ("partition.num_stages=6", ["partition.num_stages=6", "has 5", "partition.num_stages=5, or partition.grain=layer"]),
+    (
+        "partition.num_stages=6",
+        ["partition.num_stages=6", "has 5", "partition.num_stages=5, or partition.granularity=layer"],
+    ),
     ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
     ("partition.balance=[2,2,1]", ["balance=[2, 2, 1]", "expected 2 numbers", "got 3 that add up to 5"]),
     ("partition.balance=[5,0]", ["balance=[5, 0]", "each at least 1"]),
@@ -144,7 +147,7 @@ NONSENSE = [
     ("partition.balance=[a,b]", ["there is no unit or block 'a'; near it are stem"]),
     ("partition.balance=[layer1_0,layer2_0]", ["balance=[layer1_0, layer2_0]", "expected 1 names"]),
     ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "none of 'auto', 'even'"]),
-    ("partition.grain=atom", ["partition.grain", "atom", "layer, block"]),
+    ("partition.granularity=atom", ["partition.granularity", "atom", "layer, block"]),
     ("partition.speeds=[1,2]", ["partition.speeds weighs a measured cut", "partition.balance=auto"]),
     (
         f"model._target_={USER}.Branching",

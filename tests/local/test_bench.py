@@ -15,22 +15,22 @@ import torch
 from adl_dist.cli.bench import command
 from adl_dist.cli.bench.baseline_rank import Task, _batches
 from adl_dist.cli.bench.data import stretched
-from adl_dist.cli.bench.entries import DEFAULT, Place, Traffic, contenders
+from adl_dist.cli.bench.entries import DEFAULT, Host, Traffic, entries
 from adl_dist.cli.bench.measured import seconds_per_update
 from adl_dist.cli.bench.report import baseline, facts_of, ratio, report, rows
-from adl_dist.cli.bench.runner import Measured, Placing, Setting, shares, words_of
+from adl_dist.cli.bench.runner import BenchConfig, Measured, RankPlacement, shares, words_of
 from adl_dist.cli.bench.survey import survey
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from tests.support.commands import in_process, left_behind, shows
 
-PLACE = Place(threads=1, num_cores=2, num_gpus=0, warmup=3)
-NOWHERE = {"placing": Placing(cores=None), "log_folder": Path(), "timeout_seconds": 1.0}
+PLACE = Host(threads=1, num_cores=2, num_gpus=0, warmup=3)
+NOWHERE = {"placing": RankPlacement(cores=None), "log_folder": Path(), "timeout_seconds": 1.0}
 TRAFFIC = Traffic(act_bytes=[100, 200], grad_bytes=[100, 200], target_bytes=8, parameter_bytes=12_000)
 
 
 def fit(names, *words, place=PLACE):
-    return contenders(names.split(","), compose_run(words)[0], place)
+    return entries(names.split(","), compose_run(words)[0], place)
 
 
 def ran(name, *speeds, **more):
@@ -193,20 +193,20 @@ def test_the_data_is_repeated_or_thinned_out_to_the_length_of_the_run():
 
 
 @pytest.mark.parametrize(
-    ("balance", "grain", "sizes"),
+    ("balance", "granularity", "sizes"),
     [("even", "block", [2, 3]), ("[4,1]", "block", [4, 1]), ("[layer3_0]", "layer", None)],
 )
-def test_all_pipelines_are_cut_at_the_same_place(balance, grain, sizes):
+def test_all_pipelines_are_cut_at_the_same_place(balance, granularity, sizes):
     words = ["model=resnet8", "data=synthetic", "data.image_size=8", f"partition.balance={balance}"]
     found = survey(compose_run(words)[0], words, threads=1)
-    assert found.grain == grain
+    assert found.granularity == granularity
     assert sizes in (None, found.sizes)
     assert found.traffic.target_bytes == 8
     if sizes == [2, 3]:  # 16 channels of 8 x 8 in float32, there and back
         assert (found.traffic.act_bytes, found.traffic.grad_bytes) == ([4096], [4096])
     contender, setting = (
         fit("gpipe")[0][0],
-        Setting(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE),
+        BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE),
     )
     cut = f"partition.balance=[{','.join(map(str, found.sizes))}]"
     assert [w for w in words_of(contender, setting, 9) if w.startswith("partition.balance")] == [cut]
@@ -215,7 +215,7 @@ def test_all_pipelines_are_cut_at_the_same_place(balance, grain, sizes):
 def test_a_pipeline_of_torchs_may_run_in_the_only_format_that_gloo_takes():
     words = ["model=resnet56", "data=synthetic", "data.num_samples=64", "runtime.channels_last=true"]
     found = survey(compose_run(words)[0], words, threads=1)
-    setting = Setting(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
+    setting = BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
     told = {c.name: compose_run(words_of(c, setting, 9))[0] for c in fit("torch-gpipe,torch-gpipe-plain,adl")[0]}
     assert [config.runtime.channels_last for config in told.values()] == [True, False, True]
 

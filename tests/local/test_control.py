@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from adl_dist.control import reports, rpc
-from adl_dist.control.reports import Outbox
-from adl_dist.control.rpc import RpcCrew
-from adl_dist.distributed.rpc_errors import reaching
+from adl_dist.control.reports import Reporter
+from adl_dist.control.rpc import RpcWorkerGroup
+from adl_dist.distributed.rpc_errors import translate_rpc_errors
 from adl_dist.distributed.world import single_process
 from adl_dist.errors import ChannelError, StageFailed
 
@@ -34,9 +34,9 @@ def victim(monkeypatch):
     monkeypatch.setattr(rpc, "HEARD_SECONDS", 0.1)
     monkeypatch.setattr(rpc, "LAST_SAVE_SECONDS", 20.0)
 
-    def serve(*, reported, gone_rank_0=None, told_after=None, told=CAUSE):
-        monkeypatch.setattr(Outbox, "report_failure", lambda self, error: reported)
-        monkeypatch.setattr(rpc, "gone_rank_0", lambda: gone_rank_0)
+    def serve(*, reported, rank0_status=None, told_after=None, told=CAUSE):
+        monkeypatch.setattr(Reporter, "report_failure", lambda self, error: reported)
+        monkeypatch.setattr(rpc, "rank0_status", lambda: rank0_status)
         rpc._take_command(json.dumps({"do": "train", "arguments": {}}))
         if told_after is not None:
             message = json.dumps({"do": "stop", "arguments": told})
@@ -56,31 +56,31 @@ def test_a_victim_waits_for_the_cause_while_rank_0_waits_for_a_save(victim):
 
 
 def test_a_victim_does_not_wait_for_a_rank_0_that_is_gone_or_has_not_heard_of_it(victim):
-    for state in ({"reported": True, "gone_rank_0": RANK_0_IS_GONE}, {"reported": False}):
+    for state in ({"reported": True, "rank0_status": RANK_0_IS_GONE}, {"reported": False}):
         error, seconds = victim(**state)
         assert (type(error), str(error)) == (ChannelError, "waited for the act of micro-batch 3")
         assert seconds < 5
 
 
 def test_rank_0_is_named_as_gone_only_by_a_victim_that_it_neither_heard_nor_told_anything(victim):
-    error, _ = victim(reported=False, gone_rank_0=RANK_0_IS_GONE)
+    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE)
     assert str(error) == f"{RANK_0_IS_GONE}; waited for the act of micro-batch 3"
-    error, _ = victim(reported=False, gone_rank_0=RANK_0_IS_GONE, told_after=0)
+    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0)
     assert str(error) == "rank 2: boom"
-    error, _ = victim(reported=False, gone_rank_0=RANK_0_IS_GONE, told_after=0, told={**CAUSE, "is_victim": True})
+    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0, told={**CAUSE, "is_victim": True})
     assert str(error) == "waited for the act of micro-batch 3"
 
 
 def test_the_records_right_before_failures_are_handed_on(monkeypatch):
-    monkeypatch.setattr(RpcCrew, "tell", lambda *args, **arguments: [])
+    monkeypatch.setattr(RpcWorkerGroup, "tell", lambda *args, **arguments: [])
     taken = []
     for rank, error in ((0, ChannelError("a victim")), (0, ValueError("boom"))):
-        outbox = Outbox(replace(RANK_1, rank=rank))
+        outbox = Reporter(replace(RANK_1, rank=rank))
         outbox._sent_at = time.monotonic()
         outbox.add({"name": type(error).__name__})
         assert outbox.report_failure(error)
     with pytest.raises(StageFailed, match="rank 0: ValueError: boom"):
-        RpcCrew(RANK_1, taken.append, lambda: None).call("train")
+        RpcWorkerGroup(RANK_1, taken.append, lambda: None).call("train")
     assert [record["name"] for record in taken] == ["ChannelError", "ValueError"]
     assert reports._reports.empty()
 
@@ -93,5 +93,8 @@ def test_the_records_right_before_failures_are_handed_on(monkeypatch):
     ],
 )
 def test_a_process_that_answers_too_late_is_not_called_gone(said, what):
-    with pytest.raises(ChannelError, match=f"^control plane: rank 0 {what}: {said[:9]}"), reaching("rank 0"):
+    with (
+        pytest.raises(ChannelError, match=f"^control plane: rank 0 {what}: {said[:9]}"),
+        translate_rpc_errors("rank 0"),
+    ):
         raise RuntimeError(f"{said}\nand more")

@@ -39,7 +39,7 @@ from adl_dist.data import (
 from adl_dist.data.transforms import CIFAR10_STATISTICS, CIFAR100_STATISTICS, DIGITS_STATISTICS
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
-from adl_dist.training.input import Feed
+from adl_dist.training.input import DeviceLoader
 
 # Every worker imports this file, so what is slow to import (torchvision, scikit-learn, Hydra) is imported in tests.
 # torch advises against more workers than there are cores; here they are the point.
@@ -404,12 +404,12 @@ class Sizeless:
 )
 def test_a_dataset_that_cannot_be_trained_on_is_refused(dataset, message):
     with pytest.raises(DataError, match=message):
-        check_dataset(dataset, name="train", smallest=21)
+        check_dataset(dataset, name="train", min_samples=21)
 
 
 def test_a_dataset_of_just_enough_samples_is_taken():
-    check_dataset(Augmented(20), name="validation", smallest=20)
-    check_dataset([(0.0, 1)], name="validation", smallest=1)
+    check_dataset(Augmented(20), name="validation", min_samples=20)
+    check_dataset([(0.0, 1)], name="validation", min_samples=1)
 
 
 def as_a_worker_gets_it(dataset):
@@ -808,7 +808,7 @@ def test_how_long_loading_keeps_the_first_stage_waiting_is_measured_and_nothing_
 
     def seconds(**workers):
         loader = Loader(Slow(), seed=0, shuffle=False, **workers)
-        feed = Feed(loader, device=torch.device("cpu"), dtype=torch.float32, channels_last=False, name="data")
+        feed = DeviceLoader(loader, device=torch.device("cpu"), dtype=torch.float32, channels_last=False, name="data")
         return feed.seconds_to_load(4)
 
     assert 0.02 <= seconds() < 0.2

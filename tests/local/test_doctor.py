@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from adl_dist.distributed.procfs import born, machine
+from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
-from adl_dist.monitor.activity import Beacon
-from adl_dist.monitor.status import Sighting
-from adl_dist.monitor.timeouts import Limits
+from adl_dist.monitor.activity import ActivityRecorder
+from adl_dist.monitor.status import ProcessStatus
+from adl_dist.monitor.timeouts import WatchdogTimeouts
 from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, asleep_then_slow, fit, trainer_of
 from tests.support.toys import FixedImages
 
@@ -74,7 +74,7 @@ def test_a_run_in_which_nothing_moves_for_abort_seconds_ends_with_exit_code_1_an
 )
 def test_limits_that_cannot_be_are_refused(stall, abort, said):
     with pytest.raises(ConfigError) as refused:
-        Limits(stall_seconds=stall, abort_seconds=abort).check()
+        WatchdogTimeouts(stall_seconds=stall, abort_seconds=abort).check()
     assert str(refused.value) == said
 
 
@@ -88,8 +88,10 @@ def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_it_and_it
     monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
         try:
-            asker = Sighting(host="node", pid=rank_0.pid, machine=machine(), born=born(rank_0.pid)).to_json()
-            watching = heartbeat.Deputy(1, stall_seconds=0.4, abort_seconds=0.8)
+            asker = ProcessStatus(
+                host="node", pid=rank_0.pid, machine=machine(), start_time=start_time(rank_0.pid)
+            ).to_json()
+            watching = heartbeat.HeartbeatMonitor(1, stall_seconds=0.4, abort_seconds=0.8)
             watching.start()
             for _ in range(10):
                 json.loads(heartbeat.answer(json.dumps({"closely": False, "asker": asker})))
@@ -112,10 +114,10 @@ def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_it_and_it
 @needs_proc
 def test_a_rank_0_that_is_gone_is_known_by_name_to_those_it_has_asked(monkeypatch):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
-        asker = Sighting(host="node", pid=rank_0.pid, machine=machine(), born=born(rank_0.pid))
+        asker = ProcessStatus(host="node", pid=rank_0.pid, machine=machine(), start_time=start_time(rank_0.pid))
         monkeypatch.setattr(heartbeat, "_asked", (time.monotonic(), asker))
         monkeypatch.setattr(heartbeat, "_beacon", heartbeat._beacon)
-        heartbeat.shine(Beacon(1))  # rank 0 may begin to ask before this process is there to be asked
-        assert heartbeat.gone_rank_0() is None
+        heartbeat.activate(ActivityRecorder(1))  # rank 0 may begin to ask before this process is there to be asked
+        assert heartbeat.rank0_status() is None
         rank_0.kill()
-    assert heartbeat.gone_rank_0() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"
+    assert heartbeat.rank0_status() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from adl_dist.distributed import network, rendezvous, world
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
-from adl_dist.distributed.rendezvous import agree_on_attempt, listen_at, store_on
+from adl_dist.distributed.rendezvous import barrier_on_attempt, listen_at, store_on
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.transport import port_filter
 from adl_dist.transport.port_filter import open_again, shut, shut_behind
@@ -192,7 +192,7 @@ def first_node(monkeypatch) -> None:
 def test_a_node_whose_own_name_means_loopback_meets_itself_where_the_others_meet_it(first_node, monkeypatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with ThreadPoolExecutor() as ranks:
-        met = list(ranks.map(lambda rank: rendezvous.Meeting(rank, 2, LONG_ENOUGH), (0, 1)))
+        met = list(ranks.map(lambda rank: rendezvous.Rendezvous(rank, 2, LONG_ENOUGH), (0, 1)))
     assert met[0].listener.getsockname()[0] == "127.0.0.1"
     met[0].store.set("key", "value")
     assert met[1].store.get("key") == b"value"
@@ -217,7 +217,7 @@ def agreed(store: dist.Store, order: list[int]) -> dict[int, str]:
     attempts: dict[int, str] = {}
 
     def take_part(rank: int) -> None:
-        attempts[rank] = agree_on_attempt(store, rank, len(order), LONG_ENOUGH)
+        attempts[rank] = barrier_on_attempt(store, rank, len(order), LONG_ENOUGH)
 
     ranks = [threading.Thread(target=take_part, args=(rank,)) for rank in order]
     for rank in ranks:
@@ -245,9 +245,9 @@ def test_no_rank_takes_a_dead_one_for_the_living() -> None:
     agreed(store, [0, 1])
     for rank in (0, 1):
         with pytest.raises(ChannelError, match=f"rank {rank} waited 0.2 s .* and one of them has died meanwhile"):
-            agree_on_attempt(store, rank, 2, SHORT)
+            barrier_on_attempt(store, rank, 2, SHORT)
 
 
 def test_who_never_came_is_named() -> None:
     with pytest.raises(ChannelError, match=r"rank 0 waited 0.2 s for all 3 .*, and rank 1, 2 never did"):
-        agree_on_attempt(dist.HashStore(), 0, 3, SHORT)
+        barrier_on_attempt(dist.HashStore(), 0, 3, SHORT)

@@ -11,10 +11,10 @@ from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.distributed.world import single_process
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
-from adl_dist.monitor.activity import Beacon
-from adl_dist.monitor.status import Coordination
-from adl_dist.monitor.timeouts import Limits
-from adl_dist.monitor.watchdog import Doctor
+from adl_dist.monitor.activity import ActivityRecorder
+from adl_dist.monitor.status import CoordinatorStatus
+from adl_dist.monitor.timeouts import WatchdogTimeouts
+from adl_dist.monitor.watchdog import Watchdog
 from adl_dist.report import Progress, tell, warn
 from tests.support.stalls import STALL_SECONDS, asleep_then_slow, fit, trainer_of
 
@@ -100,10 +100,12 @@ def test_a_doctor_that_an_error_befalls_says_so_once_and_goes_on(caplog):
         looks.append(time.monotonic())
         if len(looks) < 4:
             raise RuntimeError("planted")
-        return Coordination()
+        return CoordinatorStatus()
 
     nothing = dict.fromkeys(("on_gone", "on_end"), lambda *_: None)
-    doctor = Doctor(single_process("cpu"), Beacon(1), coordination, stall_seconds=0.1, abort_seconds=None, **nothing)
+    doctor = Watchdog(
+        single_process("cpu"), ActivityRecorder(1), coordination, stall_seconds=0.1, abort_seconds=None, **nothing
+    )
     doctor.start()
     began = time.monotonic()
     while len(looks) < 6 and time.monotonic() - began < 10:
@@ -119,7 +121,7 @@ def test_a_deputy_that_rank_0_has_never_asked_ends_its_process_and_says_so(monke
     monkeypatch.setattr(heartbeat, "_asked", (0.0, None))
     monkeypatch.setattr(heartbeat, "say", lambda text, level=0: told.append(text))
     monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
-    watching = heartbeat.Deputy(1, stall_seconds=0.2, abort_seconds=0.5)
+    watching = heartbeat.HeartbeatMonitor(1, stall_seconds=0.2, abort_seconds=0.5)
     watching.start()
     began = time.monotonic()
     while not ends and time.monotonic() - began < 10:
@@ -131,12 +133,12 @@ def test_a_deputy_that_rank_0_has_never_asked_ends_its_process_and_says_so(monke
 
 
 def test_a_process_that_all_stages_share_is_ended_only_if_that_was_asked_for():
-    assert Limits.of(60.0, "auto", distributed=False).abort_seconds is None
-    assert Limits.of(60.0, "auto", distributed=True).abort_seconds == 600
-    assert Limits.of(60.0, None, distributed=True).abort_seconds is None
-    assert Limits.of(60.0, 90.0, distributed=False).abort_seconds == 90
+    assert WatchdogTimeouts.of(60.0, "auto", distributed=False).abort_seconds is None
+    assert WatchdogTimeouts.of(60.0, "auto", distributed=True).abort_seconds == 600
+    assert WatchdogTimeouts.of(60.0, None, distributed=True).abort_seconds is None
+    assert WatchdogTimeouts.of(60.0, 90.0, distributed=False).abort_seconds == 90
     with pytest.raises(ConfigError, match="must be a number, None"):
-        Limits.of(60.0, "never", distributed=True)
+        WatchdogTimeouts.of(60.0, "never", distributed=True)
 
 
 def test_a_save_beside_training_that_is_slow_but_moves_is_no_standstill(tmp_path, monkeypatch, capfd):

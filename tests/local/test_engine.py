@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adl_dist import engine
-from adl_dist.engine import Seat
+from adl_dist.engine import StageContext
 from adl_dist.schedule import METHODS, Segment, method, replay, training_work
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import Stage
-from adl_dist.training.dry_run import try_out
+from adl_dist.training.dry_run import dry_run
 from adl_dist.transport import Specs, TensorSpec
 
 
@@ -80,7 +80,7 @@ class SymbolicStage:
         self.gradient += (hash((kept, grads)),)
         return (hash((grads, kept)),)
 
-    def close_group(self, arrived, leaving):
+    def finish_group(self, arrived, leaving):
         self.closed = self.gradient  # the decision that goes upstream may depend on the whole group
         return (hash((leaving, self.gradient)),)
 
@@ -90,28 +90,30 @@ class SymbolicStage:
         self.weights, self.gradient = hash((self.weights, self.gradient)), ()
 
 
-def final_weights(chosen, K, group_sizes, choose):
+def final_weights(chosen, K, group_sizes, pick_next):
     num_micro_batches, M = sum(group_sizes), chosen.micro_batches_per_update
     segment = Segment(epoch=0, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
     assert segment.group_sizes == group_sizes
     work = training_work(chosen, segment, num_stages=K, stages=range(K), seed=0)
-    seats = {}
+    contexts = {}
     for k, delay in enumerate(chosen.delays(K)):
-        stage = SymbolicStage(k, k == K - 1, k == K - 1 or chosen.row.local_losses, delay)
-        seats[k] = Seat(stage, receivers={}, senders={}, loss_grads=[f"share {b}" for b in range(num_micro_batches)])
+        stage = SymbolicStage(k, k == K - 1, k == K - 1 or chosen.spec.local_losses, delay)
+        contexts[k] = StageContext(
+            stage, receivers={}, senders={}, loss_grads=[f"share {b}" for b in range(num_micro_batches)]
+        )
     for k in range(K - 1):
         for what, source, to in (("act", k, k + 1), ("grad", k + 1, k), ("go", k + 1, k), ("label", k, k + 1)):
-            seats[source].senders[what] = seats[to].receivers[what] = Queue()
-    seats[0].senders["target"] = seats[K - 1].receivers["target"] = Queue()
-    seats[0].batches = iter([(f"input {b}", f"target {b}") for b in range(num_micro_batches)])
-    for k, seat in seats.items():
-        seat.open(work[k], training=True)
-    engine.run(replay([work[k].stream for k in range(K)], choose=choose), seats)
-    for seat in seats.values():
-        assert not seat.stage.in_flight, "the stash is empty at the end"
-        assert all(not end.waiting for end in (*seat.receivers.values(), *seat.senders.values()))
-        assert not seat.buffer
-    return [seats[k].stage.weights for k in range(K)]
+            contexts[source].senders[what] = contexts[to].receivers[what] = Queue()
+    contexts[0].senders["target"] = contexts[K - 1].receivers["target"] = Queue()
+    contexts[0].batches = iter([(f"input {b}", f"target {b}") for b in range(num_micro_batches)])
+    for k, context in contexts.items():
+        context.open(work[k], training=True)
+    engine.run(replay([work[k].stream for k in range(K)], pick_next=pick_next), contexts)
+    for context in contexts.values():
+        assert not context.stage.in_flight, "the stash is empty at the end"
+        assert all(not end.waiting for end in (*context.receivers.values(), *context.senders.values()))
+        assert not context.buffer
+    return [contexts[k].stage.weights for k in range(K)]
 
 
 def test_ten_thousand_random_interleavings_give_the_same_values():
@@ -328,7 +330,7 @@ def test_dropout_is_a_function_of_seed_epoch_stage_and_micro_batch_alone():
 
 def test_a_module_that_starts_in_place_leaves_the_tensor_that_came_in_alone():
     module, spec = nn.Sequential(nn.ReLU(inplace=True)), Specs.always([TensorSpec((2,), "float32")])
-    found = try_out(module, 1, spec, None, nn.CrossEntropyLoss(), torch.device("cpu"))
+    found = dry_run(module, 1, spec, None, nn.CrossEntropyLoss(), torch.device("cpu"))
     stage = Stage(
         module,
         index=1,

@@ -120,7 +120,7 @@ def test_the_order_of_events_does_not_change_a_bit(weights):
     """40 random interleavings of real tensors, dropout included; see test_engine.py for 10,000 without."""
     expected, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3)
     for seed in range(40):
-        got, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3, choose=at_random(seed))
+        got, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3, pick_next=at_random(seed))
         assert_equal(got, expected)
 
 

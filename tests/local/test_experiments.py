@@ -144,7 +144,12 @@ def test_the_cut_of_an_experiment_is_that_of_the_authors_code(experiment):
             assert isinstance(partition.balance, list)
             with torch.device("meta"):
                 model = instantiate.build_model(run.config)
-            stages = cut(model, num_stages=partition.num_stages, balance=partition.balance, grain=partition.grain.value)
+            stages = cut(
+                model,
+                num_stages=partition.num_stages,
+                balance=partition.balance,
+                granularity=partition.granularity.value,
+            )
             blocks = [{found[0] for name in stage.state_dict() if (found := BLOCK.match(name))} for stage in stages]
             cuts[partition.num_stages] = [len(names) for names in blocks]
     assert cuts == TABLES[experiment].cuts

@@ -7,8 +7,8 @@ from torch.nn.utils import get_total_norm
 
 import adl_dist
 from adl_dist.errors import DivergedError
-from adl_dist.stage.nonfinite import Faults, Guard
-from adl_dist.stage.stats import Tally, _underway, norm_of
+from adl_dist.stage.nonfinite import GradientPolicy, NonFiniteCheck
+from adl_dist.stage.stats import StepStats, _underway, norm_of
 from tests.support.toys import FixedImages, batch_norm_net
 
 NAN, INF = float("nan"), float("inf")
@@ -17,17 +17,17 @@ NAN, INF = float("nan"), float("inf")
 @pytest.fixture
 def underway(monkeypatch):
     """As on a GPU: figures are on their way when they are first asked for."""
-    monkeypatch.setattr(Tally, "fetch", lambda self: True)
+    monkeypatch.setattr(StepStats, "fetch", lambda self: True)
 
 
 def tally_of(loss=1.0, norm=1.0):
-    tally = Tally(gradient_norm=torch.tensor(norm))
+    tally = StepStats(gradient_norm=torch.tensor(norm))
     tally.score(None, torch.zeros(1), torch.tensor(loss))
     return tally
 
 
 def faults_of_stage_3():
-    return Faults(Guard(), stage=3, is_last=True)
+    return NonFiniteCheck(GradientPolicy(), stage=3, is_last=True)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_norm_is_that_of_torch(dtype):
 
 
 def test_a_group_adds_up_what_its_micro_batches_were_scored():
-    tally = Tally()
+    tally = StepStats()
     tally.score(torch.eye(3), torch.tensor([0, 1, 1]), torch.tensor(0.5))
     tally.score(torch.eye(3)[:1], torch.tensor([0]), torch.tensor(2.0))
     assert tally.numbers() == {"num_samples": 4, "loss_sum": 0.5 * 3 + 2.0, "num_correct": 3}
@@ -72,8 +72,8 @@ def test_what_is_copied_off_a_gpu_keeps_its_order():
 
 
 def test_a_stage_without_loss_and_parameters_has_nothing_to_look_at():
-    faults = Faults(Guard(), stage=0, is_last=False)
-    faults.judge(Tally(), (), update=0, epoch=0)
+    faults = NonFiniteCheck(GradientPolicy(), stage=0, is_last=False)
+    faults.judge(StepStats(), (), update=0, epoch=0)
     faults.check()
 
 

@@ -144,7 +144,7 @@ def test_the_script_goes_to_sbatch_as_it_is_printed(monkeypatch, tmp_path, code,
     ],
 )
 def test_a_node_tells_slurm_to_come_again_only_if_its_ranks_have_stopped_at_a_signal(does, code, tmp_path):
-    stops = f"{sys.executable} -c 'from adl_dist.runtime import child; child.note_stopped()'"
+    stops = f"{sys.executable} -c 'from adl_dist.distributed import parent_process; parent_process.flag_stopped()'"
     torchrun = tmp_path / "torchrun"
     torchrun.write_text(f"#!/bin/sh\n{does.format(stops=stops)}\n")
     torchrun.chmod(0o755)

@@ -45,9 +45,9 @@ def assert_close(got, expected):
         torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def pieces_of_one_unit(model, grain="layer"):
+def pieces_of_one_unit(model, granularity="layer"):
     """Cut wherever it can be cut."""
-    chain = linearise(model, grain=grain)
+    chain = linearise(model, granularity=granularity)
     sizes = [1]
     for place in range(len(chain.units) - 1):
         if place in chain.forbidden:
@@ -322,12 +322,12 @@ class Containers(nn.Module):
         return self.last(pair.main + both["high"]) + pair.aux
 
 
-@pytest.mark.parametrize("grain", ["layer", "block"])
-def test_what_blocks_return_in_containers_crosses_cuts_as_tensors(grain):
+@pytest.mark.parametrize("granularity", ["layer", "block"])
+def test_what_blocks_return_in_containers_crosses_cuts_as_tensors(granularity):
     torch.manual_seed(0)
     model, x = Containers(), torch.randn(3, 4)
-    assert linearise(model, grain="block").units == ["split", "pair", "add", "last", "add_2"]
-    got, sent = cut_step(model, pieces_of_one_unit(model, grain), x)
+    assert linearise(model, granularity="block").units == ["split", "pair", "add", "last", "add_2"]
+    got, sent = cut_step(model, pieces_of_one_unit(model, granularity), x)
     assert_close(got.values, uncut_step(model, x).values)
     assert max(sent) == 3
 
@@ -357,10 +357,10 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("grain", ["layer", "block"])
-def test_units_are_named_by_the_layer_or_the_block_and_the_function_that_they_run(grain):
-    expected = [*NESTED[grain], "act", "mean", "mul", "act_2", "add", "head"]
-    assert linearise(Nested(), grain=grain).units == expected
+@pytest.mark.parametrize("granularity", ["layer", "block"])
+def test_units_are_named_by_the_layer_or_the_block_and_the_function_that_they_run(granularity):
+    expected = [*NESTED[granularity], "act", "mean", "mul", "act_2", "add", "head"]
+    assert linearise(Nested(), granularity=granularity).units == expected
 
 
 @pytest.mark.parametrize(
@@ -372,9 +372,9 @@ def test_units_are_named_by_the_layer_or_the_block_and_the_function_that_they_ru
     ],
 )
 def test_a_balance_of_names_begins_a_stage_at_each(balance, first):
-    stages = cut(Nested(), num_stages=len(balance) + 1, balance=balance, grain="layer")
+    stages = cut(Nested(), num_stages=len(balance) + 1, balance=balance, granularity="layer")
     assert [stage.unit_names[0] for stage in stages] == first
-    assert [name for stage in stages for name in stage.unit_names] == linearise(Nested(), grain="layer").units
+    assert [name for stage in stages for name in stage.unit_names] == linearise(Nested(), granularity="layer").units
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_a_balance_of_names_begins_a_stage_at_each(balance, first):
 def test_a_balance_of_names_that_mean_no_cut_is_refused(balance, message):
     num_stages = 2 if "expected 1" in message else len(balance) + 1
     with pytest.raises(PartitionError, match=message):
-        cut(Nested(), num_stages=num_stages, balance=balance, grain="layer")
+        cut(Nested(), num_stages=num_stages, balance=balance, granularity="layer")
 
 
 class Tied(Net):
@@ -416,10 +416,10 @@ class ReadTwice(Net):
 )
 def test_a_tensor_that_two_stages_would_need_is_named_and_an_even_cut_keeps_it_on_one(make, message, even):
     model = make()
-    units = linearise(model, grain="layer").units
+    units = linearise(model, granularity="layer").units
     with pytest.raises(PartitionError, match=message):
-        cut(model, num_stages=2, balance=[units[units.index("b")]], grain="layer")
-    stages = cut(model, num_stages=2, grain="layer")
+        cut(model, num_stages=2, balance=[units[units.index("b")]], granularity="layer")
+    stages = cut(model, num_stages=2, granularity="layer")
     assert stages[1].unit_names[0] == even
     assert sorted(name for stage in stages for name in stage.state_dict()) == sorted(model.state_dict())
 
@@ -436,7 +436,7 @@ def test_reading_a_model_changes_nothing_of_it(make):
     modes = [module.training for module in model.modules()]
     state = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     attributes, generator = {*vars(model)}, torch.get_rng_state()
-    linearise(model, grain="layer")
+    linearise(model, granularity="layer")
     assert [module.training for module in model.modules()] == modes
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         assert torch.equal(tensor, state[name]), name
@@ -637,7 +637,7 @@ def hooked_sequential():
     [
         (TwoInputs, r"TwoInputs.forward takes x, mask, scale; expected one input, all else with defaults: wrap"),
         (NoInput, r"NoInput.forward takes scale; expected one input"),
-        (Branching, rf"{__file__}:\d+: if x.sum\(\) > 0:.*\(inner.0\).*torch.fx.wrap.*partition.grain=block"),
+        (Branching, rf"{__file__}:\d+: if x.sum\(\) > 0:.*\(inner.0\).*torch.fx.wrap.*partition.granularity=block"),
         (python_draws, "draws random numbers that do not depend on its input.*fx.wrap"),
         (torch_draws, "draws random numbers"),
         (NoGrad, r"h = self.a\(x\).*torch.no_grad.*would not be read: call .detach\(\)"),
@@ -652,7 +652,7 @@ def test_what_a_cut_model_would_get_wrong_is_refused_with_the_place_and_a_way_ou
     model = make()
     state, generators = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
     with pytest.raises(PartitionError, match=message):
-        cut(model, num_stages=2, grain="layer")
+        cut(model, num_stages=2, granularity="layer")
     assert all(
         model.state_dict()[name] is tensor or torch.equal(model.state_dict()[name], tensor)
         for name, tensor in state.items()

@@ -22,7 +22,7 @@ from adl_dist.control import run_socket
 from adl_dist.control.requests import Ask, Requests
 from adl_dist.control.run_socket import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, remove_stale, short_address
 from adl_dist.errors import ConfigError
-from adl_dist.monitor.activity import Beacon, place_of
+from adl_dist.monitor.activity import ActivityRecorder, user_frame
 from adl_dist.schedule import Action, Op
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -257,17 +257,17 @@ def test_a_run_trains_on_without_a_socket_where_it_cannot_make_one(tmp_path, cap
 
 def follow_backwards(beacon, numbers, num_micro_batches):
     """Returns the actions that ``beacon`` follows: of one stage, in micro-batches of three images."""
-    seat = SimpleNamespace(work=SimpleNamespace(sizes=[3] * num_micro_batches), stage=SimpleNamespace(version=0))
+    context = SimpleNamespace(work=SimpleNamespace(sizes=[3] * num_micro_batches), stage=SimpleNamespace(version=0))
     totals = SimpleNamespace(result=lambda: {"busy_seconds": 0.0, "staleness_sum": 0.0, "num_backwards": 0})
     order = ((0, Action(Op.BACKWARD, number)) for number in numbers)
-    return beacon.followed(order, {0: seat}, SimpleNamespace(epoch=0), {0: totals})
+    return beacon.followed(order, {0: context}, SimpleNamespace(epoch=0), {0: totals})
 
 
 def test_images_are_counted_whose_gradients_have_come_also_if_the_last_of_a_group_comes_first(monkeypatch):
     """As in GPipe: of four micro-batches of three images one has gone backward, in two seconds."""
     now = [0.0]
     monkeypatch.setattr("adl_dist.monitor.activity.time", SimpleNamespace(monotonic=lambda: now[0]))
-    beacon = Beacon(1)
+    beacon = ActivityRecorder(1)
     with beacon.during("train"):
         followed = follow_backwards(beacon, (3, 2), num_micro_batches=4)
         next(followed)
@@ -278,7 +278,7 @@ def test_images_are_counted_whose_gradients_have_come_also_if_the_last_of_a_grou
 
 def test_to_tell_what_a_stage_is_at_takes_no_memory_that_grows_with_the_run():
     def peak_bytes(num_done):
-        beacon = Beacon(1)
+        beacon = ActivityRecorder(1)
         with beacon.during("train"):
             followed = follow_backwards(beacon, range(100_000), num_micro_batches=100_000)
             for _ in range(num_done):
@@ -296,7 +296,7 @@ def test_to_tell_what_a_stage_is_at_takes_no_memory_that_grows_with_the_run():
 
 def test_memory_is_told_of_the_gpu_of_the_process_whichever_thread_asks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 if device == torch.device("cuda", 3) else 0)
-    assert Beacon(1, device=torch.device("cuda", 3)).tell().memory_bytes == 7
+    assert ActivityRecorder(1, device=torch.device("cuda", 3)).tell().memory_bytes == 7
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_where_a_thread_hangs_is_told_by_its_innermost_line_that_is_not_torchs(p
     thread = threading.Thread(target=lambda: of_package["hang"](begun, over))
     thread.start()
     begun.wait()
-    told = place_of(thread.ident)
+    told = user_frame(thread.ident)
     over.set()
     thread.join()
     assert told.startswith(place)

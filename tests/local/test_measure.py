@@ -12,7 +12,7 @@ from torch import nn
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import linearise
-from adl_dist.partition.costs import Held, bytes_at_borders
+from adl_dist.partition.costs import StageFootprint, bytes_at_borders
 from adl_dist.partition.measure import measure
 from adl_dist.partition.profile import Profile
 from adl_dist.schedule import method
@@ -25,9 +25,9 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def profile_of(model, input_, target=None, *, grain="layer", optimizer=sgd, **options):
+def profile_of(model, input_, target=None, *, granularity="layer", optimizer=sgd, **options):
     target = torch.zeros(len(input_), dtype=torch.long) if target is None else target
-    chain = linearise(model, grain=grain)
+    chain = linearise(model, granularity=granularity)
     of = {"micro_batch_size": 4}
     told = measure(model, chain, input_=input_, target=target, loss_fn=LOSS, optimizer=optimizer, of=of, **options)
     return {unit.name: unit for unit in told.units}, told
@@ -181,7 +181,7 @@ def test_measuring_leaves_weights_statistics_mode_and_random_streams_as_they_wer
 
 def test_times_are_those_of_each_unit():
     model = nn.Sequential(nn.Linear(4, 4), Slow(0.02, 0.03), nn.Linear(4, 5))
-    units, told = profile_of(model, torch.randn(4, 4), grain="block")
+    units, told = profile_of(model, torch.randn(4, 4), granularity="block")
     assert min(units["1"].forward - 0.02, units["1"].backward - 0.03, told.forward - 0.02, told.backward - 0.03) >= 0
     others = sum(unit.forward + unit.backward for name, unit in units.items() if name != "1")
     assert others < (units["1"].forward + units["1"].backward) / 2, "a busy machine slows all of them"
@@ -213,10 +213,10 @@ def fit(trainer, run_dir=None, **changed):
 
 
 def test_auto_cuts_before_the_slow_unit_and_keeps_what_it_measured(tmp_path, caplog):
-    trainer = trainer_of(slow_in_the_middle(), grain="block")
+    trainer = trainer_of(slow_in_the_middle(), granularity="block")
     with caplog.at_level(logging.INFO, logger="adl_dist"):
         fit(trainer, tmp_path)
-    assert trainer._job.placement.sizes == [4, 2]
+    assert trainer._job.partitioned.sizes == [4, 2]
     profile = Profile.load(tmp_path / "profile.json")
     assert [unit.name for unit in profile.units] == ["0", "1", "2", "3", "4", "5"]
     assert set(trainer.full_state_dict()) == set(slow_in_the_middle().state_dict())
@@ -225,15 +225,15 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_what_it_measured(tmp_path, cap
     told = json.loads((tmp_path / "profile.json").read_text())
     told["units"][0]["forward"] = 100.0
     (tmp_path / "profile.json").write_text(json.dumps(told))
-    again = trainer_of(slow_in_the_middle(), grain="block")
+    again = trainer_of(slow_in_the_middle(), granularity="block")
     fit(again, tmp_path, epochs=2)
-    assert again._job.placement.sizes == [1, 5]
+    assert again._job.partitioned.sizes == [1, 5]
 
 
 def test_a_slower_device_gets_less():
-    trainer = trainer_of(slow_in_the_middle(), grain="block", speeds=[1.0, 6.0])
+    trainer = trainer_of(slow_in_the_middle(), granularity="block", speeds=[1.0, 6.0])
     fit(trainer)
-    assert trainer._job.placement.sizes[0] < 4
+    assert trainer._job.partitioned.sizes[0] < 4
 
 
 def test_before_a_measured_cut_is_settled_the_whole_state_is_there():
@@ -260,7 +260,7 @@ def test_nonsense_is_refused_before_anything_is_measured(changed, said):
 
 def test_more_stages_than_units_are_refused_before_anything_is_measured():
     with pytest.raises(PartitionError, match="needs at least 9 units, but the model has 7"):
-        trainer_of(batch_norm_net(), num_stages=9, grain="block")
+        trainer_of(batch_norm_net(), num_stages=9, granularity="block")
 
 
 def test_a_file_that_is_no_profile_is_named(tmp_path):
@@ -282,5 +282,5 @@ def test_a_narrow_wire_halves_what_is_sent_and_not_what_a_stage_keeps_of_it():
     plain, _ = profile_of(perceptron(), torch.randn(4, 6))
     narrow, _ = profile_of(perceptron(), torch.randn(4, 6), wire_dtype=torch.bfloat16)
     assert (narrow["0"].act_bytes, narrow["0"].grad_bytes, narrow["0"].widened_bytes) == (64, 64, 64)
-    kept = [bytes_at_borders(list(units.values()), Held(graphs=1)).came_in for units in (plain, narrow)]
+    kept = [bytes_at_borders(list(units.values()), StageFootprint(graphs=1)).came_in for units in (plain, narrow)]
     assert kept[0] == kept[1] == [0, 128, 128, 0]

@@ -10,7 +10,7 @@ from torch import nn
 import adl_dist
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.schedule import METHODS, Op, figures, method, staleness
-from adl_dist.schedule.replay import in_turn
+from adl_dist.schedule.replay import downstream_first
 from tests.support.runs import BALANCE, sgd, warm_up_schedule
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.tuples import tuple_net
@@ -67,17 +67,17 @@ class Watching:
     """Looks at what the stages hold between any two actions of a run in one process."""
 
     def __init__(self, trainer):
-        self.trainer, self.seats = trainer, {}
+        self.trainer, self.contexts = trainer, {}
         self.most = {k: [0, 0, 0] for k in range(K)}
 
     def __call__(self, runnable):
-        for k, seat in self.seats.items():
-            kept = seat.stage.in_flight.values()
+        for k, context in self.contexts.items():
+            kept = context.stage.in_flight.values()
             graphs = sum(m.ends is not None for m in kept)
-            inputs = sum(m.ends is None for m in kept) + len(seat.buffer)
-            now = graphs, inputs, seat.stage._policy.num_copies if seat.stage._policy else 0
+            inputs = sum(m.ends is None for m in kept) + len(context.buffer)
+            now = graphs, inputs, context.stage._policy.num_copies if context.stage._policy else 0
             self.most[k] = [max(pair) for pair in zip(self.most[k], now, strict=True)]
-        return in_turn(runnable)
+        return downstream_first(runnable)
 
 
 @pytest.mark.parametrize("M", [1, 2, 4])
@@ -91,9 +91,11 @@ def test_graphs_inputs_and_weight_copies_held_are_those_that_the_schedule_predic
     watching = Watching(trainer)
     from adl_dist.training import wiring
 
-    make = wiring.local_seats
-    monkeypatch.setattr(wiring, "local_seats", lambda *a, **o: watching.seats.update(make(*a, **o)) or watching.seats)
-    trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, choose=watching, quiet=True)
+    make = wiring.local_contexts
+    monkeypatch.setattr(
+        wiring, "local_contexts", lambda *a, **o: watching.contexts.update(make(*a, **o)) or watching.contexts
+    )
+    trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, pick_next=watching, quiet=True)
     chosen = method(name, accumulation_steps=M, **options)
     for figure in figures(chosen, num_stages=K, num_micro_batches=24):
         expected = [figure.graphs, figure.inputs, figure.weight_copies]
@@ -108,10 +110,10 @@ class Alive:
         self.count, self.bytes, self.most = {}, 0, 0
 
     def pack(self, tensor):
-        return Held(self, tensor)
+        return StageFootprint(self, tensor)
 
 
-class Held:
+class StageFootprint:
     def __init__(self, alive, tensor):
         self.alive, self.tensor = alive, tensor
         self.key = tensor.untyped_storage().data_ptr()
@@ -132,7 +134,7 @@ class Held:
 
 def activation_bytes(name, M, *, batch, stage, **options):
     """The most bytes that the graphs of one stage hold at a time."""
-    from adl_dist.schedule import streams_of
+    from adl_dist.schedule import actions_of_all
     from adl_dist.stage import Stage
 
     torch.manual_seed(0)
@@ -148,7 +150,7 @@ def activation_bytes(name, M, *, batch, stage, **options):
     made.begin(0, training=True)
     alive = Alive(module.parameters())
     x = torch.ones(batch // M, 16)
-    streams = streams_of(method(name, accumulation_steps=M, **options), num_stages=K, num_micro_batches=8 * M)
+    streams = actions_of_all(method(name, accumulation_steps=M, **options), num_stages=K, num_micro_batches=8 * M)
     with torch.autograd.graph.saved_tensors_hooks(alive.pack, lambda held: held.tensor):
         for op, number in streams[stage]:
             if op in (Op.FORWARD, Op.FORWARD_ONLY):
@@ -261,7 +263,7 @@ def test_after_an_error_the_module_holds_the_weights_that_the_optimizer_steps(we
     with pytest.raises(Exception, match="unplugged"):
         trainer.fit(Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, quiet=True)
     stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
-    assert {id(p) for module in trainer._job.placement.modules.values() for p in module.parameters()} <= stepped
+    assert {id(p) for module in trainer._job.partitioned.modules.values() for p in module.parameters()} <= stepped
 
 
 def test_a_stage_without_parameters_has_a_head_of_the_runs_dtype():

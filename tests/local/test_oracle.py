@@ -296,8 +296,8 @@ def test_greedy_training_is_a_separate_loop_of_torch_for_every_module(sources):
 
 def test_what_the_replay_buffers_choose_matters():
     options = {"M": 3, "loss_fn": LOSS, "lr": [0.1] * 6}
-    in_turn, _ = train_greedily(modules(), heads(), [BATCHES] * 2, **options)
+    downstream_first, _ = train_greedily(modules(), heads(), [BATCHES] * 2, **options)
     itself, _ = train_greedily(modules(), heads(), [BATCHES] * 2, sources=[{2: range(7)}, {}], **options)
     reused, _ = train_greedily(modules(), heads(), [BATCHES] * 2, sources=REUSE, **options)
-    assert_close(itself, in_turn)
-    assert distance(reused, in_turn) > 1e-3
+    assert_close(itself, downstream_first)
+    assert distance(reused, downstream_first) > 1e-3

@@ -8,7 +8,7 @@ import pytest
 from adl_dist.errors import ConfigError
 from adl_dist.report import draw
 from adl_dist.report.picture import MOST_TICKS, picture
-from adl_dist.schedule import METHODS, Costs, Op, method, streams_of
+from adl_dist.schedule import METHODS, Costs, Op, actions_of_all, method
 
 
 def texts(figure):
@@ -73,7 +73,7 @@ def test_with_a_replay_buffer_arrows_start_where_what_was_picked_was_made():
     greedy = method("dgl", buffer_size=3)
     found = arrows(picture(greedy, num_stages=3, num_micro_batches=8))
     assert len(found) == 8 * 2
-    streams = streams_of(greedy, num_stages=3, num_micro_batches=8)
+    streams = actions_of_all(greedy, num_stages=3, num_micro_batches=8)
     picked = Counter((k, number) for k, stream in enumerate(streams) for op, number in stream if op is Op.PICK)
     left = Counter(arrow.get_position() for arrow in found)
     assert sorted(left.values()) == sorted(picked.values())

@@ -11,7 +11,7 @@ from adl_dist.cli.plan.neighbours import neighbours
 from adl_dist.cli.plan.report import line_to_paste
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost
-from adl_dist.partition.advice import Pace, advise, alternative
+from adl_dist.partition.advice import Throughput, advise, alternative
 from adl_dist.partition.predict import predict
 from adl_dist.partition.profile import Profile
 from adl_dist.schedule import method
@@ -84,7 +84,7 @@ def rests(pid):
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
 def test_neighbours_rest_until_they_are_to_work_and_do_not_outlive_the_measurement():
-    how = {"shape": [3, 8, 8], "grain": "layer", "threads": 1}
+    how = {"shape": [3, 8, 8], "granularity": "layer", "threads": 1}
     with neighbours(1, SMALL[:5], how, 4) as others:
         (pid,) = others.pids
         assert rests(pid)
@@ -124,7 +124,9 @@ def without(profile, *, devices, machine=None, M=4):
     """The same pace for any number of samples: as long as a micro-batch takes, for each of its 10."""
 
     def pace(samples):
-        return Pace(samples=samples, forward=profile.forward * samples / 10, backward=profile.backward * samples / 10)
+        return Throughput(
+            samples=samples, forward=profile.forward * samples / 10, backward=profile.backward * samples / 10
+        )
 
     machine = machine or Machine()
     return alternative(profile, machine, num_devices=devices, whole=pace(10 * M), share=pace(10 * M // devices))
@@ -204,7 +206,7 @@ def test_the_plan_of_a_small_model_tells_all_that_was_asked_for_and_its_line_tra
     (adl,) = facts["predictions"] or [None]
     assert sum(adl["balance"]["sizes"]) == len(facts["profile"]["units"])
     sizes = ",".join(map(str, adl["balance"]["sizes"]))
-    cut = [f"partition.balance=[{sizes}]", "partition.grain=layer"]
+    cut = [f"partition.balance=[{sizes}]", "partition.granularity=layer"]
     assert in_process(*words(tmp_path / "run", *cut)).code == 0
 
 
@@ -237,7 +239,7 @@ def test_the_line_trains_the_very_method_that_was_predicted():
     assert line_to_paste(told, "layer", words) == (
         "adl-dist train model=resnet8 data=synthetic data.image_size=8 train.batch_size=16 runtime.threads=1 "
         "data.num_samples=7 method=fdg method.accumulation_steps=2 'method.weights=\"latest\"' partition.num_stages=2 "
-        "partition.grain=layer 'partition.balance=[4,4]'"
+        "partition.granularity=layer 'partition.balance=[4,4]'"
     )
 
 

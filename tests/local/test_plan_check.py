@@ -26,7 +26,7 @@ SAMPLES = 40
 def cases_of(*words):
     overrides = ["model=resnet8", "data=synthetic", *words]
     config, _ = compose_run(overrides)
-    chain = linearise(instantiate.build_model(config), grain="layer")
+    chain = linearise(instantiate.build_model(config), granularity="layer")
     return check_cases(config, overrides, "layer", chain, Machine(), samples=SAMPLES, threads=1)
 
 

@@ -57,8 +57,8 @@ def test_workers_load_on_all_cores_of_a_process_whose_computing_thread_is_bound(
 
 FAULTS = """
 import resource, torch
-from adl_dist.distributed.affinity import keep_freed_memory
-keep_freed_memory()
+from adl_dist.distributed.affinity import tune_malloc
+tune_malloc()
 def round_of_activations():
     kept = [torch.zeros(1 << 20) for _ in range(16)]  # 4 MiB each
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -84,4 +84,4 @@ def test_a_user_who_has_chosen_how_memory_is_kept_is_left_alone(monkeypatch, nam
     monkeypatch.setattr(affinity, "_is_kept", False)
     monkeypatch.setattr(affinity.ctypes, "CDLL", no_library)
     monkeypatch.setenv(name, value)
-    affinity.keep_freed_memory()
+    affinity.tune_malloc()

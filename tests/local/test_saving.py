@@ -67,7 +67,7 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
 ):
     """And the next save, for which there is room again, is complete."""
     saver = Saver(tmp_path, keep=1, keep_best=False, background=background)
-    saver.save(OneProcess(state()), position(1))
+    saver.save(OneProcess(state()).call, position(1))
     assert saver.wait().name == "update-00000001"
     before = snapshot(tmp_path)
     needed = sum(file.stat().st_size for file in saver.wait().iterdir())
@@ -76,7 +76,7 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
     for room in tried:
         with monkeypatch.context() as patch:
             full_after(patch, room)
-            saver.save(OneProcess(state(seed=room)), position(2))
+            saver.save(OneProcess(state(seed=room)).call, position(2))
             path = saver.wait()
         if path is not None:
             break
@@ -93,14 +93,14 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
 def test_a_folder_that_has_gone_is_made_again_and_one_that_cannot_be_is_told(tmp_path, capfd):
     folder = tmp_path / "run" / "checkpoints"
     saver = Saver(folder, keep=1, keep_best=False, background=True)
-    saver.save(OneProcess(state()), position(1))
+    saver.save(OneProcess(state()).call, position(1))
     assert saver.wait() == folder / "update-00000001"
     (tmp_path / "run").rename(tmp_path / "moved")
-    saver.save(OneProcess(state()), position(2))
+    saver.save(OneProcess(state()).call, position(2))
     assert saver.wait() == folder / "update-00000002"
     (tmp_path / "run").rename(tmp_path / "moved again")
     (tmp_path / "run").write_text("a file")
-    saver.save(OneProcess(state()), position(3))
+    saver.save(OneProcess(state()).call, position(3))
     assert (saver.wait(), "Not a directory" in saver.failure) == (None, True)
     assert capfd.readouterr().err.count("warning") == 1
 
@@ -231,7 +231,7 @@ def test_a_save_fails_at_once_where_a_process_is_gone_before_it_has_told_of_its_
             return [*super().call(do, **arguments), {"stage": 1, "rank": 1}]
 
     saver = Saver(tmp_path, keep=1, keep_best=False, background=True)
-    saver.save(OfTwo(state()), position(1))
+    saver.save(OfTwo(state()).call, position(1))
     path = saver.wait(20)
     if told_before:
         assert (path, saver.lost) == (tmp_path / "update-00000001", None)
@@ -253,7 +253,7 @@ def test_a_folder_that_two_nodes_do_not_share_is_told_as_that(tmp_path):
             return [*super().call(do, **arguments), {"stage": 1, "rank": 1}]
 
     saver = Saver(here, keep=1, keep_best=False, background=True)
-    saver.save(OnTwoNodes(state()), position(1))
+    saver.save(OnTwoNodes(state()).call, position(1))
     assert saver.wait(20) is None
     assert "__1_0.distcp should hold" in saver.failure
     assert saver.failure.endswith("found no such file; run_dir must lie on a file system that all nodes share")

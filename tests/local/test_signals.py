@@ -13,18 +13,18 @@ import pytest
 
 from adl_dist.launch import signals
 from adl_dist.launch.local import _Stopping
-from adl_dist.launch.signals import Patience, heeded
+from adl_dist.launch.signals import SignalEscalation, signal_handler
 
 # The main thread is busy in C for a while and runs no Python, as when it waits for a message of a peer.
 STUCK = """
 import hashlib, sys, threading
-from adl_dist.launch.signals import heeded
+from adl_dist.launch.signals import signal_handler
 
 def ask(name):
     print(name, flush=True)
     return len(sys.argv) < 2
 
-with heeded(ask):
+with signal_handler(ask):
     threading.Thread(target=lambda: print("ready", flush=True)).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)
 """
@@ -72,7 +72,7 @@ def test_a_process_whose_peer_is_gone_ends_at_the_first_signal():
 def test_handlers_and_the_wakeup_pipe_are_what_they_were_afterwards():
     before = [signal.getsignal(number) for number in signals.STOPPING]
     threads, asked = threading.active_count(), []
-    with heeded(lambda name: not asked.append(name)):
+    with signal_handler(lambda name: not asked.append(name)):
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 5
         while not asked and time.monotonic() < deadline:
@@ -92,13 +92,13 @@ def test_no_room_for_temporary_files_keeps_no_stop_from_rank_0(tmp_path, monkeyp
     monkeypatch.setenv("ADL_DIST_RENDEZVOUS", str(tmp_path))
     stopping = _Stopping(passes_on=True)  # of the launcher
     stopping.folder = tmp_path
-    with heeded(lambda name: not asked.append(name)):
+    with signal_handler(lambda name: not asked.append(name)):
         monkeypatch.setattr(Path, "write_text", full)
         stopping.handle(signal.SIGTERM, None)
         deadline = time.monotonic() + 5
         while not asked and time.monotonic() < deadline:
             time.sleep(0.01)
-    with heeded(lambda name: True):  # which cannot say so to the launcher
+    with signal_handler(lambda name: True):  # which cannot say so to the launcher
         pass
     assert asked == ["SIGUSR1"]
     assert signal.getsignal(signal.SIGUSR1) is before
@@ -108,7 +108,7 @@ def test_a_handler_that_is_not_pythons_stays_and_the_others_are_taken(monkeypatc
     known = signal.getsignal
     monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGUSR1 else known(number))
     before = known(signal.SIGUSR1)
-    with heeded(lambda name: True):
+    with signal_handler(lambda name: True):
         assert known(signal.SIGUSR1) is before
         assert known(signal.SIGTERM) is signals._do_nothing
 
@@ -117,7 +117,7 @@ def test_outside_of_the_main_thread_nothing_is_done():
     found = []
 
     def look():
-        with heeded(lambda name: True):
+        with signal_handler(lambda name: True):
             found.append(signal.getsignal(signal.SIGUSR1))
 
     thread = threading.Thread(target=look)
@@ -139,7 +139,7 @@ def test_outside_of_the_main_thread_nothing_is_done():
     ids=str,
 )
 def test_the_second_sigterm_or_sigint_ends_but_no_echo_of_a_sigterm(sent, ends, monkeypatch):
-    patience = Patience()
+    patience = SignalEscalation()
     answers = []
     for number, when in sent:
         monkeypatch.setattr(signals.time, "monotonic", lambda when=when: when)

@@ -10,7 +10,7 @@ from torch import nn
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule.replay import at_random
-from adl_dist.stage import Guard
+from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import buffers_kept_finite
 from tests.local.test_methods import EQUATIONS, assert_close, assert_same_bits, by_the_equations, micro_batches
 from tests.support.planted import SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs
@@ -57,7 +57,7 @@ def test_the_decision_survives_a_narrow_wire_and_any_order_of_events():
     expected, summary = train(3, 2, torch.float32, plant=nan_inputs, wire_dtype=torch.bfloat16, **SKIP)
     assert summary["skipped_updates"] == len(SPOILT_PAIRS) * EPOCHS
     for seed in range(5):
-        options = {"plant": nan_inputs, "wire_dtype": torch.bfloat16, "choose": at_random(seed)}
+        options = {"plant": nan_inputs, "wire_dtype": torch.bfloat16, "pick_next": at_random(seed)}
         assert_same_bits(train(3, 2, torch.float32, **options, **SKIP)[0], expected)
 
 
@@ -124,15 +124,15 @@ def test_a_gradient_that_is_not_finite_upstream_only_stops_the_run_because_other
 
 def test_local_losses_cannot_skip_in_all_stages():
     with pytest.raises(ConfigError, match=r"train\.non_finite=skip cannot skip .* method=dgl"):
-        Guard(**SKIP).check(adl_dist.method("dgl"), 2)
-    Guard(**SKIP).check(adl_dist.method("dgl"), 1)
+        GradientPolicy(**SKIP).check(adl_dist.method("dgl"), 2)
+    GradientPolicy(**SKIP).check(adl_dist.method("dgl"), 1)
 
 
 @pytest.mark.parametrize("method", ["adl", "fr", "gpipe"])
 def test_of_all_stages_that_see_a_fault_the_one_nearest_the_loss_tells_of_it(method):
     for seed in range(5):
         with pytest.raises(DivergedError, match=r"stage 2: the loss is nan at update 0 \(epoch 0\)"):
-            train(3, 2, torch.float32, method=method, plant=nan_inputs, choose=at_random(seed))
+            train(3, 2, torch.float32, method=method, plant=nan_inputs, pick_next=at_random(seed))
 
 
 @pytest.mark.parametrize(("K", "stage"), [(1, 0), (2, 0), (3, 1)])
@@ -193,4 +193,4 @@ def test_one_stage_clips_as_a_plain_torch_loop_does_bit_for_bit():
 )
 def test_what_cannot_be_is_refused(wrong, told):
     with pytest.raises(ConfigError, match=told):
-        Guard(**wrong).check(adl_dist.method("adl"), 2)
+        GradientPolicy(**wrong).check(adl_dist.method("adl"), 2)

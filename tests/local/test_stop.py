@@ -65,7 +65,7 @@ def test_where_nothing_is_stale_a_run_stopped_in_mid_epoch_goes_on_to_the_bits_o
         "update": 12,  # the sample is one of the 5th micro-batch of the second epoch, whose group of 3 ends there
         "epoch": 1,
         "checkpoint": str(tmp_path / "checkpoints" / "update-00000012"),
-        "leaves_trace": False,
+        "drain_changed_result": False,
     }
     assert data.answer.result(0) == summary["stopped"]["checkpoint"]
     assert json.loads((tmp_path / "summary.json").read_text())["stopped"] == summary["stopped"]
@@ -80,7 +80,7 @@ def test_where_gradients_are_stale_a_stop_is_the_same_as_max_updates_there_and_s
 ):
     stopped, planned = tmp_path / "stopped", tmp_path / "planned"
     _, _, summary = fitted(K, data=Asking(at=70), name=name, options=options, run_dir=stopped)
-    assert (summary["stopped"]["leaves_trace"], summary["updates"]) == (True, 12)
+    assert (summary["stopped"]["drain_changed_result"], summary["updates"]) == (True, 12)
     fitted(K, name=name, options=options, run_dir=planned, max_updates=12)
     _, state, _ = fitted(K, name=name, options=options, run_dir=stopped)
     _, expected, _ = fitted(K, name=name, options=options, run_dir=planned)
@@ -94,7 +94,7 @@ def test_with_planned_checkpoints_a_stop_waits_for_the_next_and_leaves_no_trace(
     _, otherwise, _ = fitted(3)
     _, _, summary = fitted(3, data=Asking(at=at), run_dir=tmp_path, **every)
     assert summary["stopped"]["update"] == {70: 14, 90: 18}[at]  # 10 updates an epoch
-    assert not summary["stopped"]["leaves_trace"]
+    assert not summary["stopped"]["drain_changed_result"]
     _, state, _ = fitted(3, run_dir=tmp_path, **every)
     assert_same(state, expected)
     assert not all(torch.equal(otherwise[name], expected[name]) for name in expected), (
@@ -131,7 +131,7 @@ def test_stages_that_draw_from_buffers_stop_at_the_end_of_the_epoch(tmp_path):
     options = {"head": "linear", "buffer_size": 4}
     _, expected, _ = fitted(2, name="dgl", options=options)
     _, _, summary = fitted(2, data=Asking(at=70), name="dgl", options=options, run_dir=tmp_path)
-    assert (summary["stopped"]["update"], summary["stopped"]["leaves_trace"]) == (20, False)
+    assert (summary["stopped"]["update"], summary["stopped"]["drain_changed_result"]) == (20, False)
     _, state, _ = fitted(2, name="dgl", options=options, run_dir=tmp_path)
     assert_same(state, expected)
 
@@ -197,14 +197,16 @@ def test_a_checkpoint_of_mid_epoch_claims_no_evaluation_and_does_not_cost_the_be
     ]
 
 
-@pytest.mark.parametrize(("K", "leaves_trace"), [(1, False), (3, True)])
-def test_a_checkpoint_in_mid_epoch_says_where_it_changes_later_values(K, leaves_trace, tmp_path):
+@pytest.mark.parametrize(("K", "drain_changed_result"), [(1, False), (3, True)])
+def test_a_checkpoint_in_mid_epoch_says_where_it_changes_later_values(K, drain_changed_result, tmp_path):
     _, expected, _ = fitted(K)
     data, state, _ = fitted(K, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path)
     said = "those of a run that ended with train.max_updates=12 and was continued"
     log = (tmp_path / "logs" / "rank0.log").read_text()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert any(not torch.equal(state[name], expected[name]) for name in expected) is leaves_trace
-    assert (said in data.answer.result(0)) is leaves_trace
-    assert (said in log) is leaves_trace
-    assert [r["update"] for r in records if r["name"] == "checkpoint/leaves_trace"] == [11] * leaves_trace
+    assert any(not torch.equal(state[name], expected[name]) for name in expected) is drain_changed_result
+    assert (said in data.answer.result(0)) is drain_changed_result
+    assert (said in log) is drain_changed_result
+    assert [r["update"] for r in records if r["name"] == "checkpoint/drain_changed_result"] == [
+        11
+    ] * drain_changed_result

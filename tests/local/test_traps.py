@@ -107,7 +107,7 @@ def trained(make, sizes):
         method=adl_dist.method("bp", accumulation_steps=1),
         num_stages=2,
         balance=sizes,
-        grain="layer",
+        granularity="layer",
         dtype=torch.float64,
     )
     data = TensorDataset(X, Y)
@@ -125,7 +125,7 @@ def trained(make, sizes):
     ids=lambda make: make.__name__,
 )
 def test_wherever_it_can_be_cut_training_and_evaluation_are_those_of_the_plain_loop(make):
-    chain, (expected, evaluated) = linearise(make().double(), grain="layer"), plain_loop(make)
+    chain, (expected, evaluated) = linearise(make().double(), granularity="layer"), plain_loop(make)
     places = [cut for cut in range(len(chain.units) - 1) if cut not in chain.forbidden]
     assert places
     for cut in places:

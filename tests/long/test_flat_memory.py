@@ -40,11 +40,11 @@ def train_and_watch(run_dir, epochs):
     resident, pending = [], [0]
     page, step = resource.getpagesize() // 1024, engine.step
 
-    def watched(action, seat):
-        step(action, seat)
+    def watched(action, context):
+        step(action, context)
         if action.op is Op.BACKWARD and action.number % EVERY == 0:
             resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * page)
-        pending[0] = max(pending[0], *(len(sender._pending) for sender in seat.senders.values()))
+        pending[0] = max(pending[0], *(len(sender._pending) for sender in context.senders.values()))
 
     engine.step = watched
     trainer = adl_dist.Trainer(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.balance import (
-    Held,
     Machine,
+    StageFootprint,
     UnitCost,
     best_balance,
     evaluate_balance,
@@ -26,7 +26,7 @@ from tests.pure.test_layers import PACKAGE, imported
 
 def adl(K, M=1, **options):
     """What ADL holds: 2(K-1-k)+1 graphs, and a weight version for every M of them but one."""
-    return [Held(graphs=d + 1, weight_copies=-(-d // M), **options) for d in range(2 * (K - 1), -1, -2)]
+    return [StageFootprint(graphs=d + 1, weight_copies=-(-d // M), **options) for d in range(2 * (K - 1), -1, -2)]
 
 
 def unit(time=3.0, **options):
@@ -128,7 +128,7 @@ def random_instance(draw):
         for i in range(n)
     ]
     held = [
-        Held(
+        StageFootprint(
             graphs=draw.randint(1, 2 * K),
             inputs=draw.choice([0, 3]),
             weight_copies=draw.choice([0, 2]),
@@ -235,7 +235,7 @@ def test_a_slow_device_gets_less_work():
 
 
 def test_a_stage_that_recomputes_gets_less_work():
-    held = [Held(graphs=1, inputs=3, recomputes=True), Held(graphs=1)]
+    held = [StageFootprint(graphs=1, inputs=3, recomputes=True), StageFootprint(graphs=1)]
     assert sizes([unit()] * 7, 2, held=held) == [3, 4]
 
 
@@ -249,10 +249,10 @@ def test_memory_pushes_units_away_from_the_first_stage_which_holds_the_most_grap
 def test_weight_versions_and_optimizer_state_count_against_the_limit():
     units, machine = [unit(parameter_bytes=10)] * 6, Machine(memory_bytes=150)
     for held, optimizer_copies, expected in (
-        ([Held(graphs=3), Held(graphs=1)], 1.0, [3, 3]),
-        ([Held(graphs=3, weight_copies=3), Held(graphs=1)], 1.0, [2, 4]),
-        ([Held(graphs=3, weight_copies=1), Held(graphs=1)], 0.0, [3, 3]),
-        ([Held(graphs=3, weight_copies=2), Held(graphs=1)], 1.5, [2, 4]),
+        ([StageFootprint(graphs=3), StageFootprint(graphs=1)], 1.0, [3, 3]),
+        ([StageFootprint(graphs=3, weight_copies=3), StageFootprint(graphs=1)], 1.0, [2, 4]),
+        ([StageFootprint(graphs=3, weight_copies=1), StageFootprint(graphs=1)], 0.0, [3, 3]),
+        ([StageFootprint(graphs=3, weight_copies=2), StageFootprint(graphs=1)], 1.5, [2, 4]),
     ):
         found = best_balance(units, num_stages=2, held=held, machine=machine, optimizer_copies=optimizer_copies)
         assert found.sizes == expected
@@ -289,15 +289,19 @@ def test_the_figures_of_a_given_cut_are_those_of_its_parts():
         UnitCost(name="c", forward=1, backward=1, parameter_bytes=1, activation_bytes=9, num_tensors=2),
     ]
     machine = Machine(speeds=[1, 2, 4], bandwidth=10, latency=99, seconds_per_byte=0.25, seconds_per_message=0.5)
-    held = [Held(graphs=5, weight_copies=2), Held(graphs=1, inputs=3, recomputes=True), Held(graphs=1)]
+    held = [
+        StageFootprint(graphs=5, weight_copies=2),
+        StageFootprint(graphs=1, inputs=3, recomputes=True),
+        StageFootprint(graphs=1),
+    ]
     told = evaluate_balance(units, [1, 1, 1], held=held, machine=machine, optimizer_copies=2)
     # a: one act of 20 bytes; b: one act of 6 and one gradient of 40.
     assert told.stage_seconds == [3.5 + 5.5, 7 / 2 + 5.5 + 12.5, 2 / 4 + 12.5]
     assert told.link_seconds == [2.0, 4.0]
     assert told.seconds == 21.5
     assert told.stage_bytes == [5 * 7 + 6 * 100 + 20, 8 + 3 * 20 + 4 * 10 + 3 * 20 + 3 * 40 + 6, 9 + 4 * 1 + 3 * 6 + 40]
-    assert stage_time(units, 0, 3, held=Held(graphs=1), speed=0.5, machine=machine) == 21.0
-    assert stage_memory(units, 0, 3, held=Held(graphs=1), optimizer_copies=0.5) == 24 + 278
+    assert stage_time(units, 0, 3, held=StageFootprint(graphs=1), speed=0.5, machine=machine) == 21.0
+    assert stage_memory(units, 0, 3, held=StageFootprint(graphs=1), optimizer_copies=0.5) == 24 + 278
     assert link_time(units[1], machine) == 4.0
 
 

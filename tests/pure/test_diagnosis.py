@@ -3,20 +3,20 @@
 import pytest
 
 from adl_dist.monitor.diagnosis import cause_of, picture
-from adl_dist.monitor.status import COORDINATOR, Coordination, Member, Sighting, StageSighting
+from adl_dist.monitor.status import COORDINATOR, CoordinatorStatus, ProcessStatus, RankStatus, StageStatus
 
-TRAINING = Coordination("train", True, 60.0)
+TRAINING = CoordinatorStatus("train", True, 60.0)
 
 
 def stage(k, doing, op="", number=0, *, waits_for=(), seconds=60.0, **more):
-    return StageSighting(
+    return StageStatus(
         stage=k, doing=doing, op=op, number=number, waits_for=list(waits_for), seconds=seconds, segment=1, **more
     )
 
 
 def member(told, *, silent=0.0, state="", phase="train", **more):
-    seen = Sighting(host="node", pid=100 + told.stage, phase=phase, stages=[told], **more)
-    return Member(rank=told.stage, seen=seen, silent_seconds=silent, state=state)
+    seen = ProcessStatus(host="node", pid=100 + told.stage, phase=phase, stages=[told], **more)
+    return RankStatus(rank=told.stage, seen=seen, silent_seconds=silent, state=state)
 
 
 def waits(k, what, op, number, peer, **more):
@@ -69,41 +69,41 @@ def test_a_process_that_does_not_answer_is_the_cause_whatever_it_told_before(sta
 
 
 def test_a_process_that_is_gone_comes_before_one_that_is_stopped_and_that_before_one_that_cannot_be_seen():
-    members = [
+    statuses = [
         member(stage(0, "forward 1", "F", 1)),
         member(stage(1, "forward 1", "F", 1), silent=9.0, state=""),
         member(stage(2, "forward 1", "F", 1), silent=9.0, state="T"),
         member(stage(3, "forward 1", "F", 1), silent=9.0, state="gone"),
     ]
     found = []
-    while len(members) > 1:
-        found.append(cause_of(members, TRAINING).rank)
-        members = [m for m in members if m.rank != found[-1]]
+    while len(statuses) > 1:
+        found.append(cause_of(statuses, TRAINING).rank)
+        statuses = [m for m in statuses if m.rank != found[-1]]
     assert found == [3, 2, 1]
 
 
 def test_a_message_that_was_sent_and_does_not_arrive_is_the_fault_of_the_link():
-    members = [
+    statuses = [
         member(waits(0, "grad", "RG", 4, 1, counts={"RG": 4})),
         member(waits(1, "grad", "RG", 5, 2, counts={"SA": 8, "SG": 4, "RG": 5})),
         member(waits(2, "act", "RA", 7, 1, counts={"RA": 7, "SG": 5})),
     ]
-    cause = cause_of(members, TRAINING)
+    cause = cause_of(statuses, TRAINING)
     assert cause.rank is None
     assert cause.text.startswith("the link from stage 1 to stage 2: act 7 was sent and has not arrived in 60 s")
 
 
 def test_a_stage_at_work_on_a_gradient_of_gpipe_which_come_in_descending_order_is_not_blamed_on_the_link():
-    members = [
+    statuses = [
         member(waits(0, "grad", "RG", 2, 1, last={"SA": 3, "RG": 3}, counts={"SA": 4, "RG": 1})),
         member(stage(1, "backward 2", "B", 2, last={"RA": 3, "SG": 3}, counts={"RA": 4, "SG": 1})),
     ]
-    assert cause_of(members, TRAINING) == (1, "stage 1 (node, pid 101): still at work: backward 2 since 60 s")
+    assert cause_of(statuses, TRAINING) == (1, "stage 1 (node, pid 101): still at work: backward 2 since 60 s")
 
 
 def test_what_was_sent_in_another_segment_or_only_launched_on_a_gpu_is_not_taken_for_lost():
     receiver = waits(1, "act", "RA", 3, 0)
-    before = StageSighting(stage=0, doing="forward 0", op="F", seconds=60.0, segment=0, counts={"SA": 9})
+    before = StageStatus(stage=0, doing="forward 0", op="F", seconds=60.0, segment=0, counts={"SA": 9})
     assert cause_of([member(before), member(receiver)], TRAINING).rank == 0
     launched = stage(0, "update 9", "U", 9, counts={"SA": 9})
     on_gpu = [member(launched, runs_ahead=True), member(receiver, runs_ahead=True)]
@@ -117,44 +117,44 @@ def test_stages_that_wait_for_each_other_are_called_a_bug():
 
 
 def test_of_two_stages_at_work_the_one_that_more_wait_for_is_the_cause():
-    members = [
+    statuses = [
         member(stage(0, "forward 9", "F", 9, seconds=90.0)),
         member(waits(1, "grad", "RG", 4, 2)),
         member(stage(2, "forward 4", "F", 4)),
     ]
-    assert cause_of(members, TRAINING).rank == 2
+    assert cause_of(statuses, TRAINING).rank == 2
 
 
 @pytest.mark.parametrize("what", ["save", "load"])
 def test_a_slow_save_or_load_is_the_fault_of_the_stage_that_is_still_at_it(what):
     slow = member(stage(1, what), phase=what, at="checkpoint.py:9 in write")
-    members = [member(idle(0), phase="idle"), slow, member(idle(2), phase="idle")]
+    statuses = [member(idle(0), phase="idle"), slow, member(idle(2), phase="idle")]
     said = f"takes long to {what} its part of a checkpoint, since 60 s, at checkpoint.py:9 in write"
-    assert cause_of(members, Coordination(what, True, 60.0)) == (1, f"stage 1 (node, pid 101): {said}")
+    assert cause_of(statuses, CoordinatorStatus(what, True, 60.0)) == (1, f"stage 1 (node, pid 101): {said}")
 
 
 def test_a_save_beside_training_that_the_coordinator_waits_for_is_the_fault_of_the_process_that_still_writes():
-    waiting = Coordination("train", False, 60.0, "saving.py:9 in wait")
+    waiting = CoordinatorStatus("train", False, 60.0, "saving.py:9 in wait")
     at = {"saving": "saving", "saving_at": "checkpoint.py:9 in write"}
-    members = [
+    statuses = [
         member(idle(0), phase="idle", saving="committing"),
         member(idle(1), phase="idle"),
         member(idle(2), phase="idle", **at),
     ]
     told = "takes long to write its part of a checkpoint, beside training, at checkpoint.py:9 in write"
-    assert cause_of(members, waiting) == (2, f"stage 2 (node, pid 102): {told}")
-    assert "; saving a checkpoint beside it, at checkpoint.py:9 in write" in picture(members, waiting).splitlines()[2]
-    text = cause_of(members[:2], waiting).text
+    assert cause_of(statuses, waiting) == (2, f"stage 2 (node, pid 102): {told}")
+    assert "; saving a checkpoint beside it, at checkpoint.py:9 in write" in picture(statuses, waiting).splitlines()[2]
+    text = cause_of(statuses[:2], waiting).text
     assert text == "stage 0 (node, pid 100): takes long to complete a checkpoint, beside training"
 
 
 def test_a_save_beside_training_is_not_the_cause_while_a_stage_holds_up_the_others():
-    members = [*victims_of_stage_1(stage(1, "forward 7", "F", 7))[:2], member(idle(2), saving="saving")]
-    assert cause_of(members, TRAINING).rank == 1
+    statuses = [*victims_of_stage_1(stage(1, "forward 7", "F", 7))[:2], member(idle(2), saving="saving")]
+    assert cause_of(statuses, TRAINING).rank == 1
 
 
 def test_when_all_stages_have_nothing_to_do_the_coordinator_is_the_cause():
-    at_work = Coordination("save", False, 60.0, "checkpoint.py:9 in commit")
+    at_work = CoordinatorStatus("save", False, 60.0, "checkpoint.py:9 in commit")
     cause = cause_of([member(idle(k), phase="idle") for k in range(2)], at_work)
     assert cause == (
         0,
@@ -172,10 +172,10 @@ def test_a_stage_whose_neighbour_has_finished_its_part_waits_for_the_link_not_fo
 def test_all_stages_in_one_process_have_one_line_each_and_that_one_at_work_is_the_cause():
     at_work = stage(1, "backward 3", "B", 3)
     others = [stage(k, "wait for its turn", waits_for=[1]) for k in (0, 2)]
-    seen = Sighting(host="node", pid=7, phase="train", stages=[others[0], at_work, others[1]], at="net.py:3 in f")
-    members = [Member(rank=0, seen=seen)]
-    assert cause_of(members, TRAINING).text.startswith("stage 1 (node, pid 7): still at work: backward 3")
-    assert picture(members, TRAINING).splitlines() == [
+    seen = ProcessStatus(host="node", pid=7, phase="train", stages=[others[0], at_work, others[1]], at="net.py:3 in f")
+    statuses = [RankStatus(rank=0, seen=seen)]
+    assert cause_of(statuses, TRAINING).text.startswith("stage 1 (node, pid 7): still at work: backward 3")
+    assert picture(statuses, TRAINING).splitlines() == [
         "  stage 0  (node, pid 7)  wait for its turn since 60.0 s",
         "  stage 1  (node, pid 7)  backward 3 since 60.0 s, at net.py:3 in f",
         "  stage 2  (node, pid 7)  wait for its turn since 60.0 s",
@@ -185,7 +185,7 @@ def test_all_stages_in_one_process_have_one_line_each_and_that_one_at_work_is_th
 
 def test_the_picture_holds_the_last_message_on_each_edge_and_how_long_a_silent_process_has_been_so():
     told = stage(1, "forward 7", "F", 7, last={"RA": 7, "SA": 6, "RG": 4, "SG": 3, "B": 3})
-    shown = picture([member(told, silent=9.5, state="T"), Member(rank=2)], TRAINING).splitlines()
+    shown = picture([member(told, silent=9.5, state="T"), RankStatus(rank=2)], TRAINING).splitlines()
     assert shown[0] == (
         "  stage 1  (node, pid 101)  no answer since 9.5 s; before: forward 7 since 60.0 s; last sent act 6, grad 3; "
         "last got act 7, grad 4"

@@ -8,16 +8,16 @@ from adl_dist.schedule import (
     METHODS,
     Op,
     Segment,
-    end_early,
-    leaves_no_trace,
+    drain_is_exact,
     method,
     replay,
-    training_stream,
+    shorten,
+    training_actions,
     training_work,
     updates_that_load,
 )
 from adl_dist.schedule.actions import RECEIVES
-from adl_dist.schedule.replay import at_random, in_turn
+from adl_dist.schedule.replay import at_random, downstream_first
 
 CHOSEN = {
     **{name: {} for name in METHODS},
@@ -35,7 +35,7 @@ def chosen(name, K, M):
 
 
 def stream_of(a_method, k, K, groups):
-    return list(training_stream(a_method, k, num_stages=K, group_sizes=groups))
+    return list(training_actions(a_method, k, num_stages=K, group_sizes=groups))
 
 
 @pytest.mark.parametrize(("name", "K", "M"), GRID)
@@ -46,7 +46,7 @@ def test_until_a_micro_batch_beyond_it_comes_a_stage_does_what_the_shorter_segme
         begins = [i for i, a in enumerate(stream) if a.op in (Op.LOAD, Op.RECV_ACT) and a.number >= end]
         known = begins[0] - (stream[begins[0] - 1].op is Op.WEIGHTS)
         before = stream[:known]
-        end_early(stream, a_method, k, num_stages=K, group_sizes=groups[:num_updates])
+        shorten(stream, a_method, k, num_stages=K, group_sizes=groups[:num_updates])
         assert stream[:known] == before
         assert stream == stream_of(a_method, k, K, groups[:num_updates])
 
@@ -64,7 +64,7 @@ def test_ended_at_any_load_all_stages_end_after_the_same_update_having_posted_no
         }
         done = [[] for _ in range(K)]
         num_updates = len(groups)
-        for k, action in replay(streams, choose=at_random(stop_at) if stop_at else in_turn):
+        for k, action in replay(streams, pick_next=at_random(stop_at) if stop_at else downstream_first):
             if action == (Op.LOAD, stop_at):
                 num_updates = updates_that_load(groups, stop_at + 1 + ahead)
                 end = sum(groups[:num_updates])
@@ -73,7 +73,7 @@ def test_ended_at_any_load_all_stages_end_after_the_same_update_having_posted_no
                     if got or what == "act":  # the next one is awaited, and so many are posted beyond it
                         assert all(b < end for b in order[got : got + 1 + ahead] if end < NUM_MICRO_BATCHES)
                 for j, stream in enumerate(streams):
-                    end_early(stream, a_method, j, num_stages=K, group_sizes=groups[:num_updates])
+                    shorten(stream, a_method, j, num_stages=K, group_sizes=groups[:num_updates])
             done[k].append(action)
         assert done == [stream_of(a_method, k, K, groups[:num_updates]) for k in range(K)]
 
@@ -84,7 +84,7 @@ def test_the_fewest_updates_that_load_so_many_micro_batches():
 
 def test_emptying_the_pipeline_leaves_no_trace_just_where_nothing_is_stale():
     def untraced(K):
-        return {name for name in METHODS if leaves_no_trace(method(name), num_stages=K)}
+        return {name for name in METHODS if drain_is_exact(method(name), num_stages=K)}
 
     assert untraced(3) == {"bp", "gpipe", "1f1b", "dgl"}
     assert untraced(1) == METHODS.keys() - {"2bw"}
@@ -100,5 +100,5 @@ def test_what_one_epoch_shortens_is_whole_in_the_next():
         return training_work(a_method, segment, num_stages=2, stages=[1], seed=0)[1].stream
 
     whole = list(work())
-    end_early(work(), a_method, 1, num_stages=2, group_sizes=[2])
+    shorten(work(), a_method, 1, num_stages=2, group_sizes=[2])
     assert work() == whole == stream_of(a_method, 1, 2, [2] * 6)

@@ -15,18 +15,18 @@ from adl_dist.schedule import (
     Segment,
     check_rendezvous,
     describe,
-    evaluation_stream,
+    evaluation_actions,
     format_stream,
     forward_version,
     greedy_streams,
+    max_outstanding,
     max_pending_of,
     method,
-    most_under_way,
     parse_stream,
     replay,
     staleness,
     steady_staleness,
-    training_stream,
+    training_actions,
 )
 from adl_dist.schedule.actions import LINKS, receiver
 from adl_dist.schedule.greedy import Buffer
@@ -49,14 +49,14 @@ def groups(N, M):
 
 def streams(K, group_sizes, chosen=None):
     chosen = chosen or adl(max(group_sizes))
-    return [list(training_stream(chosen, k, num_stages=K, group_sizes=group_sizes)) for k in range(K)]
+    return [list(training_actions(chosen, k, num_stages=K, group_sizes=group_sizes)) for k in range(K)]
 
 
 def versions(K, group_sizes, seed):
     """Weight version at every forward and at every backward, and the most micro-batches in flight per stage."""
     version, in_flight, most = [0] * K, [0] * K, [0] * K
     at_forward, at_backward = {}, {}
-    for k, (op, b) in replay(streams(K, group_sizes), choose=at_random(seed)):
+    for k, (op, b) in replay(streams(K, group_sizes), pick_next=at_random(seed)):
         if op is Op.FORWARD:
             at_forward[k, b] = version[k]
             in_flight[k] += 1
@@ -209,7 +209,7 @@ def test_what_may_be_under_way_is_what_a_receiver_leaves_lying_that_takes_its_tu
     """Counted for each edge by itself, in the replay in which its receiver only moves when nobody else can."""
     name, options = variant
     made = streams(K, [8] * 5, method(name, accumulation_steps=8, **options))
-    most = most_under_way(made, range(16, 24))
+    most = max_outstanding(made, range(16, 24))
     assert most.keys() == {
         (LINKS[action.op].what, k) for k, stream in enumerate(made) for action in stream if action.op in LINKS
     }
@@ -218,7 +218,7 @@ def test_what_may_be_under_way_is_what_a_receiver_leaves_lying_that_takes_its_tu
             if (link.what, sender) not in most:
                 continue
             to, under_way, seen = receiver(op, sender, num_stages=K), 0, 0
-            for k, action in replay(made, choose=lambda able, to=to: next((k for k in able if k != to), to)):
+            for k, action in replay(made, pick_next=lambda able, to=to: next((k for k in able if k != to), to)):
                 under_way += (k == sender and action.op is op) - (k == to and action.op is link.recv)
                 if k == sender and action.op is op and 16 <= action.number < 24:
                     seen = max(seen, under_way)
@@ -231,10 +231,10 @@ def test_every_edge_of_training_and_of_evaluation_has_a_limit(name, K):
     chosen = method(name, accumulation_steps=4)
     limits = max_pending_of(chosen, num_stages=K)
     wanted = {("target", 0), *(("act", k) for k in range(K - 1)), *(("grad", k) for k in range(1, K))}
-    wanted |= {("go", k) for k in range(1, K) if chosen.row.forward_lock}
-    wanted |= {("label", k) for k in range(K - 1) if chosen.row.local_losses}
+    wanted |= {("go", k) for k in range(1, K) if chosen.spec.forward_lock}
+    wanted |= {("label", k) for k in range(K - 1) if chosen.spec.local_losses}
     assert wanted <= limits.keys()
-    if chosen.row.local_losses:
+    if chosen.spec.local_losses:
         assert set(limits.values()) == {chosen.max_pending(K)}, "nothing comes back that could tell more"
     else:
         assert max(limits.values()) <= chosen.max_pending(K)
@@ -258,7 +258,7 @@ def test_too_few_sends_under_way_deadlock():
 
 @pytest.mark.parametrize("K", [2, 5])
 def test_evaluation_never_deadlocks(K):
-    plans = [list(evaluation_stream(k, num_stages=K, num_micro_batches=40)) for k in range(K)]
+    plans = [list(evaluation_actions(k, num_stages=K, num_micro_batches=40)) for k in range(K)]
     for name in METHODS:
         limit = method(name, accumulation_steps=8).max_pending(K)
         check_rendezvous(plans, max_pending=on_every_edge(K, limit))
@@ -344,7 +344,7 @@ def test_every_version_and_every_staleness_is_that_of_the_formula(variant):
     chosen = method(name, accumulation_steps=M, **options)
     delays = chosen.delays(K)
     version, forced = [0] * K, [None] * K
-    for k, (op, b) in replay(streams(K, groups(N, M), chosen), choose=at_random(3)):
+    for k, (op, b) in replay(streams(K, groups(N, M), chosen), pick_next=at_random(3)):
         if op in (Op.FORWARD, Op.FORWARD_ONLY):
             used = version[k] if forced[k] is None else forced[k]
             assert used == forward_version(chosen, b, delay=delays[k])
@@ -419,7 +419,7 @@ def test_a_word_that_is_no_action_is_refused():
 
 @pytest.mark.parametrize("K", [1, 2, 4])
 def test_evaluation_visits_every_micro_batch_once_on_every_stage(K):
-    plans = [list(evaluation_stream(k, num_stages=K, num_micro_batches=5)) for k in range(K)]
+    plans = [list(evaluation_actions(k, num_stages=K, num_micro_batches=5)) for k in range(K)]
     for plan in plans:
         assert [a.number for a in plan if a.op is Op.PREDICT] == list(range(5))
     assert len(list(replay(plans))) == sum(map(len, plans))
@@ -435,7 +435,7 @@ def test_the_printed_table_shows_forward_backward_and_update_of_each_tick():
 @pytest.mark.parametrize(("stage", "sizes"), [(3, [1]), (-1, [1]), (0, [0])])
 def test_arguments_out_of_range_are_refused(stage, sizes):
     with pytest.raises(ValueError, match="must be"):
-        list(training_stream(adl(), stage, num_stages=3, group_sizes=sizes))
+        list(training_actions(adl(), stage, num_stages=3, group_sizes=sizes))
 
 
 @pytest.mark.parametrize(

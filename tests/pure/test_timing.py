@@ -3,11 +3,11 @@
 import itertools
 
 import pytest
+from adl_dist.schedule.capped import simulate_dataflow, simulate_synchronous
 
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import METHODS, Costs, describe, figures, method, simulate, speed, streams_of
+from adl_dist.schedule import METHODS, Costs, actions_of_all, describe, figures, method, simulate, speed
 from adl_dist.schedule.actions import Op
-from adl_dist.schedule.capped import capped, lock_step
 from adl_dist.schedule.timing import makespan, stragglers
 
 N = 600  # as in the dossier's simulation
@@ -30,7 +30,7 @@ def worked(spans, stage):
 def listed(delays, *, num=N, **options):
     """Time per micro-batch of processes that follow the list, in units of one stage's work."""
     costs = Costs.balanced(len(delays), link=options.pop("link", 0.0))
-    streams = streams_of(
+    streams = actions_of_all(
         method("adl", accumulation_steps=1, delay=delays), num_stages=len(delays), num_micro_batches=num
     )
     return makespan(simulate(streams, costs, **options)) / num / 3
@@ -39,7 +39,7 @@ def listed(delays, *, num=N, **options):
 def free(delays, *, num=N, **options):
     """The same of stages that do what is ready."""
     costs = Costs.balanced(len(delays), link=options.pop("link", 0.0))
-    return makespan(capped(costs, [d + 1 for d in delays], num_micro_batches=num, **options)) / num / 3
+    return makespan(simulate_dataflow(costs, [d + 1 for d in delays], num_micro_batches=num, **options)) / num / 3
 
 
 # --- With a pencil -----------------------------------------------------------------------------------------
@@ -59,25 +59,25 @@ TINY_STAGES = [
 
 
 def test_two_stages_and_two_micro_batches_take_what_a_pencil_says():
-    spans = simulate(streams_of(method("pipedream"), num_stages=2, num_micro_batches=2), TINY)
+    spans = simulate(actions_of_all(method("pipedream"), num_stages=2, num_micro_batches=2), TINY)
     assert [worked(spans, k) for k in range(2)] == TINY_STAGES
     assert makespan(spans) == 14.5
 
 
 def test_a_cap_of_two_and_one_takes_the_same_as_the_list_there():
-    spans = capped(TINY, [2, 1], num_micro_batches=2)
+    spans = simulate_dataflow(TINY, [2, 1], num_micro_batches=2)
     assert [worked(spans, k) for k in range(2)] == TINY_STAGES
 
 
 def test_with_accumulation_a_stage_under_a_cap_updates_after_m_backwards_and_after_the_last():
-    spans = capped(TINY, [2, 1], num_micro_batches=5, accumulation_steps=2)
+    spans = simulate_dataflow(TINY, [2, 1], num_micro_batches=5, accumulation_steps=2)
     order = [str(s.action) for s in spans if s.stage == 1 and s.action.op is not Op.FORWARD]
     assert order == ["B0", "B1", "U0", "B2", "B3", "U1", "B4", "U2"]
 
 
 def test_a_stage_under_a_cap_never_has_more_in_flight_and_overlaps_nothing():
     caps = [5, 3, 1]
-    spans = capped(Costs.balanced(3, link=0.7), caps, num_micro_batches=40, slowdown=stragglers(1))
+    spans = simulate_dataflow(Costs.balanced(3, link=0.7), caps, num_micro_batches=40, slowdown=stragglers(1))
     for k, cap in enumerate(caps):
         own = [s for s in spans if s.stage == k]
         assert all(before.end <= after.start for before, after in itertools.pairwise(own))
@@ -88,7 +88,7 @@ def test_a_stage_under_a_cap_never_has_more_in_flight_and_overlaps_nothing():
 @pytest.mark.parametrize("caps", [[2, 1], [2, 1, 0]])
 def test_caps_that_do_not_fit_the_stages_are_refused(caps):
     with pytest.raises(ConfigError, match=r"expected 3 numbers of at least 1"):
-        capped(Costs.balanced(3), caps, num_micro_batches=4)
+        simulate_dataflow(Costs.balanced(3), caps, num_micro_batches=4)
 
 
 # --- The model columns of the paper's Table 3 --------------------------------------------------------------
@@ -191,7 +191,9 @@ def test_deeper_queues_bear_stragglers_and_preferring_the_backward_does_not(dela
 
 
 def test_stages_that_meet_after_each_slot_take_1_60():
-    times = [lock_step(Costs.balanced(4), num_micro_batches=N, slowdown=stragglers(seed)) for seed in range(3)]
+    times = [
+        simulate_synchronous(Costs.balanced(4), num_micro_batches=N, slowdown=stragglers(seed)) for seed in range(3)
+    ]
     assert sum(times) / 3 / N / 3 == pytest.approx(1.60, abs=0.03)
 
 

@@ -34,7 +34,7 @@ def peaks(sizes, name):
         method=method(name, accumulation_steps=M),
         num_stages=len(sizes),
         balance=sizes,
-        grain="layer",
+        granularity="layer",
     )
     data, _ = synthetic(num_samples=6 * MICRO_BATCH * M, num_validation=1)
     summary = trainer.fit(data, epochs=1, batch_size=MICRO_BATCH * M, quiet=True, memory=True)
@@ -46,7 +46,7 @@ def profile():
     net = model()
     return measure(
         net,
-        linearise(net, grain="layer"),
+        linearise(net, granularity="layer"),
         input_=torch.randn(MICRO_BATCH, 3, 32, 32),
         target=torch.zeros(MICRO_BATCH, dtype=torch.long),
         loss_fn=LOSS,

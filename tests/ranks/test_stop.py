@@ -72,7 +72,7 @@ def test_processes_asked_to_stop_do_so_after_the_same_update_and_go_on_as_one_pr
         # One sample has been looked at before. The 7th of the epoch belongs to micro-batch 3; before 4 is loaded,
         # receives are posted up to 6, and so the segment ends with the group of 6, 7, 8.
         assert [stop["update"] for stop in stops] == list(STOPS.values()), name
-        assert [stop["leaves_trace"] for stop in stops] == [name not in ("gpipe", "dgl")] * 2
+        assert [stop["drain_changed_result"] for stop in stops] == [name not in ("gpipe", "dgl")] * 2
         for stop in stops:
             fit(case, tmp_path / "planned", max_updates=stop["update"])
         expected, _ = fit(case, tmp_path / "planned")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import adl_dist
-from adl_dist.schedule import in_turn
+from adl_dist.schedule import downstream_first
 from tests.support.toys import FixedImages, batch_norm_net
 
 MICRO_BATCH, NUM_SAMPLES, EPOCHS = 3, 32, 3  # 11 micro-batches: no multiple of 2, 3, 4; the last one holds 2
@@ -44,7 +44,7 @@ def trained(
     options: Mapping[str, Any] | None = None,
     dropout: float = 0.0,
     channels_last: bool = False,
-    choose: Callable[[Sequence[int]], int] = in_turn,
+    pick_next: Callable[[Sequence[int]], int] = downstream_first,
     optimizer: Callable[..., torch.optim.Optimizer] = sgd,
     shuffle: bool = False,
     epochs: int = EPOCHS,
@@ -80,7 +80,7 @@ def trained(
         batch_size=MICRO_BATCH * M,
         val_dataset=FixedImages(10, seed=1, dtype=dtype),
         shuffle=shuffle,
-        choose=choose,
+        pick_next=pick_next,
         run_dir=run_dir,
         quiet=True,
     )

@@ -73,7 +73,7 @@ def assert_the_cut_network_equals_the_uncut_one(name: str, dtype: torch.dtype, s
         torch.save(expected, scratch / "uncut.pt")
         expected = torch.load(scratch / "uncut.pt", mmap=True, weights_only=False)
         (scratch / "uncut.pt").unlink()  # it is mapped, and pytest keeps the last folders
-    chain = linearise(model, grain="layer")
+    chain = linearise(model, granularity="layer")
     sent, rounded = {}, 0
     for how, sizes in (("even", even_sizes(chain, NUM_STAGES)), ("random", random_sizes(chain, seed=name))):
         for buffer_name, buffer in model.named_buffers():

@@ -40,7 +40,7 @@ class Task:
         words: that make the configuration.
         size: number of processes.
         sizes: units of each stage.
-        grain: of the units.
+        granularity: of the units.
         overwrites: for each stage, for each tensor that arrives, whether it is written to.
         target: what the loss takes beside the output, as plain values.
         threads: of each process.
@@ -56,7 +56,7 @@ class Task:
     words: Sequence[str]
     size: int
     sizes: Sequence[int]
-    grain: str
+    granularity: str
     overwrites: Sequence[Sequence[bool]]
     target: dict[str, Any]
     threads: int
@@ -84,7 +84,7 @@ def carry_out(task: Task, rank: int) -> dict[str, Any]:
         When each update ended, in seconds since the first one did, and the peak memory in bytes.
     """
     config, _ = compose_run(task.words)
-    with instantiate.numerics(config).in_force(threads=task.threads):
+    with instantiate.precision(config).apply(threads=task.threads):
         return _carry_out(task, rank, config)
 
 
@@ -92,7 +92,7 @@ def _carry_out(task: Task, rank: int, config: RunConfig) -> dict[str, Any]:
     device = choose_device(config.runtime.device.value)
     model = instantiate.build_model(config).to(getattr(torch, config.dtype.value))
     if task.kind in ("gpipe", "1f1b"):
-        model = cut(model, num_stages=task.size, balance=task.sizes, grain=task.grain)[rank]
+        model = cut(model, num_stages=task.size, balance=task.sizes, granularity=task.granularity)[rank]
     model = model.to(device)
     if config.runtime.channels_last:
         to_channels_last(model)

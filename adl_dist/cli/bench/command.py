@@ -19,9 +19,9 @@ import torch
 import adl_dist
 from adl_dist.checkpoint.run_dir import make_folder
 from adl_dist.cli.arguments import Parser
-from adl_dist.cli.bench.entries import DEFAULT, Contender, Place, contenders, known_names
+from adl_dist.cli.bench.entries import DEFAULT, Entry, Host, entries, known_names
 from adl_dist.cli.bench.report import draw, facts_of, report, rows
-from adl_dist.cli.bench.runner import Measured, Placing, Setting, as_json, measure_once
+from adl_dist.cli.bench.runner import BenchConfig, Measured, RankPlacement, as_json, measure_once
 from adl_dist.cli.bench.survey import survey
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
@@ -46,17 +46,17 @@ def bench(words: list[str]) -> None:
     _check_precision(config)
     instantiate.check_targets(config)
     instantiate.check_device(config)
-    place = Place(
+    place = Host(
         threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
         num_cores=num_cores(),
         num_gpus=torch.cuda.device_count() if config.runtime.device is Device.cuda else 0,
         warmup=flags.warmup,
     )
-    fit, left_out = contenders(flags.contenders.split(","), config, place)
+    fit, left_out = entries(flags.contenders.split(","), config, place)
     if not fit:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
     out = _folder(flags.out, config)
-    setting = Setting(
+    setting = BenchConfig(
         config=config,
         overrides=flags.overrides,
         survey=survey(config, flags.overrides, threads=place.threads),
@@ -100,7 +100,7 @@ def _interrupted(number: int, frame: object) -> NoReturn:
 
 
 def _measure(
-    fit: Sequence[Contender], setting: Setting, flags: argparse.Namespace, runs: list[Measured], save: Any
+    fit: Sequence[Entry], setting: BenchConfig, flags: argparse.Namespace, runs: list[Measured], save: Any
 ) -> None:
     """Run all contenders in turn, and again; one that has failed does not run again."""
     guess = math.nan if flags.updates else _pilot(setting, fit)
@@ -127,9 +127,9 @@ def _num_updates(seconds: float, of_one: float) -> int:
     return max(FEWEST, round(seconds / of_one)) if of_one > 0 else FEWEST
 
 
-def _pilot(setting: Setting, fit: Sequence[Contender]) -> float:
+def _pilot(setting: BenchConfig, fit: Sequence[Entry]) -> float:
     """Seconds of one sample in a plain loop, roughly, for the lengths of the first runs; nan: it failed."""
-    plain = Contender(
+    plain = Entry(
         name="pilot",
         kind="loop",
         num_processes=1,
@@ -213,10 +213,10 @@ def _folder(path: Path | None, config: RunConfig) -> Path:
     return path
 
 
-def _placing(flags: argparse.Namespace, config: RunConfig) -> Placing:
+def _placing(flags: argparse.Namespace, config: RunConfig) -> RankPlacement:
     # A rank that a prefix has placed may have other cores than we see.
     pinned = not flags.no_pinning and not flags.prefix and hasattr(os, "sched_getaffinity")
-    return Placing(
+    return RankPlacement(
         cores=sorted(os.sched_getaffinity(0)) if pinned else None,
         prefix=shlex.split(flags.prefix),
         master_addr=flags.master_addr or "",
@@ -224,7 +224,7 @@ def _placing(flags: argparse.Namespace, config: RunConfig) -> Placing:
     )
 
 
-def _circumstances(config: RunConfig, setting: Setting, place: Place) -> dict[str, Any]:
+def _circumstances(config: RunConfig, setting: BenchConfig, place: Host) -> dict[str, Any]:
     chosen = config.method.chosen()
     return {
         "setting": {
@@ -232,7 +232,7 @@ def _circumstances(config: RunConfig, setting: Setting, place: Place) -> dict[st
             "data": config.data,
             "num_stages": config.partition.num_stages,
             "sizes": setting.survey.sizes,
-            "grain": setting.survey.grain,
+            "granularity": setting.survey.granularity,
             "accumulation_steps": chosen.micro_batches_per_update,
             "batch_size": config.train.batch_size,
             "dtype": config.dtype.value,
@@ -266,12 +266,12 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _head(config: RunConfig, setting: Setting, place: Place) -> str:
+def _head(config: RunConfig, setting: BenchConfig, place: Host) -> str:
     sizes = " ".join(map(str, setting.survey.sizes))
     chosen = config.method.chosen()
     return (
         f"{config.model['_target_']}, batch {config.train.batch_size}, M = {chosen.micro_batches_per_update}, "
-        f"K = {config.partition.num_stages}, units per stage {sizes} ({setting.survey.grain} grain), "
+        f"K = {config.partition.num_stages}, units per stage {sizes} ({setting.survey.granularity} grain), "
         f"{config.dtype.value}, {config.runtime.device.value}, {place.num_cores} cores, torch {torch.__version__}\n"
     )
 

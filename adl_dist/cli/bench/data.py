@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, Subset
 
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.training.input import Feed, feed_from
+from adl_dist.training.input import DeviceLoader, make_loader
 
 
 def stretched(
@@ -35,9 +35,11 @@ def stretching(target: str, num_samples: int) -> list[str]:
     return [f"data={{_target_:{ours}}}", f"data.bench_target={target}", f"data.bench_samples={num_samples}"]
 
 
-def feed_of(dataset: Dataset[Any], config: RunConfig, device: torch.device, *, shuffle: bool | None = None) -> Feed:
+def feed_of(
+    dataset: Dataset[Any], config: RunConfig, device: torch.device, *, shuffle: bool | None = None
+) -> DeviceLoader:
     """Micro-batches of ``dataset`` as our own first stage gets them; ``shuffle``: other than configured."""
-    return feed_from(
+    return make_loader(
         dataset,
         "training",
         seed=config.seed,

@@ -23,7 +23,7 @@ DEFAULT = (*(name for name in OF_TORCH if name not in PLAIN_PIPELINES), *OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
+class Entry:
     """One way to train.
 
     Attributes:
@@ -50,7 +50,7 @@ class Contender:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Host:
     """What decides who can take part.
 
     Attributes:
@@ -71,7 +71,7 @@ def known_names() -> list[str]:
     return [*OF_TORCH, *METHODS, f"adl{MINIMAL}"]
 
 
-def contenders(names: Sequence[str], config: RunConfig, place: Place) -> tuple[list[Contender], dict[str, str]]:
+def entries(names: Sequence[str], config: RunConfig, place: Host) -> tuple[list[Entry], dict[str, str]]:
     """Those of ``names`` that can run as configured, and why the others cannot.
 
     Raises:
@@ -79,7 +79,7 @@ def contenders(names: Sequence[str], config: RunConfig, place: Place) -> tuple[l
     """
     if unknown := [name for name in names if name not in known_names()]:
         raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(known_names())}")
-    fit: list[Contender] = []
+    fit: list[Entry] = []
     left_out: dict[str, str] = {}
     for name in dict.fromkeys(names):
         try:
@@ -89,13 +89,13 @@ def contenders(names: Sequence[str], config: RunConfig, place: Place) -> tuple[l
     return fit, left_out
 
 
-def _of_torch(name: str, config: RunConfig, place: Place) -> Contender:
+def _of_torch(name: str, config: RunConfig, place: Host) -> Entry:
     K, M = config.partition.num_stages, config.method.chosen().micro_batches_per_update
     samples = config.train.batch_size // M * M
     if name in (*BASELINE, *ON_ALL_CORES):
         if name in ON_ALL_CORES and config.runtime.device is Device.cuda:
             raise ConfigError("the cores of the host do not make a GPU faster")
-        return Contender(
+        return Entry(
             name=name,
             kind="loop",
             num_processes=1,
@@ -117,7 +117,7 @@ def _of_torch(name: str, config: RunConfig, place: Place) -> Contender:
         raise ConfigError(f"torch's 1F1B needs at least as many micro-batches (M = {M}) as stages (K = {K})")
     if kind != "ddp" and config.runtime.device is Device.cuda and place.num_gpus < K:
         raise ConfigError(f"torch's pipelining needs a GPU for each of {K} stages, and there are {place.num_gpus}")
-    return Contender(
+    return Entry(
         name=name,
         kind=kind,
         num_processes=K,
@@ -129,7 +129,7 @@ def _of_torch(name: str, config: RunConfig, place: Place) -> Contender:
     )
 
 
-def _ours(name: str, config: RunConfig, place: Place) -> Contender:
+def _ours(name: str, config: RunConfig, place: Host) -> Entry:
     method = method_named(name.removesuffix(MINIMAL), config, flag="--contenders")
     if name.endswith(MINIMAL):
         method = replace(method, delay="minimal")
@@ -137,7 +137,7 @@ def _ours(name: str, config: RunConfig, place: Place) -> Contender:
     if config.train.batch_size < M:
         raise ConfigError(f"train.batch_size={config.train.batch_size} leaves no sample for each of {M} micro-batches")
     method.check(K)
-    return Contender(
+    return Entry(
         name=name,
         kind="ours",
         num_processes=K,
@@ -165,7 +165,7 @@ class Traffic:
     target_bytes: int
     parameter_bytes: int
 
-    def per_image(self, contender: Contender) -> float:
+    def per_image(self, contender: Entry) -> float:
         """Bytes that all processes of ``contender`` together send for one sample.
 
         DDP's ring moves 2 (K-1)/K of the gradients' bytes from each of K processes, once per update.
@@ -175,7 +175,7 @@ class Traffic:
             return 0.0
         if contender.kind == "ddp":
             return 2 * (K - 1) * self.parameter_bytes / contender.samples
-        row = contender.method.row if contender.method is not None else None
+        row = contender.method.spec if contender.method is not None else None
         if row is not None and row.local_losses:  # no gradient comes back, and labels go along from stage to stage
             return float(sum(self.act_bytes) + (K - 1) * self.target_bytes)
         sent = sum(self.act_bytes) + sum(self.grad_bytes) + self.target_bytes

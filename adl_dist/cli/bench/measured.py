@@ -16,7 +16,7 @@ from adl_dist.schedule import Method
 
 RUN, LOG = "run", "output.log"
 # What is decided here; all other words of the user reach the run.
-OURS_TO_SAY = (
+MANAGED_KEYS = (
     *("method", "partition", "run_dir", "resume", "train.epochs", "train.max_updates"),
     *("runtime.processes", "runtime.threads", "runtime.bind_cores", "runtime.trace", "runtime.memory"),
     "runtime.checkpoint_every_updates",
@@ -49,11 +49,11 @@ def words_to_measure(
         threads: of each process.
         bind_cores: whether each process keeps to cores of its own.
     """
-    words = [w for w in overrides if not w.lstrip("+~").startswith(OURS_TO_SAY)]
+    words = [w for w in overrides if not w.lstrip("+~").startswith(MANAGED_KEYS)]
     words += [*method_words(method), f"partition.num_stages={num_stages}", "hydra.mode=RUN"]
     if cut is not None:
-        grain, sizes = cut
-        words += [f"partition.grain={grain}", f"partition.balance=[{','.join(map(str, sizes))}]"]
+        granularity, sizes = cut
+        words += [f"partition.granularity={granularity}", f"partition.balance=[{','.join(map(str, sizes))}]"]
     words += [f"train.max_updates={num_updates}", "train.epochs=1", f"runtime.threads={threads}"]
     # Whatever slows ours alone is not what is compared.
     words += ["runtime.trace=false", "runtime.memory=false"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adl_dist.cli.bench.entries import BASELINE, OF_TORCH, Contender, Traffic
+from adl_dist.cli.bench.entries import BASELINE, OF_TORCH, Entry, Traffic
 from adl_dist.cli.bench.runner import Measured
 from adl_dist.report.bars import Bar, draw_bars
 
@@ -38,7 +38,7 @@ class Row:
         error: of the run that failed.
     """
 
-    contender: Contender
+    contender: Entry
     speeds: Sequence[float]
     bytes_per_image: float
     peak_memory_bytes: Sequence[int]
@@ -51,9 +51,9 @@ class Row:
         return statistics.median(self.speeds)
 
 
-def rows(contenders: Sequence[Contender], runs: Sequence[Measured], traffic: Traffic) -> list[Row]:
+def rows(entries: Sequence[Entry], runs: Sequence[Measured], traffic: Traffic) -> list[Row]:
     """One row for each contender, in their order."""
-    return [_row(each, [run for run in runs if run.contender == each.name], traffic) for each in contenders]
+    return [_row(each, [run for run in runs if run.contender == each.name], traffic) for each in entries]
 
 
 def baseline(table: Sequence[Row]) -> Row | None:
@@ -141,7 +141,7 @@ def draw(path: Path, table: Sequence[Row], *, title: str) -> None:
         draw_bars(path, bars, reference=None if of is None else of.median, title=title)
 
 
-def _row(contender: Contender, runs: Sequence[Measured], traffic: Traffic) -> Row:
+def _row(contender: Entry, runs: Sequence[Measured], traffic: Traffic) -> Row:
     done = [run for run in runs if run.error is None]
     shares = [run.busy_share for run in done if run.busy_share is not None]
     return Row(

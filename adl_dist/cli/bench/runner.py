@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from adl_dist.cli.bench.baseline_rank import Task, result_file
-from adl_dist.cli.bench.entries import Contender
+from adl_dist.cli.bench.entries import Entry
 from adl_dist.cli.bench.measured import seconds_per_update, summary_in, training, update_ends, words_to_measure
-from adl_dist.cli.bench.survey import Survey
+from adl_dist.cli.bench.survey import ModelSurvey
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.schedule import Method
@@ -24,7 +24,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placing:
+class RankPlacement:
     """Where ranks run.
 
     Attributes:
@@ -41,13 +41,13 @@ class Placing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class BenchConfig:
     """What all runs have in common. ``log_folder`` takes what they say; ``timeout_seconds`` is of one run."""
 
     config: RunConfig
     overrides: Sequence[str]
-    survey: Survey
-    placing: Placing
+    survey: ModelSurvey
+    placing: RankPlacement
     log_folder: Path
     timeout_seconds: float
 
@@ -78,7 +78,7 @@ class Measured:
     command: Sequence[str] = field(default=())
 
 
-def measure_once(contender: Contender, setting: Setting, *, repetition: int, num_updates: int) -> Measured:
+def measure_once(contender: Entry, setting: BenchConfig, *, repetition: int, num_updates: int) -> Measured:
     """Run ``contender`` for ``num_updates``; a failure is a result."""
     title = f"{contender.name}-{repetition}"
     bare = Measured(contender=contender.name, repetition=repetition, num_updates=num_updates)
@@ -91,7 +91,7 @@ def measure_once(contender: Contender, setting: Setting, *, repetition: int, num
             return replace(bare, error=str(failed))
 
 
-def words_of(contender: Contender, setting: Setting, num_updates: int) -> list[str]:
+def words_of(contender: Entry, setting: BenchConfig, num_updates: int) -> list[str]:
     """Of the command line that configures ``contender``."""
     in_stages = contender.num_processes > 1 and contender.kind != "ddp"
     return words_to_measure(
@@ -99,7 +99,7 @@ def words_of(contender: Contender, setting: Setting, num_updates: int) -> list[s
         [*setting.overrides, *contender.settings],
         method=contender.method or Method(name="bp", accumulation_steps=contender.micro_batches),
         num_stages=contender.num_processes,
-        cut=(setting.survey.grain, setting.survey.sizes) if in_stages else None,
+        cut=(setting.survey.granularity, setting.survey.sizes) if in_stages else None,
         num_updates=num_updates,
         samples=contender.samples,
         threads=contender.threads,
@@ -107,7 +107,7 @@ def words_of(contender: Contender, setting: Setting, num_updates: int) -> list[s
     )
 
 
-def _ours(contender: Contender, setting: Setting, folder: Path, log: Path, bare: Measured) -> Measured:
+def _ours(contender: Entry, setting: BenchConfig, folder: Path, log: Path, bare: Measured) -> Measured:
     child = replace(training(words_of(contender, setting, bare.num_updates), folder), log=log)
     children = [child]
     if setting.placing.prefix:
@@ -127,14 +127,14 @@ def _ours(contender: Contender, setting: Setting, folder: Path, log: Path, bare:
     )
 
 
-def _of_torch(contender: Contender, setting: Setting, folder: Path, log: Path, bare: Measured) -> Measured:
+def _of_torch(contender: Entry, setting: BenchConfig, folder: Path, log: Path, bare: Measured) -> Measured:
     K, placing, survey = contender.num_processes, setting.placing, setting.survey
     task = Task(
         kind=contender.kind,
         words=words_of(contender, setting, bare.num_updates),
         size=K,
         sizes=survey.sizes,
-        grain=survey.grain,
+        granularity=survey.granularity,
         overwrites=survey.overwrites,
         target=survey.target.to_json(),
         threads=contender.threads,
@@ -185,7 +185,7 @@ def shares(cores: Sequence[int], num_processes: int, threads: int) -> list[list[
     return None if n < K else [list(cores[rank * n // K : (rank + 1) * n // K]) for rank in range(K)]
 
 
-def _placed(child: Child, placing: Placing, num_processes: int) -> list[Child]:
+def _placed(child: Child, placing: RankPlacement, num_processes: int) -> list[Child]:
     """``child`` as so many ranks, each with its own prefix, as torchrun would start one on each of several nodes."""
     with socket.socket() as free:
         free.bind(("", 0))

@@ -19,32 +19,32 @@ from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.data import check_dataset
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain, checked_sizes, even_sizes, linearise
-from adl_dist.training.dry_run import try_out
+from adl_dist.training.dry_run import dry_run
 from adl_dist.training.input import common_sample
 from adl_dist.training.precision import to_channels_last
 from adl_dist.transport import Specs, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
+class ModelSurvey:
     """What all contenders have in common.
 
     Attributes:
         sizes: units of each stage.
-        grain: of the units.
+        granularity: of the units.
         overwrites: for each stage, for each tensor that arrives, whether it is written to.
         target: what the loss takes beside the output.
         traffic: what training sends.
     """
 
     sizes: list[int]
-    grain: str
+    granularity: str
     overwrites: list[list[bool]]
     target: TensorSpec
     traffic: Traffic
 
 
-def survey(config: RunConfig, overrides: Sequence[str], *, threads: int) -> Survey:
+def survey(config: RunConfig, overrides: Sequence[str], *, threads: int) -> ModelSurvey:
     """Settle the cut, and try each stage of it.
 
     Args:
@@ -57,7 +57,7 @@ def survey(config: RunConfig, overrides: Sequence[str], *, threads: int) -> Surv
     """
     cpu = torch.device("cpu")
     train, _ = instantiate.build_data(config)
-    check_dataset(train, name="training", smallest=1)
+    check_dataset(train, name="training", min_samples=1)
     sample = common_sample(feed_of(train, config, cpu), None)
     assert sample is not None
     arriving, target = (TensorSpec.of(tensor) for tensor in sample)
@@ -67,29 +67,29 @@ def survey(config: RunConfig, overrides: Sequence[str], *, threads: int) -> Surv
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     K, balance = config.partition.num_stages, config.partition.balance
     fine = balance == "auto" or (isinstance(balance, list) and isinstance(balance[0], str))
-    grain = config.partition.grain.value if config.partition.grain else ("layer" if fine else "block")
+    granularity = config.partition.granularity.value if config.partition.granularity else ("layer" if fine else "block")
     pieces, sizes = [model], [1]
     if K > 1:
-        chain = linearise(model, grain=grain)
-        sizes = _sizes(config, chain, overrides, grain, threads)
+        chain = linearise(model, granularity=granularity)
+        sizes = _sizes(config, chain, overrides, granularity, threads)
         pieces = chain.pieces(sizes)
-    return _tried(pieces, config, sizes, grain, arriving, target, parameter_bytes)
+    return _tried(pieces, config, sizes, granularity, arriving, target, parameter_bytes)
 
 
 def _tried(
     pieces: Sequence[nn.Module],
     config: RunConfig,
     sizes: list[int],
-    grain: str,
+    granularity: str,
     arriving: TensorSpec,
     target: TensorSpec,
     parameter_bytes: int,
-) -> Survey:
+) -> ModelSurvey:
     loss_fn, cpu, last = instantiate.build_loss(config), torch.device("cpu"), len(pieces) - 1
     acts, shared = Specs.always([arriving]), None
     overwrites, act_bytes, grad_bytes = [], [], []
     for k, piece in enumerate(pieces):
-        found = try_out(piece, k, acts, target if k == last else None, loss_fn, cpu, shared)
+        found = dry_run(piece, k, acts, target if k == last else None, loss_fn, cpu, shared)
         overwrites.append(found.overwrites[0])
         acts, shared = found.outs, found.shared
         if k < last:
@@ -98,7 +98,7 @@ def _tried(
     traffic = Traffic(
         act_bytes=act_bytes, grad_bytes=grad_bytes, target_bytes=bytes_of(target), parameter_bytes=parameter_bytes
     )
-    return Survey(sizes=sizes, grain=grain, overwrites=overwrites, target=target, traffic=traffic)
+    return ModelSurvey(sizes=sizes, granularity=granularity, overwrites=overwrites, target=target, traffic=traffic)
 
 
 def bytes_of(spec: TensorSpec) -> int:
@@ -107,18 +107,24 @@ def bytes_of(spec: TensorSpec) -> int:
     return sample.numel() * sample.element_size()
 
 
-def _sizes(config: RunConfig, chain: Chain, overrides: Sequence[str], grain: str, threads: int) -> list[int]:
+def _sizes(config: RunConfig, chain: Chain, overrides: Sequence[str], granularity: str, threads: int) -> list[int]:
     K, balance = config.partition.num_stages, config.partition.balance
     if balance == "auto":
-        return _measured(config, overrides, grain, threads)
+        return _measured(config, overrides, granularity, threads)
     return even_sizes(chain, K) if balance == "even" else checked_sizes(chain, K, balance)
 
 
-def _measured(config: RunConfig, overrides: Sequence[str], grain: str, threads: int) -> list[int]:
+def _measured(config: RunConfig, overrides: Sequence[str], granularity: str, threads: int) -> list[int]:
     """As ``adl-dist plan`` cuts, in a process of its own: of a GPU, nothing must be left in this one."""
     method, K = config.method.chosen(), config.partition.num_stages
     kept = [word for word in overrides if not word.lstrip("+~").startswith(("method", "runtime.threads="))]
-    words = [*kept, *method_words(method), f"partition.grain={grain}", f"runtime.threads={threads}", "hydra.mode=RUN"]
+    words = [
+        *kept,
+        *method_words(method),
+        f"partition.granularity={granularity}",
+        f"runtime.threads={threads}",
+        "hydra.mode=RUN",
+    ]
     command = [sys.executable, "-m", "adl_dist", "plan", *words, "--stages", str(K), "--methods", method.name, "--json"]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "plan.json"

@@ -66,7 +66,7 @@ def compose_run(words: Sequence[str]) -> tuple[RunConfig, Plain]:
     Raises:
         ConfigError: an unknown or misspelt key, a wrong type, an impossible value, a missing one.
     """
-    words = opened_up(words)
+    words = allow_extra_keys(words)
     composed = composed_of(words)
     choices = composed.hydra.runtime.choices
     try:
@@ -142,7 +142,7 @@ def composed_of(words: Sequence[str]) -> DictConfig:
         raise ConfigError(readable(error, words)) from error
 
 
-def opened_up(words: Sequence[str]) -> list[str]:
+def allow_extra_keys(words: Sequence[str]) -> list[str]:
     """Let open nodes take any key, and start from an empty node where a new ``_target_`` is given."""
     parsed = [parse(word) for word in words]
     chosen = {p.key_or_group for p in parsed if not isinstance(p.value(), dict)}

@@ -20,7 +20,7 @@ from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.schedule import Method
-from adl_dist.training.precision import Numerics
+from adl_dist.training.precision import Precision
 from adl_dist.training.trainer import Trainer
 
 # Keys of data.* that speak to us; the two that describe the data reach its target only if that takes them.
@@ -50,14 +50,14 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
         method=method,
         num_stages=config.partition.num_stages if num_stages is None else num_stages,
         balance=config.partition.balance if num_stages is None else "even",
-        grain=config.partition.grain.value if config.partition.grain and num_stages is None else None,
+        granularity=config.partition.granularity.value if config.partition.granularity and num_stages is None else None,
         speeds=config.partition.speeds if num_stages is None else None,
         lr_schedule=lr_schedule(config),
         **config.train.guard,
         seed=config.seed,
         device=config.runtime.device.value,
         channels_last=config.runtime.channels_last,
-        **vars(numerics(config)),
+        **vars(precision(config)),
         # As many as each process of the run had, or sums would be rounded otherwise.
         threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
         processes=config.runtime.processes if processes is None else processes,
@@ -68,13 +68,13 @@ def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool
     )
 
 
-def numerics(config: RunConfig) -> Numerics:
+def precision(config: RunConfig) -> Precision:
     """In which precision and by what means is computed.
 
     Raises:
         ConfigError: what cannot be.
     """
-    chosen = Numerics(
+    chosen = Precision(
         dtype=getattr(torch, config.dtype.value),
         autocast=torch_dtype(config.runtime.autocast),
         wire_dtype=torch_dtype(config.runtime.wire_dtype),

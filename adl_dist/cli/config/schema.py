@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from adl_dist.errors import ConfigError
-from adl_dist.monitor.timeouts import Limits
+from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Method
 
 LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
@@ -89,7 +89,7 @@ class PartitionConfig:
 
     num_stages: int = 2
     balance: Any = "even"
-    grain: Grain | None = None
+    granularity: Grain | None = None
     speeds: list[float] | None = None
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class TrainConfig:
 
     @property
     def guard(self) -> dict[str, Any]:
-        """What is done to gradients before they are applied; see :class:`adl_dist.stage.Guard`."""
+        """What is done to gradients before they are applied; see :class:`adl_dist.stage.GradientPolicy`."""
         return {"clip_norm": self.clip_norm, "non_finite": self.non_finite.value, "max_skipped": self.max_skipped}
 
 
@@ -161,7 +161,7 @@ class RuntimeConfig:
             raise ConfigError(
                 f"runtime.timeout_seconds must be above 0 and at most {LONGEST_TIMEOUT}, got {self.timeout_seconds}"
             )
-        Limits(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds).check()
+        WatchdogTimeouts(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds).check()
         _at_least("runtime.max_restarts", self.max_restarts, 0)
         _at_least("runtime.checkpoint_every_epochs", self.checkpoint_every_epochs, 0)
         if self.checkpoint_every_updates is not None:

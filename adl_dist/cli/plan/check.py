@@ -50,7 +50,7 @@ class Case:
 def check_cases(
     config: RunConfig,
     overrides: Sequence[str],
-    grain: str,
+    granularity: str,
     chain: Chain,
     machine: Machine,
     *,
@@ -68,7 +68,7 @@ def check_cases(
                 overrides,
                 method=method,
                 num_stages=num_stages,
-                cut=(grain, sizes) if num_stages > 1 else None,
+                cut=(granularity, sizes) if num_stages > 1 else None,
                 num_updates=num_updates,
                 samples=samples,
                 threads=threads,

@@ -18,7 +18,7 @@ from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.check import check_cases, checked
 from adl_dist.cli.plan.link import measure_link
 from adl_dist.cli.plan.neighbours import neighbours
-from adl_dist.cli.plan.profiler import Measurer
+from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.plan.report import facts_of, line_to_paste, report
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import ConfigError, PartitionError
@@ -50,11 +50,11 @@ def plan(words: list[str]) -> None:
         raise ConfigError(f"train.batch_size={batch} leaves no sample for each of {M} micro-batches")
     num_devices = flags.devices or _devices(config)
     stages = _stages(flags.stages, config, num_devices)
-    grain = config.partition.grain.value if config.partition.grain else "layer"
+    granularity = config.partition.granularity.value if config.partition.granularity else "layer"
     machine = _machine(flags, torch.device(config.runtime.device.value))
     how: dict[str, Any] = {
         "shape": None if flags.input is None else _numbers("--input", flags.input),
-        "grain": grain,
+        "granularity": granularity,
         "threads": config.runtime.threads or max(1, num_cores() // max(stages)),
     }
     chosen = config.method.chosen()
@@ -62,20 +62,20 @@ def plan(words: list[str]) -> None:
     if num is None:
         num = _num_neighbours(config, num_devices, max(stages), how["threads"])
     with neighbours(num, flags.overrides, how, batch // chosen.micro_batches_per_update) as others:
-        measurer = Measurer(config, **how, kept_in=flags.profile, quiet=flags.json, others=others)
+        measurer = Profiler(config, **how, kept_in=flags.profile, quiet=flags.json, others=others)
         _plan(flags, config, measurer, machine, methods, stages, num_devices)
 
 
 def _plan(
     flags: argparse.Namespace,
     config: RunConfig,
-    measurer: Measurer,
+    measurer: Profiler,
     machine: Machine,
     methods: Sequence[Method],
     stages: Sequence[int],
     num_devices: int,
 ) -> None:
-    chosen, batch, grain = config.method.chosen(), config.train.batch_size, measurer.grain
+    chosen, batch, granularity = config.method.chosen(), config.train.batch_size, measurer.granularity
     steps = sorted({m.micro_batches_per_update for m in (*methods, chosen)})
     profiles = {M: measurer.profile(batch // M) for M in steps}
     profile = profiles[chosen.micro_batches_per_update]
@@ -92,7 +92,7 @@ def _plan(
             except (PartitionError, ConfigError) as error:
                 refused.append(f"{each.name}, K = {num_stages}: {error}")
     advice = advise(told, other)
-    line = None if advice.choice is None else line_to_paste(advice.choice, grain, flags.overrides)
+    line = None if advice.choice is None else line_to_paste(advice.choice, granularity, flags.overrides)
     if flags.out is not None:
         _draw(flags.out, profile, advice.choice, config)
     if flags.json:
@@ -117,7 +117,7 @@ def _plan(
         size, threads = batch // chosen.micro_batches_per_update, measurer.threads
         samples = size * chosen.micro_batches_per_update
         chain = measurer.chain
-        cases = check_cases(config, flags.overrides, grain, chain, machine, samples=samples, threads=threads)
+        cases = check_cases(config, flags.overrides, granularity, chain, machine, samples=samples, threads=threads)
         _say("\n" + checked(cases, lambda: measurer.profile(size), repetitions=flags.check, samples=samples))
 
 

@@ -18,7 +18,7 @@ from adl_dist.errors import ConfigError
 READY = "ready"
 
 
-class Neighbours:
+class BackgroundLoad:
     """Processes that train, or rest: at rest they hold memory, but no core."""
 
     def __init__(self, running: Sequence["subprocess.Popen[str]"]) -> None:
@@ -47,13 +47,15 @@ class Neighbours:
 
 
 @contextlib.contextmanager
-def neighbours(num: int, overrides: Sequence[str], measurer: Mapping[str, Any], samples: int) -> Iterator[Neighbours]:
+def neighbours(
+    num: int, overrides: Sequence[str], measurer: Mapping[str, Any], samples: int
+) -> Iterator[BackgroundLoad]:
     """Start ``num`` processes, which rest at first, and end them behind.
 
     Args:
         num: of processes.
         overrides: of the configuration whose model they train.
-        measurer: arguments of :class:`adl_dist.cli.plan.profiler.Measurer`.
+        measurer: arguments of :class:`adl_dist.cli.plan.profiler.Profiler`.
         samples: of a micro-batch.
 
     Raises:
@@ -77,7 +79,7 @@ def neighbours(num: int, overrides: Sequence[str], measurer: Mapping[str, Any], 
                 last = (process.stderr.read().strip() or "it said nothing").splitlines()[-1]
                 raise ConfigError(f"a second process could not train the model beside the one that measures: {last}")
             process.send_signal(signal.SIGSTOP)
-        yield Neighbours(running)
+        yield BackgroundLoad(running)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -13,27 +13,27 @@ from torch import Tensor
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.cli.plan.neighbours import READY, Neighbours
-from adl_dist.distributed.affinity import keep_freed_memory
+from adl_dist.cli.plan.neighbours import READY, BackgroundLoad
+from adl_dist.distributed.affinity import tune_malloc
 from adl_dist.distributed.parent_process import end_with_launcher
 from adl_dist.errors import DataError
 from adl_dist.partition import linearise
-from adl_dist.partition.advice import Pace
+from adl_dist.partition.advice import Throughput
 from adl_dist.partition.measure import pace
 from adl_dist.partition.profile import Profile
-from adl_dist.training.dry_run import try_out
-from adl_dist.training.input import Feed, common_sample, feed_from
+from adl_dist.training.dry_run import dry_run
+from adl_dist.training.input import DeviceLoader, common_sample, make_loader
 from adl_dist.training.partitioned_model import micro_batch, take_profile
 from adl_dist.training.precision import to_channels_last
 from adl_dist.transport import Specs, TensorSpec
 
 
-class Measurer:
+class Profiler:
     """The model, on its device, with a sample.
 
     Attributes:
         chain: its units.
-        grain: of the units.
+        granularity: of the units.
         threads: that it is measured with.
     """
 
@@ -42,18 +42,18 @@ class Measurer:
         config: RunConfig,
         *,
         shape: list[int] | None,
-        grain: str,
+        granularity: str,
         threads: int,
         kept_in: Path | None,
         quiet: bool,
-        others: Neighbours | None = None,
+        others: BackgroundLoad | None = None,
     ) -> None:
         """Build the model and look at a sample.
 
         Args:
             config: of the run.
             shape: of a sample, [C, H, W]; None: the training data tells.
-            grain: of the units.
+            granularity: of the units.
             threads: to measure with.
             kept_in: a file for the measurements; one for each micro-batch size, which is in the name.
             quiet: do not say what is being measured.
@@ -64,11 +64,11 @@ class Measurer:
             DataError: the data is not there.
             PartitionError: the model cannot be read.
         """
-        self.grain, self._kept_in, self._quiet, self.threads = grain, kept_in, quiet, threads
-        self._others = others or Neighbours([])
+        self.granularity, self._kept_in, self._quiet, self.threads = granularity, kept_in, quiet, threads
+        self._others = others or BackgroundLoad([])
         self._device = torch.device(config.runtime.device.value)
-        keep_freed_memory()  # as training does
-        self._numerics = instantiate.numerics(config)
+        tune_malloc()  # as training does
+        self._numerics = instantiate.precision(config)
         self._within = self._numerics.autocasting(self._device)
         self._model = instantiate.build_model(config).to(self._device, self._numerics.dtype)
         if config.runtime.channels_last:
@@ -79,8 +79,8 @@ class Measurer:
         assert sample is not None
         self._sample = sample
         arriving, target = (TensorSpec.of(tensor) for tensor in self._sample)
-        try_out(self._model, 0, Specs.always([arriving]), target, self._loss_fn, self._device, within=self._within)
-        self.chain = linearise(self._model, grain=grain)
+        dry_run(self._model, 0, Specs.always([arriving]), target, self._loss_fn, self._device, within=self._within)
+        self.chain = linearise(self._model, granularity=granularity)
 
     def profile(self, micro_batch_size: int) -> Profile:
         """Costs of each unit for micro-batches of that size; of a device whose neighbours rest, and are at work."""
@@ -94,47 +94,47 @@ class Measurer:
             loaded = "-loaded" if self._others.are_at_work else ""
             kept_in = kept_in.with_name(f"{kept_in.stem}-{micro_batch_size}{loaded}{kept_in.suffix}")
         self._say(f"measuring {len(self.chain.units)} units with {micro_batch_size} samples")
-        with self._numerics.in_force(threads=self.threads):
+        with self._numerics.apply(threads=self.threads):
             return take_profile(
                 self._model,
                 self.chain,
-                grain=self.grain,
+                granularity=self.granularity,
                 sample=self._sample,
                 micro_batch_size=micro_batch_size,
                 loss_fn=self._loss_fn,
                 optimizer=self._optimizer,
                 device=self._device,
-                numerics=self._numerics,
+                precision=self._numerics,
                 kept_in=kept_in,
                 load=None if self._feed is None else partial(self._feed.seconds_to_load, micro_batch_size),
             )
 
-    def pace_of_each(self, samples: int) -> Pace:
+    def pace_of_each(self, samples: int) -> Throughput:
         """Of the uncut model with so many samples at once, on each device."""
         with self._others.at_work():
             return self.pace(samples)
 
-    def pace(self, samples: int) -> Pace:
+    def pace(self, samples: int) -> Throughput:
         """Of the uncut model with so many samples at once, on one device."""
         self._say(f"measuring the whole model with {samples} samples")
-        with self._numerics.in_force(threads=self.threads):
+        with self._numerics.apply(threads=self.threads):
             forward, backward = pace(
                 self._model, *micro_batch(self._sample, samples, self._device), self._loss_fn, self._within
             )
             load = 0.0 if self._feed is None else self._feed.seconds_to_load(samples)
-        return Pace(samples=samples, forward=load + forward, backward=backward)
+        return Throughput(samples=samples, forward=load + forward, backward=backward)
 
     def _say(self, text: str) -> None:
         if not self._quiet:
             sys.stderr.write(f"{text}{', the other cores at work' if self._others.are_at_work else ''} ...\n")
 
 
-def _feed(config: RunConfig, device: torch.device) -> Feed:
+def _feed(config: RunConfig, device: torch.device) -> DeviceLoader:
     try:
         train, _ = instantiate.build_data(config)
     except DataError as error:
         raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
-    return feed_from(
+    return make_loader(
         train,
         "training",
         seed=config.seed,
@@ -155,7 +155,7 @@ def _described(shape: list[int], config: RunConfig, device: torch.device) -> tup
 
 def _work(told: dict[str, Any]) -> None:
     config, _ = compose_run(told["overrides"])
-    measurer = Measurer(config, **told["measurer"], kept_in=None, quiet=True)
+    measurer = Profiler(config, **told["measurer"], kept_in=None, quiet=True)
     measurer.pace(told["samples"])
     sys.stdout.write(f"{READY}\n")
     sys.stdout.flush()

@@ -24,7 +24,7 @@ def report(
     """Tables for people: what was measured, what each method would do, and what the devices would do without."""
     of = profile.of
     lines = [
-        f"{of['units']} units ({of['grain']} grain), {of['parameters']:,} parameters, input {of['input']}, "
+        f"{of['units']} units ({of['granularity']} grain), {of['parameters']:,} parameters, input {of['input']}, "
         f"micro-batches of {of['micro_batch_size']}, {of['dtype']}, {of['device']}, {of['threads']} thread(s), "
         f"torch {of['torch']}",
         f"one micro-batch: forward {1000 * profile.forward:.1f} ms, backward {1000 * profile.backward:.1f} ms; one "
@@ -81,10 +81,10 @@ def facts_of(p: Prediction) -> dict[str, Any]:
     }
 
 
-def line_to_paste(choice: Prediction, grain: str, overrides: Sequence[str]) -> str:
+def line_to_paste(choice: Prediction, granularity: str, overrides: Sequence[str]) -> str:
     """The command that trains as predicted."""
     words = [word for word in overrides if not word.lstrip("+~").startswith(("method", "partition"))]
     words += method_words(choice.method)
-    words += [f"partition.num_stages={choice.num_stages}", f"partition.grain={grain}"]
+    words += [f"partition.num_stages={choice.num_stages}", f"partition.granularity={granularity}"]
     words += [f"partition.balance=[{','.join(map(str, choice.balance.sizes))}]"]
     return f"adl-dist train {shlex.join(words)}"

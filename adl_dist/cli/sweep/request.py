@@ -12,7 +12,15 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from adl_dist.cli.config.compose import SweepConfig, composed_of, is_of_launcher, named, opened_up, parse, readable
+from adl_dist.cli.config.compose import (
+    SweepConfig,
+    allow_extra_keys,
+    composed_of,
+    is_of_launcher,
+    named,
+    parse,
+    readable,
+)
 from adl_dist.distributed.world import launched_world_size
 from adl_dist.errors import AdlError, ConfigError
 
@@ -58,7 +66,7 @@ def requested(words: Sequence[str]) -> Request | None:
     words = [word for word in words if word not in FLAGS]
     parsed = {word: parse(word, several=True) for word in words}
     single = [word for word in words if not parsed[word].is_sweep_override()]
-    composed = composed_of(opened := opened_up([*single, *(["hydra.mode=MULTIRUN"] if flag else [])]))
+    composed = composed_of(opened := allow_extra_keys([*single, *(["hydra.mode=MULTIRUN"] if flag else [])]))
     launcher = [word for word in single if is_of_launcher(parsed[word].key_or_group)]
     of_the_sweep = [w for w in single if parsed[w].key_or_group.partition(".")[0] == "sweep"] + launcher
     if composed.hydra.mode != RunMode.MULTIRUN:
