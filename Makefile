@@ -42,10 +42,10 @@ test-fuzz: install
 	@$(VENV)/bin/python -m pytest -m fuzz tests/fuzz $(ARGS)
 
 test-faults: install
-	@$(VENV)/bin/python -m tests.faults $(ARGS)
+	@$(VENV)/bin/python -m tools.faults $(ARGS)
 
 test-kill: install
-	@$(VENV)/bin/python -m tests.kill $(ARGS)
+	@$(VENV)/bin/python -m tools.kill $(ARGS)
 
 test-gpu: install
 	@$(VENV)/bin/python -m pytest tests/gpu $(ARGS)
