@@ -18,7 +18,9 @@ LEFT_OUT = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "ranks" not in item.path.parts)  # what takes longest first: two workers end together
+    items.sort(
+        key=lambda item: item.get_closest_marker("ranks") is None
+    )  # what takes longest first: two workers end together
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

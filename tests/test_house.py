@@ -5,7 +5,7 @@ import pathlib
 import subprocess
 import sys
 
-PACKAGE = pathlib.Path(__file__).parents[2] / "adl_dist"
+PACKAGE = pathlib.Path(__file__).parents[1] / "adl_dist"
 # Where processes and devices of other ranks are known; above and below, nobody imports torch.distributed.
 KNOWS_RANKS = {"transport", "distributed", "launch", "checkpoint", "monitor", "control", "training", "baselines"}
 KNOWS_RANKS_TOO = {"cli/plan/link.py"}  # measures a link between two processes

@@ -14,6 +14,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE, sgd
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 
+pytestmark = pytest.mark.ranks
+
 M, MICRO_BATCH, NUM_UPDATES = 4, 5, 3
 BATCH = M * MICRO_BATCH
 CPU = torch.device("cpu")

@@ -12,6 +12,8 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE
 from tests.support.toys import FixedImages, batch_norm_net
 
+pytestmark = pytest.mark.ranks
+
 M, MICRO_BATCH = 4, 5
 OPTIONS = [("gpipe", {}), ("gpipe", {"recompute": "except_last"}), ("1f1b", {}), ("bp", {})]
 

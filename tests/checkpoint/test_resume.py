@@ -34,6 +34,8 @@ from tests.support.kill import (
 )
 from tests.support.ranks import RanksFailed, run_ranks
 
+pytestmark = pytest.mark.ranks
+
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 
 UPDATES_PER_EPOCH = 8  # 126 samples in updates of 16

@@ -24,6 +24,8 @@ from tests.support.runs import trainer_of
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.user_code import Explodes
 
+pytestmark = pytest.mark.ranks
+
 UPDATES = 2  # of an epoch: 8 samples by 4
 SECOND_EPOCH = "second-epoch-has-begun"
 

@@ -13,6 +13,8 @@ from adl_dist.cli.main import main
 from tests.support.commands import ADL_DIST, TORCHRUN, as_command, left_behind, shows, snapshot, words
 from tests.support.ranks import RanksFailed, run_ranks
 
+pytestmark = pytest.mark.ranks
+
 USER = "tests.support.user_code"
 OLDER = "update-00000002"
 

@@ -3,7 +3,11 @@
 import json
 import sys
 
+import pytest
+
 from tests.support.commands import TINY, as_command, left_behind, shows
+
+pytestmark = pytest.mark.ranks
 
 NAMES = ["torch-bp", "torch-1f1b", "adl"]  # each process takes seconds to start
 

@@ -5,6 +5,8 @@ import pytest
 from adl_dist.cli.plan import check
 from tests.support.commands import in_process
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.mark.slow
 def test_a_check_trains_what_was_predicted(monkeypatch):

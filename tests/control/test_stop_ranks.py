@@ -17,6 +17,8 @@ from adl_dist.distributed.world import connect
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
 
+pytestmark = pytest.mark.ranks
+
 K, M, MICRO_BATCH, NUM_SAMPLES = 3, 3, 2, 60
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("adl", {}),

@@ -13,7 +13,7 @@ from tests.support.kill import ADL_DIST, HOLD, Command
 from tests.support.ports import Fuzzer, free_port, open_ports
 from tests.support.weights import assert_same, ended, weights_of
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds ports in /proc")
+pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="finds ports in /proc")]
 
 UPDATES_PER_EPOCH = 8  # 126 samples in updates of 16
 WORDS = (

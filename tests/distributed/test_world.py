@@ -18,6 +18,8 @@ from adl_dist.training import shape_inference
 from tests.support.ranks import run_ranks
 from tests.support.runs import MICRO_BATCH, NUM_SAMPLES, trained
 
+pytestmark = pytest.mark.ranks
+
 UPDATES = math.ceil(math.ceil(NUM_SAMPLES / MICRO_BATCH) / 2)  # of an epoch with M = 2
 
 

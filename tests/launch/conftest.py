@@ -17,7 +17,7 @@ NODES = 4
 def cluster() -> Iterator[Cluster]:
     """Four nodes of two cores each; nothing of them is left afterwards."""
     folder = Path(f"/tmp/adl-slurm-{os.getpid()}")  # short: the path of a Unix socket may have 108 characters
-    script = Path(__file__).with_name("cluster.sh")
+    script = Path(__file__).parents[1] / "support" / "slurm_cluster.sh"
 
     def call(*words: str) -> None:
         done = subprocess.run([script, folder, *words], capture_output=True, text=True, timeout=300, check=False)

@@ -10,6 +10,8 @@ import pytest
 from tests.support.commands import ROOT, as_command, left_behind, words
 from tests.support.kill import Command
 
+pytestmark = pytest.mark.ranks
+
 SCRIPT = str(ROOT / "launch" / "local.sh")
 
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
-from tests.support.slurm import SlurmJob, assert_same_end, saved
 from tests.support.commands import ROOT, as_command, shows
 from tests.support.kill import HOLD, records
+from tests.support.slurm import SlurmJob, assert_same_end, saved
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 

@@ -22,6 +22,8 @@ from tests.support.stalls import (
     signalled,
 )
 
+pytestmark = pytest.mark.ranks
+
 # Name of each planted stall: how its cause is told.
 CAUSES = {
     "forward of stage 1": r"stage 1 \(\S+, pid \d+\): still at work: forward \d+ .* in sleep",

@@ -18,6 +18,7 @@ STALL_SECONDS = 2
 LONG = ("train.epochs=60", f"runtime.stall_seconds={STALL_SECONDS}", "runtime.timeout_seconds=60")
 
 pytestmark = [
+    pytest.mark.ranks,
     pytest.mark.slow,
     pytest.mark.skipif(
         not (hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("ip")), reason="needs root and ip"

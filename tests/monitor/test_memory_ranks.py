@@ -13,6 +13,8 @@ from adl_dist.partition.predict import predict
 from adl_dist.schedule import method
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.ranks
+
 MICRO_BATCH, M = 4, 4
 LOSS = nn.CrossEntropyLoss()
 

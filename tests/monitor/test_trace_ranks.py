@@ -14,6 +14,8 @@ from tests.support import traces
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
 
+pytestmark = pytest.mark.ranks
+
 M, MICRO_BATCH, NUM_SAMPLES = 2, 2, 24
 
 

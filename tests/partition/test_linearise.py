@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import cut, linearise
+from tests.support.cut_steps import cut_step, uncut_step
 from tests.support.oracle import train_by_the_equations
 from tests.support.toys import NUM_CLASSES, UNET_BALANCE, Block, FixedImages, unet, unet_by_hand
-from tests.support.cut_steps import cut_step, uncut_step
 
 LR, MOMENTUM, MICRO_BATCH = 0.1, 0.9, 3
 Out = namedtuple("Out", "main aux")

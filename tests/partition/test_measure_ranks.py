@@ -3,9 +3,12 @@
 import json
 import shutil
 
+import pytest
 import torch
 
 from tests.support.commands import ADL_DIST, as_command, in_process, left_behind, words
+
+pytestmark = pytest.mark.ranks
 
 
 def train(run_dir, *overrides, processes):

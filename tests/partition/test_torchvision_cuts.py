@@ -1,4 +1,4 @@
-"""One network of each family of torchvision, cut inside of its blocks; all of them, in float64 too: tests/zoo."""
+"""One network of each family of torchvision, cut inside of its blocks; all of them, in float64 too: test_zoo.py."""
 
 import pytest
 import torch

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from adl_dist.errors import DivergedError
-from tests.training.test_gpu import assert_close
 from tests.support.planted import nan_inputs
 from tests.support.runs import train
+from tests.training.test_gpu import assert_close
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,10 +12,10 @@ from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import buffers_kept_finite
-from tests.training.test_methods import EQUATIONS, assert_close, assert_same_bits, by_the_equations, micro_batches
 from tests.support.planted import SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs
 from tests.support.runs import EPOCHS, sgd, train, warm_up_schedule
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.training.test_methods import EQUATIONS, assert_close, assert_same_bits, by_the_equations, micro_batches
 
 SKIP = {"non_finite": "skip"}
 

@@ -8,6 +8,8 @@ from tests.support.planted import nan_inputs
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import train
 
+pytestmark = pytest.mark.ranks
+
 FLOATS = (torch.float32, torch.float64)
 CASES = [
     *((M, dtype, {}) for M in (1, 2, 3, 4) for dtype in FLOATS),
@@ -31,7 +33,7 @@ def train_all(K):
 
 @pytest.mark.parametrize("K", [2, 3, 4])
 def test_k_processes_equal_one_process_bit_for_bit(K):
-    """Of the float64 runs test_equality.py in tests/local shows that they follow the equations."""
+    """Compare also the float64 runs, of which test_equality.py shows that they follow the equations."""
     by_rank = run_ranks(K, train_all, K, timeout_seconds=110)
     for case, (M, dtype, options) in enumerate(CASES):
         expected, expected_summary = train(K, M, dtype, **options)

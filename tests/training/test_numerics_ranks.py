@@ -1,9 +1,12 @@
 """K gloo processes against K stages in one process, in lower precision: the same bits."""
 
+import pytest
 import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.runs import train
+
+pytestmark = pytest.mark.ranks
 
 LOWERED = {"autocast": torch.bfloat16}
 NARROW = {"wire_dtype": torch.bfloat16}

@@ -2,12 +2,15 @@
 
 import functools
 
+import pytest
 import torch
 from torch import nn
 
 import adl_dist
 from tests.support.ranks import run_ranks
 from tests.support.toys import UNET_BALANCE, FixedImages, unet
+
+pytestmark = pytest.mark.ranks
 
 K = 4
 # In float64 tests/partition/test_linearise.py shows that one process follows the equations.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adl_dist.checkpoint import layout
-from tools.kill.deck import OURS, TORCHRUN, Killing, Starter
-from tools.kill.slow_saves import SLOW
 from tests.checkpoint.test_resume import Uninterrupted, left_in_tmp, newest
 from tests.support.kill import ADL_DIST, Command
+from tools.kill.deck import OURS, TORCHRUN, Killing, Starter
+from tools.kill.slow_saves import SLOW
 
 NUM_EPOCHS, UPDATES_PER_EPOCH = 12, 5  # of 150 digits in updates of 32
 TIMEOUT_SECONDS = 20.0  # of a message; the processes of one machine also start within it
