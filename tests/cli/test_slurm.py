@@ -1,4 +1,4 @@
-"""``adl-dist launch slurm`` up to the submission; what comes after it needs a cluster: tests/launch/test_slurm_jobs.py."""
+"""``adl-dist launch slurm`` up to the submission; the rest needs a cluster: tests/launch/test_slurm_jobs.py."""
 
 import os
 import shlex
