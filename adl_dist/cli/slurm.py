@@ -199,7 +199,7 @@ def _check_runs(words: Sequence[str], choices: Sequence[str]) -> None:
         folders[config.run_dir] = choice
         instantiate.check_targets(config)
         RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)
-    instantiate.trainer(config, processes=False)  # shows that the model can be built and cut
+    instantiate.check_cut(config)  # shows that the model can be built and cut
 
 
 def _submit(script: str) -> str:

@@ -58,10 +58,10 @@ def test_every_key_of_the_schema_is_read_by_the_commands():
         if section.type is MethodConfig:  # handed on as a whole; see the next tests
             continue
         keys = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else []
-        together = [  # handed on by a property of the section
-            inspect.getsource(of.fget)
+        together = [  # handed on by a property or a method of the section
+            inspect.getsource(getattr(of, "fget", of))
             for name, of in (vars(section.type) if keys else {}).items()
-            if isinstance(of, property) and f"config.{section.name}.{name}" in sources
+            if (isinstance(of, property) or inspect.isfunction(of)) and f"config.{section.name}.{name}" in sources
         ]
         for key in keys:
             is_read = f"config.{section.name}.{key.name}" in sources

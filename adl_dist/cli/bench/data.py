@@ -46,6 +46,5 @@ def feed_of(
         shuffle=config.data.get("shuffle", True) if shuffle is None else shuffle,
         num_workers=config.data.get("num_workers", 0),
         device=device,
-        dtype=getattr(torch, config.dtype.value),
-        channels_last=config.runtime.channels_last,
+        precision=instantiate.precision(config),
     )

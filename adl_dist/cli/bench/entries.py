@@ -8,6 +8,7 @@ from adl_dist.cli.config.methods import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.errors import AdlError, ConfigError
 from adl_dist.schedule import METHODS, Method, Pipeline
+from adl_dist.schedule.run_plan import micro_batch_size_of
 
 Kind = Literal["loop", "ddp", "gpipe", "1f1b", "ours"]
 
@@ -135,15 +136,13 @@ def _ours(name: str, config: RunConfig, place: Host) -> Entry:
         method = replace(method, delay="minimal")
     pipeline = Pipeline(method, 1 if name == "bp" else config.partition.num_stages)
     M = method.micro_batches_per_update
-    if config.train.batch_size < M:
-        raise ConfigError(f"train.batch_size={config.train.batch_size} leaves no sample for each of {M} micro-batches")
     return Entry(
         name=name,
         kind="ours",
         num_processes=pipeline.num_stages,
         threads=place.threads,
         micro_batches=M,
-        samples=config.train.batch_size // M * M,
+        samples=micro_batch_size_of(config.train.batch_size, M) * M,
         warmup=max(place.warmup, pipeline.updates_to_fill),
         method=method,
     )

@@ -19,9 +19,9 @@ from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.data import check_dataset
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain, checked_sizes, even_sizes, linearise
+from adl_dist.stage import to_channels_last
 from adl_dist.training.dry_run import dry_run
 from adl_dist.training.input import common_sample
-from adl_dist.training.precision import to_channels_last
 from adl_dist.transport import Specs, TensorSpec
 
 

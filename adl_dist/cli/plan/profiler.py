@@ -21,10 +21,10 @@ from adl_dist.partition import linearise
 from adl_dist.partition.advice import Throughput
 from adl_dist.partition.measure import pace
 from adl_dist.partition.profile import Profile
+from adl_dist.stage import Precision, to_channels_last
 from adl_dist.training.dry_run import dry_run
 from adl_dist.training.input import DeviceLoader, common_sample, make_loader
 from adl_dist.training.partitioned_model import micro_batch, take_profile
-from adl_dist.training.precision import to_channels_last
 from adl_dist.transport import Specs, TensorSpec
 
 
@@ -68,18 +68,18 @@ class Profiler:
         self._others = others or BackgroundLoad([])
         self._device = torch.device(config.runtime.device.value)
         tune_malloc()  # as training does
-        self._numerics = instantiate.precision(config)
-        self._within = self._numerics.autocasting(self._device)
-        self._model = instantiate.build_model(config).to(self._device, self._numerics.dtype)
-        if config.runtime.channels_last:
+        self._spec = instantiate.train_spec(config)
+        precision = self._spec.precision
+        self._within = precision.autocasting(self._device)
+        self._model = instantiate.build_model(config).to(self._device, precision.dtype)
+        if precision.channels_last:
             to_channels_last(self._model)
-        self._loss_fn, self._optimizer = instantiate.build_loss(config), instantiate.build_optimizer(config)
-        self._feed = _feed(config, self._device) if shape is None else None
+        self._feed = _feed(config, precision, self._device) if shape is None else None
         sample = common_sample(self._feed, None) if shape is None else _described(shape, config, self._device)
         assert sample is not None
         self._sample = sample
         arriving, target = (TensorSpec.of(tensor) for tensor in self._sample)
-        dry_run(self._model, 0, Specs.always([arriving]), target, self._loss_fn, self._device, within=self._within)
+        dry_run(self._model, 0, Specs.always([arriving]), target, self._spec.loss_fn, self._device, within=self._within)
         self.chain = linearise(self._model, granularity=granularity)
 
     def profile(self, micro_batch_size: int) -> Profile:
@@ -94,17 +94,14 @@ class Profiler:
             loaded = "-loaded" if self._others.are_at_work else ""
             kept_in = kept_in.with_name(f"{kept_in.stem}-{micro_batch_size}{loaded}{kept_in.suffix}")
         self._say(f"measuring {len(self.chain.units)} units with {micro_batch_size} samples")
-        with self._numerics.apply(threads=self.threads):
+        with self._spec.precision.apply(threads=self.threads):
             return take_profile(
                 self._model,
                 self.chain,
+                self._spec,
                 granularity=self.granularity,
                 sample=self._sample,
                 micro_batch_size=micro_batch_size,
-                loss_fn=self._loss_fn,
-                optimizer=self._optimizer,
-                device=self._device,
-                precision=self._numerics,
                 kept_in=kept_in,
                 load=None if self._feed is None else partial(self._feed.seconds_to_load, micro_batch_size),
             )
@@ -117,9 +114,9 @@ class Profiler:
     def pace(self, samples: int) -> Throughput:
         """Of the uncut model with so many samples at once, on one device."""
         self._say(f"measuring the whole model with {samples} samples")
-        with self._numerics.apply(threads=self.threads):
+        with self._spec.precision.apply(threads=self.threads):
             forward, backward = pace(
-                self._model, *micro_batch(self._sample, samples, self._device), self._loss_fn, self._within
+                self._model, *micro_batch(self._sample, samples, self._device), self._spec.loss_fn, self._within
             )
             load = 0.0 if self._feed is None else self._feed.seconds_to_load(samples)
         return Throughput(samples=samples, forward=load + forward, backward=backward)
@@ -129,7 +126,7 @@ class Profiler:
             sys.stderr.write(f"{text}{', the other cores at work' if self._others.are_at_work else ''} ...\n")
 
 
-def _feed(config: RunConfig, device: torch.device) -> DeviceLoader:
+def _feed(config: RunConfig, precision: Precision, device: torch.device) -> DeviceLoader:
     try:
         train, _ = instantiate.build_data(config)
     except DataError as error:
@@ -141,8 +138,7 @@ def _feed(config: RunConfig, device: torch.device) -> DeviceLoader:
         shuffle=True,
         num_workers=config.data.get("num_workers", 0),
         device=device,
-        dtype=getattr(torch, config.dtype.value),
-        channels_last=config.runtime.channels_last,
+        precision=precision,
     )
 
 

@@ -19,6 +19,7 @@ from adl_dist.cli.sweep.request import SEED, STAGES, Request, requested, told_of
 from adl_dist.cli.sweep.runner import Job, Outcome, outcome_of, run_side_by_side
 from adl_dist.cli.sweep.submit import submitted
 from adl_dist.distributed.affinity import num_cores
+from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import Run
@@ -112,8 +113,8 @@ def _planned(request: Request) -> list[Planned]:
                     checked.add(cut)  # the seed changes nothing about it
                     instantiate.check_targets(config)
                     if not request.launcher:  # elsewhere there may be GPUs, or none
-                        instantiate.check_device(config)
-                    instantiate.trainer(config, processes=False)
+                        check_device(config.runtime.device.value)
+                    instantiate.check_cut(config)
             plan.append(planned)
     return plan
 
@@ -147,7 +148,7 @@ def _as_name(label: str) -> str:
 
 
 def _threads(config: RunConfig) -> int:
-    return config.runtime.threads or max(1, num_cores() // config.partition.num_stages)
+    return config.threads
 
 
 def _default_side_by_side(configs: Sequence[RunConfig]) -> int:
