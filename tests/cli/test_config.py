@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from adl_dist.cli.config.compose import compose_run, config_folder
-from adl_dist.cli.config.schema import MethodConfig, RunConfig
+from adl_dist.cli.config.schema import Grain, MethodConfig, RunConfig
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Method, method
 
@@ -164,3 +164,10 @@ def test_the_wheel_carries_the_configuration_and_composes_it_outside_of_a_checko
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
     )  # fmt: skip
     assert done.stdout.split() == [str(tmp_path / "site/adl_dist/conf"), "runs/digits-resnet8-adl-k2-m4-seed0"]
+
+
+def test_partition_grain_is_another_name_of_partition_granularity():
+    config, plain = compose_run(["partition.grain=layer"])
+    assert config.partition.granularity is Grain.layer
+    assert plain["partition"]["granularity"] == "layer"
+    assert "grain" not in plain["partition"]
