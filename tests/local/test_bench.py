@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adl_dist.cli.bench import command
-from adl_dist.cli.bench.baseline_rank import rank_batches
+from adl_dist.cli.bench.baseline_rank import Task, rank_batches, run
 from adl_dist.cli.bench.entries import DEFAULT, Host, ModelSurvey, Traffic, entries, survey
 from adl_dist.cli.bench.report import baseline, facts_of, ratio, report, rows
 from adl_dist.cli.bench.runner import (
@@ -269,6 +269,16 @@ def test_every_contender_gets_the_same_threads_cores_and_environment(name, monke
         "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(K), "LOCAL_WORLD_SIZE": str(K), "MASTER_ADDR": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
+
+
+def test_torchs_own_ranks_keep_freed_memory_as_ours_do(monkeypatch):
+    tuned = []
+    monkeypatch.setattr("adl_dist.cli.bench.baseline_rank.tune_malloc", lambda: tuned.append(True))
+    words = ["model=resnet8", "data=synthetic", "data.image_size=8", "data.num_samples=8", "train.batch_size=4"]
+    words += ["train.max_updates=2", "runtime.threads=1", "partition.num_stages=1", "hydra.mode=RUN"]
+    result = run(Task(kind="loop", argv=words, overwrites=[], target={}), rank=0)
+    assert tuned == [True]
+    assert len(result["ends"]) == 2
 
 
 @pytest.mark.parametrize("shuffle", ["true", "false"])
