@@ -21,7 +21,7 @@ from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import AdlError, ConfigError, PartitionError
 from adl_dist.partition import Machine, checked_sizes, even_sizes, linearise
 from adl_dist.partition.predict import best_cut, predict
-from adl_dist.schedule import METHODS, Method
+from adl_dist.schedule import METHODS, Method, Pipeline
 from adl_dist.training.dry_run import dry_run
 from adl_dist.training.input import DeviceLoader, common_sample, make_loader
 from adl_dist.training.precision import to_channels_last
@@ -150,18 +150,18 @@ def _our_entry(name: str, config: RunConfig, host: Host) -> Entry:
     method = method_named(name.removesuffix(MINIMAL), config, flag="--contenders")
     if name.endswith(MINIMAL):
         method = replace(method, delay="minimal")
-    K, M = 1 if name == "bp" else config.partition.num_stages, method.micro_batches_per_update
+    pipeline = Pipeline(method, 1 if name == "bp" else config.partition.num_stages)
+    M = method.micro_batches_per_update
     if config.train.batch_size < M:
         raise ConfigError(f"train.batch_size={config.train.batch_size} leaves no sample for each of {M} micro-batches")
-    method.check(K)
     return Entry(
         name=name,
         kind="ours",
-        num_processes=K,
+        num_processes=pipeline.num_stages,
         threads=host.threads,
         method=method,
         samples=config.train.batch_size // M * M,
-        warmup=max(host.warmup, method.updates_to_fill(K)),
+        warmup=max(host.warmup, pipeline.updates_to_fill),
     )
 
 
@@ -286,14 +286,14 @@ def predict_speeds(
         profile = functools.cache(lambda M: profiler.profile(batch // M))
         if sizes is None:
             M = method.micro_batches_per_update
-            sizes = list(best_cut(profile(M), method, num_stages=K, machine=machine).sizes)
+            sizes = list(best_cut(profile(M), Pipeline(method, K), machine=machine).sizes)
         for entry in able:
             if entry.kind in ("loop", "ddp") or entry.settings:
                 continue
             with contextlib.suppress(ConfigError, PartitionError):  # heads of local losses are not measured
                 cut = sizes if entry.is_cut else [len(profiler.chain.units)]
-                n, own_profile = entry.num_processes, profile(entry.micro_batches)
-                prediction = predict(own_profile, entry.method, num_stages=n, machine=machine, sizes=cut)
+                pipeline = Pipeline(entry.method, entry.num_processes)
+                prediction = predict(profile(entry.micro_batches), pipeline, machine=machine, sizes=cut)
                 predicted[entry.name] = prediction.images_per_second
     return sizes, predicted
 
