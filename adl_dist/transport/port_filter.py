@@ -2,8 +2,8 @@
 
 torch's transports accept every connection. One line of HTTP at the port of the control plane (TensorPipe) ends the
 process in ``std::bad_alloc``, and a thousand silent connections to one of gloo's in ``accept: Too many open files``
-(both seen with torch 2.15). Neither library has an option to stop listening, so the kernel does it: a socket filter drops what
-arrives at a listening socket before a connection comes of it. Connections that are there stay as they are.
+(both seen with torch 2.15). Neither library has an option to stop listening, so the kernel does it: a socket filter
+drops what arrives at a listening socket before it becomes a connection. Established connections stay as they are.
 """
 
 import contextlib
