@@ -16,7 +16,7 @@ from adl_dist.control.requests import Ask, Request, Requests
 from adl_dist.control.rpc import Record, Result, WorkerGroup
 from adl_dist.control.totals import RunTotals
 from adl_dist.errors import DivergedError, SaveError
-from adl_dist.monitor.chrome_trace import TRACE, merge_parts
+from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.schedule.run_plan import Plan
 
@@ -84,7 +84,7 @@ class Coordinator:
             raise
 
     def _train(self) -> Result:
-        started, origin = time.monotonic(), time.perf_counter()
+        started, origin = time.monotonic(), Instant.now()
         try:
             self._resume()
             stopped = None
@@ -267,7 +267,7 @@ class Coordinator:
             )
         return path
 
-    def _write_trace(self, run_dir: Path, origin: float) -> None:
+    def _write_trace(self, run_dir: Path, origin: Instant) -> None:
         results = self._crew.call("write_trace", run_dir=str(run_dir), origin=origin)
         try:
             path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})

@@ -13,8 +13,9 @@ from adl_dist.control.requests import Requests
 from adl_dist.control.rpc import Record, Result, Worker, WorkerGroup
 from adl_dist.control.run_socket import LiveControl
 from adl_dist.distributed.world import COORDINATOR_RANK, World
-from adl_dist.monitor.activity import ActivityRecorder, user_frame
+from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.heartbeat import HeartbeatMonitor, activate, deactivate
+from adl_dist.monitor.process import user_frame
 from adl_dist.monitor.status import CoordinatorStatus, RankStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.watchdog import Watchdog
@@ -26,7 +27,7 @@ class Supervisor:
     def __init__(
         self,
         world: World,
-        beacon: ActivityRecorder,
+        beacon: ActivityLog,
         limits: WatchdogTimeouts,
         *,
         run_dir: Path | None,
@@ -114,7 +115,7 @@ def _report_gone(rank: int, text: str) -> None:
 class TrackedWorker:
     """Tells the beacon which command it carries out."""
 
-    def __init__(self, worker: Worker, beacon: ActivityRecorder) -> None:
+    def __init__(self, worker: Worker, beacon: ActivityLog) -> None:
         self._worker, self._beacon = worker, beacon
 
     def execute(self, do: str, arguments: dict[str, Any], emit: Callable[[Record], None]) -> list[Result]:

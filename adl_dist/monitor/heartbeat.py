@@ -7,10 +7,10 @@ import time
 
 from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.distributed.world import launched_world_size
-from adl_dist.monitor.activity import ActivityRecorder, kill
+from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.diagnosis import GONE, cause_of
 from adl_dist.monitor.shutdown import end, end_at_the_latest, log, say
-from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus
+from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus, kill, process_status
 
 ANSWER_SECONDS = 0.8  # of one question; an answer takes a few milliseconds
 MOST_SECONDS_APART = 1.0  # of two looks
@@ -18,7 +18,7 @@ LOOKS_PER_STALL = 4
 # What TensorPipe says when the other end has closed the connection or listens no more.
 REFUSALS = ("ECONNRESET", "ECONNREFUSED", "EPIPE", "EOF")
 
-_beacon = ActivityRecorder(launched_world_size() or 1)  # of this process, for those who ask from elsewhere
+_beacon = ActivityLog(launched_world_size() or 1)  # of this process, for those who ask from elsewhere
 _asked: tuple[float, ProcessStatus | None] = (0.0, None)  # when rank 0 asked last, and who it is
 
 
@@ -27,7 +27,7 @@ def answer(question: str) -> str:
     global _asked
     told = json.loads(question)
     _asked = (time.monotonic(), ProcessStatus.from_json(told["asker"]))
-    return json.dumps(_beacon.tell(closely=told["closely"]).to_json())
+    return json.dumps(process_status(_beacon, closely=told["closely"]).to_json())
 
 
 def abort(why: str) -> None:
@@ -83,7 +83,7 @@ class HeartbeatMonitor:
                 say(f"adl-dist: {_of_rank_0(asker, still)}")
 
 
-def activate(beacon: ActivityRecorder) -> None:
+def activate(beacon: ActivityLog) -> None:
     """Let ``beacon`` answer those who ask this process from now on."""
     global _beacon, _asked
     beacon.activate()
@@ -94,7 +94,7 @@ def activate(beacon: ActivityRecorder) -> None:
 def deactivate() -> None:
     """Answer no more for a job that is over, nor keep its tensors alive."""
     global _beacon
-    idle = ActivityRecorder(launched_world_size() or 1)
+    idle = ActivityLog(launched_world_size() or 1)
     idle.activate()
     _beacon = idle
 

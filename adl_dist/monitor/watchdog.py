@@ -18,7 +18,7 @@ import torch.distributed.rpc as rpc
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS
 from adl_dist.distributed.world import World, name_of
-from adl_dist.monitor.activity import ActivityRecorder, kill
+from adl_dist.monitor.activity import FAILED, ActivityLog
 from adl_dist.monitor.diagnosis import GONE, Cause, cause_of, picture
 from adl_dist.monitor.heartbeat import (
     ANSWER_SECONDS,
@@ -29,7 +29,7 @@ from adl_dist.monitor.heartbeat import (
     state_of_silent,
 )
 from adl_dist.monitor.shutdown import SPEAK_SECONDS, end, end_at_the_latest, log, say, within
-from adl_dist.monitor.status import FAILED, CoordinatorStatus, ProcessStatus, RankStatus
+from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus, kill, process_status
 
 AGAIN_SECONDS = 0.2  # of a question to a process that has not answered the one before
 ASIDE_SECONDS = 5.0  # that an end takes beside the wait for a save
@@ -41,7 +41,7 @@ class Watchdog:
     def __init__(
         self,
         world: World,
-        beacon: ActivityRecorder,
+        beacon: ActivityLog,
         coordination: Callable[..., CoordinatorStatus],
         *,
         stall_seconds: float,
@@ -108,7 +108,7 @@ class Watchdog:
         return cause.text if cause.rank is not None else None
 
     def _ask(self, closely: bool) -> dict[int, ProcessStatus | RuntimeError]:
-        own = self._beacon.tell(closely=closely)
+        own = process_status(self._beacon, closely=closely)
         told: dict[int, ProcessStatus | RuntimeError] = {0: own}
         question = json.dumps({"closely": closely, "asker": own.to_json()})
         asked: dict[int, Any] = {}

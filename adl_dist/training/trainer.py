@@ -36,7 +36,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.launch import signals
 from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
-from adl_dist.monitor.trace import Tracer
+from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.report import Progress, Recorder
 from adl_dist.schedule import Method, downstream_first, drain_is_exact, forget_actions
 from adl_dist.schedule.run_plan import Plan, check_lengths
@@ -337,7 +337,7 @@ class Trainer:
                 trace=trace,
             )
         self._schedule_learning_rates(worker, plan, store)
-        worker.tracer = Tracer(world) if trace else None
+        worker.activity.keep_events(MOST_EVENTS if trace else 0)
         worker.meter = MemoryMeter.of(self._job.method, num_stages, world.device) if memory else None
         drain_changes_result = not drain_is_exact(self._job.method, num_stages=num_stages)
         # Where it would leave some and checkpoints are nearer than the end of the epoch, a stop waits for the next one.
@@ -371,12 +371,12 @@ class Trainer:
             try:
                 return run_job(
                     world,
-                    TrackedWorker(worker, worker.beacon),
+                    TrackedWorker(worker, worker.activity),
                     train,
                     lambda record: record_to(recorder, progress, record),
                     Supervisor(
                         world,
-                        worker.beacon,
+                        worker.activity,
                         self._limits,
                         run_dir=folder.path if folder is not None else None,
                         requests=rpc.requests,
@@ -420,12 +420,12 @@ class Trainer:
         with self._job.precision.apply(threads=self._threads), self._bound(world):
             return run_job(
                 world,
-                TrackedWorker(worker, worker.beacon),
+                TrackedWorker(worker, worker.activity),
                 lambda workers: Coordinator(
                     workers, plan, saving=None, recorder=recorder, progress=progress
                 ).evaluate(),
                 lambda record: None,
-                Supervisor(world, worker.beacon, self._limits, run_dir=None, requests=Requests()),
+                Supervisor(world, worker.activity, self._limits, run_dir=None, requests=Requests()),
             )
 
     def full_state_dict(self) -> dict[str, Tensor]:

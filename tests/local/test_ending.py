@@ -11,7 +11,7 @@ from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.distributed.world import single_process
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
-from adl_dist.monitor.activity import ActivityRecorder
+from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.status import CoordinatorStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.watchdog import Watchdog
@@ -104,7 +104,7 @@ def test_a_doctor_that_an_error_befalls_says_so_once_and_goes_on(caplog):
 
     nothing = dict.fromkeys(("on_gone", "on_end"), lambda *_: None)
     doctor = Watchdog(
-        single_process("cpu"), ActivityRecorder(1), coordination, stall_seconds=0.1, abort_seconds=None, **nothing
+        single_process("cpu"), ActivityLog(1), coordination, stall_seconds=0.1, abort_seconds=None, **nothing
     )
     doctor.start()
     began = time.monotonic()
