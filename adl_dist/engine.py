@@ -68,13 +68,13 @@ class StageContext:
     def open(self, work: StageWork, *, training: bool) -> None:
         """Begin a segment of training or of evaluation."""
         self.work = work
-        self.last_of_groups = work.last_of_groups()  # now, because another thread may shorten the list of actions later
+        self.last_of_groups = work.last_of_groups()  # now, because another thread may shorten the list later on
         self.held.clear()
         self.buffer.clear()
         for sender in self.senders.values():
             sender.open(work.sizes, training=training)
         for kind, receiver in self.receivers.items():
-            order = [a.number for a in work.stream if a.op in RECEIVES and RECEIVES[a.op].what == kind]
+            order = [a.number for a in work.actions if a.op in RECEIVES and RECEIVES[a.op].what == kind]
             from_upstream = kind in ("act", "label")
             receiver.open(work.sizes_upstream if from_upstream else work.sizes, order, training=training)
 

@@ -24,7 +24,7 @@ from adl_dist.monitor.trace import Instant, write_part
 from adl_dist.optim import fast_forward
 from adl_dist.schedule import (
     Action,
-    Method,
+    Pipeline,
     Segment,
     StageWork,
     downstream_first,
@@ -44,8 +44,7 @@ class LocalWorker:
 
     Attributes:
         world: this process among the others.
-        method: whose schedule is followed.
-        num_stages: K.
+        pipeline: the method and K.
         seed: of the turns that stages take, where the method has them.
         dtype: of the loss.
         contexts: this process's stages with their channels, by stage.
@@ -58,8 +57,7 @@ class LocalWorker:
     """
 
     world: World
-    method: Method
-    num_stages: int
+    pipeline: Pipeline
     seed: int
     dtype: torch.dtype
     contexts: Mapping[int, StageContext]
@@ -72,7 +70,7 @@ class LocalWorker:
 
     def __post_init__(self) -> None:
         on_device = self.world.is_distributed and self.world.backend == "nccl"
-        self.activity = ActivityLog(self.num_stages, device=self.world.device, runs_ahead=on_device)
+        self.activity = ActivityLog(self.pipeline.num_stages, device=self.world.device, runs_ahead=on_device)
         forget_peak(self.world.device)
 
     @property
@@ -104,7 +102,7 @@ class LocalWorker:
         for context in self.contexts.values():
             context.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
         seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
-        work = training_work(self.method, segment, num_stages=self.num_stages, stages=self.contexts, seed=seed)
+        work = training_work(self.pipeline, segment, stages=self.contexts, seed=seed)
         start = time.perf_counter()
         reports = _UpdateReports(self.contexts, segment, emit, is_on_gpu=self.world.device.type == "cuda")
         self._run(work, segment, self.train_loader, reports)
@@ -131,7 +129,7 @@ class LocalWorker:
         )
         for context in self.contexts.values():
             context.stage.begin(0, training=False)
-        work = evaluation_work(segment, num_stages=self.num_stages, stages=self.contexts)
+        work = evaluation_work(segment, num_stages=self.pipeline.num_stages, stages=self.contexts)
         self._run(work, segment, self.validation_loader)
         return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
 
@@ -144,11 +142,11 @@ class LocalWorker:
                 fast_forward(stage.lr_schedule, done)
 
     def _order(self, work: Mapping[int, StageWork]) -> Iterator[tuple[int, Action]]:
-        """What happens next here: one stage's own stream, or an interleaving of all of them."""
-        if len(work) == self.num_stages:
-            return replay([work[k].stream for k in sorted(work)], pick_next=self.pick_next)
+        """Return the actions in order: one stage's own list, or an interleaving of all of them."""
+        if len(work) == self.pipeline.num_stages:
+            return replay([work[k].actions for k in sorted(work)], pick_next=self.pick_next)
         ((stage, of_stage),) = work.items()
-        return ((stage, action) for action in of_stage.stream)
+        return ((stage, action) for action in of_stage.actions)
 
     def _run(
         self,
@@ -167,7 +165,7 @@ class LocalWorker:
                 reports.add(stage, group)
 
         batches = None
-        running = RunningSegment(segment, self.method, self.num_stages, self.contexts, self.world)
+        running = RunningSegment(segment, self.pipeline, self.contexts, self.world)
         if feed is not None:
             batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
             requests = self.requests if training else None
