@@ -1,6 +1,6 @@
 """Looks after a running job from beside it: sees that it stalls, says why, and ends it before it hangs for ever.
 
-On rank 0 a thread asks all processes about once a second what they are at (beacon.py), over RPC. Progress is any
+On rank 0 a thread asks all processes about once a second what they are at (status.py), over RPC. Progress is any
 change of what any of them tells. After ``stall_seconds`` without it there is one picture on standard error, and after
 ``abort_seconds`` the job ends. Every other process has a deputy, which sees whether rank 0 still asks.
 """
