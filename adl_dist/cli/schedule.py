@@ -4,7 +4,6 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,40 +13,18 @@ import yaml
 from adl_dist.cli.arguments import Parser
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import Costs, Method, actions_of_all, describe, figures, method, simulate, speed
-from adl_dist.schedule.capped import Prefer, simulate_dataflow, simulate_synchronous
+from adl_dist.schedule import Costs, Method, describe, figures, speed
 from adl_dist.schedule.table import tick_words
-from adl_dist.schedule.timing import Speed, at_full_speed, makespan, stragglers
+from adl_dist.schedule.timing import Speed
 
 EXAMPLE = "--costs '{forward: 1, backward: 2, update: 0.1, link: 0.2}'"
 COST_KEYS = ("forward", "backward", "update", "link")
 LONGEST = 100_000  # micro-batches; a table of more is a slip of the keyboard
 
-# Table 3 of the ADL paper: measured speed-ups of RN-101 on ImageNet, V100, M = 4, for K = 2, 3, 4.
-MEASURED: dict[str, tuple[float | None, ...]] = {
-    "bp": (1, 1, 1),
-    "ddg": (1.32, 1.57, 1.68),
-    "fr": (1.19, 1.29, 1.45),
-    "dgl": (1.82, 2.61, 3.39),
-    "dsp": (None, None, 2.70),
-    "gpipe": (1.41, 1.87, 2.23),
-    "adl": (1.92, 2.69, 3.32),
-}
-HOPS = (0, 0.1, 0.25, 0.5, 1)
-PAPER_K, PAPER_N = 4, 600
-DELAYS = {"K-k": [3, 2, 1, 0], "K-k+1": [4, 3, 2, 0], "2(K-k)": [6, 4, 2, 0], "4(K-k)": [12, 8, 4, 0]}
-
 
 def schedule(words: list[str]) -> None:
     """Read the flags and do as they say."""
     flags = _flags(words)
-    if flags.paper:
-        if flags.overrides or flags.costs or flags.json or flags.out or flags.micro_batches is not None:
-            raise ConfigError(
-                "adl-dist schedule --paper prints fixed tables and takes nothing else; leave the rest away"
-            )
-        _say(paper())
-        return
     config, _ = compose_run(flags.overrides)
     chosen, K = config.method.chosen(), config.partition.num_stages
     num = flags.micro_batches
@@ -93,7 +70,6 @@ def _flags(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw it: FILE.svg, FILE.png or FILE.pdf")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument("--paper", action="store_true", help="print the ADL paper's speed-ups beside our model's")
     return parser.parse_intermixed_args(words)
 
 
@@ -162,84 +138,6 @@ def _speed_lines(predicted: Speed) -> str:
         f"bubble           {predicted.bubble:.1%}\n"
         f"speed-up         {predicted.speed_up:.3g} over backpropagation\n"
         f"busy             {busy}"
-    )
-
-
-def paper() -> str:
-    """What the ADL paper measured beside what the model says, and what delays and caps are good for."""
-    models = [(name, method(name)) for name in ("bp", "ddg", "fr", "dgl", "dsp", "gpipe")]
-    models += [("gpipe", method("gpipe", recompute=r)) for r in ("except_last", "always")]
-    models += [(name, method(name)) for name in ("adl", "fdg", "1f1b", "pipedream", "2bw", "paci")]
-    lines = [
-        "Speed-up over backpropagation for K = 2, 3, 4 stages. Measured: Table 3 of the ADL paper (RN-101, ImageNet,",
-        "M = 4). Model: the streams of adl_dist with equal stages, backward = 2 forward, free links.",
-        "",
-        "method               measured          model",
-    ]
-    shown = set()
-    for name, chosen in models:
-        row = chosen.name + (f" ({chosen.recompute})" if chosen.recompute != "never" else "")
-        found = MEASURED.get(name, (None,) * 3) if name not in shown else (None,) * 3
-        shown.add(name)
-        told = [speed(chosen, Costs.balanced(K)).speed_up for K in (2, 3, 4)]
-        lines.append(f"{row:<21}{_row(found)}  {_row(told)}")
-    lines += [
-        "",
-        f"Time per micro-batch (1: all stages busy) if a message takes c, in units of F + B. K = {PAPER_K}, k = 1..K,",
-        f"{PAPER_N} micro-batches, stage K has delay 0. List: our processes, in the order of the tick table. Cap: a",
-        "stage does what is ready, with up to delay + 1 in flight.",
-        "",
-        "delay         " + "".join(f"c = {c:<8}" for c in HOPS),
-    ]
-    for name, delays in DELAYS.items():
-        for how, take in (("list", _listed), ("cap", _capped)):
-            told = [take(delays, link=3 * c) for c in HOPS]
-            lines.append(f"{name:<8}{how:<6}" + "".join(f"{time:<12.3f}" for time in told))
-    lines += [
-        "",
-        "The same with free links if one action of four, at random, takes twice as long (mean work 1.25). Cap BF takes",
-        "the backward if it could do either, cap FB the forward. Stages that meet after each slot, as in the authors'",
-        f"code: {_met():.2f}.",
-        "",
-        "delay         list    cap BF  cap FB",
-    ]
-    for name, delays in DELAYS.items():
-        told = [
-            _listed(delays, seed=0),
-            _capped(delays, seed=0, prefer="backward"),
-            _capped(delays, seed=0, prefer="forward"),
-        ]
-        lines.append(f"{name:<14}" + "".join(f"{time:<8.2f}" for time in told))
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _row(numbers: Sequence[float | None]) -> str:
-    return "  ".join(f"{'-' if n is None else f'{n:.2f}':<4}" for n in numbers)
-
-
-def _listed(delays: Sequence[int], *, link: float = 0.0, seed: int | None = None) -> float:
-    """Time per micro-batch of our processes, in units of one stage's work on it."""
-    chosen = method("adl", accumulation_steps=1, delay=list(delays))
-    streams = actions_of_all(chosen, num_stages=len(delays), num_micro_batches=PAPER_N)
-    slowdown = at_full_speed if seed is None else stragglers(seed)
-    return makespan(simulate(streams, Costs.balanced(len(delays), link=link), slowdown=slowdown)) / PAPER_N / 3
-
-
-def _capped(delays: Sequence[int], *, link: float = 0.0, seed: int | None = None, prefer: Prefer = "backward") -> float:
-    """The same of stages that do what is ready."""
-    costs, slowdown = Costs.balanced(len(delays), link=link), at_full_speed if seed is None else stragglers(seed)
-    caps = [d + 1 for d in delays]
-    return (
-        makespan(simulate_dataflow(costs, caps, num_micro_batches=PAPER_N, prefer=prefer, slowdown=slowdown))
-        / PAPER_N
-        / 3
-    )
-
-
-def _met() -> float:
-    """The same of stages that wait for each other after each micro-batch."""
-    return (
-        simulate_synchronous(Costs.balanced(PAPER_K), num_micro_batches=PAPER_N, slowdown=stragglers(0)) / PAPER_N / 3
     )
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a message between two processes costs through this project's channels, and through bare isend and irecv.
 
-    torchrun --rdzv-backend=adl-dist --nnodes=1 --nproc-per-node=2 launch/messages.py [ROUNDS]
+    torchrun --rdzv-backend=adl-dist --nnodes=1 --nproc-per-node=2 benchmarks/messages.py [ROUNDS]
 
 Both play ping-pong on the same process groups, one for each direction: rank 0 sends, rank 1 answers with as much. Bare:
 isend, irecv, wait. Ours: ProcessSender and ProcessReceiver, which check what is sent, post receives ahead and keep

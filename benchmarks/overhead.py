@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the engine itself costs: a model that computes next to nothing, all stages in one process, one thread.
 
-    python launch/overhead.py [K] [ROUNDS]
+    python benchmarks/overhead.py [K] [ROUNDS]
 
 Beside it, by hand, what torch takes for the same: each stage's forward and backward from a leaf of its own, the loss,
 and the optimizer steps. The difference, per micro-batch and stage, is everything that the engine adds: loading, the

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a stage that is slow at random costs each method: K = 4 processes whose layers take a given time.
 
-    torchrun --rdzv-backend=adl-dist --nnodes=1 --nproc-per-node=4 launch/straggler.py \\
+    torchrun --rdzv-backend=adl-dist --nnodes=1 --nproc-per-node=4 benchmarks/straggler.py \\
         [--share 0.25] [--factor 2] [--stages 1] [--groups 40]
 
 A layer sleeps 10 ms forward and 20 ms backward, so four stages fit on any machine and nothing but the schedule is

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How much two cores do at once, of what one does alone: programs that share nothing but the machine.
 
-    python launch/ceiling.py
+    python benchmarks/ceiling.py
 
 No way to train on two cores can gain more than this over one.
 """
