@@ -31,9 +31,9 @@ def report(
     """Return tables of the measurement, of each method's prediction, and of the devices without a pipeline."""
     spec = profile.of
     lines = [
-        f"{spec['units']} units ({spec['granularity']} grain), {spec['parameters']:,} parameters, input {spec['input']}, "
-        f"micro-batches of {spec['micro_batch_size']}, {spec['dtype']}, {spec['device']}, {spec['threads']} thread(s), "
-        f"torch {spec['torch']}",
+        f"{spec['units']} units ({spec['granularity']} grain), {spec['parameters']:,} parameters, "
+        f"input {spec['input']}, micro-batches of {spec['micro_batch_size']}, {spec['dtype']}, {spec['device']}, "
+        f"{spec['threads']} thread(s), torch {spec['torch']}",
         f"one micro-batch: forward {1000 * profile.forward:.1f} ms, backward {1000 * profile.backward:.1f} ms; one "
         f"update {1000 * sum(u.update for u in profile.units):.2f} ms",
         f"link: {machine.bandwidth / 1e9:.2f} GB/s, latency {1e6 * machine.latency:.0f} us",
