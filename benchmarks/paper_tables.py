@@ -5,7 +5,7 @@ python -m benchmarks.paper_tables
 
 from collections.abc import Sequence
 
-from adl_dist.schedule import Costs, Method, actions_of_all, method, simulate, speed
+from adl_dist.schedule import Costs, Method, Pipeline, actions_of_all, method, simulate, speed
 from adl_dist.schedule.timing import Slowdown, at_full_speed, makespan
 from benchmarks.capped import Prefer, simulate_dataflow, simulate_synchronous, stragglers
 
@@ -85,7 +85,7 @@ def straggler_table(num: int) -> list[str]:
 def list_time(delays: Sequence[int], *, num: int, link: float = 0.0, slowdown: Slowdown = at_full_speed) -> float:
     """Return the time per micro-batch of stages that follow their lists, in units of F + B."""
     chosen = method("adl", accumulation_steps=1, delay=list(delays))
-    actions = actions_of_all(chosen, num_stages=len(delays), num_micro_batches=num)
+    actions = actions_of_all(Pipeline(chosen, len(delays)), num_micro_batches=num)
     spans = simulate(actions, Costs.balanced(len(delays), link=link), slowdown=slowdown)
     return makespan(spans) / num / F_PLUS_B
 

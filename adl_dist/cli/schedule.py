@@ -13,7 +13,7 @@ import yaml
 from adl_dist.cli.arguments import Parser
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import Costs, Method, describe, figures, speed
+from adl_dist.schedule import Costs, Pipeline, describe, figures, speed
 from adl_dist.schedule.table import tick_words
 from adl_dist.schedule.timing import Speed
 
@@ -26,23 +26,23 @@ def schedule(words: list[str]) -> None:
     """Read the flags and do as they say."""
     flags = _flags(words)
     config, _ = compose_run(flags.overrides)
-    chosen, K = config.method.chosen(), config.partition.num_stages
+    pipeline = config.pipeline
     num = flags.micro_batches
     if num is None:  # enough to show warm-up, one steady group and the drain
-        num = 2 * K + 2 * chosen.micro_batches_per_update
+        num = 2 * pipeline.num_stages + 2 * pipeline.micro_batches_per_update
     elif not 1 <= num <= LONGEST:
         raise ConfigError(f"--micro-batches {num} must be from 1 to {LONGEST}; for example --micro-batches 12")
-    costs = None if flags.costs is None else read_costs(flags.costs, num_stages=K)
-    predicted = None if costs is None else speed(chosen, costs)
+    costs = None if flags.costs is None else read_costs(flags.costs, num_stages=pipeline.num_stages)
+    predicted = None if costs is None else speed(pipeline.method, costs)
     if flags.out is not None:
         from adl_dist.report import draw
 
-        draw(chosen, flags.out, num_stages=K, num_micro_batches=num, costs=costs)
+        draw(pipeline, flags.out, num_micro_batches=num, costs=costs)
     if flags.json:
-        _say(json.dumps(_facts(chosen, K, num, costs, predicted)))
+        _say(json.dumps(_facts(pipeline, num, costs, predicted)))
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    _say(describe(chosen, num_stages=K, num_micro_batches=num, width=width))
+    _say(describe(pipeline, num_micro_batches=num, width=width))
     if predicted is not None:
         _say(_speed_lines(predicted))
     if flags.out is not None:
@@ -116,14 +116,14 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
     return Costs(**lists)
 
 
-def _facts(chosen: Method, K: int, num: int, costs: Costs | None, predicted: Speed | None) -> dict[str, Any]:
+def _facts(pipeline: Pipeline, num: int, costs: Costs | None, predicted: Speed | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "method": {**chosen.settings, "summary": chosen.spec.summary},
-        "num_stages": K,
-        "accumulation_steps": chosen.micro_batches_per_update,
+        "method": {**pipeline.method.settings, "summary": pipeline.spec.summary},
+        "num_stages": pipeline.num_stages,
+        "accumulation_steps": pipeline.micro_batches_per_update,
         "num_micro_batches": num,
-        "stages": [asdict(f) for f in figures(chosen, num_stages=K)],
-        "ticks": tick_words(chosen, num_stages=K, num_micro_batches=num),
+        "stages": [asdict(f) for f in figures(pipeline)],
+        "ticks": tick_words(pipeline, num_micro_batches=num),
     }
     if costs is not None and predicted is not None:
         facts |= {"costs": asdict(costs), "speed": asdict(predicted)}

@@ -26,7 +26,7 @@ from adl_dist.partition.chain import Chain
 from adl_dist.partition.predict import Prediction, predict
 from adl_dist.partition.profile import Profile
 from adl_dist.report.costs import check_suffix, draw_costs
-from adl_dist.schedule import Method
+from adl_dist.schedule import Method, Pipeline
 from adl_dist.training.partitioned_model import device_memory
 
 PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs by default: a cautious PCIe 4
@@ -86,15 +86,8 @@ def _plan(
             try:
                 of_stages = replace(machine, speeds=_speeds(config, num_stages))
                 sizes = _sizes(config, profiler.chain, num_stages)
-                predictions.append(
-                    predict(
-                        profiles[each.micro_batches_per_update],
-                        each,
-                        num_stages=num_stages,
-                        machine=of_stages,
-                        sizes=sizes,
-                    )
-                )
+                profile_of_m = profiles[each.micro_batches_per_update]
+                predictions.append(predict(profile_of_m, Pipeline(each, num_stages), machine=of_stages, sizes=sizes))
             except (PartitionError, ConfigError) as error:
                 refused.append(f"{each.name}, K = {num_stages}: {error}")
     advice = advise(predictions, other)

@@ -54,9 +54,9 @@ def report(
 
 def _method_row(p: Prediction, other: Alternative) -> list[str]:
     return [
-        p.method.name,
-        str(p.num_stages),
-        str(p.method.micro_batches_per_update),
+        p.pipeline.method.name,
+        str(p.pipeline.num_stages),
+        str(p.pipeline.micro_batches_per_update),
         f"{p.images_per_second:,.0f}",
         f"{p.images_per_second / other.single:.2f}",
         f"{p.bubble:.1%}",
@@ -81,8 +81,8 @@ def _unit_row(unit: UnitCost) -> list[str]:
 def facts_of(p: Prediction) -> dict[str, Any]:
     """Return a prediction as plain values."""
     return {
-        "method": p.method.settings,
-        "num_stages": p.num_stages,
+        "method": p.pipeline.method.settings,
+        "num_stages": p.pipeline.num_stages,
         "balance": asdict(p.balance),
         "images_per_second": p.images_per_second,
         "speed_up": p.speed_up,
@@ -95,7 +95,7 @@ def facts_of(p: Prediction) -> dict[str, Any]:
 def line_to_paste(choice: Prediction, granularity: str, overrides: Sequence[str]) -> str:
     """Return the command that trains as predicted."""
     words = [word for word in overrides if not word.lstrip("+~").startswith(("method", "partition"))]
-    words += method_words(choice.method)
-    words += [f"partition.num_stages={choice.num_stages}", f"partition.granularity={granularity}"]
+    words += method_words(choice.pipeline.method)
+    words += [f"partition.num_stages={choice.pipeline.num_stages}", f"partition.granularity={granularity}"]
     words += [f"partition.balance=[{','.join(map(str, choice.balance.sizes))}]"]
     return f"adl-dist train {shlex.join(words)}"
