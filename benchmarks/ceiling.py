@@ -61,8 +61,8 @@ def main() -> None:
             for _ in range(3):
                 alone = pool.apply(work, (0,))
                 ratios.append(sum(pool.map(work, (0, 1), chunksize=1)) / alone)
-            told, what = ", ".join(f"{r:.2f}" for r in sorted(ratios)), (work.__doc__ or "").rstrip(".")
-            print(f"{what:<60} two at once: {told} x one")
+            text, title = ", ".join(f"{r:.2f}" for r in sorted(ratios)), (work.__doc__ or "").rstrip(".")
+            print(f"{title:<60} two at once: {text} x one")
 
 
 if __name__ == "__main__":

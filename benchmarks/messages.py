@@ -86,8 +86,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             shown = [f"{statistics.median(c):.1f} ({min(c):.1f} .. {max(c):.1f})" for c in zip(*pairs, strict=True)]
             ratios = [b / a for a, b in pairs]
-            told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-            print(f"{num_bytes:>9,}  {shown[0]:<26}{shown[1]:<26}{told}")
+            text = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+            print(f"{num_bytes:>9,}  {shown[0]:<26}{shown[1]:<26}{text}")
     dist.destroy_process_group()
 
 

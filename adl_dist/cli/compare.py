@@ -22,11 +22,11 @@ def compare(words: Sequence[str]) -> None:
         ConfigError: a folder holds no run, or the output folder cannot be made.
     """
     outs = [word.removeprefix("out=") for word in words if word.startswith("out=")]
-    given = [Path(word) for word in words if not word.startswith("out=")]
-    if not given or len(outs) > 1:
+    paths = [Path(word) for word in words if not word.startswith("out=")]
+    if not paths or len(outs) > 1:
         raise ConfigError("adl-dist compare takes run folders: adl-dist compare RUNS... [out=FOLDER]")
-    folders = list(dict.fromkeys(folder for path in given for folder in run_folders(path)))
-    above = given[0] if len(given) == 1 else Path(os.path.commonpath([path.absolute() for path in given]))
+    folders = list(dict.fromkeys(folder for path in paths for folder in run_folders(path)))
+    above = paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))
     out = Path(outs[0]) if outs else above
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def run_folders(path: Path) -> Iterable[Path]:
     Raises:
         ConfigError: there are none.
     """
-    found = sorted(file.parent for file in path.glob("**/config.yaml"))
-    if not found:
+    folders = sorted(file.parent for file in path.glob("**/config.yaml"))
+    if not folders:
         raise ConfigError(f"{path} holds no run: expected the folder of a run, or one that holds such folders")
-    return found
+    return folders

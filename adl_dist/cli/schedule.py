@@ -1,4 +1,4 @@
-"""``adl-dist schedule``: who does what when, as a table, as JSON or as a picture, and what it would take."""
+"""``adl-dist schedule``: print or draw what each stage does when, and predict how long it would take."""
 
 import argparse
 import json
@@ -19,11 +19,11 @@ from adl_dist.schedule.timing import Speed
 
 EXAMPLE = "--costs '{forward: 1, backward: 2, update: 0.1, link: 0.2}'"
 COST_KEYS = ("forward", "backward", "update", "link")
-LONGEST = 100_000  # micro-batches; a table of more is a slip of the keyboard
+LONGEST = 100_000  # micro-batches; a longer table is a slip of the keyboard
 
 
 def schedule(words: list[str]) -> None:
-    """Read the flags and do as they say."""
+    """Run the command with these command-line words."""
     flags = _flags(words)
     config, _ = compose_run(flags.overrides)
     pipeline = config.pipeline
@@ -52,7 +52,7 @@ def schedule(words: list[str]) -> None:
 def _flags(words: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="adl-dist schedule",
-        description="Print who does what when, how stale it is, and what each stage holds.",
+        description="Print what each stage does when, how stale it is, and what it holds.",
         epilog=f"example: adl-dist schedule method=fr partition.num_stages=3 {EXAMPLE} --out fr.svg",
         allow_abbrev=False,
     )
@@ -60,13 +60,13 @@ def _flags(words: list[str]) -> argparse.Namespace:
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",
-        help="as of adl-dist train, like method=fr partition.num_stages=3 method.accumulation_steps=2",
+        help="as for adl-dist train, like method=fr partition.num_stages=3 method.accumulation_steps=2",
     )
     parser.add_argument("--micro-batches", type=int, metavar="N", help="length of the segment; default: 2K + 2M")
     parser.add_argument(
         "--costs",
         metavar="SPEC",
-        help="times of each stage (a number: of all), as YAML or the path of a YAML file; adds the predicted speed",
+        help="times of each stage (one number: the same for all), as YAML or a YAML file; adds the predicted speed",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="draw it: FILE.svg, FILE.png or FILE.pdf")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -74,14 +74,14 @@ def _flags(words: list[str]) -> argparse.Namespace:
 
 
 def read_costs(spec: str, *, num_stages: int) -> Costs:
-    """Costs from the words of a command line.
+    """Return the costs that a command line describes.
 
     Args:
         spec: a YAML mapping, or the path of a file that holds one.
-        num_stages: K; a number stands for all stages, or all links.
+        num_stages: K; a single number is used for all stages, or all links.
 
     Raises:
-        ConfigError: anything but that.
+        ConfigError: it is neither, or its numbers do not fit the stages.
     """
     text, source = spec, "--costs"
     if not spec.lstrip().startswith("{"):
@@ -89,7 +89,7 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
         try:
             text = Path(spec).read_text()
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "it is no text"
+            reason = getattr(error, "strerror", None) or "it is not text"
             raise ConfigError(f"{source} is neither a YAML mapping nor a file ({reason}); write {EXAMPLE}") from error
     try:
         node = yaml.safe_load(text)
@@ -106,13 +106,15 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
     lists = {}
     for key, value in node.items():
         expected = num_stages - (key == "link")
-        given = value if isinstance(value, list) else [value]
-        lists[key] = given if isinstance(value, list) else given * expected
+        numbers = value if isinstance(value, list) else [value]
+        lists[key] = numbers if isinstance(value, list) else numbers * expected
         if len(lists[key]) != expected:
-            what = f"{expected} links between stages" if key == "link" else f"{expected} stages (partition.num_stages)"
-            raise ConfigError(f"{source}: {key}={value} has {len(lists[key])} numbers, but there are {what}")
-        if not all(type(v) in (int, float) and 0 <= v < float("inf") for v in given):
-            raise ConfigError(f"{source}: {key}={value!r} must be a number of at least 0, or a list of such")
+            places = (
+                f"{expected} links between stages" if key == "link" else f"{expected} stages (partition.num_stages)"
+            )
+            raise ConfigError(f"{source}: {key}={value} has {len(lists[key])} numbers, but there are {places}")
+        if not all(type(v) in (int, float) and 0 <= v < float("inf") for v in numbers):
+            raise ConfigError(f"{source}: {key}={value!r} must be a number of at least 0, or a list of such numbers")
     return Costs(**lists)
 
 

@@ -1,4 +1,4 @@
-"""What each unit of a model costs, as bars."""
+"""Draw what each unit of a model costs, as bars."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ MOST_LABELS = 60
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a name whose format is not known.
+    """Refuse a file name with an unknown format.
 
     Raises:
-        ConfigError: another suffix than those.
+        ConfigError: the suffix is not one of SUFFIXES.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--out {path}: expected a name that ends in {', '.join(SUFFIXES)}")
@@ -34,17 +34,17 @@ def draw_costs(
     """Draw a bar for each unit: its time above, its memory and what would cross a cut behind it below.
 
     Args:
-        path: FILE.svg, FILE.png or FILE.pdf; what is there already is replaced.
-        names: of the units.
-        forward: seconds.
-        backward: seconds.
-        activation_bytes: kept for the backward.
-        crossing_bytes: of a cut behind the unit.
-        cuts: units behind which a stage ends.
-        title: of the picture.
+        path: FILE.svg, FILE.png or FILE.pdf; an existing file is replaced.
+        names: the units' names.
+        forward: seconds of each unit's forward.
+        backward: seconds of each unit's backward.
+        activation_bytes: bytes that each unit keeps for its backward.
+        crossing_bytes: bytes that would cross a cut behind each unit.
+        cuts: indices of the units behind which a stage ends.
+        title: the picture's title.
 
     Raises:
-        ConfigError: another suffix, or the file cannot be written.
+        ConfigError: the suffix is unknown, or the file cannot be written.
     """
     check_suffix(path)
     from matplotlib.figure import Figure

@@ -100,8 +100,8 @@ def requested(words: Sequence[str]) -> Sweep | None:
     if launched_world_size() is not None:
         raise ConfigError("several runs are processes of their own; start adl-dist train --multirun without torchrun")
     config = _sweep_config(composed, opened)
-    given = {override.key_or_group for override in parsed.values()}
-    params = [f"{k}={v}" for k, v in (composed.hydra.sweeper.params or {}).items() if k not in given]
+    typed = {override.key_or_group for override in parsed.values()}
+    params = [f"{k}={v}" for k, v in (composed.hydra.sweeper.params or {}).items() if k not in typed]
     swept = [*params, *(word for word in words if word not in single)]
     common = [w for w in single if w not in sweep_words and parsed[w].key_or_group not in ("hydra.mode", "run_dir")]
     choices, keys = composed.hydra.runtime.choices, {_key(word) for word in swept}
@@ -109,7 +109,7 @@ def requested(words: Sequence[str]) -> Sweep | None:
     run_dir = Path(composed.run_dir or f"runs/{'-'.join(nodes)}")
     jobs: dict[Path, Job] = {}
     for label, variant in (config.variants or {"": []}).items():
-        for values in _product(label, variant, swept, fixed=(given | keys) - {STAGES}):
+        for values in _product(label, variant, swept, fixed=(typed | keys) - {STAGES}):
             job = _job(run_dir, label, [*common, "hydra.mode=RUN", *variant], values, command)
             if job.folder in jobs:
                 raise ConfigError(f"two runs would both be written to {job.folder}; omit one of them")
