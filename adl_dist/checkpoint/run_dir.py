@@ -1,5 +1,6 @@
 """The one folder that a run leaves behind, and whose run it is."""
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -12,13 +13,14 @@ from typing import Any
 import yaml
 
 from adl_dist.checkpoint import launch_id, layout
-from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.report import tell, warn
 
 logger = logging.getLogger("adl_dist")
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
+DIVERGED = "diverged.json"
 LOCK = "lock"
 
 # What says where the model is cut: settings of the Python API, and keys of partition.* on the command line.
@@ -45,7 +47,8 @@ FREE_TO_CHANGE = {
 class RunFolder:
     """Holds config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json, lock, and launch.
 
-    Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl`` and the checkpoint's own files.
+    Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl``, the checkpoint's own files, and
+    ``diverged.json``, which the rank that has diverged writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,6 +168,11 @@ class RunFolder:
             _write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
         except OSError as error:
             warn(f"{self.path / SUMMARY} could not be written: {error.strerror}; the run itself is complete and saved")
+
+    def write_divergence(self, error: DivergedError) -> None:
+        """Write ``diverged.json``, which ``adl-dist compare`` reads; called by the rank that found the divergence."""
+        with contextlib.suppress(OSError):  # the error itself is reported anyway
+            _write(self.path / DIVERGED, json.dumps({"update": error.update, "epoch": error.epoch}) + "\n")
 
     def _recognise(self, known: Path, config: Mapping[str, Any]) -> None:
         try:

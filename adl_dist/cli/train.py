@@ -18,7 +18,7 @@ from adl_dist.control.run_socket import remove_stale
 from adl_dist.distributed import parent_process
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import AdlError, CheckpointError, StageFailed
+from adl_dist.errors import AdlError, CheckpointError, DivergedError, StageFailed
 from adl_dist.launch.local import launch_local
 from adl_dist.report import final_table, tell
 
@@ -56,27 +56,31 @@ def train(words: list[str]) -> None:
     trainer = instantiate.trainer(config)
     _setting_up = False
     train_data, val_data = instantiate.build_data(config) if trainer.needs_data else (None, None)
-    summary = trainer.fit(
-        train_data,
-        epochs=config.train.epochs,
-        batch_size=config.train.batch_size,
-        val_dataset=val_data,
-        run_dir=config.run_dir,
-        resume=config.resume,
-        max_updates=config.train.max_updates,
-        shuffle=config.data.get("shuffle", True),
-        num_workers=config.data.get("num_workers", 0),
-        checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
-        checkpoint_every_updates=config.runtime.checkpoint_every_updates,
-        keep_checkpoints=config.runtime.keep_checkpoints,
-        keep_best=config.runtime.keep_best,
-        async_save=config.runtime.async_save,
-        tensorboard=config.runtime.tensorboard,
-        trace=config.runtime.trace,
-        memory=config.runtime.memory,
-        handle_signals=not parent_process.is_part_of_more(),
-        config=plain,
-    )
+    try:
+        summary = trainer.fit(
+            train_data,
+            epochs=config.train.epochs,
+            batch_size=config.train.batch_size,
+            val_dataset=val_data,
+            run_dir=config.run_dir,
+            resume=config.resume,
+            max_updates=config.train.max_updates,
+            shuffle=config.data.get("shuffle", True),
+            num_workers=config.data.get("num_workers", 0),
+            checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
+            checkpoint_every_updates=config.runtime.checkpoint_every_updates,
+            keep_checkpoints=config.runtime.keep_checkpoints,
+            keep_best=config.runtime.keep_best,
+            async_save=config.runtime.async_save,
+            tensorboard=config.runtime.tensorboard,
+            trace=config.runtime.trace,
+            memory=config.runtime.memory,
+            handle_signals=not parent_process.is_part_of_more(),
+            config=plain,
+        )
+    except DivergedError as error:
+        RunFolder(Path(config.run_dir)).write_divergence(error)
+        raise
     if launched_rank() == 0:
         _say(_ending(summary, config.run_dir))
     if "stopped" in summary:
