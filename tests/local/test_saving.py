@@ -9,14 +9,13 @@ import resource
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 import adl_dist
 from adl_dist.checkpoint import async_save, layout, storage
-from adl_dist.checkpoint.async_save import Saver
+from adl_dist.checkpoint.async_save import PartReport, Saver
 from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.checkpoint.run_dir import chosen_checkpoint, log_to, logger
 from adl_dist.report import Recorder
@@ -67,7 +66,7 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
 ):
     """And the next save, for which there is room again, is complete."""
     saver = Saver(tmp_path, keep=1, keep_best=False, background=background)
-    saver.save(OneProcess(state()).call, position(1))
+    saver.save(OneProcess(state(), saver).write_parts, position(1))
     assert saver.wait().name == "update-00000001"
     before = snapshot(tmp_path)
     needed = sum(file.stat().st_size for file in saver.wait().iterdir())
@@ -76,7 +75,7 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
     for room in tried:
         with monkeypatch.context() as patch:
             full_after(patch, room)
-            saver.save(OneProcess(state(seed=room)).call, position(2))
+            saver.save(OneProcess(state(seed=room), saver).write_parts, position(2))
             path = saver.wait()
         if path is not None:
             break
@@ -93,14 +92,14 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
 def test_a_folder_that_has_gone_is_made_again_and_one_that_cannot_be_is_told(tmp_path, capfd):
     folder = tmp_path / "run" / "checkpoints"
     saver = Saver(folder, keep=1, keep_best=False, background=True)
-    saver.save(OneProcess(state()).call, position(1))
+    saver.save(OneProcess(state(), saver).write_parts, position(1))
     assert saver.wait() == folder / "update-00000001"
     (tmp_path / "run").rename(tmp_path / "moved")
-    saver.save(OneProcess(state()).call, position(2))
+    saver.save(OneProcess(state(), saver).write_parts, position(2))
     assert saver.wait() == folder / "update-00000002"
     (tmp_path / "run").rename(tmp_path / "moved again")
     (tmp_path / "run").write_text("a file")
-    saver.save(OneProcess(state()).call, position(3))
+    saver.save(OneProcess(state(), saver).write_parts, position(3))
     assert (saver.wait(), "Not a directory" in saver.failure) == (None, True)
     assert capfd.readouterr().err.count("warning") == 1
 
@@ -222,16 +221,15 @@ def test_a_save_without_memory_for_a_copy_is_told_and_the_run_goes_on(tmp_path, 
 @pytest.mark.parametrize("told_before", [False, True])
 def test_a_save_fails_at_once_where_a_process_is_gone_before_it_has_told_of_its_part(told_before, tmp_path):
     class OfTwo(OneProcess):
-        def call(self, do, **arguments):
+        def write_parts(self, path, *, token, background):
             if told_before:
-                path = Path(arguments["path"])
                 files = storage.write(path, {"model.other": torch.ones(2)}, rank=1)
-                async_save._take_part(json.dumps({"rank": 1, "token": arguments["token"], "files": files}))
-            async_save.report_gone(1, "stage 1: the process is gone")
-            return [*super().call(do, **arguments), {"stage": 1, "rank": 1}]
+                saver.take_part(PartReport(rank=1, token=token, files=files))
+            saver.take_part(PartReport(rank=1, failure="stage 1: the process is gone", is_gone=True))
+            return {*super().write_parts(path, token=token, background=background), 1}
 
     saver = Saver(tmp_path, keep=1, keep_best=False, background=True)
-    saver.save(OfTwo(state()).call, position(1))
+    saver.save(OfTwo(state(), saver).write_parts, position(1))
     path = saver.wait(20)
     if told_before:
         assert (path, saver.lost) == (tmp_path / "update-00000001", None)
@@ -239,21 +237,19 @@ def test_a_save_fails_at_once_where_a_process_is_gone_before_it_has_told_of_its_
         assert path is None
         assert (str(saver.lost), saver.lost.is_gone) == ("stage 1: the process is gone", True)
         assert saver.failure.endswith("stage 1: the process is gone")
-    while not async_save._parts.empty():
-        async_save._parts.get()
 
 
 def test_a_folder_that_two_nodes_do_not_share_is_told_as_that(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
 
     class OnTwoNodes(OneProcess):
-        def call(self, do, **arguments):
+        def write_parts(self, path, *, token, background):
             files = storage.write(there, {"model.other": torch.ones(2)}, rank=1)
-            async_save._take_part(json.dumps({"rank": 1, "token": arguments["token"], "files": files}))
-            return [*super().call(do, **arguments), {"stage": 1, "rank": 1}]
+            saver.take_part(PartReport(rank=1, token=token, files=files))
+            return {*super().write_parts(path, token=token, background=background), 1}
 
     saver = Saver(here, keep=1, keep_best=False, background=True)
-    saver.save(OnTwoNodes(state()).call, position(1))
+    saver.save(OnTwoNodes(state(), saver).write_parts, position(1))
     assert saver.wait(20) is None
     assert "__1_0.distcp should hold" in saver.failure
     assert saver.failure.endswith("found no such file; run_dir must lie on a file system that all nodes share")

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from adl_dist.checkpoint import layout, storage
-from adl_dist.checkpoint.async_save import PartWriter
-from adl_dist.distributed.world import World, single_process
+from adl_dist.checkpoint.async_save import PartWriter, Saver
 
 SIGNATURE = {"weight": [3, 4], "bias": [4], "num_batches_tracked": []}
 
@@ -81,15 +80,12 @@ def index_of(path: Path) -> Any:
 
 
 class OneProcess:
-    """A crew of one process that holds ``tensors``."""
+    """One process that holds ``tensors`` and reports to ``saver``."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._world: World = single_process(torch.device("cpu"))
+    def __init__(self, tensors: Mapping[str, Tensor], saver: Saver) -> None:
+        self._tensors, self._saver = tensors, saver
 
-    def call(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Save, which is all that it is asked for."""
-        assert do == "save"
-        path = Path(arguments.pop("path"))
-        PartWriter(self._world).write(path, self._tensors, **arguments)
-        return [{"stage": 0, "rank": 0}]
+    def write_parts(self, path: Path, *, token: str, background: bool) -> set[int]:
+        """Write all that there is."""
+        PartWriter(0, self._saver.take_part).write(path, self._tensors, token=token, background=background)
+        return {0}
