@@ -77,7 +77,7 @@ def max_pending_of(method: Method, *, num_stages: int) -> Mapping[Sending, int]:
 
     So few that a buffer is given back as soon as its sender can know that it has left, and enough that in steady state
     no send waits for what has yet to happen; while the pipeline fills or empties one may. No such wait closes a cycle
-    of stages that wait for each other (tests/pure/test_schedule.py).
+    of stages that wait for each other (tests/schedule/test_schedule.py).
     """
     K, M = num_stages, method.micro_batches_per_update
     if method.spec.local_losses:  # nothing comes back that would tell
