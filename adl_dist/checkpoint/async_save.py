@@ -12,7 +12,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint.storage import Shard
 from adl_dist.errors import StageFailed
 from adl_dist.report import warn
 
@@ -56,29 +57,29 @@ class PartWriter:
         """Write as ``rank``; ``report`` is called once per part, from any thread, and must not raise."""
         self._rank, self._report = rank, report
 
-    def write(self, path: Path, state: Mapping[str, Tensor], *, token: str, background: bool) -> None:
-        """Write ``state``; if in the background, copy it and return.
+    def write(self, path: Path, shards: Mapping[str, Shard], *, token: str, background: bool) -> None:
+        """Write ``shards``; if in the background, copy them and return.
 
         Args:
             path: the unfinished checkpoint.
-            state: tensors of this process's stages, their own.
+            shards: the state of this process's stages by name of the file; the tensors are the stages' own.
             token: names this save.
-            background: whether ``state`` may change as soon as this returns.
+            background: whether tensors may change as soon as this returns.
         """
         if not background:
-            self._write(path, state, token)
+            self._write(path, shards, token)
             return
         try:
-            copy = _copied(state)
+            copy = _copied(shards)
         except Exception as error:  # no memory, for which torch raises errors of its own
             self._report_failure(path, token, error)
             return
         threading.Thread(target=self._write, args=(path, copy, token), name=SAVING, daemon=True).start()
 
-    def _write(self, path: Path, state: Mapping[str, Tensor], token: str) -> None:
+    def _write(self, path: Path, shards: Mapping[str, Shard], token: str) -> None:
         try:
-            files = storage.write(path, state, rank=self._rank)
-        except Exception as error:  # torch wraps those of the disk in its own
+            files = storage.write(path, shards)
+        except Exception as error:
             self._report_failure(path, token, error)
         else:
             self._report(PartReport(rank=self._rank, token=token, files=files))
@@ -97,21 +98,21 @@ class WriteParts(Protocol):
 
 
 class Saver:
-    """Rank 0's side: at most one save is under way, and it knows how the last one ended.
+    """Rank 0's side of saves: at most one is under way, and how the last one ended is known.
 
     Attributes:
-        failure: why the last save failed; None: it did not.
-        lost: the process that is gone without having written its part; None: there is none.
+        failure: why the last save failed; None: it did not fail.
+        lost: the process that has died without having written its part; None: none has.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_best: bool, background: bool) -> None:
         """Save into ``folder``.
 
         Args:
-            folder: of checkpoints.
-            keep: how many of the newest.
-            keep_best: the best one besides.
-            background: go on before it is written.
+            folder: holds the checkpoints.
+            keep: how many of the newest to keep.
+            keep_best: keep the best one as well.
+            background: return before a checkpoint is written.
         """
         self._folder, self._keep, self._keep_best, self._background = folder, keep, keep_best, background
         self._parts: queue.SimpleQueue[PartReport] = queue.SimpleQueue()
@@ -143,7 +144,7 @@ class Saver:
             self._finish(path, manifest, ranks, token)
 
     def wait(self, seconds: float | None = None) -> Path | None:
-        """Wait until no save is under way, at most so long.
+        """Wait until no save is under way, at most ``seconds``.
 
         Returns:
             The checkpoint that the last one made; None: it failed, or there was none, or it is not done.
@@ -163,9 +164,9 @@ class Saver:
         try:
             if failures := [part.failure for part in parts if part.failure]:
                 raise OSError("; ".join(failures))
-            files = {name: sums for part in parts for name, sums in part.files.items()}
-            layout.check_sizes(path, files)  # first, because it tells a folder that is not shared as that
-            files |= storage.join(path, ranks)
+            files = {name: digest for part in parts for name, digest in part.files.items()}
+            layout.check_sizes(path, files)  # first, because it reports a folder that is not shared as that
+            files |= storage.write_index(path, files)
             self._saved = layout.commit(path, manifest, files)
         except Exception as error:
             logger.exception("%s could not be completed", path)
@@ -195,28 +196,31 @@ class Saver:
         warn(f"{self.failure}; the checkpoints before it are untouched")
 
 
-def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU, complete when this returns."""
-    copies = {}
-    device = None
-    for key, tensor in state.items():
+def _copied(shards: Mapping[str, Shard]) -> dict[str, Shard]:
+    """Return copies on the CPU, complete when this returns."""
+    devices: set[torch.device] = set()
+
+    def copied(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
-            copies[key] = tensor.clone()
-        else:
-            device = tensor.device
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # which the GPU fills at full speed
-            copies[key] = host.copy_(tensor, non_blocking=True)
-    if device is not None:
+            return tensor.clone()
+        devices.add(tensor.device)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # which the GPU fills at full speed
+        return host.copy_(tensor, non_blocking=True)
+
+    copies = {
+        file: replace(shard, tensors={name: copied(tensor) for name, tensor in shard.tensors.items()})
+        for file, shard in shards.items()
+    }
+    for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return copies
 
 
 def _reason(error: BaseException) -> str:
-    """What the operating system said, if it is the cause; else the error itself."""
+    """Return what the operating system said, if it is the cause; else the error itself."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    told = cause or error
-    text = " ".join(str(told).split())
-    return text if isinstance(told, OSError) else f"{type(told).__name__}: {text}"
+    text = " ".join(str(cause or error).split())
+    return text if cause else f"{type(error).__name__}: {text}"

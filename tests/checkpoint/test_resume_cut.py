@@ -13,12 +13,13 @@ import yaml
 from torch import Tensor, nn
 
 import adl_dist
-from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint import layout
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optim.schedules import multistep
 from adl_dist.stage import Stage
 from tests.support.commands import in_process, snapshot, words
+from tests.support.saved import saved
 from tests.support.toys import FixedImages, batch_norm_net
 
 MICRO_BATCH, M = 3, 2
@@ -194,11 +195,9 @@ def test_a_parameter_of_two_names_keeps_its_momentum_if_the_other_name_comes_fir
             stage.optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, momentum)}
         return stage
 
-    state = saved_state.state_of([stage("first", "second", momentum=3.0)])
-    storage.write(tmp_path, state, rank=0)
-    storage.join(tmp_path, [0])
+    path = saved(tmp_path, 1, saved_state.state_of([stage("first", "second", momentum=3.0)], 1))
     other = stage("second", "first", momentum=4.0)
-    saved_state.load(tmp_path, [other])
+    saved_state.load(path, [other])
     assert other.optimizer is not None
     buffers = [state["momentum_buffer"] for state in other.optimizer.state.values()]
     assert [buffer.unique().tolist() for buffer in buffers] == [[3.0], [3.0]]
