@@ -13,7 +13,7 @@ from torch import nn
 
 from adl_dist import engine
 from adl_dist.engine import StageContext
-from adl_dist.schedule import METHODS, Segment, method, replay, training_work
+from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, training_work
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import Stage
 from adl_dist.training.dry_run import dry_run
@@ -94,9 +94,9 @@ def final_weights(chosen, K, group_sizes, pick_next):
     num_micro_batches, M = sum(group_sizes), chosen.micro_batches_per_update
     segment = Segment(epoch=0, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
     assert segment.group_sizes == group_sizes
-    work = training_work(chosen, segment, num_stages=K, stages=range(K), seed=0)
+    work = training_work(Pipeline(chosen, K), segment, stages=range(K), seed=0)
     contexts = {}
-    for k, delay in enumerate(chosen.delays(K)):
+    for k, delay in enumerate(Pipeline(chosen, K).delays):
         stage = SymbolicStage(k, k == K - 1, k == K - 1 or chosen.spec.local_losses, delay)
         contexts[k] = StageContext(
             stage, receivers={}, senders={}, loss_grads=[f"share {b}" for b in range(num_micro_batches)]
@@ -108,7 +108,7 @@ def final_weights(chosen, K, group_sizes, pick_next):
     contexts[0].batches = iter([(f"input {b}", f"target {b}") for b in range(num_micro_batches)])
     for k, context in contexts.items():
         context.open(work[k], training=True)
-    engine.run(replay([work[k].stream for k in range(K)], pick_next=pick_next), contexts)
+    engine.run(replay([work[k].actions for k in range(K)], pick_next=pick_next), contexts)
     for context in contexts.values():
         assert not context.stage.in_flight, "the stash is empty at the end"
         assert all(not end.waiting for end in (*context.receivers.values(), *context.senders.values()))
@@ -227,7 +227,7 @@ def note(versions, stage):
 
 @pytest.mark.parametrize(("K", "M"), [(4, 1), (4, 2), (4, 4), (3, 3)])
 def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive_beside_the_present_one(K, M):
-    delay = method("adl", accumulation_steps=M).delays(K)[0]
+    delay = Pipeline(method("adl", accumulation_steps=M), K).delays[0]
     stage = conv_stage("stash")
     stage.begin(0, training=True)
     x = torch.ones(1, 2, 5, 5, dtype=torch.float64)

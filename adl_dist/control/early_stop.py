@@ -20,7 +20,7 @@ from adl_dist.control.requests import Requests
 from adl_dist.distributed.rpc_errors import translate_rpc_errors
 from adl_dist.distributed.world import World, name_of
 from adl_dist.engine import StageContext
-from adl_dist.schedule import Method, Segment, shorten, updates_that_load
+from adl_dist.schedule import Pipeline, Segment, shorten, updates_that_load
 from adl_dist.transport.process import POSTED_AHEAD
 
 Batch = TypeVar("Batch")
@@ -32,15 +32,13 @@ class RunningSegment:
 
     Attributes:
         segment: as it was begun.
-        method: whose schedule is followed.
-        num_stages: K.
+        pipeline: the method and K.
         contexts: this process's stages, opened.
         world: this process among the others.
     """
 
     segment: Segment
-    method: Method
-    num_stages: int
+    pipeline: Pipeline
     contexts: Mapping[int, StageContext]
     world: World
 
@@ -58,8 +56,8 @@ class RunningSegment:
         groups = self.segment.group_sizes[:num_updates]
         for k, context in self.contexts.items():
             context.shorten(sum(groups))
-            # In place: whoever carries out the stream goes on with what it finds there, and pays nothing for it.
-            shorten(context.work.stream, self.method, k, num_stages=self.num_stages, group_sizes=groups)
+            # In place: the loop that carries out the actions continues with what it finds there, at no cost.
+            shorten(context.work.actions, self.pipeline, k, group_sizes=groups)
 
     def _end_everywhere(self, next_micro_batch: int) -> None:
         awaited = next_micro_batch + 1 + (POSTED_AHEAD if self.world.is_distributed else 0)

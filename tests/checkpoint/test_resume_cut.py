@@ -17,6 +17,7 @@ from adl_dist.checkpoint import layout
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optim.schedules import multistep
+from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
 from tests.support.commands import in_process, snapshot, words
 from tests.support.saved import saved
@@ -157,7 +158,7 @@ def test_after_a_change_of_the_cut_each_update_has_the_learning_rate_that_the_ne
         run = Run(K, stop_after=None if done == 2 else PER_EPOCH + 1, lr_index=lr_index, **options)
         with pytest.raises(Stopped) if done < 2 else nullcontext():  # in the next epoch, which is lost with it
             run.fit(tmp_path / "run", epochs=3)
-        leads = [run.method.lr_lead(k, num_stages=K) for k in range(K)]
+        leads = [Pipeline(run.method, K).lr_lead(k) for k in range(K)]
         assert leads[0] == (0 if lr_index == "update" else K - 1)
         for rates, lead in zip(run.rates, leads, strict=True):
             assert len(rates) >= PER_EPOCH

@@ -22,6 +22,7 @@ from adl_dist.cli.bench.runner import BenchConfig, Measured, RankPlacement, shar
 from adl_dist.cli.bench.survey import survey
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
+from adl_dist.schedule import Pipeline
 from tests.support.commands import in_process, left_behind, shows
 
 PLACE = Host(threads=1, num_cores=2, num_gpus=0, warmup=3)
@@ -60,7 +61,7 @@ def test_what_does_not_divide_is_trained_by_nobody_who_accumulates():
 
 def test_our_own_minimal_delay_is_adl_with_that_delay():
     (minimal, adl), _ = fit("adl-minimal,adl", "partition.num_stages=3")
-    assert (minimal.method.delays(3), adl.method.delays(3)) == ([2, 1, 0], [4, 2, 0])
+    assert [Pipeline(entry.method, 3).delays for entry in (minimal, adl)] == [(2, 1, 0), (4, 2, 0)]
 
 
 def test_no_update_counts_before_the_pipeline_is_full():

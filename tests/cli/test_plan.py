@@ -14,7 +14,7 @@ from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.advice import Throughput, advise, alternative
 from adl_dist.partition.predict import predict
 from adl_dist.partition.profile import Profile
-from adl_dist.schedule import method
+from adl_dist.schedule import Pipeline, method
 from tests.support.commands import in_process, shows, words
 
 SMALL = (
@@ -48,7 +48,7 @@ def known(num_units=8, *, forward=1.0, backward=2.0, update=0.0, **of_unit):
     ],
 )
 def test_of_equal_units_and_free_links_the_speed_up_is_the_textbooks(name, K, speed_up):
-    told = predict(known(), method(name, accumulation_steps=4), num_stages=K)
+    told = predict(known(), Pipeline(method(name, accumulation_steps=4), K))
     assert told.speed_up == pytest.approx(speed_up)
     assert told.images_per_second == pytest.approx(10 / 24 * speed_up)
     assert told.balance.sizes == [8 // K] * K
@@ -63,9 +63,9 @@ def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
 def test_stages_take_what_was_measured_beside_others_at_work_and_one_device_what_was_measured_alone(tmp_path):
     profile = replace(known(), loaded=known(forward=2.0, backward=4.0))
     adl = method("adl", accumulation_steps=4)
-    assert predict(profile, adl, num_stages=2).images_per_second == pytest.approx(10 / 24)
-    assert predict(profile, adl, num_stages=2).speed_up == pytest.approx(1.0)
-    assert predict(profile, method("bp"), num_stages=1).images_per_second == pytest.approx(10 / 24)
+    assert predict(profile, Pipeline(adl, 2)).images_per_second == pytest.approx(10 / 24)
+    assert predict(profile, Pipeline(adl, 2)).speed_up == pytest.approx(1.0)
+    assert predict(profile, Pipeline(method("bp"), 1)).images_per_second == pytest.approx(10 / 24)
     profile.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
 
@@ -96,16 +96,14 @@ def test_neighbours_rest_until_they_are_to_work_and_do_not_outlive_the_measureme
 
 
 def test_the_factor_is_that_of_theorem_1():
-    told = predict(known(), method("adl", accumulation_steps=4), num_stages=4)
+    told = predict(known(), Pipeline(method("adl", accumulation_steps=4), 4))
     assert told.staleness_mean == [1.5, 1.0, 0.5, 0.0]  # 2(K-1-k)/M
     assert told.convergence_factor == pytest.approx((1 + (1.5 + 1.0 + 0.5) / 4) / 4)
-    assert predict(known(), method("gpipe", accumulation_steps=4), num_stages=4).convergence_factor == 1 / 4
+    assert predict(known(), Pipeline(method("gpipe", accumulation_steps=4), 4)).convergence_factor == 1 / 4
 
 
 def test_memory_counts_graphs_weight_versions_gradients_and_optimizer_state():
-    told = predict(
-        known(4, activation_bytes=100, parameter_bytes=10), method("adl", accumulation_steps=4), num_stages=2
-    )
+    told = predict(known(4, activation_bytes=100, parameter_bytes=10), Pipeline(method("adl", accumulation_steps=4), 2))
     # Stage 0: 3 graphs of 2 units; weights, gradients, momentum, and one older version with gradients of its own.
     assert told.balance.stage_bytes == [3 * 200 + 5 * 20, 200 + 3 * 20]
 
@@ -113,10 +111,10 @@ def test_memory_counts_graphs_weight_versions_gradients_and_optimizer_state():
 def test_a_slow_link_and_messages_that_occupy_a_stage_cost_what_they_take():
     profile = known(4, act_bytes=8, grad_bytes=8)
     adl = method("adl", accumulation_steps=4)
-    assert predict(profile, adl, num_stages=2, machine=Machine(bandwidth=0.5)).images_per_second == pytest.approx(
+    assert predict(profile, Pipeline(adl, 2), machine=Machine(bandwidth=0.5)).images_per_second == pytest.approx(
         10 / 16
     )
-    busy = predict(profile, adl, num_stages=2, machine=Machine(seconds_per_byte=0.1))
+    busy = predict(profile, Pipeline(adl, 2), machine=Machine(seconds_per_byte=0.1))
     assert busy.images_per_second == pytest.approx(10 / (6 + 1.6))
 
 
@@ -138,7 +136,7 @@ def advice_for(profile, *, devices, machine=None, names=("adl",), stages=(2,)):
     for name in names:
         for num_stages in stages:
             steps = method(name, accumulation_steps=4)
-            told.append(predict(profile, steps, num_stages=num_stages, machine=machine))
+            told.append(predict(profile, Pipeline(steps, num_stages), machine=machine))
     return advise(told, without(profile, devices=devices, machine=machine))
 
 
@@ -158,7 +156,7 @@ def test_with_many_parameters_on_a_slow_link_the_answer_is_adl():
     """8 units x 100 bytes take 2 x (1/2) x 800 / 8 = 100 s of a ring; one device alone is faster."""
     told = advice_for(known(parameter_bytes=100, act_bytes=8, grad_bytes=8), devices=2, machine=Machine(bandwidth=8.0))
     assert told.choice is not None
-    assert (told.choice.method.name, told.choice.num_stages) == ("adl", 2)
+    assert (told.choice.pipeline.method.name, told.choice.pipeline.num_stages) == ("adl", 2)
     assert told.reason.startswith("2.00 times as fast as one device would be")
 
 
@@ -174,7 +172,7 @@ def test_what_is_too_stale_is_not_recommended_however_fast():
     # DDP would wait for its ring, and one device alone is slow.
     profile, machine = known(16, parameter_bytes=1000), Machine(bandwidth=8.0)
     for M, is_recommended in ((4, True), (3, False)):
-        told = predict(profile, method("adl", accumulation_steps=M), num_stages=16, machine=machine)
+        told = predict(profile, Pipeline(method("adl", accumulation_steps=M), 16), machine=machine)
         other = without(profile, devices=16, machine=machine, M=M)
         assert told.images_per_second > 2 * other.best
         assert (advise([told], other).choice is told) == is_recommended
@@ -189,7 +187,7 @@ def test_over_links_that_are_too_slow_for_anything_one_device_is_best():
 
 def test_local_losses_are_not_predicted():
     with pytest.raises(ConfigError, match="local losses have heads that are not measured"):
-        predict(known(), method("dgl"), num_stages=2)
+        predict(known(), Pipeline(method("dgl"), 2))
 
 
 def done(*words):
@@ -235,7 +233,7 @@ def test_a_measurement_is_kept_and_used_again_for_the_same_thing_only(tmp_path):
 
 def test_the_line_trains_the_very_method_that_was_predicted():
     words = [*SMALL[:5], "method=fdg", "method.weights=latest", "partition.speeds=[1,1]", "data.num_samples=7"]
-    told = predict(known(), method("fdg", weights="latest", accumulation_steps=2), num_stages=2)
+    told = predict(known(), Pipeline(method("fdg", weights="latest", accumulation_steps=2), 2))
     assert line_to_paste(told, "layer", words) == (
         "adl-dist train model=resnet8 data=synthetic data.image_size=8 train.batch_size=16 runtime.threads=1 "
         "data.num_samples=7 method=fdg method.accumulation_steps=2 'method.weights=\"latest\"' partition.num_stages=2 "

@@ -10,7 +10,7 @@ from adl_dist.models import cifar_resnet18
 from adl_dist.partition import linearise
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import predict
-from adl_dist.schedule import method
+from adl_dist.schedule import Pipeline, method
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -62,7 +62,7 @@ def test_each_stage_holds_what_was_predicted_within_10_percent(name, K, profile)
     """Of ResNet-18, cut evenly."""
     first, more = divmod(len(profile.units), K)
     sizes = [first + (k < more) for k in range(K)]
-    expected = predict(profile, method(name, accumulation_steps=M), num_stages=K, sizes=sizes).balance.stage_bytes
+    expected = predict(profile, Pipeline(method(name, accumulation_steps=M), K), sizes=sizes).balance.stage_bytes
     measured, *same = run_ranks(K, peaks, sizes, name, timeout_seconds=100)
     assert all(other == measured for other in same)
     print(name, expected, measured, [m / e for m, e in zip(measured, expected, strict=True)])

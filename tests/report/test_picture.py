@@ -8,7 +8,7 @@ import pytest
 from adl_dist.errors import ConfigError
 from adl_dist.report import draw
 from adl_dist.report.picture import MOST_TICKS, picture
-from adl_dist.schedule import METHODS, Costs, Op, actions_of_all, method
+from adl_dist.schedule import METHODS, Costs, Op, Pipeline, actions_of_all, method
 
 
 def texts(figure):
@@ -21,7 +21,7 @@ def arrows(figure):
 
 @pytest.mark.parametrize("costs", [None, Costs.balanced(3, link=0.3)])
 def test_every_forward_backward_update_and_message_is_drawn_once(costs):
-    figure = picture(method("adl", accumulation_steps=2), num_stages=3, num_micro_batches=6, costs=costs)
+    figure = picture(Pipeline(method("adl", accumulation_steps=2), 3), num_micro_batches=6, costs=costs)
     words = texts(figure)
     for b in range(6):
         assert words.count(str(b)) == 2 * 3
@@ -34,7 +34,7 @@ def test_every_forward_backward_update_and_message_is_drawn_once(costs):
 
 
 def test_acts_and_gradients_point_in_opposite_directions_and_look_different():
-    figure = picture(method("adl"), num_stages=2, num_micro_batches=4)
+    figure = picture(Pipeline(method("adl"), 2), num_micro_batches=4)
     looks = {}
     for arrow in arrows(figure):
         (_, head), (_, tail) = arrow.xy, arrow.get_position()
@@ -46,7 +46,7 @@ def test_acts_and_gradients_point_in_opposite_directions_and_look_different():
 
 def test_with_costs_a_box_is_as_wide_as_its_work_is_long():
     costs = Costs(forward=[1, 1], backward=[3, 3])
-    figure = picture(method("pipedream"), num_stages=2, num_micro_batches=3, costs=costs)
+    figure = picture(Pipeline(method("pipedream"), 2), num_micro_batches=3, costs=costs)
     widths = {}
     for patch in figure.axes[0].patches:
         widths.setdefault(patch.get_facecolor(), set()).add(round(patch.get_width(), 6))
@@ -56,7 +56,7 @@ def test_with_costs_a_box_is_as_wide_as_its_work_is_long():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_can_be_drawn_without_words_over_each_other(name):
-    figure = picture(method(name), num_stages=3, num_micro_batches=6)
+    figure = picture(Pipeline(method(name), 3), num_micro_batches=6)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     renderer = FigureCanvasAgg(figure).get_renderer()
@@ -71,10 +71,10 @@ def test_every_method_can_be_drawn_without_words_over_each_other(name):
 
 def test_with_a_replay_buffer_arrows_start_where_what_was_picked_was_made():
     greedy = method("dgl", buffer_size=3)
-    found = arrows(picture(greedy, num_stages=3, num_micro_batches=8))
+    found = arrows(picture(Pipeline(greedy, 3), num_micro_batches=8))
     assert len(found) == 8 * 2
-    streams = actions_of_all(greedy, num_stages=3, num_micro_batches=8)
-    picked = Counter((k, number) for k, stream in enumerate(streams) for op, number in stream if op is Op.PICK)
+    lists = actions_of_all(Pipeline(greedy, 3), num_micro_batches=8)
+    picked = Counter((k, number) for k, actions in enumerate(lists) for op, number in actions if op is Op.PICK)
     left = Counter(arrow.get_position() for arrow in found)
     assert sorted(left.values()) == sorted(picked.values())
 
@@ -82,7 +82,7 @@ def test_with_a_replay_buffer_arrows_start_where_what_was_picked_was_made():
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
 def test_the_same_schedule_gives_the_same_bytes_and_nothing_else_is_left(tmp_path, suffix):
     for name in ("a", "b"):
-        draw(method("adl"), tmp_path / f"{name}{suffix}", num_stages=2, num_micro_batches=4)
+        draw(Pipeline(method("adl"), 2), tmp_path / f"{name}{suffix}", num_micro_batches=4)
     first, second = ((tmp_path / f"{name}{suffix}").read_bytes() for name in ("a", "b"))
     assert first == second
     assert len(list(tmp_path.iterdir())) == 2
@@ -92,7 +92,7 @@ def test_the_same_schedule_gives_the_same_bytes_and_nothing_else_is_left(tmp_pat
 
 def test_more_ticks_than_can_be_read_are_refused_with_the_flag_that_helps(tmp_path):
     with pytest.raises(ConfigError, match=r"402 ticks .* at most 400: lower --micro-batches, which is 400"):
-        draw(method("adl"), tmp_path / "a.svg", num_stages=2, num_micro_batches=MOST_TICKS)
+        draw(Pipeline(method("adl"), 2), tmp_path / "a.svg", num_micro_batches=MOST_TICKS)
     assert not list(tmp_path.iterdir())
 
 
@@ -102,6 +102,6 @@ def test_drawing_leaves_matplotlibs_settings_and_its_figures_alone(tmp_path):
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mine"}):
         before = dict(matplotlib.rcParams)
-        draw(method("adl"), tmp_path / "a.svg", num_stages=2, num_micro_batches=4)
+        draw(Pipeline(method("adl"), 2), tmp_path / "a.svg", num_micro_batches=4)
         assert dict(matplotlib.rcParams) == before
     assert pyplot.get_fignums() == []

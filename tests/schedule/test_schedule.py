@@ -12,20 +12,18 @@ from adl_dist.schedule import (
     METHODS,
     Action,
     Op,
+    Pipeline,
     Segment,
     check_rendezvous,
     describe,
     evaluation_actions,
-    format_stream,
-    forward_version,
-    greedy_streams,
+    format_actions,
+    greedy_actions,
     max_outstanding,
     max_pending_of,
     method,
-    parse_stream,
+    parse_actions,
     replay,
-    staleness,
-    steady_staleness,
     training_actions,
 )
 from adl_dist.schedule.actions import LINKS, receiver
@@ -40,23 +38,23 @@ def adl(M=1):
 
 
 def delays(K):
-    return adl().delays(K)
+    return list(Pipeline(adl(), K).delays)
 
 
 def groups(N, M):
     return [M] * (N // M) + [N % M] * (N % M > 0)
 
 
-def streams(K, group_sizes, chosen=None):
+def actions_of(K, group_sizes, chosen=None):
     chosen = chosen or adl(max(group_sizes))
-    return [list(training_actions(chosen, k, num_stages=K, group_sizes=group_sizes)) for k in range(K)]
+    return [list(training_actions(Pipeline(chosen, K), k, group_sizes=group_sizes)) for k in range(K)]
 
 
 def versions(K, group_sizes, seed):
     """Weight version at every forward and at every backward, and the most micro-batches in flight per stage."""
     version, in_flight, most = [0] * K, [0] * K, [0] * K
     at_forward, at_backward = {}, {}
-    for k, (op, b) in replay(streams(K, group_sizes), pick_next=at_random(seed)):
+    for k, (op, b) in replay(actions_of(K, group_sizes), pick_next=at_random(seed)):
         if op is Op.FORWARD:
             at_forward[k, b] = version[k]
             in_flight[k] += 1
@@ -80,7 +78,7 @@ def versions(K, group_sizes, seed):
 )
 def test_figure_1_staleness_of_three_modules(M, expected):
     """K = 3: the labels of Fig. 1, counted in a replay and given by the formula."""
-    assert [steady_staleness(adl(M), delay=d) for d in delays(3)] == expected
+    assert [Pipeline(adl(M), 3).steady_staleness(k) for k in range(3)] == expected
     at_forward, at_backward, _ = versions(3, [M] * 6, seed=0)
     steady = range(3 * M, 4 * M)
     assert [[at_backward[k, b] - at_forward[k, b] for b in steady] for k in range(3)] == expected
@@ -88,7 +86,7 @@ def test_figure_1_staleness_of_three_modules(M, expected):
 
 def test_figure_1_module_1_forwards_batch_5_and_backwards_batch_1_in_iteration_5():
     """Fig. 1 counts from 1: iteration 5 of module 1 is the tick with F4 and B0."""
-    words = format_stream(streams(3, [2] * 4)[0]).split()
+    words = format_actions(actions_of(3, [2] * 4)[0]).split()
     assert words[words.index("F4") : words.index("F5")] == ["F4", "SA4", "ST4", "RG0", "B0", "L5"]
 
 
@@ -111,7 +109,7 @@ def test_figure_2_averaged_staleness_of_modules_1_and_6(M):
 @pytest.mark.parametrize("K", [2, 3, 8, 16])
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 7])
 def test_mean_staleness_is_delay_over_m_and_sums_to_k_times_k_minus_1_over_m(K, M):
-    means = [statistics.mean(steady_staleness(adl(M), delay=d)) for d in delays(K)]
+    means = [statistics.mean(Pipeline(adl(M), K).steady_staleness(k)) for k in range(K)]
     assert means == pytest.approx([2 * (K - 1 - k) / M for k in range(K)])
     assert sum(means) == pytest.approx(K * (K - 1) / M)
 
@@ -123,9 +121,9 @@ def test_mean_staleness_is_delay_over_m_and_sums_to_k_times_k_minus_1_over_m(K, 
 @pytest.mark.parametrize("seed", range(3))
 def test_staleness_is_that_of_the_formula_under_any_interleaving(K, N, M, seed):
     at_forward, at_backward, _ = versions(K, groups(N, M), seed)
-    for k, d in enumerate(delays(K)):
+    for k in range(K):
         for b in range(N):
-            assert at_backward[k, b] - at_forward[k, b] == staleness(adl(M), b, delay=d)
+            assert at_backward[k, b] - at_forward[k, b] == Pipeline(adl(M), K).staleness(k, b)
 
 
 @settings(max_examples=300)
@@ -145,8 +143,8 @@ def test_in_flight_reaches_delay_plus_one(K):
 
 
 def test_every_stage_updates_with_the_same_micro_batches():
-    for stream in streams(4, [3, 3, 2]):
-        order = [a for a in stream if a.op in (Op.BACKWARD, Op.UPDATE)]
+    for actions in actions_of(4, [3, 3, 2]):
+        order = [a for a in actions if a.op in (Op.BACKWARD, Op.UPDATE)]
         backwards = [list(g) for is_update, g in itertools.groupby(order, lambda a: a.op is Op.UPDATE) if not is_update]
         assert [[a.number for a in group] for group in backwards] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
@@ -157,14 +155,14 @@ def test_every_stage_updates_with_the_same_micro_batches():
 @pytest.mark.parametrize("K", range(2, 9))
 @pytest.mark.parametrize("sizes", [[1] * 20, [4] * 5, [3, 3, 3, 1]])
 def test_one_group_per_direction_never_deadlocks_even_without_buffers(K, sizes):
-    check_rendezvous(streams(K, sizes))
+    check_rendezvous(actions_of(K, sizes))
 
 
 @pytest.mark.parametrize("K", range(2, 9))
 def test_one_group_per_neighbour_pair_deadlocks(K):
     """Why transport/ builds one process group per directed edge."""
     with pytest.raises(ScheduleError, match=r"deadlock: .*stage 0 at RG0 \(RECV_GRAD\)"):
-        check_rendezvous(streams(K, [2] * 8), group=one_group_per_pair)
+        check_rendezvous(actions_of(K, [2] * 8), group=one_group_per_pair)
 
 
 ALL = [
@@ -182,9 +180,9 @@ def test_no_method_deadlocks_even_without_buffers(variant, K):
     name, options = variant
     chosen = method(name, accumulation_steps=8, **options)
     for sizes in ([8, 8, 8], [8, 3]):
-        made = streams(K, sizes, chosen)
+        made = actions_of(K, sizes, chosen)
         check_rendezvous(made)
-        check_rendezvous(made, max_pending=max_pending_of(chosen, num_stages=K))
+        check_rendezvous(made, max_pending=max_pending_of(Pipeline(chosen, K)))
         assert sum(1 for _ in replay(made)) == sum(map(len, made))
 
 
@@ -195,8 +193,8 @@ def test_no_list_of_delays_deadlocks_even_with_as_few_sends_under_way_as_we_allo
     weights = data.draw(st.sampled_from(["stash", "recompute"]))
     order = data.draw(st.sampled_from(["forward_first", "backward_first"]))
     chosen = method("adl", accumulation_steps=M, delay=delays, weights=weights, order=order)
-    made = streams(K, groups(25, M), chosen)
-    check_rendezvous(made, max_pending=max_pending_of(chosen, num_stages=K))
+    made = actions_of(K, groups(25, M), chosen)
+    check_rendezvous(made, max_pending=max_pending_of(Pipeline(chosen, K)))
 
 
 def on_every_edge(num_stages, number):
@@ -208,10 +206,10 @@ def on_every_edge(num_stages, number):
 def test_what_may_be_under_way_is_what_a_receiver_leaves_lying_that_takes_its_turn_last(variant, K):
     """Counted for each edge by itself, in the replay in which its receiver only moves when nobody else can."""
     name, options = variant
-    made = streams(K, [8] * 5, method(name, accumulation_steps=8, **options))
+    made = actions_of(K, [8] * 5, method(name, accumulation_steps=8, **options))
     most = max_outstanding(made, range(16, 24))
     assert most.keys() == {
-        (LINKS[action.op].what, k) for k, stream in enumerate(made) for action in stream if action.op in LINKS
+        (LINKS[action.op].what, k) for k, actions in enumerate(made) for action in actions if action.op in LINKS
     }
     for op, link in LINKS.items():
         for sender in range(K):
@@ -229,38 +227,38 @@ def test_what_may_be_under_way_is_what_a_receiver_leaves_lying_that_takes_its_tu
 @pytest.mark.parametrize("K", [2, 4])
 def test_every_edge_of_training_and_of_evaluation_has_a_limit(name, K):
     chosen = method(name, accumulation_steps=4)
-    limits = max_pending_of(chosen, num_stages=K)
+    limits = max_pending_of(Pipeline(chosen, K))
     wanted = {("target", 0), *(("act", k) for k in range(K - 1)), *(("grad", k) for k in range(1, K))}
     wanted |= {("go", k) for k in range(1, K) if chosen.spec.forward_lock}
     wanted |= {("label", k) for k in range(K - 1) if chosen.spec.local_losses}
     assert wanted <= limits.keys()
     if chosen.spec.local_losses:
-        assert set(limits.values()) == {chosen.max_pending(K)}, "nothing comes back that could tell more"
+        assert set(limits.values()) == {Pipeline(chosen, K).max_pending}, "nothing comes back that could tell more"
     else:
-        assert max(limits.values()) <= chosen.max_pending(K)
+        assert max(limits.values()) <= Pipeline(chosen, K).max_pending
 
 
 @pytest.mark.parametrize("M", [1, 2, 4])
 @pytest.mark.parametrize("K", [2, 4, 8])
 def test_adl_keeps_three_messages_of_each_edge_where_delays_differ_by_two(K, M):
     """d_k - d_k+1 + 1: the one that leaves, and those that the answer to an earlier one has not spoken of."""
-    most = max_pending_of(method("adl", accumulation_steps=M), num_stages=K)
+    most = max_pending_of(Pipeline(method("adl", accumulation_steps=M), K))
     assert {most[what, k] for what, k in most if what in ("act", "grad")} == {3}
-    least = max_pending_of(method("adl", accumulation_steps=M, delay="minimal"), num_stages=K)
+    least = max_pending_of(Pipeline(method("adl", accumulation_steps=M, delay="minimal"), K))
     assert {least[what, k] for what, k in least if what in ("act", "grad")} == {2}
 
 
 def test_too_few_sends_under_way_deadlock():
     """The bound is not there for nothing: stage 0 waits for room, stage 1 for the gradient behind it."""
     with pytest.raises(ScheduleError, match="deadlock"):
-        check_rendezvous(streams(4, [1] * 20), max_pending=on_every_edge(4, 0))
+        check_rendezvous(actions_of(4, [1] * 20), max_pending=on_every_edge(4, 0))
 
 
 @pytest.mark.parametrize("K", [2, 5])
 def test_evaluation_never_deadlocks(K):
     plans = [list(evaluation_actions(k, num_stages=K, num_micro_batches=40)) for k in range(K)]
     for name in METHODS:
-        limit = method(name, accumulation_steps=8).max_pending(K)
+        limit = Pipeline(method(name, accumulation_steps=8), K).max_pending
         check_rendezvous(plans, max_pending=on_every_edge(K, limit))
 
 
@@ -269,7 +267,7 @@ def test_evaluation_never_deadlocks(K):
 def test_backward_first_is_the_order_of_the_authors_mode_b(K, M):
     """Written out slot by slot: backward, step, forward; the last module forward, backward, step."""
     N = 12 * M
-    made = streams(K, [M] * 12, method("adl", accumulation_steps=M, order="backward_first"))
+    made = actions_of(K, [M] * 12, method("adl", accumulation_steps=M, order="backward_first"))
     for k in range(K):
         delay, expected = 2 * (K - 1 - k), []
         for slot in range(N + delay):
@@ -284,7 +282,7 @@ def test_stages_get_their_turns_as_often_as_their_speeds_say():
     chosen = method("dgl", buffer_size=3, stage_speeds=[1, 0.25])
     shares = []
     for seed in range(30):
-        made, _ = greedy_streams(chosen, num_stages=2, group_sizes=[1] * 200, seed=seed)
+        made, _ = greedy_actions(Pipeline(chosen, 2), group_sizes=[1] * 200, seed=seed)
         # While both have work left: how many steps of stage 1 there are for each that arrives from stage 0.
         seen = [a.op for a in made[1] if a.op in (Op.RECV_ACT, Op.UPDATE)][:150]
         shares.append(seen.count(Op.UPDATE) / seen.count(Op.RECV_ACT))
@@ -300,13 +298,13 @@ def test_replay_buffers_never_deadlock_and_give_every_stage_as_many_steps_as_the
         "dgl", buffer_size=size, buffer_reuse=reuse, stage_speeds=[1 / (k + 1) for k in range(K)] if speeds else None
     )
     for seed in range(20):
-        made, origins = greedy_streams(chosen, num_stages=K, group_sizes=[1] * 17, seed=seed)
+        made, origins = greedy_actions(Pipeline(chosen, K), group_sizes=[1] * 17, seed=seed)
         check_rendezvous(made)
         assert sum(1 for _ in replay(made)) == sum(map(len, made))
-        for k, stream in enumerate(made):
-            assert [a.number for a in stream if a.op is Op.UPDATE] == list(range(17))
+        for k, actions in enumerate(made):
+            assert [a.number for a in actions if a.op is Op.UPDATE] == list(range(17))
             held, most = set(), 0
-            for op, number in stream:
+            for op, number in actions:
                 if op is Op.KEEP:
                     held.add(number)
                 elif op is Op.DROP:
@@ -342,14 +340,14 @@ def test_every_version_and_every_staleness_is_that_of_the_formula(variant):
     name, options = variant
     K, M, N = 4, 8, 30
     chosen = method(name, accumulation_steps=M, **options)
-    delays = chosen.delays(K)
+    pipeline = Pipeline(chosen, K)
     version, forced = [0] * K, [None] * K
-    for k, (op, b) in replay(streams(K, groups(N, M), chosen), pick_next=at_random(3)):
+    for k, (op, b) in replay(actions_of(K, groups(N, M), chosen), pick_next=at_random(3)):
         if op in (Op.FORWARD, Op.FORWARD_ONLY):
             used = version[k] if forced[k] is None else forced[k]
-            assert used == forward_version(chosen, b, delay=delays[k])
+            assert used == pipeline.forward_version(k, b)
         elif op is Op.BACKWARD:
-            assert version[k] - forward_version(chosen, b, delay=delays[k]) == staleness(chosen, b, delay=delays[k])
+            assert version[k] - pipeline.forward_version(k, b) == pipeline.staleness(k, b)
         elif op is Op.WEIGHTS:
             assert version[k] - 1 <= b <= version[k], "two versions are enough"
             forced[k] = b
@@ -359,7 +357,7 @@ def test_every_version_and_every_staleness_is_that_of_the_formula(variant):
 
 
 def test_a_receive_before_its_send_is_a_deadlock_that_names_every_stage():
-    broken = streams(2, [1] * 4)
+    broken = actions_of(2, [1] * 4)
     broken[0].insert(0, broken[0].pop(broken[0].index(Action(Op.RECV_GRAD, 0))))
     with pytest.raises(ScheduleError, match=r"stage 0 at RG0 \(RECV_GRAD\), stage 1 at RA0 \(RECV_ACT\)"):
         list(replay(broken))
@@ -368,7 +366,7 @@ def test_a_receive_before_its_send_is_a_deadlock_that_names_every_stage():
 
 
 def test_messages_in_another_order_are_refused():
-    broken = streams(2, [1] * 4)
+    broken = actions_of(2, [1] * 4)
     i, j = (broken[0].index(Action(Op.SEND_ACT, b)) for b in (0, 1))
     broken[0][i], broken[0][j] = broken[0][j], broken[0][i]
     with pytest.raises(ScheduleError, match="stage 1 expects RA0, but micro-batch 1 comes first"):
@@ -376,7 +374,7 @@ def test_messages_in_another_order_are_refused():
 
 
 def test_a_message_that_nobody_receives_is_refused():
-    broken = streams(2, [1] * 2)
+    broken = actions_of(2, [1] * 2)
     broken[0].remove(Action(Op.RECV_GRAD, 1))
     with pytest.raises(ScheduleError, match="nobody receives"):
         list(replay(broken))
@@ -407,14 +405,14 @@ def test_even_groups_are_weighted_by_the_papers_1_over_m():
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])
-def test_a_printed_stream_reads_back_as_itself(K):
-    for stream in streams(K, [2, 2, 1]):
-        assert parse_stream(format_stream(stream)) == stream
+def test_a_printed_list_reads_back_as_itself(K):
+    for actions in actions_of(K, [2, 2, 1]):
+        assert parse_actions(format_actions(actions)) == actions
 
 
 def test_a_word_that_is_no_action_is_refused():
     with pytest.raises(ScheduleError, match="'X3' is not an action"):
-        parse_stream("F0 X3")
+        parse_actions("F0 X3")
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])
@@ -426,7 +424,7 @@ def test_evaluation_visits_every_micro_batch_once_on_every_stage(K):
 
 
 def test_the_printed_table_shows_forward_backward_and_update_of_each_tick():
-    lines = describe(method("adl", accumulation_steps=2), num_stages=3, num_micro_batches=6).splitlines()
+    lines = describe(Pipeline(method("adl", accumulation_steps=2), 3), num_micro_batches=6).splitlines()
     stage_0 = next(line for line in lines if line.startswith("stage 0"))
     assert " ".join(stage_0.split()[2:]) == "F0 F1 F2 F3 F4 B0 F5 B1 U0 B2 B3 U1 B4 B5 U2"
     assert "0      4      5       0       2              2               2    2 2" in lines
@@ -435,7 +433,7 @@ def test_the_printed_table_shows_forward_backward_and_update_of_each_tick():
 @pytest.mark.parametrize(("stage", "sizes"), [(3, [1]), (-1, [1]), (0, [0])])
 def test_arguments_out_of_range_are_refused(stage, sizes):
     with pytest.raises(ValueError, match="must be"):
-        list(training_actions(adl(), stage, num_stages=3, group_sizes=sizes))
+        list(training_actions(Pipeline(adl(), 3), stage, group_sizes=sizes))
 
 
 @pytest.mark.parametrize(

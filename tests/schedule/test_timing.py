@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import METHODS, Costs, actions_of_all, describe, figures, method, simulate, speed
+from adl_dist.schedule import METHODS, Costs, Pipeline, actions_of_all, describe, figures, method, simulate, speed
 from adl_dist.schedule.actions import Op
 from adl_dist.schedule.capped import simulate_dataflow, simulate_synchronous
 from adl_dist.schedule.timing import makespan, stragglers
@@ -30,10 +30,10 @@ def worked(spans, stage):
 def listed(delays, *, num=N, **options):
     """Time per micro-batch of processes that follow the list, in units of one stage's work."""
     costs = Costs.balanced(len(delays), link=options.pop("link", 0.0))
-    streams = actions_of_all(
-        method("adl", accumulation_steps=1, delay=delays), num_stages=len(delays), num_micro_batches=num
+    lists = actions_of_all(
+        Pipeline(method("adl", accumulation_steps=1, delay=delays), len(delays)), num_micro_batches=num
     )
-    return makespan(simulate(streams, costs, **options)) / num / 3
+    return makespan(simulate(lists, costs, **options)) / num / 3
 
 
 def free(delays, *, num=N, **options):
@@ -59,7 +59,7 @@ TINY_STAGES = [
 
 
 def test_two_stages_and_two_micro_batches_take_what_a_pencil_says():
-    spans = simulate(actions_of_all(method("pipedream"), num_stages=2, num_micro_batches=2), TINY)
+    spans = simulate(actions_of_all(Pipeline(method("pipedream"), 2), num_micro_batches=2), TINY)
     assert [worked(spans, k) for k in range(2)] == TINY_STAGES
     assert makespan(spans) == 14.5
 
@@ -219,20 +219,20 @@ BACKWARD_FIRST = {1: (13, 3), 2: (6.5, 1.5), 4: (3.25, 0.75), 5: (2.6, 0.6), 8: 
 
 @pytest.mark.parametrize("M", SEQUENCES)
 def test_the_staleness_of_eight_stages_is_the_table_of_the_paper(M):
-    told = figures(method("adl", accumulation_steps=M), num_stages=8)
+    told = figures(Pipeline(method("adl", accumulation_steps=M), 8))
     assert (told[0].staleness_by_offset, told[5].staleness_by_offset) == SEQUENCES[M]
     assert sum(f.staleness_mean for f in told) == pytest.approx(8 * 7 / M)
 
 
 @pytest.mark.parametrize(("M", "means"), BACKWARD_FIRST.items())
 def test_backward_first_is_one_mth_of_an_update_less_stale(M, means):
-    told = figures(method("adl", accumulation_steps=M, order="backward_first"), num_stages=8)
+    told = figures(Pipeline(method("adl", accumulation_steps=M, order="backward_first"), 8))
     assert (told[0].staleness_mean, told[5].staleness_mean) == pytest.approx(means)
 
 
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 5, 6, 8, 12])
 def test_the_staleness_of_sixteen_stages_is_the_table_of_the_paper(M):
-    told = figures(method("adl", accumulation_steps=M), num_stages=16)
+    told = figures(Pipeline(method("adl", accumulation_steps=M), 16))
     for module in (1, 4, 8, 12, 14, 15, 16):
         d = 32 - 2 * module
         assert told[module - 1].staleness_mean == pytest.approx(d / M)
@@ -241,7 +241,7 @@ def test_the_staleness_of_sixteen_stages_is_the_table_of_the_paper(M):
 
 
 def held(name, K, **options):
-    told = figures(method(name, **options), num_stages=K)
+    told = figures(Pipeline(method(name, **options), K))
     return [(f.graphs, f.inputs, f.weight_copies) for f in told]
 
 
@@ -275,7 +275,7 @@ def test_a_replay_buffer_holds_its_size_and_for_a_moment_the_entry_that_drives_a
 
 
 def test_2bw_is_one_update_stale_everywhere():
-    assert [f.staleness_by_offset for f in figures(method("2bw"), num_stages=4)] == [[1] * 4] * 4
+    assert [f.staleness_by_offset for f in figures(Pipeline(method("2bw"), 4))] == [[1] * 4] * 4
 
 
 # --- The table ---------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_2bw_is_one_update_stale_everywhere():
 
 def test_a_table_wider_than_the_screen_goes_on_in_blocks_that_fit_and_say_the_same():
     def told(width):
-        return describe(method("adl"), num_stages=3, num_micro_batches=20, width=width).splitlines()
+        return describe(Pipeline(method("adl"), 3), num_micro_batches=20, width=width).splitlines()
 
     def cells(lines, head):
         return [word for line in lines if line.startswith(head + " ") for word in line.removeprefix(head).split()]

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 import adl_dist
 from adl_dist import engine
-from adl_dist.schedule import Op, max_pending_of
+from adl_dist.schedule import Op, Pipeline, max_pending_of
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -77,4 +77,4 @@ def test_20000_micro_batches_take_no_more_memory_than_10000(epochs, tmp_path, re
         told = f"stage {k}, {epochs} epochs: {slope:+.2f} KiB per 1,000 micro-batches, at the end {resident[-1]:,} KiB"
         record_property("measured", f"{told}, at most {pending} sends under way on one edge")
         assert slope < MOST_GROWTH, (told, second_half)
-        assert pending <= max(max_pending_of(adl_dist.method("adl", accumulation_steps=M), num_stages=K).values())
+        assert pending <= max(max_pending_of(Pipeline(adl_dist.method("adl", accumulation_steps=M), K)).values())

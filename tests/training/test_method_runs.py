@@ -10,7 +10,7 @@ from torch import nn
 
 import adl_dist
 from adl_dist.errors import CheckpointError, ConfigError
-from adl_dist.schedule import METHODS, Op, figures, method, staleness
+from adl_dist.schedule import METHODS, Op, Pipeline, figures, method
 from adl_dist.schedule.replay import downstream_first
 from tests.support.runs import BALANCE, sgd, warm_up_schedule
 from tests.support.toys import FixedImages, batch_norm_net
@@ -57,11 +57,11 @@ def test_recorded_staleness_is_the_predicted_one_for_every_micro_batch(variant, 
     )
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     chosen = method(name, accumulation_steps=M, **options)
-    for k, delay in enumerate(chosen.delays(K)):
+    for k in range(K):
         groups = [r for r in records if r["name"] == "stage/staleness" and r["stage"] == k]
         assert len(groups) == -(-N // M), "every stage makes ceil(N / M) updates"
         got = [value for r in groups for value in r["by_offset"]]
-        assert got == [staleness(chosen, b, delay=delay) for b in range(N)]
+        assert got == [Pipeline(chosen, K).staleness(k, b) for b in range(N)]
 
 
 class Watching:
@@ -98,7 +98,7 @@ def test_graphs_inputs_and_weight_copies_held_are_those_that_the_schedule_predic
     )
     trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, pick_next=watching, quiet=True)
     chosen = method(name, accumulation_steps=M, **options)
-    for figure in figures(chosen, num_stages=K, num_micro_batches=24):
+    for figure in figures(Pipeline(chosen, K), num_micro_batches=24):
         expected = [figure.graphs, figure.inputs, figure.weight_copies]
         assert watching.most[figure.stage] == expected, f"stage {figure.stage}"
 
@@ -151,9 +151,9 @@ def activation_bytes(name, M, *, batch, stage, **options):
     made.begin(0, training=True)
     alive = Alive(module.parameters())
     x = torch.ones(batch // M, 16)
-    streams = actions_of_all(method(name, accumulation_steps=M, **options), num_stages=K, num_micro_batches=8 * M)
+    lists = actions_of_all(Pipeline(method(name, accumulation_steps=M, **options), K), num_micro_batches=8 * M)
     with torch.autograd.graph.saved_tensors_hooks(alive.pack, lambda held: held.tensor):
-        for op, number in streams[stage]:
+        for op, number in lists[stage]:
             if op in (Op.FORWARD, Op.FORWARD_ONLY):
                 made.forward(number, (x.clone(),), None, keep_graph=op is Op.FORWARD)
             elif op is Op.RECOMPUTE:

@@ -9,7 +9,7 @@ from torch import nn
 
 import adl_dist
 from adl_dist.partition import cut
-from adl_dist.schedule import METHODS, Op, Segment, method, training_work
+from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import build_head
 from adl_dist.transport import TensorSpec
@@ -134,7 +134,7 @@ def test_any_delays_with_any_weights_follow_the_equations(delay, weights, M):
 @pytest.mark.parametrize(("p", "q", "expected"), [(1, 1, [4, 2, 0]), (2, 1, [6, 3, 0]), ([2, 1], [1, 3], [7, 4, 0])])
 def test_the_queues_of_dsp_add_up_to_its_staleness(p, q, expected):
     chosen = method("dsp", activation_queue=p, gradient_queue=q)
-    assert chosen.delays(3) == expected
+    assert list(Pipeline(chosen, 3).delays) == expected
     got = run(3, 1, "dsp", activation_queue=p, gradient_queue=q)
     assert_close(got, by_the_equations(3, 1, expected, "recompute"))
 
@@ -499,7 +499,7 @@ def test_dgl_follows_its_equations(K, M):
 @pytest.mark.parametrize("M", [1, 2])
 @pytest.mark.parametrize("K", [2, 3])
 def test_dgl_with_replay_buffers_follows_its_equations(K, M, size, reuse):
-    """Which input each step takes is told by the stream; the values then follow from the equations."""
+    """Which input each step takes is told by the actions; the values then follow from the equations."""
     sources = []
     for epoch in range(2):
         segment = Segment(
@@ -511,7 +511,7 @@ def test_dgl_with_replay_buffers_follows_its_equations(K, M, size, reuse):
         )
         chosen = method("dgl", accumulation_steps=M, head="linear", buffer_size=size, buffer_reuse=reuse)
         seed = stream_seed(0, "turns", epoch, 0)
-        work = training_work(chosen, segment, num_stages=K, stages=range(K), seed=seed)
-        sources.append({k + 1: [a.number for a in work[k].stream if a.op is Op.PICK] for k in range(1, K)})
+        work = training_work(Pipeline(chosen, K), segment, stages=range(K), seed=seed)
+        sources.append({k + 1: [a.number for a in work[k].actions if a.op is Op.PICK] for k in range(1, K)})
     assert any(picked != list(range(5)) for of_epoch in sources for picked in of_epoch.values())
     assert_close(greedy(K, M, head="linear", buffer_size=size, buffer_reuse=reuse), greedily(K, M, "linear", sources))

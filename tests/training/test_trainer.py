@@ -16,7 +16,7 @@ import adl_dist
 from adl_dist import engine
 from adl_dist.errors import PartitionError
 from adl_dist.partition import cut, even_balance
-from adl_dist.schedule import staleness, steady_staleness, training
+from adl_dist.schedule import Pipeline, work
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 
 
@@ -50,13 +50,13 @@ def test_recorded_staleness_is_that_of_the_formula_for_every_micro_batch(K, M, t
             groups = [r for r in seen if r["stage"] == k and r["epoch"] == epoch]
             assert [r["update"] for r in groups] == list(range(epoch * num_updates, (epoch + 1) * num_updates))
             by_micro_batch = [value for r in groups for value in r["by_offset"]]
-            assert by_micro_batch == [staleness(adl, b, delay=delay) for b in range(N)]
+            assert by_micro_batch == [Pipeline(adl, K).staleness(k, b) for b in range(N)]
             for r in groups:
                 assert r["value"] == statistics.mean(r["by_offset"])
                 assert r["unit"] == "updates"
             steady = groups[-(-delay // M) + 1 : -1]
             for r in steady:
-                assert r["by_offset"] == steady_staleness(adl, delay=delay)
+                assert r["by_offset"] == Pipeline(adl, K).steady_staleness(k)
                 assert r["value"] == pytest.approx(delay / M)
 
 
@@ -191,7 +191,7 @@ def test_a_run_keeps_one_tensor_for_equal_loss_weights_and_afterwards_no_stage(m
     gc.collect()
     assert len(stages) == 2
     assert [ref() for ref in stages] == [None, None]
-    assert training._stream.cache_info().currsize == 0
+    assert work._actions.cache_info().currsize == 0
     assert len(weights[0]) == 21
     assert len(set(weights[0])) == 2, "of whole groups, and of the last"
 

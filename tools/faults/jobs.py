@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import adl_dist
-from adl_dist.schedule import METHODS, Method, drain_is_exact
+from adl_dist.schedule import METHODS, Method, Pipeline
 
 WIDTH, NUM_CLASSES = 4, 3
 MICRO_BATCH = 2
@@ -82,7 +82,7 @@ class Job:
     @property
     def stops_as_planned(self) -> bool:
         """Whether it stops only where it saves anyway, so that in the end nothing tells of it."""
-        is_stale = not drain_is_exact(self.method, num_stages=self.num_stages)
+        is_stale = not Pipeline(self.method, self.num_stages).drain_is_exact
         saves_where_epochs_end = self.options.get("checkpoint_every_epochs", 1) == 1
         return is_stale and "checkpoint_every_updates" in self.options and saves_where_epochs_end
 

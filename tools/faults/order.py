@@ -14,7 +14,7 @@ from adl_dist.schedule import Action, replay
 from adl_dist.schedule.actions import LINKS, RECEIVES, receiver
 from adl_dist.transport import LocalChannel
 
-Streams = Sequence[Sequence[Action]]
+ActionLists = Sequence[Sequence[Action]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +45,15 @@ class Clock:
         self._weather, self._rng = weather, random.Random(weather.seed)
         self._now = 0
 
-    def replay(self, streams: Streams, *, pick_next: Callable[[Sequence[int]], int]) -> Iterator[tuple[int, Action]]:
+    def replay(self, lists: ActionLists, *, pick_next: Callable[[Sequence[int]], int]) -> Iterator[tuple[int, Action]]:
         """See :func:`adl_dist.schedule.replay`; ``pick_next`` is not asked."""
-        cursor = [0] * len(streams)
+        cursor = [0] * len(lists)
         arrivals: dict[tuple[str, int], deque[int]] = defaultdict(deque)
-        for stage, action in replay(streams, pick_next=partial(self._choose, streams, cursor, arrivals)):
+        for stage, action in replay(lists, pick_next=partial(self._choose, lists, cursor, arrivals)):
             cursor[stage] += 1
             self._now += 1
             if action.op in LINKS:
-                edge = LINKS[action.op].what, receiver(action.op, stage, num_stages=len(streams))
+                edge = LINKS[action.op].what, receiver(action.op, stage, num_stages=len(lists))
                 late = self._rng.random() < self._weather.share_late
                 arrival = self._now + (self._rng.randint(1, self._weather.most_late) if late else 0)
                 arrivals[edge].append(max([arrival, *arrivals[edge]]))  # no message overtakes another of its edge
@@ -63,7 +63,7 @@ class Clock:
 
     def _choose(
         self,
-        streams: Streams,
+        lists: ActionLists,
         cursor: Sequence[int],
         arrivals: dict[tuple[str, int], deque[int]],
         runnable: Sequence[int],
@@ -71,7 +71,7 @@ class Clock:
         def time(k: int) -> int:  # when stage k can go on
             pauses = [(begin, length) for stage, begin, length in self._weather.pauses if stage == k]
             ends = [begin + length for begin, length in pauses if begin <= self._now]
-            action = streams[k][cursor[k]]
+            action = lists[k][cursor[k]]
             if action.op in RECEIVES:
                 ends.append(arrivals[RECEIVES[action.op].what, k][0])
             return max(ends, default=0)
