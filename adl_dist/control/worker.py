@@ -92,7 +92,7 @@ class LocalWorker:
             case "evaluate":
                 return self._evaluate(**arguments)
             case "save":
-                state = state_of(self.stages, self.num_stages)
+                state = state_of(self.stages, self.pipeline.num_stages)
                 PartWriter(self.world.rank, partial(send_part, self.world)).write(
                     Path(arguments.pop("path")), state, **arguments
                 )
