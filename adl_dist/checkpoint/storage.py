@@ -18,7 +18,8 @@ from torch import Tensor
 
 from adl_dist.checkpoint.layout import Digest, HashedFile, damaged, progress
 
-INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+INDEX = f"model{SUFFIX}.index.json"
 MODEL, OPTIMIZER, HEADS = "model", "optimizer", "heads"
 # In the order in which the library puts them into a file: so every tensor begins at a multiple of the size of its
 # elements, and the file has the bytes that the library would write.
@@ -64,7 +65,7 @@ class Stored:
 
 def file_name(kind: str, stage: int, num_stages: int) -> str:
     """Return the name of the file with what ``stage`` has of a kind; names count from 1."""
-    return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
+    return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}{SUFFIX}"
 
 
 def why_unstorable(tensor: Tensor) -> str | None:
@@ -94,13 +95,15 @@ def write(path: Path, shards: Mapping[str, Shard]) -> dict[str, Digest]:
         raise FileNotFoundError(
             f"{path}, which rank 0 has made, is not there; run_dir must lie on a file system that all nodes share"
         )
-    digests = {}
-    for name, shard in shards.items():
-        with HashedFile(path / name) as file:
-            for data in _encoded(shard):
-                file.write(data)
-        digests[name] = file.digest
-    return digests
+    return {name: write_file(path / name, shard) for name, shard in shards.items()}
+
+
+def write_file(path: Path, shard: Shard) -> Digest:
+    """Write one file; see :func:`write`."""
+    with HashedFile(path) as file:
+        for data in _encoded(shard):
+            file.write(data)
+    return file.digest
 
 
 def write_index(path: Path, files: Iterable[str]) -> dict[str, Digest]:

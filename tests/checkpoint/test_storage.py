@@ -15,8 +15,11 @@ from torch import nn
 import adl_dist
 from adl_dist.checkpoint import layout, state, storage
 from adl_dist.checkpoint.storage import CODES, Shard
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.instantiate import build_model
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.stage import Stage
+from tests.support.commands import in_process, words
 from tests.support.runs import trainer_of
 from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, saved, shards
 from tests.support.toys import FixedImages, batch_norm_net
@@ -162,7 +165,7 @@ def test_what_of_an_optimizer_cannot_be_saved_is_told_by_name(tmp_path):
 
 def test_the_five_lines_of_the_docs_read_a_checkpoint_without_this_package(tmp_path):
     (program,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    assert len(program.splitlines()) == 5
+    assert len([line for line in program.splitlines() if line]) == 5
     trainer = trainer_of(batch_norm_net())
     run_dir = tmp_path / "runs" / "NAME"
     trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=run_dir, quiet=True, tensorboard=False)
@@ -184,3 +187,25 @@ def test_weights_are_read_back_from_a_folder_and_a_damaged_one_is_refused(tmp_pa
     with pytest.raises(CheckpointError, match=f"{SECOND} should hold"):
         state.read_weights(path)
     assert issubclass(CheckpointError, adl_dist.AdlError)
+
+
+def test_a_run_starts_from_what_export_wrote_or_from_a_checkpoint(tmp_path):
+    run_dir, out = tmp_path / "run", tmp_path / "model.safetensors"
+    assert in_process(*words(run_dir)).code == 0
+    outcome = in_process("export", f"run_dir={run_dir}", f"out={out}")
+    assert f"model.load_state_dict(safetensors.torch.load_file('{out}')) takes them" in outcome.out
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["model.safetensors", "run"]
+    expected = safetensors.torch.load_file(out)
+    (path,) = (run_dir / "checkpoints").iterdir()
+    for start in (out, path):
+        loaded = build_model(
+            compose_run([*words(tmp_path / "new")[1:], f"init_from={start}", "seed=1"])[0]
+        ).state_dict()
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    out.write_bytes(out.read_bytes()[:-1])
+    (path / storage.INDEX).unlink()
+    for start, said in ((out, "cannot be read (SafetensorError: "), (path, "is damaged: model.safetensors.index.json")):
+        outcome = in_process(*words(tmp_path / "new", f"init_from={start}"))
+        assert outcome.code == 2
+        assert f"{start} {said}" in outcome.err

@@ -163,7 +163,7 @@ NONSENSE = [
         ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"],
     ),
     (f"resume={ROOT}", [f"{ROOT} is not a checkpoint", "it has no manifest.json", "runs/NAME/checkpoints/update-"]),
-    ("init_from=nosuch.pt", ["init_from=nosuch.pt is not a file", "expected a state_dict"]),
+    ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
     ("run_dir=''", ["run_dir is empty", "run_dir=runs/NAME"]),
 ]
 
@@ -202,7 +202,7 @@ def test_a_gpu_that_is_not_there_is_told_before_any_process_starts(processes, tm
         (["evaluate", "run_dir="], ["adl-dist evaluate needs run_dir="]),
         (["evaluate", "rundir=x"], ["does not know 'rundir=x'", "it takes run_dir=, checkpoint="]),
         (["evaluate", "train.epochs=2"], ["does not know 'train.epochs=2'", "it takes run_dir="]),
-        (["export", "run_dir=x"], ["adl-dist export needs out=", "for example out=model.pt"]),
+        (["export", "run_dir=x"], ["adl-dist export needs out=", "for example out=model.safetensors"]),
         (["export", "out=x.pt"], ["adl-dist export needs run_dir="]),
     ],
     ids=" ".join,
