@@ -1,4 +1,4 @@
-"""Saves while training goes on: each process writes its part, and rank 0 makes a checkpoint of all parts.
+"""Saves while training continues: each process writes its part, and rank 0 makes a checkpoint of all parts.
 
 A part is copied at once, where the pipeline is empty, and written by a thread of its own. What rank 0 needs to know of
 it travels as a :class:`PartReport`, by a callable that the control plane hands in; no thread but the main one issues
@@ -26,7 +26,7 @@ from adl_dist.report import warn
 
 logger = logging.getLogger("adl_dist")
 
-# The names of the threads that save beside training: one writes the part of its process, one on rank 0 makes it whole.
+# The names of the threads that save: one writes the part of its process, one on rank 0 makes a checkpoint of all parts.
 SAVING, COMMITTING = "saving", "committing"
 LAST_SAVE_SECONDS = 60.0  # how long a run that ends with an error waits for the save that is under way
 
@@ -51,7 +51,7 @@ class PartReport:
 
 
 class PartWriter:
-    """Writer of what this process has of a checkpoint; reports to rank 0 when it is written."""
+    """The writer of this process's part of a checkpoint; it reports to rank 0 when the part is written."""
 
     def __init__(self, rank: int, report: Callable[[PartReport], None]) -> None:
         """Write as ``rank``; ``report`` is called once per part, from any thread, and must not raise."""

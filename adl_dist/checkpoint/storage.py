@@ -64,7 +64,7 @@ class Stored:
 
 
 def file_name(kind: str, stage: int, num_stages: int) -> str:
-    """Return the name of the file with what ``stage`` has of a kind; names count from 1."""
+    """Return the name of a stage's file of one kind; ``stage`` counts from 0, names count from 1."""
     return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}{SUFFIX}"
 
 
@@ -114,7 +114,7 @@ def write_index(path: Path, files: Iterable[str]) -> dict[str, Digest]:
 
     Raises:
         OSError: it could not be written.
-        UnusableError: a file of which it would tell cannot be read.
+        UnusableError: one of the files cannot be read.
     """
     tensors, _ = scan(path, MODEL, files)
     index = {
