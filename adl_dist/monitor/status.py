@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
-from adl_dist.checkpoint.io_progress import progress
+from adl_dist.checkpoint.layout import progress
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.distributed.world import launched_rank
 from adl_dist.monitor import process

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adl_dist.cli.plan.neighbours import neighbours
+from adl_dist.cli.plan.profiler import BackgroundLoad
 from adl_dist.cli.plan.report import line_to_paste
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost
@@ -85,7 +85,7 @@ def rests(pid):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
 def test_neighbours_rest_until_they_are_to_work_and_do_not_outlive_the_measurement():
     how = {"shape": [3, 8, 8], "granularity": "layer", "threads": 1}
-    with neighbours(1, SMALL[:5], how, 4) as others:
+    with BackgroundLoad.started(1, SMALL[:5], how, 4) as others:
         (pid,) = others.pids
         assert rests(pid)
         with others.at_work():
@@ -198,7 +198,7 @@ def done(*words):
 
 def test_the_plan_of_a_small_model_tells_all_that_was_asked_for_and_its_line_trains(tmp_path):
     told = done(*SMALL, "--stages", "2,3", "--methods", "bp,gpipe,adl,fr", "--devices", "3", "--units")
-    shows(told, ["method ", "adl        2  4 ", "adl        3  4 ", "gpipe      3  4 ", "fr         2  1 "])
+    shows(told, ["method ", "adl     2  4  ", "adl     3  4  ", "gpipe   3  4  ", "fr      2  1  "])
     shows(told, ["stem.conv", "layer3_0.add", "without a pipeline: one device", "DDP on 3", "recommended"])
     facts = json.loads(done(*SMALL, "--stages", "2", "--methods", "adl", "--json", "--memory", "4MiB"))
     (adl,) = facts["predictions"] or [None]
@@ -267,7 +267,7 @@ def test_the_picture_shows_every_unit(tmp_path):
         (("--stages", "1"), ["--stages 1", "at least 2"]),
         (("--devices", "0"), ["--devices 0 must be at least 1"]),
         (("--memory", "infGiB"), ["--memory infGiB", "80GiB"]),
-        (("--profile", "/nonexistent/p.json"), ["--profile /nonexistent/p.json", "in a folder that is there"]),
+        (("--profile", "/nonexistent/p.json"), ["--profile /nonexistent/p.json", "in an existing folder"]),
         (("--profile", "/tmp"), ["--profile /tmp", "the name of a file"]),
         (("--input", "5,8,8"), ["gets float32[B, 5, 8, 8] and fails on it"]),
         (("loss._target_=torch.nn.MSELoss",), ["the loss gets float32[B, 10]"]),
