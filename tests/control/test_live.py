@@ -334,7 +334,7 @@ def test_all_stages_of_a_run_in_one_process_tell_what_they_are_at(tmp_path):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         method=adl_dist.method("adl", accumulation_steps=2),
         num_stages=2,
-        processes=adl_dist.ProcessOptions(threads=1),
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
     )
     data, then = FixedImages(40), FixedImages(4)
     trainer.fit(

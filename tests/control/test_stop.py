@@ -40,7 +40,7 @@ def fitted(K, *, data=None, name="adl", M=3, run_dir=None, options=None, **of_fi
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         method=adl_dist.method(name, accumulation_steps=M, **(options or {})),
         num_stages=K,
-        processes=adl_dist.ProcessOptions(threads=1),
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
     )
     settings = {"epochs": EPOCHS, "batch_size": MICRO_BATCH * M, "run_dir": run_dir}
     summary = trainer.fit(

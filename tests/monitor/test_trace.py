@@ -25,7 +25,7 @@ def trainer_of(name="adl", *, M=M, lr=0.1, **options):
         optimizer=lambda p: torch.optim.SGD(p, lr=lr),
         method=adl_dist.method(name, accumulation_steps=M, **options),
         num_stages=K,
-        processes=adl_dist.ProcessOptions(threads=1),
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
     )
 
 

@@ -83,7 +83,7 @@ def trainer_of(
         optimizer=lambda p: optimizer(p, lr=0.1),
         method=adl_dist.method(method, accumulation_steps=2),
         num_stages=num_stages,
-        processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1, timeout_seconds=30)),
         timeouts=adl_dist.WatchdogTimeouts(stall_seconds=stall_seconds, abort_seconds=abort_seconds),
     )
 
