@@ -18,6 +18,7 @@ from adl_dist.schedule.replay import at_random
 from adl_dist.stage import Stage
 from adl_dist.training.dry_run import dry_run
 from adl_dist.transport import Specs, TensorSpec
+from tests.support.values import spec_of
 
 
 class Queue:
@@ -159,14 +160,7 @@ def conv_stage(weights, *, frozen=False):
         nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=1, bias=False)
     ).double()
     module.requires_grad_(not frozen)
-    return Stage(
-        module,
-        index=1,
-        is_last=False,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
-        weights=weights,
-    )
+    return Stage(module, 1, spec_of(3, lambda p: torch.optim.SGD(p, lr=0.5), weights=weights))
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest"])
@@ -311,11 +305,8 @@ def test_dropout_is_a_function_of_seed_epoch_stage_and_micro_batch_alone():
     def masks(seed, epoch, index):
         stage = Stage(
             nn.Dropout(0.5),
-            index=index,
-            is_last=False,
-            loss_fn=nn.CrossEntropyLoss(),
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-            seed=seed,
+            index,
+            spec_of(index + 2, lambda p: torch.optim.SGD(p, lr=0.1), seed=seed),
         )
         stage.begin(epoch, training=True)
         return [stage.forward(b, (torch.ones(1, 64),), None)[0] for b in range(2)]
@@ -333,11 +324,9 @@ def test_a_module_that_starts_in_place_leaves_the_tensor_that_came_in_alone():
     found = dry_run(module, 1, spec, None, nn.CrossEntropyLoss(), torch.device("cpu"))
     stage = Stage(
         module,
-        index=1,
-        is_last=False,
+        1,
+        spec_of(3, lambda p: torch.optim.SGD(p, lr=0.1)),
         overwrites=found.overwrites,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
     )
     stage.begin(0, training=True)
     x = torch.tensor([[-1.0, 2.0]])
@@ -352,10 +341,8 @@ def test_a_parameter_used_twice_within_a_stage_stays_one_parameter():
     shared = nn.Linear(3, 3, bias=False).double()
     stage = Stage(
         nn.Sequential(shared, nn.Tanh(), shared),
-        index=1,
-        is_last=False,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        1,
+        spec_of(3, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
     )
     stage.begin(0, training=True)
     x = torch.ones(2, 3, dtype=torch.float64)

@@ -17,6 +17,7 @@ from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.control.run_socket import remove_stale
 from adl_dist.distributed import parent_process
+from adl_dist.distributed.device import check_device
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
 from adl_dist.errors import AdlError, CheckpointError, DivergedError, StageFailed
@@ -38,12 +39,11 @@ def train(words: list[str]) -> None:
     config, plain = compose_run(words)
     assert config.run_dir is not None
     instantiate.check_targets(config)
-    instantiate.check_device(config)
+    check_device(config.runtime.device.value)
     RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)
     num_stages = config.partition.num_stages
     if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
         check_named_interfaces()
-        instantiate.trainer(config, processes=False)  # shows that the model can be built and cut
         try:
             raise SystemExit(
                 launch_local(
@@ -55,7 +55,7 @@ def train(words: list[str]) -> None:
             )
         finally:
             remove_stale(Path(config.run_dir))
-    trainer = instantiate.trainer(config)
+    trainer = instantiate.trainer(config, handle_signals=not parent_process.is_part_of_more())
     _setting_up = False
     train_data, val_data = instantiate.build_data(config) if trainer.needs_data else (None, None)
     try:
@@ -69,15 +69,8 @@ def train(words: list[str]) -> None:
             max_updates=config.train.max_updates,
             shuffle=config.data.get("shuffle", True),
             num_workers=config.data.get("num_workers", 0),
-            checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
-            checkpoint_every_updates=config.runtime.checkpoint_every_updates,
-            keep_checkpoints=config.runtime.keep_checkpoints,
-            keep_best=config.runtime.keep_best,
-            async_save=config.runtime.async_save,
-            tensorboard=config.runtime.tensorboard,
-            trace=config.runtime.trace,
-            memory=config.runtime.memory,
-            handle_signals=not parent_process.is_part_of_more(),
+            checkpoints=config.runtime.checkpoints,
+            monitoring=config.runtime.monitoring,
             config=plain,
         )
     except DivergedError as error:
@@ -94,7 +87,7 @@ def evaluate(words: list[str]) -> None:
     options = simple_options(words, command="evaluate", required={"run_dir": "runs/NAME"}, optional=["checkpoint"])
     config = _known_run_here(Path(options["run_dir"]))
     path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
-    trainer = instantiate.trainer(config, num_stages=1, processes=False)
+    trainer = instantiate.evaluator(config)
     trainer.load_checkpoint(path)
     _, val_data = instantiate.build_data(config)
     micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
@@ -115,7 +108,7 @@ def export(words: list[str]) -> None:
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
     config = _known_run_here(Path(options["run_dir"]))
     path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
-    trainer = instantiate.trainer(config, num_stages=1, processes=False)
+    trainer = instantiate.evaluator(config)
     trainer.load_checkpoint(path)
     state = trainer.full_state_dict()
     try:

@@ -29,13 +29,14 @@ def one_step_of_ours(K):
             optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
             method=method(name, accumulation_steps=M, **options),
             num_stages=K,
-            balance=BALANCE[K],
-            dtype=torch.float64,
-            threads=1,
-            timeout_seconds=30,
+            partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
+            precision=adl_dist.Precision(dtype=torch.float64),
+            processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1, timeout_seconds=30)),
         )
         data = FixedImages(M * MICRO_BATCH, dtype=torch.float64)
-        trainer.fit(data, epochs=1, batch_size=M * MICRO_BATCH, shuffle=False, quiet=True)
+        trainer.fit(
+            data, epochs=1, batch_size=M * MICRO_BATCH, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True)
+        )
         after = trainer.full_state_dict()
         told.append({n: (before[n] - after[n]).detach() for n in before})
     return told

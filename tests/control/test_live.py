@@ -334,10 +334,17 @@ def test_all_stages_of_a_run_in_one_process_tell_what_they_are_at(tmp_path):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         method=adl_dist.method("adl", accumulation_steps=2),
         num_stages=2,
-        threads=1,
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
     )
     data, then = FixedImages(40), FixedImages(4)
-    trainer.fit(data, epochs=2, batch_size=4, val_dataset=then, run_dir=tmp_path, quiet=True, tensorboard=False)
+    trainer.fit(
+        data,
+        epochs=2,
+        batch_size=4,
+        val_dataset=then,
+        run_dir=tmp_path,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+    )
     first, last = (answer["stages"] for answer in (answers[3], answers[-1]))
     assert [row["stage"] for row in last] == [0, 1]
     assert {row["doing"].split()[0] for row in last} == {"forward", "wait"}

@@ -51,11 +51,10 @@ def fit(case: int, folder: Path, *, stop_at: int = 0, **of_fit: Any) -> tuple[di
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         method=adl_dist.method(name, accumulation_steps=M, **options),
         num_stages=K,
-        threads=1,
-        timeout_seconds=20,
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1, timeout_seconds=20)),
     )
     settings = {"epochs": 2, "batch_size": MICRO_BATCH * M, "run_dir": folder / str(case), **of_fit}
-    summary = trainer.fit(Asking(stop_at), **settings, tensorboard=False, quiet=True)
+    summary = trainer.fit(Asking(stop_at), **settings, monitoring=adl_dist.Monitoring(tensorboard=False, quiet=True))
     return trainer.full_state_dict(), summary
 
 
@@ -111,11 +110,16 @@ def stop_by_signal(folder: Path, rank: int, number: int) -> dict[str, Any]:
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
         num_stages=K,
-        threads=1,
-        timeout_seconds=20,
+        processes=adl_dist.ProcessOptions(
+            one_per_stage=adl_dist.ProcessOptions(threads=1, timeout_seconds=20, handle_signals=True)
+        ),
     )
     return trainer.fit(
-        Slow(400), epochs=1, batch_size=8, run_dir=folder / "run", handle_signals=True, tensorboard=False, quiet=True
+        Slow(400),
+        epochs=1,
+        batch_size=8,
+        run_dir=folder / "run",
+        monitoring=adl_dist.Monitoring(tensorboard=False, quiet=True),
     )
 
 

@@ -39,6 +39,7 @@ from adl_dist.data import (
 from adl_dist.data.transforms import CIFAR10_STATISTICS, CIFAR100_STATISTICS, DIGITS_STATISTICS
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
+from adl_dist.stage import Precision
 from adl_dist.training.input import DeviceLoader
 
 # Every worker imports this file, so what is slow to import (torchvision, scikit-learn, Hydra) is imported in tests.
@@ -808,7 +809,7 @@ def test_how_long_loading_keeps_the_first_stage_waiting_is_measured_and_nothing_
 
     def seconds(**workers):
         loader = Loader(Slow(), seed=0, shuffle=False, **workers)
-        feed = DeviceLoader(loader, device=torch.device("cpu"), dtype=torch.float32, channels_last=False, name="data")
+        feed = DeviceLoader(loader, device=torch.device("cpu"), precision=Precision(), name="data")
         return feed.seconds_to_load(4)
 
     assert 0.02 <= seconds() < 0.2

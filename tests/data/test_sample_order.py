@@ -86,9 +86,15 @@ def given(K, M, *, epochs=2, **options):
         method=adl_dist.method("adl", accumulation_steps=M),
         num_stages=K,
         seed=SEED,
-        threads=1,
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
     )
-    trainer.fit(Augmented(), epochs=epochs, batch_size=BATCH_SIZE, quiet=True, tensorboard=False, **options)
+    trainer.fit(
+        Augmented(),
+        epochs=epochs,
+        batch_size=BATCH_SIZE,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+        **options,
+    )
     return writing.given
 
 

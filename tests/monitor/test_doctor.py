@@ -74,7 +74,7 @@ def test_a_run_in_which_nothing_moves_for_abort_seconds_ends_with_exit_code_1_an
 )
 def test_limits_that_cannot_be_are_refused(stall, abort, said):
     with pytest.raises(ConfigError) as refused:
-        WatchdogTimeouts(stall_seconds=stall, abort_seconds=abort).check()
+        WatchdogTimeouts(stall_seconds=stall, abort_seconds=abort)
     assert str(refused.value) == said
 
 

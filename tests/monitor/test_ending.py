@@ -133,12 +133,12 @@ def test_a_deputy_that_rank_0_has_never_asked_ends_its_process_and_says_so(monke
 
 
 def test_a_process_that_all_stages_share_is_ended_only_if_that_was_asked_for():
-    assert WatchdogTimeouts.of(60.0, "auto", distributed=False).abort_seconds is None
-    assert WatchdogTimeouts.of(60.0, "auto", distributed=True).abort_seconds == 600
-    assert WatchdogTimeouts.of(60.0, None, distributed=True).abort_seconds is None
-    assert WatchdogTimeouts.of(60.0, 90.0, distributed=False).abort_seconds == 90
+    assert WatchdogTimeouts().settled(distributed=False).abort_seconds is None
+    assert WatchdogTimeouts().settled(distributed=True).abort_seconds == 600
+    assert WatchdogTimeouts(abort_seconds=None).settled(distributed=True).abort_seconds is None
+    assert WatchdogTimeouts(abort_seconds=90.0).settled(distributed=False).abort_seconds == 90
     with pytest.raises(ConfigError, match="must be a number, None"):
-        WatchdogTimeouts.of(60.0, "never", distributed=True)
+        WatchdogTimeouts(abort_seconds="never")
 
 
 def test_a_save_beside_training_that_is_slow_but_moves_is_no_standstill(tmp_path, monkeypatch, capfd):

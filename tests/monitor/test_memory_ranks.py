@@ -35,11 +35,12 @@ def peaks(sizes, name):
         optimizer=sgd,
         method=method(name, accumulation_steps=M),
         num_stages=len(sizes),
-        balance=sizes,
-        granularity="layer",
+        partition=adl_dist.PartitionSpec(balance=sizes, granularity="layer"),
     )
     data, _ = synthetic(num_samples=6 * MICRO_BATCH * M, num_validation=1)
-    summary = trainer.fit(data, epochs=1, batch_size=MICRO_BATCH * M, quiet=True, memory=True)
+    summary = trainer.fit(
+        data, epochs=1, batch_size=MICRO_BATCH * M, monitoring=adl_dist.Monitoring(quiet=True, memory=True)
+    )
     return [stage["peak_tensor_bytes"] for stage in summary["stages"]]
 
 

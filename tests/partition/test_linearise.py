@@ -17,6 +17,7 @@ from adl_dist.partition import cut, linearise
 from tests.support.cut_steps import cut_step, uncut_step
 from tests.support.oracle import train_by_the_equations
 from tests.support.toys import NUM_CLASSES, UNET_BALANCE, Block, FixedImages, unet, unet_by_hand
+from tests.support.values import values
 
 LR, MOMENTUM, MICRO_BATCH = 0.1, 0.9, 3
 Out = namedtuple("Out", "main aux")
@@ -30,12 +31,17 @@ def trained(model, K, *, loss_fn=F.cross_entropy, method="adl", M=2, **options):
         optimizer=functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM),
         method=adl_dist.method(method, accumulation_steps=M),
         num_stages=K,
-        dtype=torch.float64,
-        threads=1,
-        **options,
+        **values(dtype=torch.float64, threads=1, **options),
     )
     data, held_out = FixedImages(11, dtype=torch.float64), FixedImages(7, seed=1, dtype=torch.float64)
-    summary = trainer.fit(data, epochs=2, batch_size=MICRO_BATCH * M, val_dataset=held_out, shuffle=False, quiet=True)
+    summary = trainer.fit(
+        data,
+        epochs=2,
+        batch_size=MICRO_BATCH * M,
+        val_dataset=held_out,
+        shuffle=False,
+        monitoring=adl_dist.Monitoring(quiet=True),
+    )
     return trainer.full_state_dict(), summary
 
 

@@ -17,6 +17,7 @@ from adl_dist.partition.measure import measure
 from adl_dist.partition.profile import Profile
 from adl_dist.schedule import method
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+from tests.support.values import values
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -190,14 +191,10 @@ def test_times_are_those_of_each_unit():
 def trainer_of(model, **changed):
     return adl_dist.Trainer(
         model,
-        **{
-            "loss_fn": LOSS,
-            "optimizer": sgd,
-            "method": method("adl", accumulation_steps=2),
-            "num_stages": 2,
-            "balance": "auto",
-            **changed,
-        },
+        loss_fn=LOSS,
+        optimizer=sgd,
+        method=method("adl", accumulation_steps=2),
+        **values(**{"num_stages": 2, "balance": "auto", **changed}),
     )
 
 
@@ -208,7 +205,10 @@ def slow_in_the_middle():
 
 def fit(trainer, run_dir=None, **changed):
     return trainer.fit(
-        FixedImages(8), batch_size=4, quiet=True, tensorboard=False, **{"epochs": 1, "run_dir": run_dir, **changed}
+        FixedImages(8),
+        batch_size=4,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+        **{"epochs": 1, "run_dir": run_dir, **changed},
     )
 
 
@@ -216,7 +216,7 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_what_it_measured(tmp_path, cap
     trainer = trainer_of(slow_in_the_middle(), granularity="block")
     with caplog.at_level(logging.INFO, logger="adl_dist"):
         fit(trainer, tmp_path)
-    assert trainer._job.partitioned.sizes == [4, 2]
+    assert trainer._partitioned.sizes == [4, 2]
     profile = Profile.load(tmp_path / "profile.json")
     assert [unit.name for unit in profile.units] == ["0", "1", "2", "3", "4", "5"]
     assert set(trainer.full_state_dict()) == set(slow_in_the_middle().state_dict())
@@ -227,13 +227,13 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_what_it_measured(tmp_path, cap
     (tmp_path / "profile.json").write_text(json.dumps(told))
     again = trainer_of(slow_in_the_middle(), granularity="block")
     fit(again, tmp_path, epochs=2)
-    assert again._job.partitioned.sizes == [1, 5]
+    assert again._partitioned.sizes == [1, 5]
 
 
 def test_a_slower_device_gets_less():
     trainer = trainer_of(slow_in_the_middle(), granularity="block", speeds=[1.0, 6.0])
     fit(trainer)
-    assert trainer._job.partitioned.sizes[0] < 4
+    assert trainer._partitioned.sizes[0] < 4
 
 
 def test_before_a_measured_cut_is_settled_the_whole_state_is_there():
@@ -250,7 +250,7 @@ def test_before_a_measured_cut_is_settled_the_whole_state_is_there():
         ({"speeds": [1.0]}, r"partition\.speeds=\[1\.0\] must be 2 numbers"),
         ({"speeds": [1.0, 0.0]}, "above 0"),
         ({"balance": "even", "speeds": [1.0, 2.0]}, r"needs partition\.balance=auto"),
-        ({"balance": "best"}, "none of auto, even"),
+        ({"balance": "best"}, "none of 'auto', 'even'"),
     ],
 )
 def test_nonsense_is_refused_before_anything_is_measured(changed, said):

@@ -106,12 +106,11 @@ def trained(make, sizes):
         optimizer=sgd,
         method=adl_dist.method("bp", accumulation_steps=1),
         num_stages=2,
-        balance=sizes,
-        granularity="layer",
-        dtype=torch.float64,
+        partition=adl_dist.PartitionSpec(balance=sizes, granularity="layer"),
+        precision=adl_dist.Precision(dtype=torch.float64),
     )
     data = TensorDataset(X, Y)
-    trainer.fit(data, epochs=1, batch_size=4, shuffle=False, quiet=True)
+    trainer.fit(data, epochs=1, batch_size=4, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True))
     state = trainer.full_state_dict()
     return state, trainer.evaluate(data, batch_size=8)["validation_loss"]
 
@@ -218,8 +217,8 @@ def test_a_stage_that_overwrites_one_of_fewer_tensors_in_evaluation_evaluates():
         optimizer=sgd,
         method=adl_dist.method("adl", accumulation_steps=2),
         num_stages=2,
-        balance=["inception4b.branch1.relu"],
+        partition=adl_dist.PartitionSpec(balance=["inception4b.branch1.relu"]),
     )
-    summary = trainer.fit(data, epochs=1, batch_size=4, val_dataset=data, quiet=True)
+    summary = trainer.fit(data, epochs=1, batch_size=4, val_dataset=data, monitoring=adl_dist.Monitoring(quiet=True))
     assert summary["updates"] == 1
     assert summary["validation_loss"] > 0

@@ -86,4 +86,4 @@ def test_no_segment_ends_before_its_last_loss_was_looked_at():
         num_stages=2,
     )
     with pytest.raises(DivergedError, match="stage 1: the loss is inf at update 0 "):
-        trainer.fit(FixedImages(8), epochs=1, batch_size=8, quiet=True)
+        trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))

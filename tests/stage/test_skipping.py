@@ -9,12 +9,14 @@ from torch import nn
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.schedule import Pipeline
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import buffers_kept_finite
 from tests.support.planted import SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs
 from tests.support.runs import EPOCHS, sgd, train, warm_up_schedule
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import values
 from tests.training.test_methods import EQUATIONS, assert_close, assert_same_bits, by_the_equations, micro_batches
 
 SKIP = {"non_finite": "skip"}
@@ -26,7 +28,7 @@ def infinite_loss(out, target):
 
 
 def trainer_of_infinite_losses(**options):
-    return adl_dist.Trainer(batch_norm_net(), loss_fn=infinite_loss, optimizer=sgd, num_stages=3, **options)
+    return adl_dist.Trainer(batch_norm_net(), loss_fn=infinite_loss, optimizer=sgd, num_stages=3, **values(**options))
 
 
 # --- Skipped in all stages alike ---------------------------------------------------------------------------
@@ -67,7 +69,7 @@ def test_without_a_fault_skip_and_stop_are_the_same():
 
 def test_skipped_updates_are_recorded_with_their_reason_and_no_figure_of_theirs_is(tmp_path, capsys):
     trainer = adl_dist.Trainer(
-        batch_norm_net(), loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, num_stages=2, seed=0, **SKIP
+        batch_norm_net(), loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, num_stages=2, **values(**SKIP)
     )
     data = FixedImages(32)
     data.images[9] = float("nan")
@@ -88,11 +90,17 @@ def test_a_run_that_stopped_at_a_fault_goes_on_over_it_with_skip(tmp_path):
     def run(**options):
         non_finite = options.pop("non_finite", "stop")
         trainer = adl_dist.Trainer(
-            batch_norm_net(), loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, num_stages=2, non_finite=non_finite
+            batch_norm_net(),
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=sgd,
+            num_stages=2,
+            gradients=adl_dist.GradientPolicy(non_finite=non_finite),
         )
         data = FixedImages(32)
         data.images[20] = float("nan")
-        fit = functools.partial(trainer.fit, epochs=1, batch_size=8, shuffle=False, quiet=True, tensorboard=False)
+        fit = functools.partial(
+            trainer.fit, epochs=1, batch_size=8, shuffle=False, **values(quiet=True, tensorboard=False)
+        )
         return fit(data, run_dir=tmp_path, **options)
 
     run(max_updates=1)
@@ -106,7 +114,9 @@ def test_more_skipped_updates_in_a_row_than_allowed_stop_the_run():
     trainer = trainer_of_infinite_losses(max_skipped=3, **SKIP)
     told = r"stage 2: the loss is inf, and train\.max_skipped=3 updates in a row have been skipped at update 3 "
     with pytest.raises(DivergedError, match=told):
-        trainer.fit(FixedImages(24), epochs=9, batch_size=12, quiet=True)  # two updates in an epoch
+        trainer.fit(
+            FixedImages(24), epochs=9, batch_size=12, monitoring=adl_dist.Monitoring(quiet=True)
+        )  # two updates in an epoch
 
 
 def test_skips_that_are_not_in_a_row_do_not_add_up():
@@ -124,8 +134,8 @@ def test_a_gradient_that_is_not_finite_upstream_only_stops_the_run_because_other
 
 def test_local_losses_cannot_skip_in_all_stages():
     with pytest.raises(ConfigError, match=r"train\.non_finite=skip cannot skip .* method=dgl"):
-        GradientPolicy(**SKIP).check(adl_dist.method("dgl"), 2)
-    GradientPolicy(**SKIP).check(adl_dist.method("dgl"), 1)
+        GradientPolicy(**SKIP).check(Pipeline(adl_dist.method("dgl"), 2))
+    GradientPolicy(**SKIP).check(Pipeline(adl_dist.method("dgl"), 1))
 
 
 @pytest.mark.parametrize("method", ["adl", "fr", "gpipe"])
@@ -193,4 +203,4 @@ def test_one_stage_clips_as_a_plain_torch_loop_does_bit_for_bit():
 )
 def test_what_cannot_be_is_refused(wrong, told):
     with pytest.raises(ConfigError, match=told):
-        GradientPolicy(**wrong).check(adl_dist.method("adl"), 2)
+        GradientPolicy(**wrong).check(Pipeline(adl_dist.method("adl"), 2))

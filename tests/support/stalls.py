@@ -15,6 +15,7 @@ from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control.worker import LocalWorker
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import values
 
 STALL_SECONDS, ASLEEP_SECONDS = 0.8, 2.0
 NUM_SAMPLES = 48  # 12 updates of 2 micro-batches of 2 samples
@@ -82,10 +83,8 @@ def trainer_of(
         optimizer=lambda p: optimizer(p, lr=0.1),
         method=adl_dist.method(method, accumulation_steps=2),
         num_stages=num_stages,
-        threads=1,
-        timeout_seconds=30,
-        stall_seconds=stall_seconds,
-        abort_seconds=abort_seconds,
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1, timeout_seconds=30)),
+        timeouts=adl_dist.WatchdogTimeouts(stall_seconds=stall_seconds, abort_seconds=abort_seconds),
     )
 
 
@@ -96,9 +95,7 @@ def fit(trainer: adl_dist.Trainer, run_dir: Path, data: Any = None, **options: A
         epochs=1,
         batch_size=4,
         run_dir=run_dir,
-        quiet=True,
-        tensorboard=False,
-        **options,
+        **values(quiet=True, tensorboard=False, **options),
     )
 
 
@@ -179,7 +176,7 @@ def killed_in_save(run_dir: Path) -> None:
 
     # The first forward is where shapes are agreed on; a checkpoint follows update 4.
     # With limits as usual the doctor looks but once in a second.
-    fit(trainer_of([(5, At(12, act))], num_stages=3, stall_seconds=60), run_dir, checkpoint_every_updates=4)
+    fit(trainer_of([(5, At(12, act))], num_stages=3, stall_seconds=60), run_dir, every_updates=4)
 
 
 def _slow_write(rank: str, seconds: float) -> None:

@@ -84,7 +84,7 @@ def test_bfloat16_crosses_the_cut_in_both_directions_and_parameters_stay_float32
     model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].dtype))
     model[2].register_full_backward_pre_hook(lambda _, given: seen.update(grad=given[0].dtype))
     trainer = trainer_of(model, **LOWERED)
-    trainer.fit(FixedImages(8), epochs=1, batch_size=4, quiet=True)
+    trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
     assert seen == {"act": torch.bfloat16, "grad": torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 

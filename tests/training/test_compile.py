@@ -58,7 +58,9 @@ def test_a_compiled_run_equals_the_plain_run_to_a_hundred_thousandth_and_leaves_
         model = perceptron()
         trainer = trainer_of(model, compile=compiled)
         data = FixedImages(32)
-        summary = trainer.fit(data, epochs=3, batch_size=32, val_dataset=data, quiet=True)
+        summary = trainer.fit(
+            data, epochs=3, batch_size=32, val_dataset=data, monitoring=adl_dist.Monitoring(quiet=True)
+        )
         states.append(trainer.full_state_dict())
         losses.append(summary["validation_loss"])
     assert counters["stats"]["unique_graphs"] == 2 * 2

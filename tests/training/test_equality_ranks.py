@@ -68,9 +68,9 @@ def stage_1_raises():
         loss_fn=torch.nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         num_stages=2,
-        timeout_seconds=20,
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(timeout_seconds=20)),
     )
-    trainer.fit(FixedImages(32), epochs=1, batch_size=8, quiet=True)
+    trainer.fit(FixedImages(32), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
 
 
 def test_the_cause_of_a_failure_is_known_on_every_rank_before_its_victims():
@@ -94,9 +94,9 @@ def a_head_where_none_can_be():
         optimizer=sgd,
         method=adl_dist.method("dgl"),
         num_stages=2,
-        timeout_seconds=20,
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(timeout_seconds=20)),
     )
-    trainer.fit(FixedImages(16), epochs=1, batch_size=8, quiet=True)
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
 
 
 def test_a_method_that_does_not_fit_the_model_is_refused_on_every_rank():

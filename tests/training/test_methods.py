@@ -157,10 +157,12 @@ def test_the_first_gradient_of_stage_k_is_shrunk_by_beta_to_the_k_minus_1_minus_
             optimizer=lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=weight_decay),
             method=method("fdg", gradient_shrink=beta),
             num_stages=K,
-            balance=BALANCE[K],
-            dtype=torch.float64,
+            partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
+            precision=adl_dist.Precision(dtype=torch.float64),
         )
-        trainer.fit(FixedImages(3, dtype=torch.float64), epochs=1, batch_size=3, quiet=True)
+        trainer.fit(
+            FixedImages(3, dtype=torch.float64), epochs=1, batch_size=3, monitoring=adl_dist.Monitoring(quiet=True)
+        )
         after = trainer.full_state_dict()
         return {n: after[n] - w for n, w in batch_norm_net().double().named_parameters()}
 
@@ -220,7 +222,7 @@ def test_a_replay_meets_the_input_and_the_buffers_that_the_forward_met(first):
             method=method("gpipe", accumulation_steps=3, recompute=recompute),
             num_stages=2,
         )
-        trainer.fit(FixedImages(18), epochs=2, batch_size=9, quiet=True)
+        trainer.fit(FixedImages(18), epochs=2, batch_size=9, monitoring=adl_dist.Monitoring(quiet=True))
         return trainer.full_state_dict()
 
     assert_same_bits(state("always"), state("never"))
@@ -250,13 +252,15 @@ def test_with_a_learning_rate_of_zero_every_gradient_is_that_of_bp(name, K):
             optimizer=lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9),
             method=method(name, accumulation_steps=3),
             num_stages=K,
-            balance=BALANCE[K],
-            dtype=torch.float64,
+            partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
+            precision=adl_dist.Precision(dtype=torch.float64),
         )
         made = []
-        make = trainer._job.optimizer
-        trainer._job = replace(trainer._job, optimizer=lambda p: made.append(make(p)) or made[-1])
-        trainer.fit(FixedImages(20, dtype=torch.float64), epochs=2, batch_size=9, quiet=True)
+        make = trainer._spec.optimizer
+        trainer._spec = replace(trainer._spec, optimizer=lambda p: made.append(make(p)) or made[-1])
+        trainer.fit(
+            FixedImages(20, dtype=torch.float64), epochs=2, batch_size=9, monitoring=adl_dist.Monitoring(quiet=True)
+        )
         return [o.state[p]["momentum_buffer"] for o in made for g in o.param_groups for p in g["params"]]
 
     got, expected = buffers_of(name), buffers_of("bp")
@@ -352,7 +356,7 @@ def test_a_schedule_of_fixed_length_is_not_run_past_its_end_by_the_slot_clock():
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_updates + 1)
 
     trainer = trainer_of(3, "adl", schedule, accumulation_steps=1, lr_index="slot")
-    trainer.fit(FixedImages(9), epochs=2, batch_size=3, quiet=True)
+    trainer.fit(FixedImages(9), epochs=2, batch_size=3, monitoring=adl_dist.Monitoring(quiet=True))
 
 
 def test_learning_rate_factors_hold_whatever_the_schedule_sets():
@@ -361,7 +365,7 @@ def test_learning_rate_factors_hold_whatever_the_schedule_sets():
 
     def state(factors):
         trainer = trainer_of(2, "fr", schedule, lr_factors=factors)
-        trainer.fit(FixedImages(12), epochs=1, batch_size=3, quiet=True)
+        trainer.fit(FixedImages(12), epochs=1, batch_size=3, monitoring=adl_dist.Monitoring(quiet=True))
         return trainer.full_state_dict()
 
     assert differ(state([1.0, 1.0]), state([5.0, 1.0])) > 1e-4
@@ -377,7 +381,7 @@ def trainer_of(K, name, schedule, **options):
         optimizer=sgd,
         method=method(name, **options),
         num_stages=K,
-        balance=BALANCE[K],
+        partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
         lr_schedule=schedule,
     )
 
@@ -460,12 +464,14 @@ def greedy(K, M, **options):
         optimizer=sgd,
         method=method("dgl", accumulation_steps=M, **options),
         num_stages=K,
-        balance=BALANCE[K],
+        partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
         lr_schedule=warm_up_schedule,
-        dtype=torch.float64,
+        precision=adl_dist.Precision(dtype=torch.float64),
     )
     data = FixedImages(NUM_GREEDY, dtype=torch.float64)
-    trainer.fit(data, epochs=2, batch_size=GREEDY_MICRO_BATCH * M, shuffle=False, quiet=True)
+    trainer.fit(
+        data, epochs=2, batch_size=GREEDY_MICRO_BATCH * M, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True)
+    )
     return trainer.full_state_dict()
 
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import adl_dist
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import values
 
 cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
@@ -25,8 +26,10 @@ class Witness(nn.Module):
 
 def seen_and_left(**options):
     model = nn.Sequential(*batch_norm_net(), Witness())
-    trainer = adl_dist.Trainer(model, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, num_stages=2, **options)
-    trainer.fit(FixedImages(8), epochs=1, batch_size=8, quiet=True)
+    trainer = adl_dist.Trainer(
+        model, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, num_stages=2, **values(**options)
+    )
+    trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
     return model[-1].seen, flags()
 
 

@@ -23,12 +23,13 @@ def train_tuples(K):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         method=adl_dist.method("adl", accumulation_steps=2),
         num_stages=K,
-        dtype=torch.float64,
-        threads=1,
-        timeout_seconds=30,
+        precision=adl_dist.Precision(dtype=torch.float64),
+        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1, timeout_seconds=30)),
     )
     data = FixedImages(13, dtype=torch.float64)
-    trainer.fit(data, epochs=2, batch_size=6, val_dataset=data, shuffle=False, quiet=True)
+    trainer.fit(
+        data, epochs=2, batch_size=6, val_dataset=data, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True)
+    )
     return trainer.full_state_dict()
 
 
@@ -128,9 +129,9 @@ def test_activations_and_gradients_reach_the_next_stage_rounded_and_in_the_dtype
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         num_stages=2,
-        wire_dtype=torch.bfloat16,
+        precision=adl_dist.Precision(wire_dtype=torch.bfloat16),
     )
-    trainer.fit(FixedImages(8), epochs=1, batch_size=8, quiet=True)
+    trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
     for what, tensor in seen.items():
         assert tensor.dtype == torch.float32, what
         assert torch.equal(tensor, tensor.bfloat16().float()), what

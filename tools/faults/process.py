@@ -13,7 +13,7 @@ from adl_dist.control import rpc, run_socket, worker
 from adl_dist.control.requests import Ask
 from adl_dist.engine import StageContext
 from adl_dist.schedule import Action
-from adl_dist.training import wiring
+from adl_dist.training import build
 from tools.faults.background import Background
 from tools.faults.disk import Died, Disk, DiskFault, Event
 from tools.faults.jobs import Job
@@ -42,7 +42,7 @@ class Process:
         with ExitStack() as stack:
             stack.enter_context(patch.object(engine, "step", self._stepping(engine.step)))
             stack.enter_context(patch.object(worker, "replay", clock.replay))
-            stack.enter_context(patch.object(wiring, "LocalChannel", WatchedChannel))
+            stack.enter_context(patch.object(build, "LocalChannel", WatchedChannel))
             stack.enter_context(patch.object(async_save, "threading", self._background.threading))
             # Nobody asks this run anything, and its listener takes a twentieth of a second to end.
             stack.enter_context(patch.object(run_socket.LiveControl, "start", lambda self: None))
