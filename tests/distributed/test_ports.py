@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.kill import ADL_DIST, HOLD, Command
 from tests.support.ports import Fuzzer, free_port, open_ports
+from tests.support.tiers import slow
 from tests.support.weights import assert_same, ended, weights_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="finds ports in /proc")]
@@ -40,7 +41,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "start", [ADL_DIST, (*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", *MODULE)], ids=["own launcher", "torchrun"]
+    "start",
+    [
+        pytest.param(ADL_DIST, id="own launcher"),
+        slow((*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", *MODULE), id="torchrun"),
+    ],
 )
 def test_on_one_node_a_run_listens_on_loopback_only_and_strangers_cannot_even_connect(
     start: Sequence[str], tmp_path: Path, undisturbed: dict[str, Tensor]

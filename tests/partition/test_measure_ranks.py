@@ -21,6 +21,7 @@ def weights(run_dir, out):
     return torch.load(out, weights_only=True)
 
 
+@pytest.mark.slow
 def test_all_ranks_cut_where_one_has_measured_and_reach_the_bits_of_one_process(tmp_path):
     outcome = train(tmp_path / "ranks", processes=True)
     assert outcome.code == 0, outcome.err

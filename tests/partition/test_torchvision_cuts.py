@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.cut_steps import assert_the_cut_network_equals_the_uncut_one
+from tests.support.tiers import covering
 
 FAMILIES = [
     "densenet121",
@@ -18,8 +19,9 @@ FAMILIES = [
     "swin_t",
     "vit_b_32",
 ]
+SLOW = {"densenet121", "efficientnet_b0", "googlenet with heads", "regnet_y_400mf", "swin_t"}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", covering(FAMILIES, set(FAMILIES) - SLOW))
 def test_a_cut_network_computes_the_bits_of_the_uncut_one(name, tmp_path):
     assert_the_cut_network_equals_the_uncut_one(name, torch.float32, tmp_path)

@@ -21,6 +21,7 @@ from tests.support.runs import (
     warm_up,
     warm_up_schedule,
 )
+from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
 
 
@@ -115,11 +116,12 @@ def test_latest_and_stash_are_two_different_things(K):
     assert max((stash[n] - latest[n]).abs().max() for n in stash) > 1e-6
 
 
+@pytest.mark.parametrize("num_orders", [10, slow(40)])
 @pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_the_order_of_events_does_not_change_a_bit(weights):
-    """40 random interleavings of real tensors, dropout included; see test_engine.py for 10,000 without."""
+def test_the_order_of_events_does_not_change_a_bit(weights, num_orders):
+    """Random interleavings of real tensors, dropout included; see test_engine.py for thousands without."""
     expected, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3)
-    for seed in range(40):
+    for seed in range(num_orders):
         got, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3, pick_next=at_random(seed))
         assert_equal(got, expected)
 

@@ -27,6 +27,7 @@ from tests.support.runs import (
     warm_up,
     warm_up_schedule,
 )
+from tests.support.tiers import grid
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 
 
@@ -107,14 +108,19 @@ def differ(a, b):
 
 # --- Each method's own equations ---------------------------------------------------------------------------
 
+BY_DEFAULT = [(1, 3), (2, 1), (3, 2), (4, 4)]  # (K, M): each size once, and M enough for 2bw
+WEIGHTS = ["stash", "latest", "recompute"]
+DELAYS = ["decoupled", "minimal", [5, 3, 0], [2, 2, 1], [0, 0, 0]]
+
 
 def test_every_method_has_its_equations_here():
     assert EQUATIONS.keys() | {"dgl"} == METHODS.keys()
 
 
-@pytest.mark.parametrize("M", [1, 2, 3, 4])
-@pytest.mark.parametrize("K", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", EQUATIONS)
+@pytest.mark.parametrize(
+    ("name", "K", "M"),
+    grid(EQUATIONS, range(1, 5), range(1, 5), default=[(n, *k) for n in EQUATIONS for k in BY_DEFAULT]),
+)
 def test_a_method_follows_its_equations_to_1e_12(name, K, M):
     """Uneven last micro-batch, uneven last group, BatchNorm, momentum, weight decay, another rate at each update."""
     delays, weights = EQUATIONS[name]
@@ -123,9 +129,15 @@ def test_a_method_follows_its_equations_to_1e_12(name, K, M):
     assert_close(run(K, M, name), by_the_equations(K, M, delays(K), weights))
 
 
-@pytest.mark.parametrize("M", [1, 3])
-@pytest.mark.parametrize("delay", ["decoupled", "minimal", [5, 3, 0], [2, 2, 1], [0, 0, 0]])
-@pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
+@pytest.mark.parametrize(
+    ("weights", "delay", "M"),
+    grid(
+        WEIGHTS,
+        DELAYS,
+        [1, 3],
+        default=[(w, d, (1, 3)[(i + j) % 2]) for i, w in enumerate(WEIGHTS) for j, d in enumerate(DELAYS)],
+    ),
+)
 def test_any_delays_with_any_weights_follow_the_equations(delay, weights, M):
     listed = {"decoupled": decoupled(3), "minimal": minimal(3)}.get(str(delay), delay)
     assert_close(run(3, M, "adl", delay=delay, weights=weights), by_the_equations(3, M, listed, weights))
@@ -139,8 +151,9 @@ def test_the_queues_of_dsp_add_up_to_its_staleness(p, q, expected):
     assert_close(got, by_the_equations(3, 1, expected, "recompute"))
 
 
-@pytest.mark.parametrize("K", [2, 3, 4])
-@pytest.mark.parametrize("name", ["fdg", "ddg", "fr"])
+@pytest.mark.parametrize(
+    ("name", "K"), grid(["fdg", "ddg", "fr"], [2, 3, 4], default=[("fdg", 3), ("ddg", 4), ("fr", 2)])
+)
 def test_shrinking_follows_the_equations(name, K):
     delays, weights = EQUATIONS[name]
     got = run(K, 1, name, gradient_shrink=0.5)
@@ -175,8 +188,7 @@ def test_the_first_gradient_of_stage_k_is_shrunk_by_beta_to_the_k_minus_1_minus_
 # --- Synchronous methods -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("M", [1, 3, 4])
-@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize(("K", "M"), grid([2, 4], [1, 3, 4], default=[(2, 3), (4, 4)]))
 def test_bp_and_1f1b_and_gpipe_reach_the_same_weights(K, M):
     """BP and 1F1B add gradients in one order, hence to the bit; GPipe in reverse."""
     bp = run(K, M, "bp")
@@ -238,8 +250,12 @@ def test_one_stage_is_plain_sgd_with_accumulation_bit_for_bit(name):
         assert_same_bits(train(1, 3, torch.float32, method=name)[0], plain)
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if n != "dgl"])
-@pytest.mark.parametrize("K", [3, 4])
+WITHOUT_DGL = [name for name in METHODS if name != "dgl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "K"), grid(WITHOUT_DGL, [3, 4], default=[(n, 3 + i % 2) for i, n in enumerate(WITHOUT_DGL)])
+)
 def test_with_a_learning_rate_of_zero_every_gradient_is_that_of_bp(name, K):
     """Staleness cannot matter if the weights stand still: momentum then holds the same sum of gradients as in BP."""
 
@@ -318,8 +334,7 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("M", [1, 2])
-@pytest.mark.parametrize("name", SLOTS)
+@pytest.mark.parametrize(("name", "M"), grid(SLOTS, [1, 2], default=[(n, 1 + i % 2) for i, n in enumerate(SLOTS)]))
 def test_the_slot_clock_shows_each_stage_the_rate_of_the_moment_of_its_update(name, M):
     K, options = 3, {"activation_queue": 2} if name == "dsp" else {}
     delays, weights = EQUATIONS[name]
@@ -489,8 +504,7 @@ def test_dgl_follows_its_equations_with_any_head(head):
     assert_close(greedy(3, 1, head=head), greedily(3, 1, head))
 
 
-@pytest.mark.parametrize("K", [1, 2, 4])
-@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize(("K", "M"), grid([1, 2, 4], [1, 3], default=[(1, 1), (2, 1), (4, 3)]))
 def test_dgl_follows_its_equations(K, M):
     assert_close(greedy(K, M, head="mlp"), greedily(K, M, "mlp"))
 
