@@ -32,7 +32,7 @@ from tests.support.kill import (
     random_update_of_epoch,
     records,
 )
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import RanksFailed, command_on_ranks, run_ranks
 from tests.support.tiers import slow
 
 pytestmark = pytest.mark.ranks
@@ -498,7 +498,7 @@ def test_the_command_of_a_finished_run_says_so_trains_nothing_and_writes_nothing
     capsys.readouterr()
     assert train_here(IMAGES, tmp_path) == 0
     here = capsys.readouterr().out
-    as_processes = run_again(tmp_path)
+    as_processes = command_on_ranks(2, "train", *RUNS[IMAGES], f"run_dir={tmp_path / 'run'}")
     for said in (here, as_processes.out):
         assert f"nothing left to train: {tmp_path / 'run'} is complete" in said
         assert "epoch 1/4" not in said
