@@ -147,7 +147,7 @@ def test_every_method_gives_the_same_values_in_any_order(name, options):
 
 @settings(max_examples=200)
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 5), st.data())
-def test_any_interleaving_that_hypothesis_finds_gives_the_same_values(K, M, num_groups, data):
+def test_any_interleaving_of_hypothesis_gives_the_same_values(K, M, num_groups, data):
     adl, sizes = method("adl", accumulation_steps=M), [M] * (num_groups - 1) + [data.draw(st.integers(1, M))]
     got = final_weights(adl, K, sizes, lambda runnable: data.draw(st.sampled_from(list(runnable))))
     assert got == final_weights(adl, K, sizes, at_random(0))
@@ -229,7 +229,8 @@ def note(versions, stage):
 
 
 @pytest.mark.parametrize(("K", "M"), [(4, 1), (4, 2), (4, 4), (3, 3)])
-def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive_beside_the_present_one(K, M):
+def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive(K, M):
+    """At most ceil of delay over m weight copies are alive next to the present one."""
     delay = Pipeline(method("adl", accumulation_steps=M), K).delays[0]
     stage = conv_stage("stash")
     stage.begin(0, training=True)
@@ -247,7 +248,7 @@ def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive_beside_the_present
     assert most == math.ceil(delay / M) + 1
 
 
-def test_nothing_is_copied_where_nothing_is_in_flight_at_an_update():
+def test_nothing_is_copied_where_nothing_is_in_flight():
     stage = conv_stage("stash")
     stage.begin(0, training=True)
     before = list(stage.module.parameters())
@@ -290,7 +291,7 @@ def test_what_went_downstream_is_not_kept_for_the_backward():
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_a_segment_that_was_broken_off_leaves_no_gradient_to_the_next(weights):
+def test_a_broken_off_segment_leaves_no_gradient_to_the_next(weights):
     def updated(stage):
         stage.begin(0, training=True)
         stage.forward(0, (x,), None)
@@ -310,7 +311,7 @@ def test_a_segment_that_was_broken_off_leaves_no_gradient_to_the_next(weights):
     assert all(map(torch.equal, updated(broken_off), updated(fresh)))
 
 
-def test_dropout_is_a_function_of_seed_epoch_stage_and_micro_batch_alone():
+def test_dropout_depends_on_seed_epoch_stage_and_micro_batch():
     def masks(seed, epoch, index):
         stage = Stage(
             nn.Dropout(0.5),
@@ -331,7 +332,7 @@ def test_dropout_is_a_function_of_seed_epoch_stage_and_micro_batch_alone():
     assert not torch.equal(reference[0], reference[1])
 
 
-def test_a_module_that_starts_in_place_leaves_the_tensor_that_came_in_alone():
+def test_a_module_that_starts_in_place_leaves_its_input_alone():
     module, spec = nn.Sequential(nn.ReLU(inplace=True)), Specs.always([TensorSpec((2,), "float32")])
     found = dry_run(module, 1, spec, None, nn.CrossEntropyLoss(), torch.device("cpu"))
     stage = Stage(
@@ -351,7 +352,7 @@ def test_a_module_that_starts_in_place_leaves_the_tensor_that_came_in_alone():
     assert torch.equal(dx, torch.tensor([[0.0, 1.0]]))
 
 
-def test_a_parameter_used_twice_within_a_stage_stays_one_parameter():
+def test_a_parameter_used_twice_in_a_stage_stays_one_parameter():
     shared = nn.Linear(3, 3, bias=False).double()
     stage = Stage(
         nn.Sequential(shared, nn.Tanh(), shared),

@@ -78,7 +78,8 @@ def _store(K):
 
 
 @pytest.mark.parametrize("K", [slow(2), 3])
-def test_gpipe_and_1f1b_and_bp_give_the_gradients_of_torch_distributed_pipelining(K):
+def test_synchronous_methods_give_the_gradients_of_torchs(K):
+    """GPipe and 1F1B and BP give the gradients of torch.distributed.pipelining."""
     theirs = run_ranks(K, one_step_of_theirs, K, timeout_seconds=60)
     for ours in run_ranks(K, one_step_of_ours, K, timeout_seconds=60)[0]:
         for of_rank in theirs:

@@ -55,7 +55,8 @@ def logs_of(run_dir):
     ],
     ids=["stage 0", "stage 1"],
 )
-def test_a_stage_that_does_not_take_its_input_is_told_once_and_known_to_both_ranks(overrides, parts, start, tmp_path):
+def test_a_stage_that_does_not_take_its_input_is_reported_once(overrides, parts, start, tmp_path):
+    """A stage that does not take its input is reported once and known to both ranks."""
     outcome = start(*words(tmp_path / "run", *overrides, processes=True))
     shows(outcome.refusal(), parts)
     assert left_behind(tmp_path) == []
@@ -72,7 +73,8 @@ def diverged(tmp_path_factory, start):
     return run_dir, command, start(*command)
 
 
-def test_a_loss_that_is_not_finite_stops_both_processes_and_keeps_the_last_checkpoint(diverged):
+def test_a_nan_loss_stops_both_processes_and_keeps_a_checkpoint(diverged):
+    """A loss that is not finite stops both processes and keeps the last checkpoint."""
     run_dir, _, outcome = diverged
     shows(outcome.refusal(), ["stage 1: the loss is nan at update 2 (epoch 1)", "the last checkpoint is kept"])
     assert outcome.out.startswith("epoch 1/3")
@@ -93,7 +95,8 @@ def test_a_damaged_checkpoint_of_two_processes_is_told_once(diverged, start, tmp
     assert snapshot(run_dir / "checkpoints") == before
 
 
-def test_the_folder_of_another_run_of_two_processes_stays_as_it_is_to_the_last_byte(diverged, start):
+def test_another_runs_folder_stays_as_it_is_for_processes(diverged, start):
+    """The folder of another run of two processes stays as it is to the last byte."""
     run_dir, command, _ = diverged
     before = snapshot(run_dir)
     outcome = start(*command, "seed=1")
@@ -105,7 +108,7 @@ def test_the_folder_of_another_run_of_two_processes_stays_as_it_is_to_the_last_b
 OTHER_NUMBER = ["partition.num_stages=3 needs 3 processes, but torchrun started 2", "--nproc-per-node=3"]
 
 
-def test_a_number_of_processes_that_is_not_the_number_of_stages_is_told_once(tmp_path):
+def test_another_number_of_processes_than_stages_is_told_once(tmp_path):
     outcome = by_the_fork_server(*words(tmp_path / "run", "partition.num_stages=3", processes=True))
     shows(outcome.refusal(), [*OTHER_NUMBER, "partition.num_stages=2"])
     assert snapshot(tmp_path) == {}
@@ -124,7 +127,7 @@ def test_torchrun_with_another_number_of_processes_is_told_once(tmp_path):
     assert snapshot(tmp_path) == {}
 
 
-def test_a_rank_that_reaches_nobody_ends_in_time_and_says_what_to_look_at(tmp_path):
+def test_a_rank_that_reaches_nobody_ends_in_time(tmp_path):
     with socket.socket() as taken:  # bound and not listening: nobody answers there, and nobody else can bind it
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -141,7 +144,7 @@ def test_a_rank_that_reaches_nobody_ends_in_time_and_says_what_to_look_at(tmp_pa
     assert not list(tmp_path.glob("run/checkpoints"))
 
 
-def test_a_rank_that_is_not_told_where_the_others_meet_says_what_is_missing(tmp_path):
+def test_a_rank_without_a_meeting_place_says_what_is_missing(tmp_path):
     outcome = command_on_ranks(
         1,
         *words(tmp_path / "run", "runtime.timeout_seconds=2", processes=True),
@@ -184,7 +187,7 @@ def said_by(folder):
     ],
     ids=["small dataset", "no such class", "loss", "bug on rank 1", "bug on rank 0"],
 )
-def test_one_rank_tells_the_mistake_and_all_ranks_end_with_its_exit_code(overrides, code, parts, tmp_path):
+def test_one_rank_reports_and_all_end_with_its_exit_code(overrides, code, parts, tmp_path):
     arguments = words(tmp_path / "run", *overrides, "runtime.timeout_seconds=5", processes=True)
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, command_on_a_rank, str(tmp_path), arguments, timeout_seconds=40)

@@ -33,7 +33,7 @@ def assigned(script, expression):
     return done.stdout.splitlines()
 
 
-def test_what_is_printed_is_the_template_with_the_settings_filled_in(tmp_path):
+def test_what_is_printed_is_the_template_filled_in(tmp_path):
     words = ["train.epochs=3", f"run_dir='{tmp_path}/with space'"]
     script = printed("--nodes", "2", "--processes-per-node", "2", "--time", "10:00", "--interface", "ib0", *words)
     asked = {"nodes": "2", "cpus-per-task": "2", "time": "10:00"}
@@ -81,7 +81,7 @@ def test_each_task_of_a_job_array_has_a_choice_of_its_own():
         (["--nodes", "2", "--processes-per-node", "2"], "2", "2"),
     ],
 )
-def test_of_nodes_processes_and_stages_the_one_that_is_missing_follows(words, nodes, per_node):
+def test_of_nodes_processes_and_stages_the_missing_one_follows(words, nodes, per_node):
     script = printed(*words)
     assert directives(script)["nodes"] == nodes
     assert assigned(script, "echo $PROCESSES_PER_NODE") == [per_node]
@@ -106,7 +106,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "parts"), REFUSED, ids=lambda words: " ".join(words))
-def test_what_cannot_be_run_is_refused_before_it_waits_in_a_queue(words, parts):
+def test_what_cannot_be_run_is_refused_before_the_queue(words, parts):
     shows(in_process(*LAUNCH, "--dry-run", *words).refusal(), parts)
 
 
@@ -143,7 +143,8 @@ def test_the_script_goes_to_sbatch_as_it_is_printed(monkeypatch, tmp_path, code,
         ("kill -USR1 $PPID; {stops}; exit 1", 1),
     ],
 )
-def test_a_node_tells_slurm_to_come_again_only_if_its_ranks_have_stopped_at_a_signal(does, code, tmp_path):
+def test_a_node_asks_slurm_again_only_if_stopped_by_a_signal(does, code, tmp_path):
+    """A node asks SLURM to come again only if its ranks have stopped at a signal."""
     stops = f"{sys.executable} -c 'from adl_dist.distributed import parent_process; parent_process.flag_stopped()'"
     torchrun = tmp_path / "torchrun"
     torchrun.write_text(f"#!/bin/sh\n{does.format(stops=stops)}\n")

@@ -22,7 +22,7 @@ def weights(run_dir, out):
     return torch.load(out, weights_only=True)
 
 
-def test_all_ranks_cut_where_one_has_measured_and_reach_the_bits_of_one_process(tmp_path):
+def test_all_ranks_cut_where_one_has_measured(tmp_path):
     outcome = train(tmp_path / "ranks", processes=True)
     assert outcome.code == 0, outcome.err
     assert "measured cut: [" in outcome.out
@@ -35,7 +35,7 @@ def test_all_ranks_cut_where_one_has_measured_and_reach_the_bits_of_one_process(
     assert all(torch.equal(apart[name], together[name]) for name in together)
 
 
-def test_a_measurement_that_cannot_be_had_ends_every_rank_with_one_line(tmp_path):
+def test_a_measurement_that_fails_ends_every_rank_with_one_line(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile.json").write_text("{}")
     line = train(tmp_path / "run", processes=True).refusal()

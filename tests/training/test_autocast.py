@@ -78,7 +78,8 @@ def test_stages_under_autocast_equal_the_equations_bit_for_bit(K, weights):
     assert not all(torch.equal(state[name], plain[name]) for name in state)
 
 
-def test_bfloat16_crosses_the_cut_in_both_directions_and_parameters_stay_float32():
+def test_bfloat16_crosses_the_cut_and_parameters_stay_float32():
+    """Bfloat16 crosses the cut in both directions and parameters stay float32."""
     seen = {}
     model = batch_norm_net()
     model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].dtype))

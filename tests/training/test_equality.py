@@ -84,7 +84,8 @@ def test_one_stage_equals_a_plain_torch_loop_bit_for_bit(M, dtype):
     assert_equal(state, model.state_dict())
 
 
-def test_one_stage_and_one_step_equals_the_loop_of_every_torch_tutorial_bit_for_bit():
+def test_one_stage_equals_the_loop_of_every_torch_tutorial():
+    """One stage and one step equals the loop of every torch tutorial bit for bit."""
     model = batch_norm_net()
     optimizer = sgd(model.parameters())
     schedule = warm_up_schedule(optimizer)

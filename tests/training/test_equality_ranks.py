@@ -81,7 +81,7 @@ def stage_1_raises():
     trainer.fit(FixedImages(32), epochs=1, batch_size=8, quiet=True)
 
 
-def test_the_cause_of_a_failure_is_known_on_every_rank_before_its_victims():
+def test_every_rank_knows_the_cause_of_a_failure_first():
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, stage_1_raises)
     text = str(failure.value)
@@ -107,7 +107,7 @@ def a_head_where_none_can_be():
     trainer.fit(FixedImages(16), epochs=1, batch_size=8, quiet=True)
 
 
-def test_a_method_that_does_not_fit_the_model_is_refused_on_every_rank():
+def test_a_method_that_does_not_fit_is_refused_on_every_rank():
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, a_head_where_none_can_be)
     text = str(failure.value)

@@ -162,7 +162,9 @@ def test_shrinking_follows_the_equations(name, K):
 
 
 @pytest.mark.parametrize("K", [2, 3, 4])
-def test_the_first_gradient_of_stage_k_is_shrunk_by_beta_to_the_k_minus_1_minus_k_and_weight_decay_is_not(K):
+def test_the_first_gradient_is_shrunk_and_weight_decay_is_not(K):
+    """The first gradient of stage k is shrunk by beta to the k-1-k and weight decay is not."""
+
     def first_step(beta, weight_decay):
         trainer = adl_dist.Trainer(
             batch_norm_net().double(),
@@ -201,7 +203,7 @@ def test_bp_across_stages_equals_one_stage_bit_for_bit():
 
 
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
-def test_recomputation_changes_nothing_in_gpipe_neither_batch_norm_nor_dropout(recompute):
+def test_recomputation_changes_nothing_in_gpipe(recompute):
     expected, _ = train(3, 4, torch.float32, method="gpipe", dropout=0.3)
     got, _ = train(3, 4, torch.float32, method="gpipe", dropout=0.3, options={"recompute": recompute})
     assert_same_bits(got, expected)
@@ -221,7 +223,7 @@ def awkward_nets():
 
 
 @pytest.mark.parametrize("first", awkward_nets())
-def test_a_replay_meets_the_input_and_the_buffers_that_the_forward_met(first):
+def test_a_replay_meets_the_input_and_buffers_of_the_forward(first):
     def state(recompute):
         torch.manual_seed(3)
         model = nn.Sequential(awkward_nets()[first], *batch_norm_net())
@@ -256,7 +258,7 @@ WITHOUT_DGL = [name for name in METHODS if name != "dgl"]
 @pytest.mark.parametrize(
     ("name", "K"), grid(WITHOUT_DGL, [3, 4], default=[(n, 3 + i % 2) for i, n in enumerate(WITHOUT_DGL)])
 )
-def test_with_a_learning_rate_of_zero_every_gradient_is_that_of_bp(name, K):
+def test_with_a_rate_of_zero_every_gradient_is_that_of_bp(name, K):
     """Staleness cannot matter if the weights stand still: momentum then holds the same sum of gradients as in BP."""
 
     def buffers_of(name):
@@ -290,7 +292,7 @@ def test_2bw_is_sgd_delayed_by_one_update_whatever_the_cut():
     assert_close(run(3, 4, "adl", weights="2bw", delay="decoupled"), expected)
 
 
-def test_ddg_and_pipedream_differ_in_the_forward_lock_alone_and_so_not_in_a_bit():
+def test_ddg_and_pipedream_differ_in_no_bit():
     assert_same_bits(run(4, 1, "ddg"), run(4, 1, "pipedream"))
 
 
@@ -308,7 +310,7 @@ def test_methods_that_differ_reach_different_weights(pair):
 
 
 @pytest.mark.parametrize("M", [1, 4])
-def test_backward_first_follows_the_equations_with_each_delay_one_shorter(M):
+def test_backward_first_has_each_delay_one_shorter(M):
     got = run(4, M, "adl", order="backward_first")
     assert_close(got, by_the_equations(4, M, [5, 3, 1, 0], "stash"))
 
@@ -335,7 +337,7 @@ SLOTS = {
 
 
 @pytest.mark.parametrize(("name", "M"), grid(SLOTS, [1, 2], default=[(n, 1 + i % 2) for i, n in enumerate(SLOTS)]))
-def test_the_slot_clock_shows_each_stage_the_rate_of_the_moment_of_its_update(name, M):
+def test_the_slot_clock_gives_each_stage_the_rate_of_its_update(name, M):
     K, options = 3, {"activation_queue": 2} if name == "dsp" else {}
     delays, weights = EQUATIONS[name]
     listed = [6, 3, 0] if name == "dsp" else delays(K)
@@ -350,7 +352,7 @@ def test_the_slot_clock_shows_each_stage_the_rate_of_the_moment_of_its_update(na
 
 
 @pytest.mark.parametrize("M", [1, 4])
-def test_the_slot_clock_of_backward_first_is_that_of_the_authors_mode_b(M):
+def test_the_slot_clock_of_backward_first_is_that_of_mode_b(M):
     """Module k < K steps in the slot of its backward, module K at the start of the next."""
     K = 4
 
@@ -362,7 +364,7 @@ def test_the_slot_clock_of_backward_first_is_that_of_the_authors_mode_b(M):
     assert_close(got, by_the_equations(K, M, [5, 3, 1, 0], "stash", lr_of=rate))
 
 
-def test_a_schedule_of_fixed_length_is_not_run_past_its_end_by_the_slot_clock():
+def test_the_slot_clock_does_not_run_past_a_fixed_schedule():
     def schedule(optimizer, total_updates):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_updates + 1)
 

@@ -27,7 +27,8 @@ def run(*command, cwd):
     return done
 
 
-def test_a_users_script_learns_and_gives_the_same_bits_plainly_and_under_torchrun(tmp_path):
+def test_a_users_script_gives_the_same_bits_under_torchrun(tmp_path):
+    """A user's script learns and gives the same bits plainly and under torchrun."""
     plain = json.loads(run(sys.executable, SCRIPT, "plain", cwd=tmp_path).stdout)
     under_torchrun = json.loads(run(*TORCHRUN, SCRIPT, "torchrun", cwd=tmp_path).stdout)
     assert under_torchrun == plain
