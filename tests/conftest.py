@@ -2,11 +2,15 @@
 
 import hypothesis
 import pytest
+import torch
 
 # The same examples in every run. A limit in wall-clock time would fail whenever something else has the cores, and
 # pytest-timeout ends what hangs.
 hypothesis.settings.register_profile("adl_dist", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("adl_dist")
+
+# Trainers of tests have one thread, and sums over several round differently; of small tensors several take longer.
+torch.set_num_threads(1)
 
 LEFT_OUT = {
     "fuzz": "strangers for minutes: make test-fuzz",

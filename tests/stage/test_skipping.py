@@ -9,14 +9,15 @@ from torch import nn
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.schedule import Pipeline
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import buffers_kept_finite
+from tests.support.equations import EQUATIONS, assert_close, assert_same_bits, by_the_equations, micro_batches
 from tests.support.planted import SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs
 from tests.support.runs import EPOCHS, sgd, train, warm_up_schedule
 from tests.support.tiers import covering
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.training.test_methods import EQUATIONS, assert_close, assert_same_bits, by_the_equations, micro_batches
 
 SKIP = {"non_finite": "skip"}
 
@@ -128,8 +129,8 @@ def test_an_infinite_gradient_upstream_only_stops_the_run():
 
 def test_local_losses_cannot_skip_in_all_stages():
     with pytest.raises(ConfigError, match=r"train\.non_finite=skip cannot skip .* method=dgl"):
-        GradientPolicy(**SKIP).check(adl_dist.method("dgl"), 2)
-    GradientPolicy(**SKIP).check(adl_dist.method("dgl"), 1)
+        GradientPolicy(**SKIP).check(Pipeline(adl_dist.method("dgl"), 2))
+    GradientPolicy(**SKIP).check(Pipeline(adl_dist.method("dgl"), 1))
 
 
 @pytest.mark.parametrize("method", ["adl", "fr", "gpipe"])
@@ -171,8 +172,6 @@ def test_each_stage_clips_its_own_gradient_as_the_equations_say(name):
 
 
 def test_one_stage_clips_as_a_plain_torch_loop_does_bit_for_bit():
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the trainer's; sums over several threads round differently
     model, batches = batch_norm_net(), [(x.float(), target) for x, target in micro_batches()]
     optimizer = sgd(model.parameters())
     schedule = warm_up_schedule(optimizer)
@@ -182,7 +181,6 @@ def test_one_stage_clips_as_a_plain_torch_loop_does_bit_for_bit():
         nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
         schedule.step()
-    torch.set_num_threads(torch_threads)
     assert_same_bits(train(1, 1, torch.float32, clip_norm=0.3)[0], model.state_dict())
 
 
@@ -197,4 +195,4 @@ def test_one_stage_clips_as_a_plain_torch_loop_does_bit_for_bit():
 )
 def test_what_cannot_be_is_refused(wrong, told):
     with pytest.raises(ConfigError, match=told):
-        GradientPolicy(**wrong).check(adl_dist.method("adl"), 2)
+        GradientPolicy(**wrong).check(Pipeline(adl_dist.method("adl"), 2))

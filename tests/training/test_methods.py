@@ -1,6 +1,5 @@
 """Every method against its own equations, in float64 to 1e-12, and what the papers say of it."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -8,19 +7,26 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.partition import cut
 from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import build_head
 from adl_dist.transport import TensorSpec
-from tests.support.oracle import train_by_the_equations, train_greedily
+from tests.support.equations import (
+    EQUATIONS,
+    assert_close,
+    assert_same_bits,
+    by_the_equations,
+    decoupled,
+    micro_batches,
+    minimal,
+    modules_of,
+)
+from tests.support.oracle import train_greedily
 from tests.support.runs import (
     BALANCE,
     EPOCHS,
     LR,
-    MICRO_BATCH,
     MOMENTUM,
-    NUM_SAMPLES,
     WEIGHT_DECAY,
     sgd,
     train,
@@ -31,75 +37,9 @@ from tests.support.tiers import grid
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 
 
-def decoupled(K):
-    return [2 * (K - k) for k in range(1, K + 1)]
-
-
-def minimal(K):
-    return [K - k for k in range(1, K + 1)]
-
-
-def at_once(K):
-    return [0] * K
-
-
-# What the equations of each method say: the delay of each module and the weights of the backward.
-EQUATIONS = {
-    "bp": (at_once, "stash"),
-    "gpipe": (at_once, "stash"),
-    "1f1b": (at_once, "stash"),
-    "adl": (decoupled, "stash"),
-    "fdg": (decoupled, "stash"),
-    "dsp": (decoupled, "recompute"),
-    "ddg": (minimal, "stash"),
-    "fr": (minimal, "recompute"),
-    "pipedream": (minimal, "stash"),
-    "2bw": (minimal, "2bw"),
-    "paci": (minimal, "latest"),
-}
-
-
-def modules_of(K):
-    modules = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])
-    return modules if K > 1 else [batch_norm_net().double()]
-
-
-@functools.cache
-def micro_batches(size=MICRO_BATCH, num_samples=NUM_SAMPLES):
-    data = FixedImages(num_samples, dtype=torch.float64)
-    return [(data.images[i : i + size], torch.tensor(data.labels[i : i + size])) for i in range(0, num_samples, size)]
-
-
-def by_the_equations(K, M, delays, weights, *, epochs=EPOCHS, lr=None, **options):
-    return train_by_the_equations(
-        modules_of(K),
-        [micro_batches()] * epochs,
-        M=M,
-        loss_fn=nn.CrossEntropyLoss(),
-        lr=lr or [LR * warm_up(s) for s in range(epochs * 11)],
-        momentum=MOMENTUM,
-        weight_decay=WEIGHT_DECAY,
-        delays=delays,
-        weights=weights,
-        **options,
-    )
-
-
 def run(K, M, name, **options):
     state, _ = train(K, M, torch.float64, method=name, options=options)
     return state
-
-
-def assert_close(got, expected, tolerance=1e-12):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
-
-
-def assert_same_bits(got, expected):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(got[name], expected[name]), name
 
 
 def differ(a, b):

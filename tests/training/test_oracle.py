@@ -17,14 +17,6 @@ K = len(BALANCE)
 POLICIES = ["stash", "recompute", "latest", "2bw"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def micro_batches(samples=20, size=3):
     data = FixedImages(samples, dtype=torch.float64)
     return [(data.images[i : i + size], torch.tensor(data.labels[i : i + size])) for i in range(0, samples, size)]

@@ -168,16 +168,17 @@ def test_the_logged_loss_is_the_mean_over_the_groups_samples(tmp_path):
     assert first["num_samples"] == 6
 
 
-def test_the_callers_random_stream_and_threads_are_left_alone():
+def test_the_callers_random_stream_and_threads_are_left_alone(request):
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     trainer = trainer_of(2, model=batch_norm_net(dropout=0.5))
     torch.manual_seed(3)
     trainer.fit(Recording(12), epochs=1, batch_size=4, quiet=True)
     assert torch.equal(torch.rand(3), expected)
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
 
 
 def test_a_run_keeps_one_tensor_for_equal_loss_weights(monkeypatch):
