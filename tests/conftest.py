@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 LEFT_OUT = {
     "fuzz": "strangers for minutes: make test-fuzz",
     "long": "long runs take minutes: make test-long",
-    "slow": "starts whole runs again and again: make test-slow",
+    "slow": "another launcher, kill, signal or size: make test-slow",
     "slurm": "needs root and a SLURM cluster: make test-slurm",
     "zoo": "all of torchvision takes half an hour: make test-zoo",
 }
