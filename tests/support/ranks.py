@@ -98,7 +98,9 @@ def _command(output: str, words: tuple[str, ...], env: Mapping[str, str] | None)
     """Run one rank of the command, with its output in files; a rank that fails ends here."""
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(f"{output}/{name}{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), descriptor)
-    if env is not None:
+    if env is None:
+        os.environ["TORCHELASTIC_RUN_ID"] = pathlib.Path(output).name  # a rank waits for a launcher to end it
+    else:
         for name in OF_RANKS:
             os.environ.pop(name, None)
         os.environ.update(env)
