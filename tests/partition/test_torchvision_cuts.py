@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.support.cut_steps import assert_the_cut_network_equals_the_uncut_one
-from tests.support.tiers import covering
 
 FAMILIES = [
     "densenet121",
@@ -19,9 +18,8 @@ FAMILIES = [
     "swin_t",
     "vit_b_32",
 ]
-SLOW = {"densenet121", "efficientnet_b0", "googlenet with heads", "regnet_y_400mf", "swin_t"}
 
 
-@pytest.mark.parametrize("name", covering(FAMILIES, set(FAMILIES) - SLOW))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_cut_network_computes_the_bits_of_the_uncut_one(name, tmp_path):
     assert_the_cut_network_equals_the_uncut_one(name, torch.float32, tmp_path)
