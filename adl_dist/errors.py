@@ -54,9 +54,15 @@ class SaveError(AdlError, RuntimeError):
 
 
 class DivergedError(AdlError, ArithmeticError):
-    """A loss or a gradient is not finite."""
+    """A loss or a gradient is not finite.
+
+    Attributes:
+        update: the update that it was computed for.
+        epoch: the epoch of that update, counted from 0.
+    """
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
+        self.update, self.epoch = update, epoch
         super().__init__(
             f"stage {stage}: {what} at update {update} (epoch {epoch}); the last checkpoint is kept. Lower "
             "optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the "

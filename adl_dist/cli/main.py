@@ -20,16 +20,17 @@ adl-dist COMMAND [KEY=VALUE ...]
   train       train; every key has a default, so `adl-dist train` runs as it is
   evaluate    evaluate a checkpoint:       adl-dist evaluate run_dir=runs/NAME
   export      write one plain state_dict:  adl-dist export run_dir=runs/NAME out=model.pt
+  compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
   bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
   status      what a running job is at:    adl-dist status runs/NAME [--json]
   checkpoint  have it save now:            adl-dist checkpoint runs/NAME
   stop        have it save now and end:    adl-dist stop runs/NAME
-  launch      submit a run to SLURM:       adl-dist launch slurm --nodes 2 --processes-per-node 4 model=resnet56
 
 adl-dist train --help lists the keys, also those of another method: adl-dist train --help method=fr
 adl-dist train --multirun KEY=A,B runs all combinations and compares them
+On SLURM: sbatch launch/slurm.sbatch KEY=VALUE ... from a checkout
 adl-dist schedule --help lists its flags: pictures, JSON, predicted speed
 Under torchrun, `python -m adl_dist train ...` is one rank of K.
 """
@@ -84,7 +85,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(USAGE)
         return 0 if words else 2
     command = _commands().get(words[0])
-    if command and words[0] not in ("train", "schedule", "plan", "bench", "launch") and {"-h", "--help"} & set(words):
+    if command and words[0] not in ("train", "schedule", "plan", "bench") and {"-h", "--help"} & set(words):
         sys.stdout.write(USAGE)
         return 0
     try:
@@ -146,13 +147,13 @@ def _commands() -> dict[str, Callable[[list[str]], None]]:
         "train": _late("train", "train"),
         "evaluate": _late("train", "evaluate"),
         "export": _late("train", "export"),
+        "compare": _late("compare", "compare"),
         "schedule": _late("schedule", "schedule"),
         "plan": _late("plan.command", "plan"),
         "bench": _late("bench.command", "bench"),
         "status": _late("status", "status"),
         "checkpoint": _late("status", "checkpoint"),
         "stop": _late("status", "stop"),
-        "launch": _late("slurm", "launch"),
     }
 
 

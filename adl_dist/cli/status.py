@@ -9,6 +9,7 @@ from typing import Any
 from adl_dist.control.requests import Ask
 from adl_dist.control.run_socket import ask_run
 from adl_dist.errors import ConfigError
+from adl_dist.report.tables import text_table
 
 HEAD = ("stage", "host:pid", "epoch", "update", "micro-batch", "images/s", "busy", "staleness", "memory", "now")
 
@@ -33,9 +34,7 @@ def stop(words: list[str]) -> None:
 def table(answer: Mapping[str, Any]) -> str:
     """The answer to ``status``, one line per stage."""
     rows = [HEAD, *(_row(stage) for stage in answer["stages"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, f"coordinator  {answer['coordinator']}"])
+    return "\n".join([*text_table(rows), f"coordinator  {answer['coordinator']}"])
 
 
 def _row(stage: Mapping[str, Any]) -> Sequence[str]:

@@ -1,6 +1,5 @@
 """What each command does."""
 
-import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,9 @@ from typing import Any
 
 import torch
 
+from adl_dist.checkpoint import storage
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
+from adl_dist.checkpoint.storage import Shard
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run, known_run, print_keys, simple_options
 from adl_dist.cli.config.schema import Device, RunConfig
@@ -18,9 +19,10 @@ from adl_dist.control.run_socket import remove_stale
 from adl_dist.distributed import parent_process
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import AdlError, CheckpointError, StageFailed
+from adl_dist.errors import AdlError, CheckpointError, DivergedError, StageFailed
 from adl_dist.launch.local import launch_local
 from adl_dist.report import final_table, tell
+from adl_dist.report.files import write_atomically
 
 _setting_up = True  # until this rank meets the others, all ranks find the same errors
 
@@ -56,27 +58,31 @@ def train(words: list[str]) -> None:
     trainer = instantiate.trainer(config)
     _setting_up = False
     train_data, val_data = instantiate.build_data(config) if trainer.needs_data else (None, None)
-    summary = trainer.fit(
-        train_data,
-        epochs=config.train.epochs,
-        batch_size=config.train.batch_size,
-        val_dataset=val_data,
-        run_dir=config.run_dir,
-        resume=config.resume,
-        max_updates=config.train.max_updates,
-        shuffle=config.data.get("shuffle", True),
-        num_workers=config.data.get("num_workers", 0),
-        checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
-        checkpoint_every_updates=config.runtime.checkpoint_every_updates,
-        keep_checkpoints=config.runtime.keep_checkpoints,
-        keep_best=config.runtime.keep_best,
-        async_save=config.runtime.async_save,
-        tensorboard=config.runtime.tensorboard,
-        trace=config.runtime.trace,
-        memory=config.runtime.memory,
-        handle_signals=not parent_process.is_part_of_more(),
-        config=plain,
-    )
+    try:
+        summary = trainer.fit(
+            train_data,
+            epochs=config.train.epochs,
+            batch_size=config.train.batch_size,
+            val_dataset=val_data,
+            run_dir=config.run_dir,
+            resume=config.resume,
+            max_updates=config.train.max_updates,
+            shuffle=config.data.get("shuffle", True),
+            num_workers=config.data.get("num_workers", 0),
+            checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
+            checkpoint_every_updates=config.runtime.checkpoint_every_updates,
+            keep_checkpoints=config.runtime.keep_checkpoints,
+            keep_best=config.runtime.keep_best,
+            async_save=config.runtime.async_save,
+            tensorboard=config.runtime.tensorboard,
+            trace=config.runtime.trace,
+            memory=config.runtime.memory,
+            handle_signals=not parent_process.is_part_of_more(),
+            config=plain,
+        )
+    except DivergedError as error:
+        RunFolder(Path(config.run_dir)).write_divergence(error)
+        raise
     if launched_rank() == 0:
         _say(_ending(summary, config.run_dir))
     if "stopped" in summary:
@@ -98,9 +104,9 @@ def evaluate(words: list[str]) -> None:
 
 
 def export(words: list[str]) -> None:
-    """``adl-dist export``: one plain state_dict with the uncut model's own names."""
+    """``adl-dist export``: one plain state_dict with the uncut model's own names, as safetensors or for torch.load."""
     options = simple_options(
-        words, command="export", required={"run_dir": "runs/NAME", "out": "model.pt"}, optional=["checkpoint"]
+        words, command="export", required={"run_dir": "runs/NAME", "out": "model.safetensors"}, optional=["checkpoint"]
     )
     out = Path(options["out"])
     if os.path.lexists(out):
@@ -112,16 +118,18 @@ def export(words: list[str]) -> None:
     trainer = instantiate.trainer(config, num_stages=1, processes=False)
     trainer.load_checkpoint(path)
     state = trainer.full_state_dict()
-    unfinished = out.with_name(f".{out.name}.saving")
     try:
-        with unfinished.open("wb") as file:
-            torch.save(state, file)
-        unfinished.rename(out)
+        with write_atomically(out) as unfinished:
+            unfinished.unlink(missing_ok=True)  # from an export that was killed
+            if out.suffix == storage.SUFFIX:
+                storage.write_file(unfinished, Shard(state))
+            else:
+                with unfinished.open("wb") as file:
+                    torch.save(state, file)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
-    _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict(torch.load('{out}')) takes them")
+    loader = "safetensors.torch.load_file" if out.suffix == storage.SUFFIX else "torch.load"
+    _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
 
 
 def _known_run_here(run_dir: Path) -> RunConfig:

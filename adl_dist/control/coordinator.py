@@ -12,6 +12,7 @@ from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, Saver
 from adl_dist.checkpoint.compatibility import check_identity, identity_of, partition_change_note
 from adl_dist.checkpoint.run_dir import RunFolder
+from adl_dist.control.reports import use_saver
 from adl_dist.control.requests import Ask, Request, Requests
 from adl_dist.control.rpc import Record, Result, WorkerGroup
 from adl_dist.control.totals import RunTotals
@@ -62,6 +63,8 @@ class Coordinator:
     ) -> None:
         """Take the workers; ``drain_changes_result``: whether draining where ``plan`` does not changes values."""
         self._crew, self._plan, self._saving = workers, plan, saving
+        if saving is not None:
+            use_saver(saving.saver)
         self._recorder, self._progress = recorder, progress
         self._requests, self._drains_leave_traces = requests or Requests(), drain_changes_result
         # Where the run stands: whole epochs done, samples of the next one done, updates done.
@@ -244,10 +247,14 @@ class Coordinator:
         }
         saver = self._saving.saver
         self._finish_saving(saver)
-        saver.save(self._crew.call, manifest)
+        saver.save(self._write_parts, manifest)
         self._saved_at = self._update
         if self._is_over:
             self._finish_last_save(saver, "training is over, but its last weights are lost")
+
+    def _write_parts(self, path: Path, *, token: str, background: bool) -> set[int]:
+        results = self._crew.call("save", path=str(path), token=token, background=background)
+        return {result["rank"] for result in results}
 
     def _finish_saving(self, saver: Saver) -> Path | None:
         path = saver.wait()

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed.rpc as rpc
 import torch.futures
 
+from adl_dist.checkpoint.async_save import PartReport, Saver
 from adl_dist.distributed.rpc_errors import translate_rpc_errors
 from adl_dist.distributed.world import COORDINATOR_RANK, World, name_of
 from adl_dist.errors import AdlError, ChannelError
@@ -19,6 +20,30 @@ logger = logging.getLogger("adl_dist")
 REPORT_SECONDS = 0.2  # records travel in batches this far apart
 
 _reports: "queue.SimpleQueue[str]" = queue.SimpleQueue()
+
+
+_savers: list[Saver] = []  # of the job that runs, on rank 0
+
+
+def use_saver(saver: Saver) -> None:
+    """On rank 0: hand what processes report of their parts to ``saver``."""
+    _savers[:] = [saver]
+
+
+def _take_part(part: PartReport) -> None:
+    for saver in _savers:
+        saver.take_part(part)
+
+
+def send_part(world: World, part: PartReport) -> None:
+    """Report to rank 0 how the part of this process has ended."""
+    if world.rank == COORDINATOR_RANK:
+        _take_part(part)
+        return
+    try:
+        rpc.rpc_sync(name_of(COORDINATOR_RANK), _take_part, args=(part,))
+    except RuntimeError as error:
+        logger.warning("could not tell rank 0 that its part is written: %s", str(error).partition("\n")[0])
 
 
 def _take(message: str) -> None:
@@ -38,6 +63,7 @@ def report_gone(rank: int, text: str) -> None:
     """On rank 0: report, in place of ``rank``, that it is gone."""
     failure = {"failed": text, "traceback": text, "exit_code": 1, "is_victim": False, "is_gone": True}
     _reports.put(json.dumps({"rank": rank, **failure}))
+    _take_part(PartReport(rank=rank, failure=text, is_gone=True))
 
 
 class Reporter:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from adl_dist.checkpoint import async_save
 from adl_dist.control import reports
 from adl_dist.control.requests import Requests
 from adl_dist.control.rpc import Record, Result, Worker, WorkerGroup
@@ -61,7 +60,7 @@ class Supervisor:
             deactivate()
             return
         self._doctor = Watchdog(
-            self._world, self._beacon, self._coordination, on_gone=_report_gone, on_end=self._close, **limits
+            self._world, self._beacon, self._coordination, on_gone=reports.report_gone, on_end=self._close, **limits
         )
         self._doctor.start()
         try:
@@ -104,11 +103,6 @@ class Supervisor:
     def _close(self) -> None:
         if self._live is not None:
             self._live.close()
-
-
-def _report_gone(rank: int, text: str) -> None:
-    reports.report_gone(rank, text)
-    async_save.report_gone(rank, text)
 
 
 class TrackedWorker:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from adl_dist import engine
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import load, state_of
 from adl_dist.control.early_stop import RunningSegment, accept_early_stop
+from adl_dist.control.reports import send_part
 from adl_dist.control.requests import Requests
 from adl_dist.control.rpc import Record, Result
 from adl_dist.distributed.world import World
@@ -90,8 +92,10 @@ class LocalWorker:
             case "evaluate":
                 return self._evaluate(**arguments)
             case "save":
-                state = state_of(self.stages)
-                PartWriter(self.world).write(Path(arguments.pop("path")), state, **arguments)
+                state = state_of(self.stages, self.pipeline.num_stages)
+                PartWriter(self.world.rank, partial(send_part, self.world)).write(
+                    Path(arguments.pop("path")), state, **arguments
+                )
                 return [{"stage": stage.index, "rank": self.world.rank} for stage in self.stages]
             case "load":
                 self._load(**arguments)

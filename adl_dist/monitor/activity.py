@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 from adl_dist.checkpoint.async_save import COMMITTING, SAVING
-from adl_dist.checkpoint.io_progress import progress
+from adl_dist.checkpoint.layout import progress
 from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.distributed.world import launched_rank
 from adl_dist.engine import StageContext

@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor
 
 from adl_dist.checkpoint import layout
@@ -147,13 +146,8 @@ def newest(run_dir: Path) -> Path:
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    """All that a checkpoint holds, read with torch's own reader."""
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in stored.items()}  # type: ignore[union-attr]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=path)
-    return state
+    """All tensors that a checkpoint holds, by file and name."""
+    return {f"{file.name} {key}": t for file in path.glob("*.safetensors") for key, t in load_file(file).items()}
 
 
 def values_of(run_dir: Path) -> dict[tuple[Any, ...], float]:
@@ -384,7 +378,7 @@ def test_what_an_interrupted_save_left_is_removed_and_never_read(
     run_dir = half(IMAGES, tmp_path)
     leftover = run_dir / "checkpoints" / ".saving-00000099"
     leftover.mkdir()
-    for name in (".metadata", "__0_0.distcp", "manifest.json"):
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "manifest.json"):
         (leftover / name).write_bytes(b"garbage")
     with (run_dir / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"name": "train/loss", "value": 0.5, "stage": 1, "update": 16, "epoch": 2}\n')

@@ -163,7 +163,7 @@ NONSENSE = [
         ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"],
     ),
     (f"resume={ROOT}", [f"{ROOT} is not a checkpoint", "it has no manifest.json", "runs/NAME/checkpoints/update-"]),
-    ("init_from=nosuch.pt", ["init_from=nosuch.pt is not a file", "expected a state_dict"]),
+    ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
     ("run_dir=''", ["run_dir is empty", "run_dir=runs/NAME"]),
 ]
 
@@ -202,7 +202,7 @@ def test_a_missing_gpu_is_reported_before_any_process_starts(processes, tmp_path
         (["evaluate", "run_dir="], ["adl-dist evaluate needs run_dir="]),
         (["evaluate", "rundir=x"], ["does not know 'rundir=x'", "it takes run_dir=, checkpoint="]),
         (["evaluate", "train.epochs=2"], ["does not know 'train.epochs=2'", "it takes run_dir="]),
-        (["export", "run_dir=x"], ["adl-dist export needs out=", "for example out=model.pt"]),
+        (["export", "run_dir=x"], ["adl-dist export needs out=", "for example out=model.safetensors"]),
         (["export", "out=x.pt"], ["adl-dist export needs run_dir="]),
     ],
     ids=" ".join,
@@ -511,12 +511,13 @@ def edited(**changes):
     return edit
 
 
+DATA, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 DAMAGES = [
-    ("__0_0.distcp", cut, ["__0_0.distcp should hold", "bytes, found"]),
-    ("__0_0.distcp", lambda path: path.unlink(), ["__0_0.distcp should hold", "found no such file"]),
-    (".metadata", cut, [".metadata should hold", "bytes, found"]),
-    ("__0_0.distcp", garble, ["__0_0.distcp should have the SHA-256"]),
-    (".metadata", garble, [".metadata should have the SHA-256"]),
+    (DATA, cut, [f"{DATA} should hold", "bytes, found"]),
+    (DATA, lambda path: path.unlink(), [f"{DATA} should hold", "found no such file"]),
+    (INDEX, cut, [f"{INDEX} should hold", "bytes, found"]),
+    (DATA, garble, [f"{DATA} should have the SHA-256"]),
+    (INDEX, garble, [f"{INDEX} should have the SHA-256"]),
     ("manifest.json", cut, ["its manifest.json cannot be read"]),
     ("manifest.json", garble, ["its manifest.json cannot be read"]),
     ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
@@ -525,10 +526,10 @@ DAMAGES = [
     ("manifest.json", edited(update="two"), ["its manifest.json", "update"]),
     ("manifest.json", edited(metrics=None), ["its manifest.json", "'metrics'"]),
     ("manifest.json", edited(update=3), ["its manifest.json", "does not have the checksum"]),
-    ("manifest.json", edited(format=3), ["its manifest.json", "does not have the checksum"]),
+    ("manifest.json", edited(format=4), ["its manifest.json", "does not have the checksum"]),
     ("manifest.json", edited(files={"../x": {}}), ["its manifest.json", "does not have the checksum"]),
 ]
-IDS = ["cut data", "no data", "cut metadata", "garbled data", "garbled metadata", "cut manifest", "garbled manifest"]
+IDS = ["cut data", "no data", "cut index", "garbled data", "garbled index", "cut manifest", "garbled manifest"]
 IDS += ["empty manifest", "no manifest", "no update", "a word for the update", "no metrics", "another update"]
 IDS += ["another format", "other files"]
 
@@ -538,7 +539,7 @@ def test_a_damaged_checkpoint_says_what_is_wrong_and_the_way_on(name, damage, pa
     newest = run_dir / "checkpoints" / NEWEST
     damage(newest / name)
     out, before = tmp_path / "model.pt", snapshot(run_dir / "checkpoints")
-    parts = [f"{newest} is damaged", *parts, f"{OLDER} beside it may be good", f"checkpoint={newest.parent / OLDER}"]
+    parts = [f"{newest} is damaged", *parts, f"{OLDER} next to it may be good", f"checkpoint={newest.parent / OLDER}"]
     train = words(run_dir, SMALL, "train.epochs=3")
     for command in ([*train, f"resume={newest}"], ["evaluate", f"run_dir={run_dir}"]):
         shows(refused(*command), parts)
@@ -559,16 +560,16 @@ def test_a_damaged_checkpoint_says_what_is_wrong_and_the_way_on(name, damage, pa
 @pytest.mark.parametrize("damage", [cut, garble])
 def test_where_no_checkpoint_is_good_nothing_is_changed(damage, run_dir):
     for name in (NEWEST, OLDER):
-        damage(run_dir / "checkpoints" / name / "__0_0.distcp")
+        damage(run_dir / "checkpoints" / name / DATA)
     before = snapshot(run_dir)
-    shows(refused(*words(run_dir, SMALL, "train.epochs=3")), [NEWEST, "__0_0.distcp should h"])
+    shows(refused(*words(run_dir, SMALL, "train.epochs=3")), [NEWEST, f"{DATA} should h"])
     assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
 
 
 def test_a_newer_checkpoint_format_is_refused_with_both_formats(run_dir):
-    edited(format=3, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
+    edited(format=4, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
     line = refused(*words(run_dir, SMALL, "train.epochs=3"))
-    shows(line, [NEWEST, "has format 3", "reads format 2"])
+    shows(line, [NEWEST, "has format 4", "reads format 3"])
 
 
 def test_a_checkpoint_of_another_model_names_the_difference(run_dir, foreign, tmp_path):

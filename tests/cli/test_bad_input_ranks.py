@@ -86,11 +86,11 @@ def test_a_nan_loss_stops_both_processes_and_keeps_a_checkpoint(diverged):
 
 def test_a_damaged_checkpoint_of_two_processes_is_told_once(diverged, start, tmp_path):
     run_dir = shutil.copytree(diverged[0], tmp_path / "run", ignore=shutil.ignore_patterns("*.sock"))
-    file = run_dir / "checkpoints" / OLDER / "__1_0.distcp"
+    file = run_dir / "checkpoints" / OLDER / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     before = snapshot(run_dir / "checkpoints")
     outcome = start(*[word.replace(str(diverged[0]), str(run_dir)) for word in diverged[1]])
-    shows(outcome.refusal(), [f"{OLDER} is damaged", "__1_0.distcp should hold", "another run_dir"])
+    shows(outcome.refusal(), [f"{OLDER} is damaged", "model-00002-of-00002.safetensors should hold", "another run_dir"])
     assert left_behind(tmp_path) == []
     assert snapshot(run_dir / "checkpoints") == before
 

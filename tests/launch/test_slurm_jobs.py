@@ -8,7 +8,6 @@ import time
 import pytest
 import yaml
 
-from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from tests.support.commands import ROOT, as_command, shows
 from tests.support.kill import HOLD, records
 from tests.support.slurm import SlurmJob, assert_same_end, saved
@@ -117,15 +116,6 @@ def test_a_job_array_trains_a_run_for_each_seed(cluster, folder):
     assert_same_end(runs[3], alone((*DIGITS, "seed=3"), 2, folder))
 
 
-def test_adl_dist_launch_submits_a_job_that_trains(cluster, folder):
-    words = ["--nodes", "2", "--array", "seed=5,7", *DIGITS]
-    done = as_command(sys.executable, "-m", "adl_dist", "launch", "slurm", *words, cwd=folder, env=cluster.environment)
-    assert done.code == 0, done
-    SlurmJob(cluster, done.out.split()[2].rstrip(":"), folder).finish()
-    for seed in (5, 7):
-        assert chosen_checkpoint(folder / "runs" / f"digits-resnet8-adl-k2-m4-seed{seed}", None).is_dir()
-
-
 def test_a_missing_interface_is_named_with_those_there_are(cluster, folder):
     job = cluster.submit(DIGITS, folder=folder, options=["--nodes=2"], variables={"INTERFACE": "ib7"})
     with pytest.raises(AssertionError, match="FAILED"):
@@ -160,7 +150,7 @@ def test_a_sweep_by_submitit_runs_as_jobs_and_compares(cluster, folder):
         cwd=folder, env=cluster.environment, timeout_seconds=2 * PATIENCE,
     )  # fmt: skip
     assert done.code == 0, done
-    shows(done.out, ["2 of them to do, handed to hydra/launcher=submitit_slurm", "| adl ", "| bp "])
+    shows(done.out, ["2 of them to do", "adl/k2-seed0: accuracy", "| adl M=4 ", "| bp M=4 "])
     logs = list((folder / "sweep" / ".launcher" / ".submitit").glob("*/*_log.out"))
     assert len(logs) == 2
     assert_same_end(folder / "sweep" / "adl" / "k2-seed0", alone(DIGITS, 2, folder))

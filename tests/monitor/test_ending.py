@@ -165,7 +165,7 @@ def test_large_data_are_counted_and_synced_piece_by_piece(tmp_path, monkeypatch)
         assert (tmp_path / "file").read_bytes() == data[:8]
         assert len(counted) == 3 + 2
     assert (tmp_path / "file").read_bytes() == data
-    assert file.told["bytes"] == 10
+    assert file.digest["bytes"] == 10
 
 
 COMMAND = """

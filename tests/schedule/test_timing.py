@@ -1,14 +1,16 @@
 """What schedules take and hold: against formulas, the published tables, and examples small enough for a pencil."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Costs, Pipeline, actions_of_all, describe, figures, method, simulate, speed
 from adl_dist.schedule.actions import Op
-from adl_dist.schedule.capped import simulate_dataflow, simulate_synchronous
-from adl_dist.schedule.timing import makespan, stragglers
+from adl_dist.schedule.timing import makespan
+from benchmarks.capped import simulate_dataflow, simulate_synchronous, stragglers
+from benchmarks.paper_tables import cap_time, list_time, paper_tables
 
 N = 600  # as in the dossier's simulation
 HOPS = (0, 0.1, 0.25, 0.5, 1)
@@ -25,21 +27,6 @@ def worked(spans, stage):
     return [
         (str(s.action), round(s.start, 9), round(s.end, 9)) for s in spans if s.stage == stage and s.action.op in PICK
     ]
-
-
-def listed(delays, *, num=N, **options):
-    """Time per micro-batch of processes that follow the list, in units of one stage's work."""
-    costs = Costs.balanced(len(delays), link=options.pop("link", 0.0))
-    lists = actions_of_all(
-        Pipeline(method("adl", accumulation_steps=1, delay=delays), len(delays)), num_micro_batches=num
-    )
-    return makespan(simulate(lists, costs, **options)) / num / 3
-
-
-def free(delays, *, num=N, **options):
-    """The same of stages that do what is ready."""
-    costs = Costs.balanced(len(delays), link=options.pop("link", 0.0))
-    return makespan(simulate_dataflow(costs, [d + 1 for d in delays], num_micro_batches=num, **options)) / num / 3
 
 
 # --- With a pencil -----------------------------------------------------------------------------------------
@@ -164,19 +151,21 @@ def test_busy_shares_are_work_over_time(name):
 @pytest.mark.parametrize("prefer", ["backward", "forward"])
 @pytest.mark.parametrize(("delays", "expected"), HOP_TABLE.items())
 def test_stages_under_a_cap_take_what_the_hop_latency_table_says(delays, expected, prefer):
-    told = [free(delays, link=3 * c, prefer=prefer) for c in HOPS]
+    told = [cap_time(delays, num=N, link=3 * c, prefer=prefer) for c in HOPS]
     assert told == pytest.approx(expected, abs=0.002)
 
 
 def test_a_fixed_order_is_slower_above_the_least_delays():
     """A fixed order takes the same at regular delays and longer at one more than the least."""
     for delays in ((3, 2, 1, 0), (6, 4, 2, 0)):
-        assert [listed(delays, link=3 * c) for c in HOPS[1::3]] == pytest.approx(HOP_TABLE[delays][1::3], abs=0.002)
-    assert listed((4, 3, 2, 0), link=0.3) == pytest.approx(1.138, abs=0.002)
+        assert [list_time(delays, num=N, link=3 * c) for c in HOPS[1::3]] == pytest.approx(
+            HOP_TABLE[delays][1::3], abs=0.002
+        )
+    assert list_time((4, 3, 2, 0), num=N, link=0.3) == pytest.approx(1.138, abs=0.002)
 
 
 def mean_over_seeds(take, *args, **options):
-    return sum(take(*args, slowdown=stragglers(seed), **options) for seed in range(2)) / 2
+    return sum(take(*args, num=N, slowdown=stragglers(seed), **options) for seed in range(2)) / 2
 
 
 @pytest.mark.parametrize(
@@ -185,9 +174,9 @@ def mean_over_seeds(take, *args, **options):
 )
 def test_deeper_queues_bear_stragglers(delays, backward, forward, fixed):
     told = (
-        mean_over_seeds(free, delays),
-        mean_over_seeds(free, delays, prefer="forward"),
-        mean_over_seeds(listed, delays),
+        mean_over_seeds(cap_time, delays),
+        mean_over_seeds(cap_time, delays, prefer="forward"),
+        mean_over_seeds(list_time, delays),
     )
     assert told == pytest.approx((backward, forward, fixed), abs=0.03)
 
@@ -197,6 +186,11 @@ def test_stages_that_meet_after_each_slot_take_1_60():
         simulate_synchronous(Costs.balanced(4), num_micro_batches=N, slowdown=stragglers(seed)) for seed in range(3)
     ]
     assert sum(times) / 3 / N / 3 == pytest.approx(1.60, abs=0.03)
+
+
+def test_the_tables_of_the_paper_are_those_of_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "results" / "timing.md").read_text()
+    assert paper_tables() == page.split("```\n")[1].rstrip("\n")
 
 
 # --- Staleness and memory ----------------------------------------------------------------------------------

@@ -433,9 +433,9 @@ def test_changed_bytes_in_a_checkpoint_end_in_one_readable_error(tmp_path):
     trainer = trainer_of(2)
     trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=tmp_path, quiet=True, tensorboard=False)
     (path,) = (tmp_path / "checkpoints").iterdir()
-    data = path / "__0_0.distcp"
+    data = path / "model-00001-of-00002.safetensors"
     data.write_bytes(bytes(255 - b for b in data.read_bytes()))
-    with pytest.raises(adl_dist.AdlError, match=r"__0_0.distcp should have the SHA-256"):
+    with pytest.raises(adl_dist.AdlError, match=r"model-00001-of-00002.safetensors should have the SHA-256"):
         trainer_of(2).load_checkpoint(path)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What looking at a run costs it: the beacon per action, and a run whose status is asked for ten times a second.
 
-    python launch/live_overhead.py [ROUNDS]
+    python benchmarks/live_overhead.py [ROUNDS]
 
 The first is the time that the beacon adds to an order of actions that nobody carries out. The second compares two
 processes that train, alone and asked, by turns: medians of images/s.
