@@ -174,8 +174,9 @@ class RunFolder:
 
     def write_divergence(self, error: DivergedError) -> None:
         """Write ``diverged.json``, which ``adl-dist compare`` reads; called by the rank that found the divergence."""
-        with contextlib.suppress(OSError):  # the error itself is reported anyway
-            _write(self.path / DIVERGED, json.dumps({"update": error.update, "epoch": error.epoch}) + "\n")
+        # A disk that fails now hides nothing: the error itself is reported anyway.
+        with contextlib.suppress(OSError), write_atomically(self.path / DIVERGED) as unfinished:
+            unfinished.write_text(json.dumps({"update": error.update, "epoch": error.epoch}) + "\n")
 
     def _recognise(self, known: Path, config: Mapping[str, Any]) -> None:
         try:
