@@ -166,6 +166,7 @@ def test_the_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Pat
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000002"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_a_second_command_in_the_folder_of_one_that_trains_refuses_and_leaves_it_alone(tmp_path: Path) -> None:
     words = (

@@ -34,14 +34,17 @@ def test_edges_use_nccl_on_every_rank_or_on_none(of_ranks, agreed, monkeypatch):
         assert edge_backend(torch.device("cpu"), rank, 2, store) == agreed
 
 
-def test_a_process_group_of_the_users_own_without_the_cpu_is_refused_with_the_way_out(monkeypatch):
+def test_a_users_process_group_without_the_cpu_is_refused(monkeypatch):
+    """A process group of the user's own without the CPU is refused with the way out."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     with pytest.raises(ConfigError, match=r"it is cuda:nccl.* init_process_group\('cpu:gloo,cuda:nccl'\)"):
         connect(2, device_type="cuda", timeout_seconds=1)
 
 
-def test_a_store_that_has_ended_with_rank_0_is_told_in_one_line_and_covers_no_error_of_this_ranks_own():
+def test_a_store_that_ended_with_rank_0_is_one_line():
+    """A store that has ended with rank 0 is reported in one line and covers no error of this rank's own."""
+
     class Ended(dist.HashStore):
         def set(self, key, value):
             raise dist.DistNetworkError("Broken pipe")
@@ -69,7 +72,7 @@ def group_of_the_users_own(folder, ends_first):
 
 
 @pytest.mark.parametrize("ends_first", [False, True])
-def test_a_process_group_of_the_users_own_stays_his_and_may_end_before_ours(ends_first, tmp_path):
+def test_a_users_process_group_stays_his_and_may_end_before_ours(ends_first, tmp_path):
     assert run_ranks(2, group_of_the_users_own, tmp_path, ends_first) == [None if ends_first else 3.0] * 2
 
 
@@ -107,5 +110,5 @@ def rank_2_ends_before_rank_1_is_told(rank):
 
 
 @pytest.mark.parametrize("planted", [rank_0_answers_late, rank_2_ends_before_rank_1_is_told])
-def test_rank_0_may_end_before_another_hears_that_it_has_its_results(planted):
+def test_rank_0_may_end_before_another_has_its_results(planted):
     assert run_ranks(3, trains_and_ends, planted) == [UPDATES] * 3
