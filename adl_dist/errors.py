@@ -10,7 +10,7 @@ AdlError
 ├── DivergedError     a loss or a gradient is not finite
 ├── ScheduleError     a list of actions cannot be carried out (a bug, never the user's fault)
 ├── ChannelError      a peer sent something else, too late, or nothing at all
-└── StageFailed       another process failed, and said why
+└── StageFailed       another process failed
 
 ConfigError to CheckpointError and DivergedError are the user's to mend and end a command with exit code 2. A
 ChannelError is a victim: its cause is in the peer's own log.
@@ -57,6 +57,7 @@ class DivergedError(AdlError, ArithmeticError):
     """A loss or a gradient is not finite."""
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
+        self.stage, self.update, self.epoch = stage, update, epoch
         super().__init__(
             f"stage {stage}: {what} at update {update} (epoch {epoch}); the last checkpoint is kept. Lower "
             "optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the "
@@ -77,13 +78,18 @@ class ChannelError(AdlError, RuntimeError):
 
 
 class StageFailed(AdlError, RuntimeError):
-    """Another process failed. It tells the user why by itself, unless it is gone.
+    """Another process failed; the text is its error.
 
     Attributes:
-        is_victim: it failed for want of yet another one, of which nothing is known.
-        is_gone: it cannot say anything, since it has died or is stuck: rank 0 found it so and tells in its place.
+        is_victim: whether it failed only because yet another one did, of which nothing is known.
+        is_gone: whether it has died or is stuck, as rank 0 found.
     """
 
     def __init__(self, text: str, *, exit_code: int, is_victim: bool = False, is_gone: bool = False) -> None:
         super().__init__(text)
         self.exit_code, self.is_victim, self.is_gone = exit_code, is_victim, is_gone
+
+
+def describe(error: BaseException) -> str:
+    """Return an error that was not raised on purpose, in one line."""
+    return f"unexpected {type(error).__name__}: {' '.join(str(error).split())}"

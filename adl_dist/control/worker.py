@@ -1,11 +1,9 @@
 """Carries out the coordinator's commands on the stages that live in this process."""
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,22 @@ import torch
 from adl_dist import engine
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import load, state_of
-from adl_dist.control.early_stop import RunningSegment, accept_early_stop
-from adl_dist.control.reports import send_part
-from adl_dist.control.requests import Requests
-from adl_dist.control.rpc import Record, Result
+from adl_dist.control.group import Reporter, command_name
+from adl_dist.control.messages import (
+    Command,
+    Done,
+    Evaluate,
+    EvaluateResult,
+    Load,
+    Record,
+    Result,
+    Save,
+    Trace,
+    TraceResult,
+    Train,
+    TrainResult,
+)
+from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
 from adl_dist.monitor.activity import ActivityRecorder
@@ -58,7 +68,7 @@ class LocalWorker:
         pick_next: which of several local stages goes on; any choice gives the same values.
         tracer: records when each action began and ended; None: nobody does.
         meter: measures the memory of the one stage of this process; None: nobody does.
-        requests: that end a segment of training early, on rank 0; None: none does.
+        stop: where the running segment of training ends early.
         beacon: shows what this process does now.
     """
 
@@ -73,7 +83,7 @@ class LocalWorker:
     pick_next: Choose = downstream_first
     tracer: Tracer | None = None
     meter: MemoryMeter | None = None
-    requests: Requests | None = None
+    stop: EarlyStop = field(default_factory=EarlyStop)
     beacon: ActivityRecorder = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,38 +96,35 @@ class LocalWorker:
         """This process's stages, in order."""
         return [self.contexts[k].stage for k in sorted(self.contexts)]
 
-    def execute(self, do: str, arguments: dict[str, Any], emit: Callable[[Record], None]) -> list[Result]:
-        """See :class:`adl_dist.control.rpc.Worker`."""
-        match do:
-            case "train":
-                return self._train(Segment(**arguments), emit)
-            case "evaluate":
-                return self._evaluate(**arguments)
-            case "save":
-                state = state_of(self.stages)
-                PartWriter(self.world.rank, partial(send_part, self.world)).write(
-                    Path(arguments.pop("path")), state, **arguments
-                )
-                return [{"stage": stage.index, "rank": self.world.rank} for stage in self.stages]
-            case "load":
-                self._load(**arguments)
-            case "write_trace":
-                assert self.tracer is not None
-                return write_part(
-                    self.tracer, Path(arguments["run_dir"]), sorted(self.contexts), origin=arguments["origin"]
-                )
-            case _:
-                raise AssertionError(f"no such command: {do}")
-        return [{"stage": stage.index} for stage in self.stages]
+    def execute(self, command: Command, reporter: Reporter) -> list[Result]:
+        """See :class:`adl_dist.control.group.Worker`."""
+        with self.beacon.during(command_name(command)):
+            match command:
+                case Train():
+                    return [*self._train(command.segment, reporter.record)]
+                case Evaluate():
+                    return [*self._evaluate(command.num_samples, command.micro_batch_size)]
+                case Load():
+                    self._load(command.path, command.update)
+                case Save():
+                    part = PartWriter(self.world.rank, reporter.part)
+                    tensors = state_of(self.stages)
+                    part.write(Path(command.path), tensors, token=command.token, background=command.background)
+                case Trace():
+                    assert self.tracer is not None
+                    stages = sorted(self.contexts)
+                    parts = write_part(self.tracer, Path(command.run_dir), stages, origin=command.origin)
+                    return [TraceResult(stage=part["stage"], part=part) for part in parts]
+        return [Done(stage=stage.index, rank=self.world.rank) for stage in self.stages]
 
-    def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
+    def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[TrainResult]:
         for context in self.contexts.values():
             context.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
         seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
         work = training_work(self.method, segment, num_stages=self.num_stages, stages=self.contexts, seed=seed)
         totals = {k: _Totals() for k in self.contexts}
         start = time.perf_counter()
-        order = self._watched(self._order(work), segment, totals, start, emit)
+        order = self._watched(self._until_stop(self._order(work), segment), segment, totals, start, emit)
         if self.meter is not None:
             order = self.meter.measured(order, self.stages[0])
         try:
@@ -127,18 +134,19 @@ class LocalWorker:
             if self.meter is not None:
                 self.meter.stop()
         seconds = time.perf_counter() - start
-        results = [
-            {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **totals[k].result()}
+        return [
+            TrainResult(
+                stage=k,
+                seconds=seconds,
+                peak_memory_bytes=peak_memory_bytes(),
+                peak_tensor_bytes=self.meter.peak_bytes if self.meter is not None else None,
+                spent=self.tracer.spent(k, seconds) if self.tracer is not None else {},
+                **totals[k].result(),
+            )
             for k in sorted(self.contexts)
         ]
-        for result in results:
-            if self.meter is not None:
-                result["peak_tensor_bytes"] = self.meter.peak_bytes
-            if self.tracer is not None:
-                result["spent"] = self.tracer.spent(result["stage"], seconds)
-        return results
 
-    def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[Result]:
+    def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[EvaluateResult]:
         # Evaluation has no groups; a segment of groups of one gives the sizes of its micro-batches.
         segment = Segment(
             epoch=0, first_update=0, num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation_steps=1
@@ -150,7 +158,19 @@ class LocalWorker:
             self._traced(self._order(work), segment, training=False), self.contexts, segment, {}
         )
         self._run(order, work, segment, self.validation_loader, training=False)
-        return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
+        results = []
+        for stage in self.stages:
+            numbers = stage.tally.numbers()
+            correct = numbers.get("num_correct")
+            results.append(
+                EvaluateResult(
+                    stage=stage.index,
+                    num_samples=int(numbers["num_samples"]),
+                    loss_sum=numbers.get("loss_sum", 0.0),
+                    num_correct=None if correct is None else int(correct),
+                )
+            )
+        return results
 
     def _load(self, path: str, update: int) -> None:
         load(Path(path), self.stages)
@@ -167,6 +187,16 @@ class LocalWorker:
         ((stage, of_stage),) = work.items()
         return ((stage, action) for action in of_stage.stream)
 
+    def _until_stop(self, order: Iterator[tuple[int, Action]], segment: Segment) -> Iterator[tuple[int, Action]]:
+        return self.stop.applied(
+            order,
+            segment,
+            self.method,
+            self.contexts,
+            num_stages=self.num_stages,
+            is_distributed=self.world.is_distributed,
+        )
+
     def _traced(
         self, order: Iterator[tuple[int, Action]], segment: Segment, *, training: bool
     ) -> Iterator[tuple[int, Action]]:
@@ -182,11 +212,9 @@ class LocalWorker:
         training: bool,
     ) -> None:
         batches = None
-        running = RunningSegment(segment, self.method, self.num_stages, self.contexts, self.world)
         if feed is not None:
             batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
-            requests = self.requests if training else None
-            self.contexts[0].batches = batches if requests is None else running.stop_on_request(batches, requests)
+            self.contexts[0].batches = batches
         # Dropout streams are seeded in place; the caller's own streams go on untouched.
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             try:
@@ -196,8 +224,7 @@ class LocalWorker:
                     made = {w: torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in set(weights)}
                     context.loss_grads = [made[w] for w in weights]
                     context.open(work[k], training=training)
-                with accept_early_stop(running) if training else contextlib.nullcontext():
-                    engine.run(order, self.contexts)
+                engine.run(order, self.contexts)
                 for k in sorted(self.contexts, reverse=True):  # of one fault the stage nearest the loss knows most
                     self.contexts[k].stage.faults.check()
                     self.contexts[k].drain()
@@ -288,7 +315,7 @@ class _Totals:
         self._num_updates += 1
         self._num_skipped += tally.skipped is not None
 
-    def result(self) -> Result:
+    def result(self) -> dict[str, Any]:
         return {
             "busy_seconds": self._busy_seconds,
             "staleness_sum": self._staleness_sum,

@@ -50,6 +50,8 @@ class World:
         cores: this process's share of those of its node; None: whichever there are.
         listener: on which this process hosts the store, if it does and is shut.
         owns_group: whether the default process group was made here; else it is the user's.
+        is_rank_0_informed: whether rank 0 knows the error that ends this process, as far as can be seen from here.
+        num_jobs: jobs begun so far; the number of the last one, the same on all processes.
     """
 
     rank: int
@@ -63,7 +65,8 @@ class World:
     listener: socket.socket | None = None
     owns_group: bool = True
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
-    _num_jobs: int = 0
+    num_jobs: int = 0
+    is_rank_0_informed: bool = True
 
     @property
     def is_distributed(self) -> bool:
@@ -99,8 +102,8 @@ class World:
 
     def fresh_store(self) -> dist.Store:
         """The store of the next job; what one before it settled must not answer for it."""
-        self._num_jobs += 1
-        return dist.PrefixStore(f"job{self._num_jobs}", self.store)
+        self.num_jobs += 1
+        return dist.PrefixStore(f"job{self.num_jobs}", self.store)
 
 
 def launched_world_size() -> int | None:

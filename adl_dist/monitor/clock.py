@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed.rpc as rpc
 
-from adl_dist.distributed.rpc_errors import translate_rpc_errors
+from adl_dist.distributed.rpc_errors import Call
 from adl_dist.distributed.world import COORDINATOR_RANK, World, name_of
 
 ROUNDS = 20  # of which the quickest says most
@@ -38,9 +38,10 @@ def seconds_to_rank_0(world: World) -> float:
 
 
 def _ask() -> Told:
-    with translate_rpc_errors("rank 0"):
-        told: Told = rpc.rpc_sync(name_of(COORDINATOR_RANK), _tell)
-    return told
+    call: Call[Told] = Call(
+        "rank 0", lambda limit: rpc.rpc_async(name_of(COORDINATOR_RANK), _tell, timeout=limit), 60.0
+    )
+    return call.wait()
 
 
 def _tell() -> Told:

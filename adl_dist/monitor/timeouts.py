@@ -1,19 +1,19 @@
-"""How long a job may stand still. No torch."""
+"""The times after which a job that makes no progress is reported, and ended. No torch."""
 
 from dataclasses import dataclass
 
 from adl_dist.errors import ConfigError
 
-ABORT_SECONDS = 600.0  # where nothing else is said
+ABORT_SECONDS = 600.0  # the default with several processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogTimeouts:
-    """Counted from the last thing that any stage did.
+    """Seconds since any stage made progress.
 
     Attributes:
-        stall_seconds: until all that is known about it is printed.
-        abort_seconds: until the job is ended; None: never.
+        stall_seconds: after which all that is known about it is printed.
+        abort_seconds: after which the job is ended; None: never.
     """
 
     stall_seconds: float
@@ -21,7 +21,7 @@ class WatchdogTimeouts:
 
     @classmethod
     def of(cls, stall_seconds: float, abort_seconds: float | str | None, *, distributed: bool) -> "WatchdogTimeouts":
-        """As the Python API takes them; ``auto``: a process that is the user's own, as all stages in one are, is kept.
+        """Build from Trainer arguments. ``auto`` never aborts a single-process run.
 
         Raises:
             ConfigError: see :meth:`check`.
@@ -30,15 +30,15 @@ class WatchdogTimeouts:
             if abort_seconds != "auto":
                 raise ConfigError(f"abort_seconds must be a number, None (never) or 'auto', got '{abort_seconds}'")
             abort_seconds = max(ABORT_SECONDS, 2 * stall_seconds) if distributed else None
-        limits = cls(stall_seconds=stall_seconds, abort_seconds=abort_seconds)
-        limits.check()
-        return limits
+        timeouts = cls(stall_seconds=stall_seconds, abort_seconds=abort_seconds)
+        timeouts.check()
+        return timeouts
 
     def check(self) -> None:
-        """Refuse what cannot be.
+        """Refuse impossible values.
 
         Raises:
-            ConfigError: a limit that is out of range, or the second not after the first.
+            ConfigError: a time that is out of range, or an abort that is not after the stall.
         """
         if not self.stall_seconds > 0:
             raise ConfigError(f"runtime.stall_seconds must be above 0, got {self.stall_seconds}")

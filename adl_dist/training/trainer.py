@@ -15,12 +15,10 @@ from torch.utils.data import Dataset
 from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import Saver
 from adl_dist.checkpoint.run_dir import RunFolder, log_to
-from adl_dist.control import rpc
-from adl_dist.control.coordinator import Coordinator, Saving, record_to
-from adl_dist.control.job import run_job
+from adl_dist.control import job
+from adl_dist.control.coordinator import Coordinator, Saving
+from adl_dist.control.messages import Summary
 from adl_dist.control.requests import Ask, Requests
-from adl_dist.control.rpc import Result, WorkerGroup
-from adl_dist.control.supervision import Supervisor, TrackedWorker
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.affinity import bound_to, num_cores, tune_malloc
 from adl_dist.distributed.device import choose_device
@@ -183,6 +181,7 @@ class Trainer:
         self._lr_schedule, self._device_type = lr_schedule, device
         self._threads, self._timeout_seconds = threads or max(1, num_cores() // num_stages), timeout_seconds
         self._bind_cores = bind_cores
+        self.requests = Requests()  # of the run that trains now, or did last; to ask it to stop or to save
 
     @property
     def needs_data(self) -> bool:
@@ -213,7 +212,7 @@ class Trainer:
         handle_signals: bool = False,
         config: Mapping[str, Any] | None = None,
         pick_next: Callable[[Sequence[int]], int] = downstream_first,
-    ) -> Result:
+    ) -> Summary:
         """Train, evaluating and saving between epochs.
 
         Args:
@@ -283,11 +282,11 @@ class Trainer:
         if folder is not None:
             resume = folder.check(told, resume=resume)
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
-        # Of a run before this one; from the moment that the ranks meet, what is asked is asked of this one.
-        rpc.requests.answer(rpc.requests.take(), "no run was there to do it", failed=True)
         tune_malloc()
         world = self._join()
         store = world.fresh_store()
+        running = job.Job(world, self._limits, folder.path if folder is not None else None)
+        self.requests = running.requests
         with self._job.precision.apply(threads=self._threads), self._refusals_told(store):
             num_samples, train_loader = self._feed(
                 train_dataset, "training", world, shuffle=shuffle, num_workers=num_workers, min_samples=batch_size
@@ -340,48 +339,30 @@ class Trainer:
         worker.tracer = Tracer(world) if trace else None
         worker.meter = MemoryMeter.of(self._job.method, num_stages, world.device) if memory else None
         drain_changes_result = not drain_is_exact(self._job.method, num_stages=num_stages)
-        # Where it would leave some and checkpoints are nearer than the end of the epoch, a stop waits for the next one.
-        if (
-            not (drain_changes_result and checkpoint_every_updates is not None)
-            and not self._job.method.is_asynchronous_greedy
-        ):
-            worker.requests = rpc.requests
+        # Where draining changes the result and checkpoints are planned, a stop waits for the next one.
+        is_planned = drain_changes_result and checkpoint_every_updates is not None
+        stops_early = not is_planned and not self._job.method.is_asynchronous_greedy
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
         progress = Progress(num_stages=num_stages, quiet=quiet)
         if self._job.partitioned.told and world.rank == 0:
             progress.note(self._job.partitioned.told)
 
-        def train(workers: WorkerGroup) -> Result:
-            return Coordinator(
-                workers,
-                plan,
-                saving=saving,
-                recorder=recorder,
-                progress=progress,
-                requests=rpc.requests,
-                drain_changes_result=drain_changes_result,
-            ).train()
-
-        signal_handler = signals.signal_handler(lambda name: rpc.ask(world, Ask.STOP, name))
+        coordinator = Coordinator(
+            plan,
+            saving=saving,
+            recorder=recorder,
+            progress=progress,
+            requests=running.requests,
+            drain_changes_result=drain_changes_result,
+        )
+        signal_handler = signals.signal_handler(lambda name: running.ask(Ask.STOP, name))
         with (
             self._job.precision.apply(threads=self._threads),
             self._bound(world),
             signal_handler if handle_signals else contextlib.nullcontext(),
         ):
             try:
-                return run_job(
-                    world,
-                    TrackedWorker(worker, worker.beacon),
-                    train,
-                    lambda record: record_to(recorder, progress, record),
-                    Supervisor(
-                        world,
-                        worker.beacon,
-                        self._limits,
-                        run_dir=folder.path if folder is not None else None,
-                        requests=rpc.requests,
-                    ),
-                )
+                return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
             finally:
                 forget_actions()
                 try:
@@ -390,7 +371,7 @@ class Trainer:
                     if folder is not None:
                         folder.close()
 
-    def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Result:
+    def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Summary:
         """Evaluate the present weights on ``dataset``, every sample exactly once.
 
         Returns:
@@ -405,6 +386,7 @@ class Trainer:
         tune_malloc()
         world = self._join()
         store = world.fresh_store()
+        running = job.Job(world, self._limits)
         with self._job.precision.apply(threads=self._threads), self._refusals_told(store):
             num_samples, feed = self._feed(dataset, "validation", world, shuffle=False, num_workers=num_workers)
             plan = Plan(
@@ -418,15 +400,8 @@ class Trainer:
             worker = assemble(self._job, world, store, train_loader=None, val_loader=feed, micro_batch_size=batch_size)
         recorder, progress = Recorder(None), Progress(num_stages=self._job.num_stages, quiet=True)
         with self._job.precision.apply(threads=self._threads), self._bound(world):
-            return run_job(
-                world,
-                TrackedWorker(worker, worker.beacon),
-                lambda workers: Coordinator(
-                    workers, plan, saving=None, recorder=recorder, progress=progress
-                ).evaluate(),
-                lambda record: None,
-                Supervisor(world, worker.beacon, self._limits, run_dir=None, requests=Requests()),
-            )
+            coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
+            return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model by the uncut model's own names, on the CPU.
