@@ -16,6 +16,9 @@ ConfigError to CheckpointError and DivergedError are the user's to mend and end 
 ChannelError is a victim: its cause is in the peer's own log.
 """
 
+import logging
+import traceback
+
 
 class AdlError(Exception):
     """Base of every error raised on purpose.
@@ -91,5 +94,8 @@ class StageFailed(AdlError, RuntimeError):
 
 
 def describe(error: BaseException) -> str:
-    """Return an error that was not raised on purpose, in one line."""
-    return f"unexpected {type(error).__name__}: {' '.join(str(error).split())}"
+    """Return the text for an error that was not raised on purpose: in one line, if its traceback is in a log."""
+    handlers = logging.getLogger("adl_dist").handlers
+    log = next((handler.baseFilename for handler in handlers if isinstance(handler, logging.FileHandler)), None)
+    where = f"the traceback is in {log}" if log else "".join(traceback.format_exception(error))
+    return f"unexpected {type(error).__name__}: {' '.join(str(error).split())}; {where}"

@@ -7,12 +7,11 @@ import logging
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 
 from adl_dist.distributed.parent_process import end_with_launcher, end_with_torchrun
-from adl_dist.errors import AdlError, ConfigError
+from adl_dist.errors import AdlError, ConfigError, describe
 
 USAGE = """\
 adl-dist COMMAND [KEY=VALUE ...]
@@ -33,8 +32,6 @@ adl-dist train --multirun KEY=A,B runs all combinations and compares them
 adl-dist schedule --help lists its flags: pictures, JSON, predicted speed
 Under torchrun, `python -m adl_dist train ...` is one rank of K.
 """
-
-_ANOTHER_TELLS_WITHIN_SECONDS = 10.0
 
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file nobody listens, and logging would then print tracebacks on standard error by itself.
@@ -94,10 +91,11 @@ def _run(words: list[str]) -> int:
         return 0
     except AdlError as error:
         logger.error("%s\n%s", error, traceback.format_exc())
-        _tell(error)
+        prefix = "" if os.environ.get("RANK", "0") == "0" else _rank()
+        _print_error(f"error: {prefix}{' '.join(str(error).split())}")
         return error.exit_code
     except KeyboardInterrupt:
-        way_on = "; the same command goes on from the last checkpoint" if words[0] == "train" else ""
+        way_on = "; the same command resumes from the last checkpoint" if words[0] == "train" else ""
         sys.stderr.write(f"\nadl-dist: interrupted{way_on}\n")
         return 128 + signal.SIGINT
     except SystemExit as done:
@@ -106,39 +104,26 @@ def _run(words: list[str]) -> int:
         return 1
     except Exception as error:
         logger.error("unexpected: %s", traceback.format_exc())
-        where = _log_file()
-        detail = f"the traceback is in {where}" if where else traceback.format_exc()
-        said = " ".join(str(error).split())
-        sys.stderr.write(f"adl-dist: {_rank()}unexpected {type(error).__name__}: {said}; {detail}\n")
+        _print_error(f"{_rank()}{describe(error)}")
         return 1
 
 
-def _tell(error: AdlError) -> None:
-    where = ""
+def _print_error(text: str) -> None:
+    """Print what ends this command; of several ranks one does."""
     if "RANK" in os.environ:  # else it need not wait for torch
-        from adl_dist.cli.train import is_left_to_rank_0, is_told_elsewhere
+        from adl_dist.distributed import print_turn
 
-        is_told, is_rank_0s = is_told_elsewhere(error), is_left_to_rank_0(error) and os.environ["RANK"] != "0"
-        if is_told or is_rank_0s:
-            # The launcher, torchrun or ours, ends all ranks as soon as one has failed, so the one that tells has to be
-            # the first. Where there is none nobody is ended, and who need not tell need not wait.
-            try:
-                time.sleep(_ANOTHER_TELLS_WITHIN_SECONDS if is_rank_0s or "TORCHELASTIC_RUN_ID" in os.environ else 0)
-            except KeyboardInterrupt:
-                return
-            if is_told:
-                return
-            where = _rank()  # that has found what rank 0 has not, or finds rank 0 unable to tell
-    text = " ".join(str(error).split())
-    sys.stderr.write(f"adl-dist: error: {where}{text}\n")
+        with contextlib.suppress(KeyboardInterrupt):
+            if print_turn.is_mine():
+                sys.stderr.write(f"adl-dist: {text}\n")
+                _flush()
+                print_turn.announce(printed=True)
+        return
+    sys.stderr.write(f"adl-dist: {text}\n")
 
 
 def _rank() -> str:
     return f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-
-
-def _log_file() -> str | None:
-    return next((h.baseFilename for h in logger.handlers if isinstance(h, logging.FileHandler)), None)
 
 
 def _commands() -> dict[str, Callable[[list[str]], None]]:

@@ -137,8 +137,14 @@ def single_process(device: torch.device) -> World:
     return World(0, 1, device, dist.HashStore())
 
 
+# As torch's default process group and its RPC, which this is: one of each in a process.
 _connected: World | None = None
-_left = False  # after an error, which the others may not have met
+_left: World | None = None  # after an error, which the others may not have met
+
+
+def world_of_process() -> World | None:
+    """Return the world that this process has joined, also if it has left it after an error; None: it has not."""
+    return _connected or _left
 
 
 def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> World:
@@ -157,7 +163,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
                 f"trainer in them cannot be {num_stages} on {device_type}"
             )
         return _connected
-    if _left:
+    if _left is not None:
         raise ConfigError("this process has left the others after an error; start the script again")
     owns_group = not dist.is_initialized()
     if not owns_group:
@@ -210,7 +216,7 @@ def disconnect(*, in_order: bool = True) -> None:
     global _connected, _left
     if _connected is None:
         return
-    world, _connected, _left = _connected, None, not in_order
+    world, _connected, _left = _connected, None, None if in_order else _connected
     if in_order and dist.is_initialized():  # unless the user has destroyed a group of his own, and ours with it
         with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
             dist.barrier()

@@ -97,7 +97,7 @@ def _watch(reader: int, numbers: set[int], ask: Callable[[str], bool]) -> None:
 def _end(number: int, how: str) -> None:
     if "RANK" not in os.environ:  # of several ranks their launcher has the word
         sys.stderr.write(
-            f"\nadl-dist: {how} by {signal.Signals(number).name}; the same command goes on from the last checkpoint\n"
+            f"\nadl-dist: {how} by {signal.Signals(number).name}; the same command resumes from the last checkpoint\n"
         )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -54,7 +54,7 @@ def test_a_process_that_waits_in_c_asks_at_the_first_signal_and_ends_at_the_seco
     finally:
         process.kill()
     assert process.returncode == 130
-    assert err.strip() == "adl-dist: ended by SIGINT; the same command goes on from the last checkpoint"
+    assert err.strip() == "adl-dist: ended by SIGINT; the same command resumes from the last checkpoint"
 
 
 def test_a_process_whose_peer_is_gone_ends_at_the_first_signal():
