@@ -33,26 +33,26 @@ test-slow: install
 	@$(VENV)/bin/python -m pytest -m slow $(ARGS)
 
 test-zoo: install
-	@$(VENV)/bin/python -m pytest -m zoo tests/zoo $(ARGS)
+	@$(VENV)/bin/python -m pytest -m zoo $(ARGS)
 
 test-long: install
-	@$(VENV)/bin/python -m pytest -m long tests/long $(ARGS)
+	@$(VENV)/bin/python -m pytest -m long $(ARGS)
 
 test-fuzz: install
-	@$(VENV)/bin/python -m pytest -m fuzz tests/fuzz $(ARGS)
+	@$(VENV)/bin/python -m pytest -m fuzz $(ARGS)
 
 test-faults: install
-	@$(VENV)/bin/python -m tests.faults $(ARGS)
+	@$(VENV)/bin/python -m tools.faults $(ARGS)
 
 test-kill: install
-	@$(VENV)/bin/python -m tests.kill $(ARGS)
+	@$(VENV)/bin/python -m tools.kill $(ARGS)
 
 test-gpu: install
-	@$(VENV)/bin/python -m pytest tests/gpu $(ARGS)
+	@$(VENV)/bin/python -m pytest -m gpu $(ARGS)
 
 test-slurm: install
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,slurm]'
-	@$(VENV)/bin/python -m pytest -m slurm tests/slurm $(ARGS)
+	@$(VENV)/bin/python -m pytest -m slurm $(ARGS)
 
 lint: install
 	@$(VENV)/bin/ruff check .

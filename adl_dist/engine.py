@@ -54,13 +54,13 @@ class StageContext:
     def open(self, work: StageWork, *, training: bool) -> None:
         """Begin a segment of training or of evaluation."""
         self.work = work
-        self.last_of_groups = work.last_of_groups()  # now, because another thread may shorten the stream later on
+        self.last_of_groups = work.last_of_groups()  # now, because another thread may shorten the list later on
         self.held.clear()
         self.buffer.clear()
         for sender in self.senders.values():
             sender.open(work.sizes, training=training)
         for what, receiver in self.receivers.items():
-            order = [a.number for a in work.stream if a.op in RECEIVES and RECEIVES[a.op].what == what]
+            order = [a.number for a in work.actions if a.op in RECEIVES and RECEIVES[a.op].what == what]
             from_upstream = what in ("act", "label")
             receiver.open(work.sizes_upstream if from_upstream else work.sizes, order, training=training)
 
@@ -76,7 +76,7 @@ class StageContext:
 
 
 def run(order: Iterable[tuple[int, Action]], contexts: Mapping[int, StageContext]) -> None:
-    """Execute (stage, action) in the order given: one stream, or a replay of several."""
+    """Execute (stage, action) in the order given: the list of one stage, or a replay of several."""
     for stage, action in order:
         step(action, contexts[stage])
 

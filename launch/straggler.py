@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 import adl_dist
-from adl_dist.schedule import Action, Method, Op
+from adl_dist.schedule import Action, Method, Op, Pipeline
 from adl_dist.schedule.timing import Costs, actions_of_all, makespan, simulate
 
 K, M = 4, 4
@@ -106,8 +106,8 @@ def predicted(method: Method, slow: Slow, num_micro_batches: int) -> float:
         return slow(stage, action.number) if action.op in (Op.FORWARD, Op.BACKWARD) else 1.0
 
     costs = Costs(forward=[FORWARD] * K, backward=[BACKWARD] * K)
-    streams = actions_of_all(method, num_stages=K, num_micro_batches=num_micro_batches)
-    return makespan(simulate(streams, costs, slowdown=slowdown))
+    lists = actions_of_all(Pipeline(method, K), num_micro_batches=num_micro_batches)
+    return makespan(simulate(lists, costs, slowdown=slowdown))
 
 
 def theirs(kind: type, slow: Slow, num_micro_batches: int) -> float:

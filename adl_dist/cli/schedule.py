@@ -14,7 +14,7 @@ import yaml
 from adl_dist.cli.arguments import Parser
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import Costs, Method, actions_of_all, describe, figures, method, simulate, speed
+from adl_dist.schedule import Costs, Pipeline, actions_of_all, describe, figures, method, simulate, speed
 from adl_dist.schedule.capped import Prefer, simulate_dataflow, simulate_synchronous
 from adl_dist.schedule.table import tick_words
 from adl_dist.schedule.timing import Speed, at_full_speed, makespan, stragglers
@@ -49,23 +49,23 @@ def schedule(words: list[str]) -> None:
         _say(paper())
         return
     config, _ = compose_run(flags.overrides)
-    chosen, K = config.method.chosen(), config.partition.num_stages
+    pipeline = config.pipeline
     num = flags.micro_batches
     if num is None:  # enough to show warm-up, one steady group and the drain
-        num = 2 * K + 2 * chosen.micro_batches_per_update
+        num = 2 * pipeline.num_stages + 2 * pipeline.micro_batches_per_update
     elif not 1 <= num <= LONGEST:
         raise ConfigError(f"--micro-batches {num} must be from 1 to {LONGEST}; for example --micro-batches 12")
-    costs = None if flags.costs is None else read_costs(flags.costs, num_stages=K)
-    predicted = None if costs is None else speed(chosen, costs)
+    costs = None if flags.costs is None else read_costs(flags.costs, num_stages=pipeline.num_stages)
+    predicted = None if costs is None else speed(pipeline.method, costs)
     if flags.out is not None:
         from adl_dist.report import draw
 
-        draw(chosen, flags.out, num_stages=K, num_micro_batches=num, costs=costs)
+        draw(pipeline, flags.out, num_micro_batches=num, costs=costs)
     if flags.json:
-        _say(json.dumps(_facts(chosen, K, num, costs, predicted)))
+        _say(json.dumps(_facts(pipeline, num, costs, predicted)))
         return
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    _say(describe(chosen, num_stages=K, num_micro_batches=num, width=width))
+    _say(describe(pipeline, num_micro_batches=num, width=width))
     if predicted is not None:
         _say(_speed_lines(predicted))
     if flags.out is not None:
@@ -140,14 +140,14 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
     return Costs(**lists)
 
 
-def _facts(chosen: Method, K: int, num: int, costs: Costs | None, predicted: Speed | None) -> dict[str, Any]:
+def _facts(pipeline: Pipeline, num: int, costs: Costs | None, predicted: Speed | None) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "method": {**chosen.settings, "summary": chosen.spec.summary},
-        "num_stages": K,
-        "accumulation_steps": chosen.micro_batches_per_update,
+        "method": {**pipeline.method.settings, "summary": pipeline.spec.summary},
+        "num_stages": pipeline.num_stages,
+        "accumulation_steps": pipeline.micro_batches_per_update,
         "num_micro_batches": num,
-        "stages": [asdict(f) for f in figures(chosen, num_stages=K)],
-        "ticks": tick_words(chosen, num_stages=K, num_micro_batches=num),
+        "stages": [asdict(f) for f in figures(pipeline)],
+        "ticks": tick_words(pipeline, num_micro_batches=num),
     }
     if costs is not None and predicted is not None:
         facts |= {"costs": asdict(costs), "speed": asdict(predicted)}
@@ -172,7 +172,7 @@ def paper() -> str:
     models += [(name, method(name)) for name in ("adl", "fdg", "1f1b", "pipedream", "2bw", "paci")]
     lines = [
         "Speed-up over backpropagation for K = 2, 3, 4 stages. Measured: Table 3 of the ADL paper (RN-101, ImageNet,",
-        "M = 4). Model: the streams of adl_dist with equal stages, backward = 2 forward, free links.",
+        "M = 4). Model: the action lists of adl_dist with equal stages, backward = 2 forward, free links.",
         "",
         "method               measured          model",
     ]
@@ -220,9 +220,9 @@ def _row(numbers: Sequence[float | None]) -> str:
 def _listed(delays: Sequence[int], *, link: float = 0.0, seed: int | None = None) -> float:
     """Time per micro-batch of our processes, in units of one stage's work on it."""
     chosen = method("adl", accumulation_steps=1, delay=list(delays))
-    streams = actions_of_all(chosen, num_stages=len(delays), num_micro_batches=PAPER_N)
+    lists = actions_of_all(Pipeline(chosen, len(delays)), num_micro_batches=PAPER_N)
     slowdown = at_full_speed if seed is None else stragglers(seed)
-    return makespan(simulate(streams, Costs.balanced(len(delays), link=link), slowdown=slowdown)) / PAPER_N / 3
+    return makespan(simulate(lists, Costs.balanced(len(delays), link=link), slowdown=slowdown)) / PAPER_N / 3
 
 
 def _capped(delays: Sequence[int], *, link: float = 0.0, seed: int | None = None, prefer: Prefer = "backward") -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from adl_dist.control.messages import Stop
 from adl_dist.engine import StageContext
-from adl_dist.schedule import Action, Method, Op, Segment, shorten, updates_that_load
+from adl_dist.schedule import Action, Op, Pipeline, Segment, shorten, updates_that_load
 from adl_dist.transport.process import POSTED_AHEAD
 
 
@@ -34,20 +34,18 @@ class EarlyStop:
         self,
         order: Iterable[tuple[int, Action]],
         segment: Segment,
-        method: Method,
+        pipeline: Pipeline,
         contexts: Mapping[int, StageContext],
         *,
-        num_stages: int,
         is_distributed: bool,
     ) -> Iterator[tuple[int, Action]]:
         """Hand ``order`` through; shorten the lists that it is drawn from as soon as there is a decision.
 
         Args:
-            order: the actions of this process, drawn from ``contexts[k].work.stream``.
+            order: the actions of this process, drawn from ``contexts[k].work.actions``.
             segment: the segment of training, as it was begun.
-            method: the method whose schedule is followed.
+            pipeline: the method and K.
             contexts: this process's stages, opened.
-            num_stages: K.
             is_distributed: whether receives are posted ahead.
         """
         ahead = POSTED_AHEAD if is_distributed else 0
@@ -59,7 +57,7 @@ class EarlyStop:
             groups = segment.group_sizes[: self._stop.after_update - segment.first_update]
             for k, context in contexts.items():
                 context.shorten(sum(groups))
-                shorten(context.work.stream, method, k, num_stages=num_stages, group_sizes=groups)
+                shorten(context.work.actions, pipeline, k, group_sizes=groups)
             return True
 
         is_applied = apply()  # stage 0 may have decided before this process began the segment

@@ -37,8 +37,8 @@ from adl_dist.monitor.trace import Tracer
 from adl_dist.optim import fast_forward
 from adl_dist.schedule import (
     Action,
-    Method,
     Op,
+    Pipeline,
     Segment,
     StageWork,
     downstream_first,
@@ -58,8 +58,7 @@ class LocalWorker:
 
     Attributes:
         world: this process among the others.
-        method: whose schedule is followed.
-        num_stages: K.
+        pipeline: the method and K.
         seed: of the turns that stages take, where the method has them.
         dtype: of the loss.
         contexts: this process's stages with their channels, by stage.
@@ -73,8 +72,7 @@ class LocalWorker:
     """
 
     world: World
-    method: Method
-    num_stages: int
+    pipeline: Pipeline
     seed: int
     dtype: torch.dtype
     contexts: Mapping[int, StageContext]
@@ -88,7 +86,7 @@ class LocalWorker:
 
     def __post_init__(self) -> None:
         on_device = self.world.is_distributed and self.world.backend == "nccl"
-        self.beacon = ActivityRecorder(self.num_stages, device=self.world.device, runs_ahead=on_device)
+        self.beacon = ActivityRecorder(self.pipeline.num_stages, device=self.world.device, runs_ahead=on_device)
         forget_peak(self.world.device)
 
     @property
@@ -121,7 +119,7 @@ class LocalWorker:
         for context in self.contexts.values():
             context.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
         seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
-        work = training_work(self.method, segment, num_stages=self.num_stages, stages=self.contexts, seed=seed)
+        work = training_work(self.pipeline, segment, stages=self.contexts, seed=seed)
         totals = {k: _Totals() for k in self.contexts}
         start = time.perf_counter()
         order = self._watched(self._until_stop(self._order(work), segment), segment, totals, start, emit)
@@ -153,7 +151,7 @@ class LocalWorker:
         )
         for context in self.contexts.values():
             context.stage.begin(0, training=False)
-        work = evaluation_work(segment, num_stages=self.num_stages, stages=self.contexts)
+        work = evaluation_work(segment, num_stages=self.pipeline.num_stages, stages=self.contexts)
         order = self.beacon.followed(
             self._traced(self._order(work), segment, training=False), self.contexts, segment, {}
         )
@@ -181,21 +179,14 @@ class LocalWorker:
                 fast_forward(stage.lr_schedule, done)
 
     def _order(self, work: Mapping[int, StageWork]) -> Iterator[tuple[int, Action]]:
-        """What happens next here: one stage's own stream, or an interleaving of all of them."""
-        if len(work) == self.num_stages:
-            return replay([work[k].stream for k in sorted(work)], pick_next=self.pick_next)
+        """Return the actions in order: one stage's own list, or an interleaving of all of them."""
+        if len(work) == self.pipeline.num_stages:
+            return replay([work[k].actions for k in sorted(work)], pick_next=self.pick_next)
         ((stage, of_stage),) = work.items()
-        return ((stage, action) for action in of_stage.stream)
+        return ((stage, action) for action in of_stage.actions)
 
     def _until_stop(self, order: Iterator[tuple[int, Action]], segment: Segment) -> Iterator[tuple[int, Action]]:
-        return self.stop.applied(
-            order,
-            segment,
-            self.method,
-            self.contexts,
-            num_stages=self.num_stages,
-            is_distributed=self.world.is_distributed,
-        )
+        return self.stop.applied(order, segment, self.pipeline, self.contexts, is_distributed=self.world.is_distributed)
 
     def _traced(
         self, order: Iterator[tuple[int, Action]], segment: Segment, *, training: bool

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._autograd import _enable_record_function
 from torch.profiler import ProfilerActivity, profile
 
-from adl_dist.schedule import Action, Method, Op
+from adl_dist.schedule import Action, Op, Pipeline
 from adl_dist.stage import Stage
 
 
@@ -40,10 +40,9 @@ class MemoryMeter:
     _num_seen: int = 0
 
     @classmethod
-    def of(cls, method: Method, num_stages: int, device: torch.device) -> "MemoryMeter":
-        """One that looks for as long as ``method`` takes to fill the pipeline, and for some updates more."""
-        M = method.micro_batches_per_update
-        return cls(device, 2 * (method.delays(num_stages)[0] // M) + 6)
+    def of(cls, pipeline: Pipeline, device: torch.device) -> "MemoryMeter":
+        """Build one that looks until the pipeline is full, and for some updates more."""
+        return cls(device, 2 * (pipeline.delays[0] // pipeline.micro_batches_per_update) + 6)
 
     @property
     def peak_bytes(self) -> int | None:

@@ -108,7 +108,7 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
         other: what the devices would do without a pipeline.
     """
     n = other.num_devices
-    usable = [p for p in predictions if p.num_stages <= n and p.convergence_factor <= MOST_FACTOR]
+    usable = [p for p in predictions if p.pipeline.num_stages <= n and p.convergence_factor <= MOST_FACTOR]
     if n == 1 and other.fits:
         return Advice(choice=None, reason="one device, and the model fits on it: train there, partition.num_stages=1")
     if n == 1:
@@ -128,9 +128,11 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
         )
     fastest = max(usable, key=lambda p: p.images_per_second)
     near = [p for p in usable if p.images_per_second >= (1 - AS_GOOD) * fastest.images_per_second]
-    choice = min(near, key=lambda p: (p.convergence_factor, p.num_stages, -p.images_per_second))
+    choice = min(near, key=lambda p: (p.convergence_factor, p.pipeline.num_stages, -p.images_per_second))
     if other.fits and other.best >= (1 - AS_GOOD) * choice.images_per_second:
-        theirs = f"{choice.method.name} with K = {choice.num_stages} makes {choice.images_per_second:,.0f}"
+        theirs = (
+            f"{choice.pipeline.method.name} with K = {choice.pipeline.num_stages} makes {choice.images_per_second:,.0f}"
+        )
         if other.single >= other.ddp:
             return Advice(
                 choice=None,

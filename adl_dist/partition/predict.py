@@ -7,17 +7,16 @@ from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
 from adl_dist.partition.costs import Machine, StageFootprint, UnitCost, link_time
 from adl_dist.partition.profile import Profile
-from adl_dist.schedule import Costs, Method, max_pending_of, speed
+from adl_dist.schedule import Costs, Pipeline, max_pending_of, speed
 from adl_dist.schedule.table import figures
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one method on K stages.
+    """The expected speed, memory and staleness of one method on K stages.
 
     Attributes:
-        method: whose schedule.
-        num_stages: K.
+        pipeline: the method and K.
         balance: the cut, with each stage's seconds and bytes.
         images_per_second: in steady state.
         speed_up: over backpropagation of the same micro-batches on one device.
@@ -25,8 +24,7 @@ class Prediction:
         staleness_mean: of each stage, updates.
     """
 
-    method: Method
-    num_stages: int
+    pipeline: Pipeline
     balance: Balance
     images_per_second: float
     speed_up: float
@@ -36,13 +34,13 @@ class Prediction:
     @property
     def convergence_factor(self) -> float:
         """(1 + sum of mean staleness / M) / M: what Theorem 1 of the paper bounds the error with; 1/M without any."""
-        M = self.method.micro_batches_per_update
+        M = self.pipeline.micro_batches_per_update
         return (1 + sum(self.staleness_mean) / M) / M
 
 
-def held_by(method: Method, *, num_stages: int) -> list[StageFootprint]:
-    """What ``method`` makes each stage hold."""
-    M, kept = method.micro_batches_per_update, max_pending_of(method, num_stages=num_stages)
+def held_by(pipeline: Pipeline) -> list[StageFootprint]:
+    """Return what the method makes each stage hold."""
+    method, M, kept = pipeline.method, pipeline.micro_batches_per_update, max_pending_of(pipeline)
     return [
         StageFootprint(
             graphs=stage.graphs,
@@ -53,20 +51,20 @@ def held_by(method: Method, *, num_stages: int) -> list[StageFootprint]:
             gradient_copies=len(set(stage.staleness_by_offset)) - 1 if method.weights == "stash" else 0,
             recomputes=sum(method.recomputes(place, M, stage.delay) for place in range(M)) / M,
         )
-        for stage in figures(method, num_stages=num_stages)
+        for stage in figures(pipeline)
     ]
 
 
-def best_cut(profile: Profile, method: Method, *, num_stages: int, machine: Machine = UNIFORM) -> Balance:
-    """The best cut of the measured model for ``method``.
+def best_cut(profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM) -> Balance:
+    """Return the best cut of the measured model for ``pipeline``.
 
     Raises:
         PartitionError: no cut is possible, or none fits into memory.
     """
     return best_balance(
-        profile.with_stages(num_stages).costs(method.micro_batches_per_update),
-        num_stages=num_stages,
-        held=held_by(method, num_stages=num_stages),
+        profile.with_stages(pipeline.num_stages).costs(pipeline.micro_batches_per_update),
+        num_stages=pipeline.num_stages,
+        held=held_by(pipeline),
         machine=machine,
         optimizer_copies=profile.optimizer_copies,
     )
@@ -74,49 +72,46 @@ def best_cut(profile: Profile, method: Method, *, num_stages: int, machine: Mach
 
 def predict(
     profile: Profile,
-    method: Method,
+    pipeline: Pipeline,
     *,
-    num_stages: int,
     machine: Machine = UNIFORM,
     sizes: Sequence[int] | None = None,
 ) -> Prediction:
-    """Predict a run of ``method``.
+    """Predict a run of ``pipeline``.
 
     Args:
         profile: measured with the run's micro-batch size.
-        method: to be run.
-        num_stages: K.
-        machine: to be run on.
+        pipeline: the method and K.
+        machine: the devices and links it would run on.
         sizes: units of each stage; None: those of the best cut.
 
     Raises:
         PartitionError: no cut is possible, or none fits into memory.
         ConfigError: local losses, whose heads are not measured.
     """
-    if method.spec.local_losses and num_stages > 1:
+    if pipeline.spec.local_losses and pipeline.num_stages > 1:
         raise ConfigError("its local losses have heads that are not measured, and another goal than the model's")
-    M = method.micro_batches_per_update
-    units = profile.with_stages(num_stages).costs(M)
-    held = held_by(method, num_stages=num_stages)
+    M = pipeline.micro_batches_per_update
+    units = profile.with_stages(pipeline.num_stages).costs(M)
+    held = held_by(pipeline)
     if sizes is None:
-        balance = best_cut(profile, method, num_stages=num_stages, machine=machine)
+        balance = best_cut(profile, pipeline, machine=machine)
     else:
         balance = evaluate_balance(units, sizes, held=held, machine=machine, optimizer_copies=profile.optimizer_copies)
     costs = _costs(units, balance, M, machine)
-    told = speed(method, costs)
+    expected = speed(pipeline.method, costs)
     size = profile.of["micro_batch_size"]
     # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
-    of_stages = told.time_per_update / M
+    of_stages = expected.time_per_update / M
     per_micro_batch = max(of_stages, *balance.link_seconds, 0.0)
     alone = profile.loading + profile.forward + profile.backward + sum(unit.update for unit in profile.costs(M))
     return Prediction(
-        method=method,
-        num_stages=num_stages,
+        pipeline=pipeline,
         balance=balance,
         images_per_second=size / per_micro_batch,
         speed_up=alone / per_micro_batch,
-        bubble=max(0.0, 1 - (1 - told.bubble) * of_stages / per_micro_batch),
-        staleness_mean=[stage.staleness_mean for stage in figures(method, num_stages=num_stages)],
+        bubble=max(0.0, 1 - (1 - expected.bubble) * of_stages / per_micro_batch),
+        staleness_mean=[stage.staleness_mean for stage in figures(pipeline)],
     )
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.actions import Action, Op
-from adl_dist.schedule.actions_of import staleness
-from adl_dist.schedule.methods import Method
+from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.table import figures, title
 from adl_dist.schedule.timing import Costs, actions_of_all, simulate, ticks
 
@@ -51,13 +50,12 @@ class Box(NamedTuple):
     end: float
 
 
-def draw(method: Method, path: Path, *, num_stages: int, num_micro_batches: int, costs: Costs | None = None) -> None:
+def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs | None = None) -> None:
     """Draw a schedule into a file, the same bytes for the same schedule.
 
     Args:
-        method: whose schedule.
+        pipeline: the method and K.
         path: where to; what is there already is replaced.
-        num_stages: K.
         num_micro_batches: of the segment that is drawn.
         costs: what the axis then counts; None: ticks.
 
@@ -72,7 +70,7 @@ def draw(method: Method, path: Path, *, num_stages: int, num_micro_batches: int,
 
     # No random ids, no dates; letters as shapes, which look the same everywhere.
     with rc_context({"svg.hashsalt": "adl_dist", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
-        figure = picture(method, num_stages=num_stages, num_micro_batches=num_micro_batches, costs=costs)
+        figure = picture(pipeline, num_micro_batches=num_micro_batches, costs=costs)
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
         dpi = min(200.0, 30_000 / figure.get_figwidth())
         unfinished = path.with_name(f".{path.stem}.saving{path.suffix}")
@@ -85,12 +83,12 @@ def draw(method: Method, path: Path, *, num_stages: int, num_micro_batches: int,
             unfinished.unlink(missing_ok=True)
 
 
-def picture(method: Method, *, num_stages: int, num_micro_batches: int, costs: Costs | None = None) -> "Figure":
+def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None) -> "Figure":
     """The picture itself; see :func:`draw`."""
     from matplotlib.figure import Figure
 
-    streams = actions_of_all(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
-    table = ticks(streams)
+    lists = actions_of_all(pipeline, num_micro_batches=num_micro_batches)
+    table = ticks(lists)
     num_ticks = max((max(row) + 1 for row in table if row), default=0)
     if num_ticks > MOST_TICKS:
         raise ConfigError(
@@ -100,25 +98,25 @@ def picture(method: Method, *, num_stages: int, num_micro_batches: int, costs: C
     if costs is None:
         boxes = list(_boxes_of_ticks(table))
     else:
-        boxes = [Box(*span) for span in simulate(streams, costs) if span.action.op in STYLES]
+        boxes = [Box(*span) for span in simulate(lists, costs) if span.action.op in STYLES]
     length = max(box.end for box in boxes)
     inches = min(_inches_per_unit(boxes, num_micro_batches), WIDEST / length)
-    shows_staleness = any(f.staleness_max for f in figures(method, num_stages=num_stages))
+    shows_staleness = any(f.staleness_max for f in figures(pipeline))
 
-    width, height = length * inches, num_stages * LANE
+    width, height = length * inches, pipeline.num_stages * LANE
     figure = Figure(figsize=(LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM))
     figure_width, figure_height = figure.get_size_inches()
     axes = figure.add_axes((LEFT / figure_width, BOTTOM / figure_height, width / figure_width, height / figure_height))
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
-    _lanes(axes, method, num_stages, width, shows_staleness)
+    _lanes(axes, pipeline, width, shows_staleness)
     _axis(axes, length, inches, num_ticks if costs is None else None)
-    _arrows(axes, streams, boxes, inches)
+    _arrows(axes, lists, boxes, inches)
     updates = {(box.stage, box.start): box for box in boxes if box.action.op is Op.UPDATE}
     for box in boxes:
-        label = _staleness(method, box, num_stages) if shows_staleness else None
+        label = _staleness(pipeline, box) if shows_staleness else None
         _box(axes, box, inches, label, update=updates.get((box.stage, box.end)))
-    _words(figure, method, boxes, num_stages, num_micro_batches, shows_staleness)
+    _words(figure, pipeline, boxes, num_micro_batches, shows_staleness)
     return figure
 
 
@@ -144,20 +142,20 @@ def _inches_per_unit(boxes: Sequence[Box], num_micro_batches: int) -> float:
     return max(0.26, LETTER * 9 * len(str(num_micro_batches - 1)) + 0.1) / usual
 
 
-def _staleness(method: Method, box: Box, num_stages: int) -> int | None:
+def _staleness(pipeline: Pipeline, box: Box) -> int | None:
     if box.action.op is not Op.BACKWARD:
         return None
-    return staleness(method, box.action.number, delay=method.delay_of(box.stage, num_stages=num_stages))
+    return pipeline.staleness(box.stage, box.action.number)
 
 
 def _middle(stage: int) -> float:
     return (stage + 0.5) * LANE
 
 
-def _lanes(axes: "Axes", method: Method, num_stages: int, width: float, shows_staleness: bool) -> None:
+def _lanes(axes: "Axes", pipeline: Pipeline, width: float, shows_staleness: bool) -> None:
     from matplotlib.patches import Rectangle
 
-    for f in figures(method, num_stages=num_stages):
+    for f in figures(pipeline):
         middle = _middle(f.stage)
         axes.add_patch(Rectangle((0, middle - BOX / 2), width, BOX, color="#EFEFEF", linewidth=0, zorder=0))
         words = [f"delay {f.delay}", f"mean LoS {f.staleness_mean:.3g}"][: 1 + shows_staleness]
@@ -186,13 +184,13 @@ def _axis(axes: "Axes", length: float, inches: float, num_ticks: int | None) -> 
         axes.axvline(tick * inches, color="#C8C8C8", linewidth=0.6, zorder=0.5)
 
 
-def _arrows(axes: "Axes", streams: Sequence[Sequence[Action]], boxes: Sequence[Box], inches: float) -> None:
+def _arrows(axes: "Axes", lists: Sequence[Sequence[Action]], boxes: Sequence[Box], inches: float) -> None:
     """From the work that made a message to the work that needs it."""
     ends = (*FORWARDS, Op.BACKWARD)
     made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
-    for stage, stream in enumerate(streams):
+    for stage, actions in enumerate(lists):
         came = None
-        for op, number in stream:
+        for op, number in actions:
             if op in (Op.RECV_ACT, Op.PICK):
                 came = number
             elif op in FORWARDS and came is not None:
@@ -250,12 +248,12 @@ def _write(axes: "Axes", x: float, y: float, text: str, room: float, size: float
 
 
 def _words(
-    figure: "Figure", method: Method, boxes: Sequence[Box], K: int, num_micro_batches: int, shows_staleness: bool
+    figure: "Figure", pipeline: Pipeline, boxes: Sequence[Box], num_micro_batches: int, shows_staleness: bool
 ) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    name, facts = title(method, num_stages=K, num_micro_batches=num_micro_batches).rsplit(": ", 1)
+    name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
     height, left = figure.get_figheight(), LEFT / figure.get_figwidth()
     figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center")
     figure.text(left, 1 - 0.47 / height, facts, fontsize=9, va="center", color="#333333")
@@ -263,9 +261,9 @@ def _words(
     handles: list[Patch | Line2D] = [
         Patch(color=face, label=text) for op, (face, _, text) in STYLES.items() if op in ops
     ]
-    if K > 1:
+    if pipeline.num_stages > 1:
         handles.append(Line2D([], [], color=ACT, linewidth=1.2, label="activation"))
-        if method.spec.local_losses is False:
+        if not pipeline.spec.local_losses:
             handles.append(Line2D([], [], color=GRAD, linewidth=1.2, linestyle=(0, (4, 1.6)), label="gradient"))
     figure.legend(
         handles=handles,

@@ -1,23 +1,17 @@
 """What every stage does, in which order. Pure integers: no tensors, no ranks, no clock, no torch."""
 
-from adl_dist.schedule.actions import Action, Op, format_stream, parse_stream
-from adl_dist.schedule.actions_of import (
-    evaluation_actions,
-    forward_version,
-    staleness,
-    steady_staleness,
-    training_actions,
-)
-from adl_dist.schedule.greedy import greedy_streams
+from adl_dist.schedule.actions import Action, Op, format_actions, parse_actions
+from adl_dist.schedule.build_actions import evaluation_actions, training_actions
+from adl_dist.schedule.greedy import greedy_actions
 from adl_dist.schedule.method_table import METHODS, MethodSpec
 from adl_dist.schedule.methods import Method, method
+from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import check_rendezvous, downstream_first, max_outstanding, replay
 from adl_dist.schedule.segment import Segment
 from adl_dist.schedule.table import StageFigures, describe, figures
 from adl_dist.schedule.timing import Costs, actions_of_all, simulate, speed
-from adl_dist.schedule.training import (
+from adl_dist.schedule.work import (
     StageWork,
-    drain_is_exact,
     evaluation_work,
     forget_actions,
     max_pending_of,
@@ -33,6 +27,7 @@ __all__ = [
     "Method",
     "MethodSpec",
     "Op",
+    "Pipeline",
     "Segment",
     "StageFigures",
     "StageWork",
@@ -40,24 +35,20 @@ __all__ = [
     "check_rendezvous",
     "describe",
     "downstream_first",
-    "drain_is_exact",
     "evaluation_actions",
     "evaluation_work",
     "figures",
     "forget_actions",
-    "format_stream",
-    "forward_version",
-    "greedy_streams",
+    "format_actions",
+    "greedy_actions",
     "max_outstanding",
     "max_pending_of",
     "method",
-    "parse_stream",
+    "parse_actions",
     "replay",
     "shorten",
     "simulate",
     "speed",
-    "staleness",
-    "steady_staleness",
     "training_actions",
     "training_work",
     "updates_that_load",

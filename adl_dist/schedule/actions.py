@@ -9,7 +9,7 @@ from adl_dist.errors import ScheduleError
 
 
 class Op(enum.Enum):
-    """What a stage does; the value is its printed form."""
+    """A kind of action; the value is its printed form."""
 
     LOAD = "L"  # stage 0: fetch input and target
     RECV_ACT = "RA"
@@ -65,18 +65,18 @@ RECEIVES = {link.recv: link for link in LINKS.values()}
 
 
 def receiver(op: Op, sender: int, *, num_stages: int) -> int:
-    """The stage that receives what ``sender`` sends with ``op``."""
+    """Return the stage that receives what ``sender`` sends with ``op``."""
     hop = LINKS[op].hop
     return num_stages - 1 if hop is None else sender + hop
 
 
-def format_stream(stream: Iterable[Action]) -> str:
-    """Print a stream, for example ``L0 F0 SA0 ST0``."""
-    return " ".join(map(str, stream))
+def format_actions(actions: Iterable[Action]) -> str:
+    """Print a list of actions, for example ``L0 F0 SA0 ST0``."""
+    return " ".join(map(str, actions))
 
 
-def parse_stream(text: str) -> list[Action]:
-    """Read back what :func:`format_stream` printed.
+def parse_actions(text: str) -> list[Action]:
+    """Read back what :func:`format_actions` printed.
 
     Raises:
         ScheduleError: a word is not an action.

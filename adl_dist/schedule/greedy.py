@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from adl_dist.schedule.actions import Action, Op
-from adl_dist.schedule.methods import Method
+from adl_dist.schedule.pipeline import Pipeline
 
 
 @dataclass
@@ -44,26 +44,26 @@ class Buffer:
         return entry
 
 
-def greedy_streams(
-    method: Method, *, num_stages: int, group_sizes: Sequence[int], seed: int
+def greedy_actions(
+    pipeline: Pipeline, *, group_sizes: Sequence[int], seed: int
 ) -> tuple[list[list[Action]], list[list[int]]]:
-    """What all stages do with replay buffers between them.
+    """Build the lists of actions of all stages, with replay buffers between them.
 
     Args:
-        method: with ``buffer_size`` above 0.
-        num_stages: K.
+        pipeline: a method with ``buffer_size`` above 0, and K.
         group_sizes: steps of each group; every stage has the same.
-        seed: of the turns.
+        seed: draws the turns.
 
     Returns:
         The actions of each stage; and for each of its steps the micro-batch of the data it works on.
     """
+    method, num_stages = pipeline.method, pipeline.num_stages
     num = sum(group_sizes)
     last_of_group = dict(_ends(group_sizes))
     turns = random.Random(seed)
-    speeds = method.speeds(num_stages)
+    rates = pipeline.turn_rates
     buffers = [Buffer(method.buffer_size, method.buffer_reuse) for _ in range(num_stages)]
-    streams: list[list[Action]] = [[] for _ in range(num_stages)]
+    lists: list[list[Action]] = [[] for _ in range(num_stages)]
     origins: list[list[int]] = [[] for _ in range(num_stages)]
 
     def may_step(k: int) -> bool:
@@ -72,28 +72,28 @@ def greedy_streams(
         return k == 0 or buffers[k].may_read(is_final=len(origins[k - 1]) == num)
 
     while ready := [k for k in range(num_stages) if may_step(k)]:
-        (k,) = turns.choices(ready, weights=[speeds[j] for j in ready])
-        step, stream = len(origins[k]), streams[k]
+        (k,) = turns.choices(ready, weights=[rates[j] for j in ready])
+        step, actions = len(origins[k]), lists[k]
         if k == 0:
-            stream.append(Action(Op.LOAD, step))
+            actions.append(Action(Op.LOAD, step))
             origins[k].append(step)
         else:
             entry = buffers[k].read()
-            stream.append(Action(Op.PICK, entry))
+            actions.append(Action(Op.PICK, entry))
             origins[k].append(origins[k - 1][entry])
-        stream.append(Action(Op.FORWARD, step))
+        actions.append(Action(Op.FORWARD, step))
         if k < num_stages - 1:
-            stream += [Action(Op.SEND_ACT, step), Action(Op.PASS_TARGET, step)]
-        stream.append(Action(Op.BACKWARD, step))
+            actions += [Action(Op.SEND_ACT, step), Action(Op.PASS_TARGET, step)]
+        actions.append(Action(Op.BACKWARD, step))
         if step in last_of_group:
-            stream.append(Action(Op.UPDATE, last_of_group[step]))
+            actions.append(Action(Op.UPDATE, last_of_group[step]))
         if k < num_stages - 1:
-            streams[k + 1] += [Action(Op.RECV_ACT, step), Action(Op.TAKE_TARGET, step), Action(Op.KEEP, step)]
+            lists[k + 1] += [Action(Op.RECV_ACT, step), Action(Op.TAKE_TARGET, step), Action(Op.KEEP, step)]
             if (gone := buffers[k + 1].write(step)) is not None:
-                streams[k + 1].append(Action(Op.DROP, gone))
+                lists[k + 1].append(Action(Op.DROP, gone))
     for k, buffer in enumerate(buffers):
-        streams[k] += [Action(Op.DROP, entry) for entry in buffer.uses]
-    return streams, origins
+        lists[k] += [Action(Op.DROP, entry) for entry in buffer.uses]
+    return lists, origins
 
 
 def _ends(group_sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """One row per method: a method is a schedule plus a weight policy.
 
 A schedule is a delay for each stage and a few yes-or-no facts: is the pipeline emptied after each group, do
-backwards run last-in first-out, is the forward locked, are losses local. :mod:`adl_dist.schedule.actions_of` turns
+backwards run last-in first-out, is the forward locked, are losses local. :mod:`adl_dist.schedule.build_actions` turns
 a row into actions, the same way for all. What a user may change are the fields of
 :class:`adl_dist.schedule.methods.Method`; a row names those that mean something to it, and all others are refused.
 """

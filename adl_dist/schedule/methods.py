@@ -7,7 +7,6 @@ from typing import Any
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.method_table import (
     ANYONES_DELAYS,
-    DELAYS,
     METHODS,
     DelayRule,
     Head,
@@ -104,122 +103,14 @@ class Method:
         """Whether stages draw their inputs from replay buffers."""
         return self.buffer_size > 0
 
-    def delays(self, num_stages: int) -> list[int]:
-        """Ticks between a micro-batch's forward and its backward, for each stage.
-
-        Raises:
-            ConfigError: the delays that the user gave do not fit ``num_stages``, or would let stages wait for
-                each other for ever.
-        """
-        K, M = num_stages, self.micro_batches_per_update
-        delays = self._nominal_delays(K)
-        if any(d < 0 for d in delays) or delays != sorted(delays, reverse=True):
-            raise ConfigError(
-                f"method.delay={delays} is impossible: each stage must have at least the delay of the next one, and "
-                "none below 0, or both would wait for each other; for example " + str(list(range(K - 1, -1, -1)))
-            )
-        if self.order == "backward_first":
-            # Backward, update, forward of one tick, over and over, is the order in which the same backward belongs
-            # to the tick before.
-            delays = [max(d - 1, 0) for d in delays]
-        if self.weights == "2bw" and delays[0] > M:
-            raise ConfigError(
-                f"method.weights=2bw needs method.accumulation_steps (M) of at least the delay of stage 0, or the "
-                f"weights it asks for are not there yet; M is {M}: use method.accumulation_steps={delays[0]}"
-            )
-        return delays
-
-    def _nominal_delays(self, num_stages: int) -> list[int]:
-        K, M = num_stages, self.micro_batches_per_update
-        if self.delay == "queues":
-            p, q = (self._per_hop(name, K - 1) for name in ("activation_queue", "gradient_queue"))
-            return [sum(p[k:]) + sum(q[k:]) for k in range(K)]
-        if isinstance(self.delay, str):
-            return [DELAYS[self.delay](k, K, M) for k in range(K)]
-        assert self.delay is not None
-        if len(self.delay) != K:
-            told = f"has {len(self.delay)} numbers, but there are {K} stages; give {K}"
-            raise ConfigError(f"method.delay={list(self.delay)} {told}")
-        return list(self.delay)
-
-    def delay_of(self, stage: int, *, num_stages: int) -> int:
-        """The delay of one stage; see :meth:`delays`."""
-        return self.delays(num_stages)[stage]
-
-    def updates_to_fill(self, num_stages: int) -> int:
-        """After so many all stages of a pipeline are at work."""
-        return -(-self.delays(num_stages)[0] // self.micro_batches_per_update) + 1
-
-    def max_pending(self, num_stages: int) -> int:
-        """Messages under way on any edge beyond which a send waits for the oldest, where nothing comes back.
-
-        As in evaluation and with local losses: it keeps stage 0 from running away, but not from filling the pipeline.
-        Where gradients come back, :func:`max_pending_of` has a smaller number for each edge.
-        """
-        return max(self.delays(num_stages)[0], 2 * (num_stages - 1)) + 2
-
     def recomputes(self, place: int, group_size: int, delay: int) -> bool:
         """Whether a stage of ``delay`` replays the forward of micro-batch ``place`` of a group of ``group_size``."""
         if self.weights == "recompute":
             return delay > 0  # without a delay the graph is used at once
         return self.recompute == "always" or (self.recompute == "except_last" and place < group_size - 1)
 
-    def lr_lead(self, stage: int, *, num_stages: int) -> int:
-        """Updates by which the learning rate of ``stage`` runs ahead: 0 but for ``lr_index=slot``.
-
-        All stages share a clock of slots, in each of which they may do a forward and a backward, and its rate is that
-        of update floor(slot / M). Micro-batch b reaches stage k in slot b + k (with DSP's queues b + p_0 + .. +
-        p_k-1, with a locked forward b) and comes back d slots later, where the group's last one brings the update.
-        Where the backward comes first, the last stage, which has its own in the same slot, updates in the next.
-        """
-        if self.lr_index == "update":
-            return 0
-        K, M = num_stages, self.micro_batches_per_update
-        arrives = 0 if self.spec.forward_lock else sum(self._per_hop("activation_queue", K - 1)[:stage])
-        slot = M - 1 + arrives + self._nominal_delays(K)[stage]
-        if self.order == "backward_first" and stage == K - 1:
-            slot += 1
-        return slot // M
-
-    def lr_factor(self, stage: int, *, num_stages: int) -> float:
-        """What the learning rate of ``stage`` is multiplied by."""
-        if self.lr_factors is None:
-            return 1.0
-        return self._per_stage("lr_factors", num_stages)[stage]
-
-    def speeds(self, num_stages: int) -> list[float]:
-        """How often each stage gets its turn, relative to the others."""
-        if self.stage_speeds is None:
-            return [1.0] * num_stages
-        return self._per_stage("stage_speeds", num_stages)
-
-    def check(self, num_stages: int) -> None:
-        """Check what depends on the number of stages.
-
-        Raises:
-            ConfigError: a list of another length, or delays that cannot be.
-        """
-        self.delays(num_stages)
-        self.speeds(num_stages)
-        self.lr_factor(0, num_stages=num_stages)
-
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-    def _per_stage(self, name: str, num_stages: int) -> list[float]:
-        values = list(getattr(self, name))
-        if len(values) != num_stages:
-            raise ConfigError(f"method.{name}={values} has {len(values)} numbers, but there are {num_stages} stages")
-        return values
-
-    def _per_hop(self, name: str, num_hops: int) -> list[int]:
-        value = getattr(self, name)
-        if isinstance(value, int):
-            return [value] * num_hops
-        if len(value) != num_hops:
-            told = f"has {len(value)} numbers, but {num_hops + 1} stages have {num_hops}"
-            raise ConfigError(f"method.{name}={list(value)} {told}")
-        return list(value)
 
     def _refuse_dead_options(self) -> None:
         for option in fields(self):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Se
 from adl_dist.errors import ScheduleError
 from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
 
-Streams = Sequence[Sequence[Action]]
+ActionLists = Sequence[Sequence[Action]]
 Edge = tuple[str, int]  # what is carried, and the stage that receives it
 Sending = tuple[str, int]  # what is carried, and the stage that sends it
 
@@ -23,27 +23,27 @@ def at_random(seed: int) -> Callable[[Sequence[int]], int]:
 
 
 def replay(
-    streams: Streams, *, pick_next: Callable[[Sequence[int]], int] = downstream_first
+    lists: ActionLists, *, pick_next: Callable[[Sequence[int]], int] = downstream_first
 ) -> Iterator[tuple[int, Action]]:
     """Yield (stage, action) of all stages in one valid order: a receive comes after its send.
 
     The engine executes the order as it comes, so whatever ``pick_next`` picks is a run of the real thing.
 
     Args:
-        streams: the actions of stages 0..K-1.
+        lists: the actions of stages 0..K-1.
         pick_next: picks the next stage among those that can go on (ascending order).
 
     Raises:
         ScheduleError: every unfinished stage waits for another, or a message is not the one awaited.
     """
-    num_stages = len(streams)
+    num_stages = len(lists)
     cursor = [0] * num_stages
     mail: dict[Edge, deque[int]] = defaultdict(deque)
 
     def ready(stage: int) -> bool:
-        if cursor[stage] >= len(streams[stage]):  # asked each time: a LOAD may shorten all streams
+        if cursor[stage] >= len(lists[stage]):  # asked each time: a LOAD may shorten all lists
             return False
-        action = streams[stage][cursor[stage]]
+        action = lists[stage][cursor[stage]]
         if action.op not in RECEIVES:
             return True
         arrived = mail[RECEIVES[action.op].what, stage]
@@ -63,7 +63,7 @@ def replay(
             stage = pick_next(runnable)
         else:
             break
-        action = streams[stage][cursor[stage]]
+        action = lists[stage][cursor[stage]]
         cursor[stage] += 1
         if action.op in LINKS:
             mail[LINKS[action.op].what, receiver(action.op, stage, num_stages=num_stages)].append(action.number)
@@ -71,27 +71,27 @@ def replay(
             mail[RECEIVES[action.op].what, stage].popleft()
         yield stage, action
 
-    if unfinished := {k: s[cursor[k]] for k, s in enumerate(streams) if cursor[k] < len(s)}:
+    if unfinished := {k: s[cursor[k]] for k, s in enumerate(lists) if cursor[k] < len(s)}:
         raise ScheduleError(_stuck(unfinished))
     if lost := {edge: list(left) for edge, left in mail.items() if left}:
         raise ScheduleError(f"messages that nobody receives: {lost}")
 
 
-def max_outstanding(streams: Streams, numbers: Container[int]) -> dict[Sending, int]:
+def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending, int]:
     """Of each edge, the messages that may not have been received yet when one is sent, it included.
 
     However slow the receiver is, and however fast all others are: only that counts as received of which the sender has
     heard, through whatever messages came to it since.
 
     Args:
-        streams: the actions of stages 0..K-1.
+        lists: the actions of stages 0..K-1.
         numbers: the micro-batches at whose sending it is counted.
     """
-    known: list[Counter[Sending]] = [Counter() for _ in streams]  # of each edge, received as far as a stage has heard
+    known: list[Counter[Sending]] = [Counter() for _ in lists]  # of each edge, received as far as a stage has heard
     letters: dict[Sending, deque[Counter[Sending]]] = defaultdict(deque)  # what the sender knew
     sent: Counter[Sending] = Counter()
     most: dict[Sending, int] = defaultdict(int)
-    for k, action in replay(streams):
+    for k, action in replay(lists):
         if action.op in LINKS:
             edge = LINKS[action.op].what, k
             sent[edge] += 1
@@ -117,12 +117,12 @@ def one_group_per_pair(what: str, low: int, high: int) -> Hashable:
 
 
 def check_rendezvous(
-    streams: Streams,
+    lists: ActionLists,
     *,
     group: Callable[[str, int, int], Hashable] = one_group_per_direction,
     max_pending: Mapping[Sending, int] | None = None,
 ) -> None:
-    """Prove that the streams finish even if no message is ever buffered.
+    """Prove that the stages finish even if no message is ever buffered.
 
     The model is that of NCCL: on one communicator a rank's operations run in the order in which they
     were issued, and each finishes only together with its partner at the head of the peer's queue. A
@@ -130,14 +130,14 @@ def check_rendezvous(
     such deadlocks.
 
     Args:
-        streams: the actions of stages 0..K-1.
+        lists: the actions of stages 0..K-1.
         group: names the communicator that carries ``what`` between two stages.
         max_pending: of each edge, sends under way that do not block the host; None: any number.
 
     Raises:
         ScheduleError: the stages wait for each other; the text says for what.
     """
-    num_stages = len(streams)
+    num_stages = len(lists)
     cursor = [0] * num_stages
     queues: dict[tuple[Hashable, int], deque[tuple[str, bool, int]]] = defaultdict(deque)
     peers: dict[Hashable, tuple[int, int]] = {}
@@ -162,9 +162,9 @@ def check_rendezvous(
     moved = True
     while moved:
         moved = False
-        for k, stream in enumerate(streams):
-            while cursor[k] < len(stream):
-                action = stream[cursor[k]]
+        for k, actions in enumerate(lists):
+            while cursor[k] < len(actions):
+                action = actions[cursor[k]]
                 is_message = action.op in LINKS or action.op in RECEIVES
                 if is_message and (k, action) not in issued:
                     issue(k, action)
@@ -183,7 +183,7 @@ def check_rendezvous(
                 received.add((high if low_sends else low, Action(op, index)))
                 moved = True
 
-    if unfinished := {k: s[cursor[k]] for k, s in enumerate(streams) if cursor[k] < len(s)}:
+    if unfinished := {k: s[cursor[k]] for k, s in enumerate(lists) if cursor[k] < len(s)}:
         raise ScheduleError(_stuck(unfinished))
 
 

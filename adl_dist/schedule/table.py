@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from adl_dist.schedule.actions import Action, Op
-from adl_dist.schedule.actions_of import forward_version, steady_staleness
-from adl_dist.schedule.methods import Method
+from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.timing import actions_of_all, ticks
 
 
@@ -33,27 +32,24 @@ class StageFigures:
     weight_copies: int
 
 
-def figures(method: Method, *, num_stages: int, num_micro_batches: int | None = None) -> list[StageFigures]:
-    """Delay, staleness and what is held, of each stage.
+def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
+    """Return delay, staleness and what is held, for each stage.
 
     Args:
-        method: whose schedule.
-        num_stages: K.
-        num_micro_batches: of the segment in which it is counted; None: enough to reach the steady state.
+        pipeline: the method and K.
+        num_micro_batches: length of the segment in which it is counted; None: enough to reach the steady state.
     """
-    M = method.micro_batches_per_update
-    delays = method.delays(num_stages)
+    M = pipeline.micro_batches_per_update
     if num_micro_batches is None:
-        num_micro_batches = M * (2 * (delays[0] // M) + 6) + method.buffer_size
-    streams = actions_of_all(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
-    told = []
-    for k, delay in enumerate(delays):
-        by_offset = steady_staleness(method, delay=delay)
-        graphs, inputs, copies = _held(method, streams[k], delay)
-        told.append(
+        num_micro_batches = M * (2 * (pipeline.delays[0] // M) + 6) + pipeline.method.buffer_size
+    rows = []
+    for k, actions in enumerate(actions_of_all(pipeline, num_micro_batches=num_micro_batches)):
+        by_offset = pipeline.steady_staleness(k)
+        graphs, inputs, copies = _held(pipeline, k, actions)
+        rows.append(
             StageFigures(
                 stage=k,
-                delay=delay,
+                delay=pipeline.delays[k],
                 staleness_by_offset=by_offset,
                 staleness_mean=sum(by_offset) / M,
                 staleness_max=max(by_offset),
@@ -62,16 +58,16 @@ def figures(method: Method, *, num_stages: int, num_micro_batches: int | None = 
                 weight_copies=copies,
             )
         )
-    return told
+    return rows
 
 
-def _held(method: Method, stream: list[Action], delay: int) -> tuple[int, int, int]:
-    """The most graphs, inputs without a graph, and weight copies at any moment of ``stream``."""
+def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int]:
+    """Return the most graphs, inputs without a graph, and weight copies at any moment of ``actions``."""
     graphs: set[int] = set()
     inputs: set[int] = set()
     buffer: set[int] = set()
     version, most = 0, (0, 0, 0)
-    for op, number in stream:
+    for op, number in actions:
         if op is Op.FORWARD:
             graphs.add(number)
         elif op is Op.FORWARD_ONLY:
@@ -88,48 +84,49 @@ def _held(method: Method, stream: list[Action], delay: int) -> tuple[int, int, i
         elif op is Op.DROP:
             buffer.discard(number)
         copies = 0
-        if method.weights == "2bw":
+        if pipeline.method.weights == "2bw":
             copies = int(version > 0)
-        elif method.weights == "stash":
-            copies = len({v for b in graphs if (v := forward_version(method, b, delay=delay)) < version})
+        elif pipeline.method.weights == "stash":
+            copies = len({v for b in graphs if (v := pipeline.forward_version(stage, b)) < version})
         most = max(most[0], len(graphs)), max(most[1], len(inputs) + len(buffer)), max(most[2], copies)
     return most
 
 
-def title(method: Method, *, num_stages: int, num_micro_batches: int) -> str:
-    """Name and settings in one line."""
-    M, weights = method.micro_batches_per_update, method.weights if "weights" in method.spec.options else "present"
-    told = f"K = {num_stages} stages, M = {M}, {weights} weights, {num_micro_batches} micro-batches"
-    return f"{method.spec.summary}: {told}"
+def title(pipeline: Pipeline, *, num_micro_batches: int) -> str:
+    """Return name and settings in one line."""
+    weights = pipeline.method.weights if "weights" in pipeline.spec.options else "present"
+    return (
+        f"{pipeline.spec.summary}: K = {pipeline.num_stages} stages, M = {pipeline.micro_batches_per_update}, "
+        f"{weights} weights, {num_micro_batches} micro-batches"
+    )
 
 
-def tick_words(method: Method, *, num_stages: int, num_micro_batches: int) -> list[dict[int, list[str]]]:
-    """For each stage what it does in each tick, as printed, like ``{4: ["F4", "B0"]}``."""
-    streams = actions_of_all(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
-    return [{tick: list(map(str, row[tick])) for tick in sorted(row)} for row in ticks(streams)]
+def tick_words(pipeline: Pipeline, *, num_micro_batches: int) -> list[dict[int, list[str]]]:
+    """Return, for each stage, the actions of each tick, as printed, like ``{4: ["F4", "B0"]}``."""
+    lists = actions_of_all(pipeline, num_micro_batches=num_micro_batches)
+    return [{tick: list(map(str, row[tick])) for tick in sorted(row)} for row in ticks(lists)]
 
 
-def describe(method: Method, *, num_stages: int, num_micro_batches: int, width: int | None = None) -> str:
-    """The tick table of all stages and each stage's figures.
+def describe(pipeline: Pipeline, *, num_micro_batches: int, width: int | None = None) -> str:
+    """Return the tick table of all stages and each stage's figures.
 
     A message takes one tick. Processes keep the order of a row, not its columns: nothing in a run waits for a tick.
 
     Args:
-        method: whose schedule.
-        num_stages: K.
-        num_micro_batches: of the segment that is shown.
-        width: of the screen; a wider table is cut into blocks of ticks. None: it is never cut.
+        pipeline: the method and K.
+        num_micro_batches: length of the segment that is shown.
+        width: columns of the screen; a wider table is cut into blocks of ticks. None: it is never cut.
     """
-    rows = tick_words(method, num_stages=num_stages, num_micro_batches=num_micro_batches)
+    rows = tick_words(pipeline, num_micro_batches=num_micro_batches)
     lines = [
-        title(method, num_stages=num_stages, num_micro_batches=num_micro_batches),
+        title(pipeline, num_micro_batches=num_micro_batches),
         "",
         *_tick_table(rows, width),
         _legend(rows),
         "",
         "stage  delay  graphs  inputs  weight copies  staleness mean  max  by offset (updates)",
     ]
-    for f in figures(method, num_stages=num_stages):
+    for f in figures(pipeline):
         lines.append(
             f"{f.stage:<7}{f.delay:<7}{f.graphs:<8}{f.inputs:<8}{f.weight_copies:<15}{f.staleness_mean:<16.3g}"
             f"{f.staleness_max:<5}{' '.join(map(str, f.staleness_by_offset))}"

@@ -1,8 +1,8 @@
 """The timing model: what a schedule takes if every stage does its actions in order, as soon as it can.
 
-It runs the very streams that the engine runs. A stage is busy in forward, recompute, backward and update; a send
-costs the sender nothing and arrives after the latency of the link; loading and waiting cost what they make others
-wait. Times are in any one unit.
+It runs the very lists of actions that the engine runs. A stage is busy in forward, recompute, backward and update; a
+send costs the sender nothing and arrives after the latency of the link; loading and waiting cost what they make
+others wait. Times are in any one unit.
 """
 
 import random
@@ -14,9 +14,10 @@ from typing import NamedTuple
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
 from adl_dist.schedule.methods import Method
-from adl_dist.schedule.replay import Streams, replay
+from adl_dist.schedule.pipeline import Pipeline
+from adl_dist.schedule.replay import ActionLists, replay
 from adl_dist.schedule.segment import Segment
-from adl_dist.schedule.training import training_work
+from adl_dist.schedule.work import training_work
 
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
 Slowdown = Callable[[int, Action], float]
@@ -90,19 +91,19 @@ class Span(NamedTuple):
     end: float
 
 
-def simulate(streams: Streams, costs: Costs, *, slowdown: Slowdown = at_full_speed) -> list[Span]:
+def simulate(lists: ActionLists, costs: Costs, *, slowdown: Slowdown = at_full_speed) -> list[Span]:
     """When each action of each stage starts and ends.
 
     Args:
-        streams: the actions of stages 0..K-1.
+        lists: the actions of stages 0..K-1.
         costs: of these stages.
         slowdown: factor on the cost of one action, for stragglers.
     """
-    K = len(streams)
+    K = len(lists)
     free = [0.0] * K
     mail: dict[tuple[str, int], deque[float]] = defaultdict(deque)
     spans = []
-    for stage, action in replay(streams):
+    for stage, action in replay(lists):
         start = free[stage]
         if action.op in RECEIVES:
             start = max(start, mail[RECEIVES[action.op].what, stage].popleft())
@@ -120,16 +121,16 @@ def makespan(spans: Iterable[Span]) -> float:
     return max((span.end for span in spans), default=0.0)
 
 
-def ticks(streams: Streams) -> list[dict[int, list[Action]]]:
+def ticks(lists: ActionLists) -> list[dict[int, list[Action]]]:
     """For each stage what it does in each tick: at most one forward, then one backward, and an update.
 
     A message takes one tick, but the word that frees a locked forward, which is no message of the paper's, none.
     """
-    K = len(streams)
+    K = len(lists)
     now, used, ready = [0] * K, [0] * K, [0] * K  # used: 1 after the forward of a tick, 2 after its backward
     mail: dict[tuple[str, int], deque[int]] = defaultdict(deque)
     table: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(K)]
-    for stage, action in replay(streams):
+    for stage, action in replay(lists):
         if action.op in RECEIVES:
             ready[stage] = max(ready[stage], mail[RECEIVES[action.op].what, stage].popleft())
         elif action.op in LINKS:
@@ -167,29 +168,30 @@ class Speed:
 def speed(method: Method, costs: Costs, *, num_groups: int = 24) -> Speed:
     """Predict the speed of ``method``: the time that further updates take once the pipeline is full."""
     K, M = len(costs.forward), method.micro_batches_per_update
-    num_groups = max(num_groups, 2 * (method.delay_of(0, num_stages=K) // M + 2))
-    period, worked = _per_update(method, costs, num_groups)
-    serial, _ = _per_update(Method(name="bp", accumulation_steps=M), costs, num_groups)
+    pipeline, serial = Pipeline(method, K), Pipeline(Method(name="bp", accumulation_steps=M), K)
+    num_groups = max(num_groups, 2 * (pipeline.delays[0] // M + 2))
+    period, worked = _per_update(pipeline, costs, num_groups)
+    serial_period, _ = _per_update(serial, costs, num_groups)
     busy = [time / period for time in worked]
-    return Speed(time_per_update=period, bubble=1 - sum(busy) / K, speed_up=serial / period, busy=busy)
+    return Speed(time_per_update=period, bubble=1 - sum(busy) / K, speed_up=serial_period / period, busy=busy)
 
 
-def actions_of_all(method: Method, *, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
-    """The streams of a segment of so many equal micro-batches."""
-    M = method.micro_batches_per_update
+def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[Action]]:
+    """Return the actions of all stages in a segment of so many equal micro-batches."""
+    M = pipeline.micro_batches_per_update
     segment = Segment(epoch=0, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
-    work = training_work(method, segment, num_stages=num_stages, stages=range(num_stages), seed=0)
-    return [work[k].stream for k in range(num_stages)]
+    work = training_work(pipeline, segment, stages=range(pipeline.num_stages), seed=0)
+    return [work[k].actions for k in range(pipeline.num_stages)]
 
 
-def _per_update(method: Method, costs: Costs, num_groups: int) -> tuple[float, list[float]]:
-    """Time, and busy time of each stage, that an update adds."""
-    K, M = len(costs.forward), method.micro_batches_per_update
-    if method.spec.flush:
+def _per_update(pipeline: Pipeline, costs: Costs, num_groups: int) -> tuple[float, list[float]]:
+    """Return the time, and the busy time of each stage, that an update adds."""
+    K, M = pipeline.num_stages, pipeline.micro_batches_per_update
+    if pipeline.spec.flush:
         num_groups = 4  # stage 0 begins and ends each group, so none depends on the one before
 
     def run(groups: int) -> tuple[float, list[float]]:
-        spans = simulate(actions_of_all(method, num_stages=K, num_micro_batches=groups * M), costs)
+        spans = simulate(actions_of_all(pipeline, num_micro_batches=groups * M), costs)
         worked = [0.0] * K
         for span in spans:
             worked[span.stage] += span.end - span.start

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.schedule import Method
+from adl_dist.schedule import Pipeline
 from adl_dist.stage.calls import Tensors, takes_gradient
 from adl_dist.stage.stats import StepStats, norm_of
 
@@ -36,7 +36,7 @@ class GradientPolicy:
     max_skipped: int = 10
     clip_norm: float | None = None
 
-    def check(self, method: Method, num_stages: int) -> None:
+    def check(self, pipeline: Pipeline) -> None:
         """Refuse what cannot be, or cannot be made consistent.
 
         Raises:
@@ -50,10 +50,10 @@ class GradientPolicy:
             )
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
             raise ConfigError(f"train.clip_norm must be finite and above 0, got {self.clip_norm}; null clips nothing")
-        if self.skips and method.spec.local_losses and num_stages > 1:
+        if self.skips and pipeline.spec.local_losses and pipeline.num_stages > 1:
             raise ConfigError(
-                f"train.non_finite=skip cannot skip an update in all stages of method={method.name}, whose stages send "
-                "no gradients that could tell of it; use train.non_finite=stop, or another method"
+                f"train.non_finite=skip cannot skip an update in all stages of method={pipeline.method.name}, whose "
+                "stages send no gradients that could carry the decision; use train.non_finite=stop, or another method"
             )
 
     @property

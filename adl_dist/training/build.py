@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
-from adl_dist.schedule import Method, downstream_first
+from adl_dist.schedule import Pipeline, downstream_first
 from adl_dist.stage import GradientPolicy, check_outs
 from adl_dist.training import shape_inference, wiring
 from adl_dist.training.input import DeviceLoader, common_sample
@@ -28,8 +28,7 @@ class Job:
     """What is trained and how, the same on every rank.
 
     Attributes:
-        method: whose schedule is followed.
-        num_stages: K.
+        pipeline: the method and K.
         seed: of data order, augmentation and dropout.
         loss_fn: (output, target) to the mean loss over the samples.
         optimizer: makes the optimizer of one stage.
@@ -40,8 +39,7 @@ class Job:
         partitioned: the model, and where it is cut.
     """
 
-    method: Method
-    num_stages: int
+    pipeline: Pipeline
     seed: int
     loss_fn: LossFn
     optimizer: OptimizerFactory
@@ -55,8 +53,8 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """What two ranks, or a run and its continuation, must have in common."""
         return {
-            "method": self.method.settings,
-            "num_stages": self.num_stages,
+            "method": self.pipeline.method.settings,
+            "num_stages": self.pipeline.num_stages,
             "balance": self.balance,
             "seed": self.seed,
             **self.precision.settings,
@@ -93,13 +91,13 @@ def assemble(
         ConfigError, PartitionError, DataError: the job cannot be done.
         StageFailed, ChannelError: another rank has found so, or does not answer.
     """
-    method, precision, num_stages = job.method, job.precision, job.num_stages
+    pipeline, method, precision = job.pipeline, job.pipeline.method, job.precision
     if isinstance(job.loss_fn, nn.Module):
         job.loss_fn.to(world.device, precision.dtype)
     sample = common_sample(train_loader, val_loader)
     job.partitioned.settle(
         store,
-        method=method,
+        pipeline=pipeline,
         sample=sample,
         feed=train_loader or val_loader,
         micro_batch_size=micro_batch_size,
@@ -119,7 +117,7 @@ def assemble(
     agreed = shape_inference.infer_shapes(
         store,
         modules,
-        num_stages=num_stages,
+        num_stages=pipeline.num_stages,
         loss_fn=job.loss_fn,
         sample=sample,
         device=world.device,
@@ -127,13 +125,12 @@ def assemble(
         check=partial(check_outs, method.head) if method.spec.local_losses else None,
     )
     wiring.check_targets(method, agreed.target)
-    num_outputs = shape_inference.num_outputs(store, num_stages)
+    num_outputs = shape_inference.num_outputs(store, pipeline.num_stages)
     stages = {
         k: wiring.build_stage(
             module,
             k,
-            num_stages=num_stages,
-            method=method,
+            pipeline=pipeline,
             loss_fn=job.loss_fn,
             optimizer=job.optimizer,
             outs=agreed.acts[k + 1],
@@ -152,10 +149,8 @@ def assemble(
             feed.expect_classes(job.loss_fn, num_outputs)
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
     contexts = (
-        wiring.process_context(world, stages[world.rank], acts, agreed.target, method=method, num_stages=num_stages)
+        wiring.process_context(world, stages[world.rank], acts, agreed.target, pipeline=pipeline)
         if world.is_distributed
         else wiring.local_contexts(stages, acts, agreed.target, method=method)
     )
-    return LocalWorker(
-        world, method, num_stages, job.seed, precision.dtype, contexts, train_loader, val_loader, pick_next
-    )
+    return LocalWorker(world, pipeline, job.seed, precision.dtype, contexts, train_loader, val_loader, pick_next)

@@ -20,7 +20,7 @@ from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linear
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut
 from adl_dist.partition.profile import Profile
-from adl_dist.schedule import Method
+from adl_dist.schedule import Pipeline
 from adl_dist.training import shape_inference
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.precision import Precision, to_channels_last
@@ -97,7 +97,7 @@ class PartitionedModel:
         self,
         store: dist.Store,
         *,
-        method: Method,
+        pipeline: Pipeline,
         sample: tuple[Tensor, Tensor] | None,
         feed: DeviceLoader | None,
         micro_batch_size: int,
@@ -112,7 +112,7 @@ class PartitionedModel:
 
         Args:
             store: shared by all ranks.
-            method: to train by.
+            pipeline: the method to train by, and K.
             sample: input and target of one sample as the first stage gets them; on its process only, which measures.
             feed: where it comes from.
             micro_batch_size: to measure with.
@@ -153,8 +153,7 @@ class PartitionedModel:
         memory = device_memory(device)
         balance = best_cut(
             profile,
-            method,
-            num_stages=self._num_stages,
+            pipeline,
             machine=Machine(speeds=self._speeds, memory_bytes=memory),
         )
         shape_inference.publish_sizes(store, balance.sizes)

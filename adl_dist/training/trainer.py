@@ -36,7 +36,7 @@ from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import Tracer
 from adl_dist.report import Progress, Recorder
-from adl_dist.schedule import Method, downstream_first, drain_is_exact, forget_actions
+from adl_dist.schedule import Method, Pipeline, downstream_first, forget_actions
 from adl_dist.schedule.run_plan import Plan, check_lengths
 from adl_dist.stage import GradientPolicy
 from adl_dist.training import shape_inference, wiring
@@ -131,8 +131,7 @@ class Trainer:
             ConfigError: the number of processes is not K, a value is out of range, or the method does not fit K.
             PartitionError: the model cannot be cut like that.
         """
-        if num_stages < 1:
-            raise ConfigError(f"partition.num_stages (K) must be at least 1, got {num_stages}")
+        pipeline = Pipeline(method or Method(), num_stages)
         if seed < 0:
             raise ConfigError(f"seed must be >= 0, got {seed}")
         if not timeout_seconds > 0:
@@ -146,8 +145,6 @@ class Trainer:
                 f"--nproc-per-node={num_stages}, or leave processes away to train in one process"
             )
         check_world_size(num_stages, processes=self._distributed)
-        method = method or Method()
-        method.check(num_stages)
         precision = Precision(
             dtype=dtype,
             autocast=autocast,
@@ -156,12 +153,11 @@ class Trainer:
             tf32=tf32,
             cudnn_benchmark=cudnn_benchmark,
         )
-        precision.check(method)
+        precision.check(pipeline.method)
         guard = GradientPolicy(non_finite=non_finite, max_skipped=max_skipped, clip_norm=clip_norm)
-        guard.check(method, num_stages)
+        guard.check(pipeline)
         self._job = Job(
-            method=method,
-            num_stages=num_stages,
+            pipeline=pipeline,
             seed=seed,
             loss_fn=loss_fn,
             optimizer=optimizer,
@@ -252,7 +248,8 @@ class Trainer:
             StageFailed, ChannelError: another process failed.
             SaveError: the last checkpoint could not be written.
         """
-        steps, num_stages = self._job.method.micro_batches_per_update, self._job.num_stages
+        pipeline = self._job.pipeline
+        steps, num_stages = pipeline.micro_batches_per_update, pipeline.num_stages
         micro_batch_size = check_lengths(
             epochs=epochs,
             max_updates=max_updates,
@@ -306,7 +303,7 @@ class Trainer:
                 accumulation_steps=steps,
             )
             if self.needs_data:
-                wiring.check_sizes(self._job.method, plan.first_epoch.sizes, num_stages)
+                wiring.check_sizes(pipeline, plan.first_epoch.sizes)
             with self._bound(world):  # with the threads that the first forward starts
                 worker = assemble(
                     self._job,
@@ -337,11 +334,11 @@ class Trainer:
             )
         self._schedule_learning_rates(worker, plan, store)
         worker.tracer = Tracer(world) if trace else None
-        worker.meter = MemoryMeter.of(self._job.method, num_stages, world.device) if memory else None
-        drain_changes_result = not drain_is_exact(self._job.method, num_stages=num_stages)
+        worker.meter = MemoryMeter.of(pipeline, world.device) if memory else None
+        drain_changes_result = not pipeline.drain_is_exact
         # Where draining changes the result and checkpoints are planned, a stop waits for the next one.
         is_planned = drain_changes_result and checkpoint_every_updates is not None
-        stops_early = not is_planned and not self._job.method.is_asynchronous_greedy
+        stops_early = not is_planned and not pipeline.method.is_asynchronous_greedy
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=tensorboard)
         progress = Progress(num_stages=num_stages, quiet=quiet)
         if self._job.partitioned.told and world.rank == 0:
@@ -398,7 +395,7 @@ class Trainer:
                 accumulation_steps=1,
             )
             worker = assemble(self._job, world, store, train_loader=None, val_loader=feed, micro_batch_size=batch_size)
-        recorder, progress = Recorder(None), Progress(num_stages=self._job.num_stages, quiet=True)
+        recorder, progress = Recorder(None), Progress(num_stages=self._job.pipeline.num_stages, quiet=True)
         with self._job.precision.apply(threads=self._threads), self._bound(world):
             coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
             return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
@@ -429,7 +426,9 @@ class Trainer:
 
     def _join(self) -> World:
         if self._distributed:
-            return connect(self._job.num_stages, device_type=self._device_type, timeout_seconds=self._timeout_seconds)
+            return connect(
+                self._job.pipeline.num_stages, device_type=self._device_type, timeout_seconds=self._timeout_seconds
+            )
         return single_process(choose_device(self._device_type))
 
     def _bound(self, world: World) -> contextlib.AbstractContextManager[None]:
@@ -437,7 +436,9 @@ class Trainer:
         return bound_to(world.cores if self._bind_cores and world.device.type == "cpu" else None)
 
     def _refusals_told(self, store: dist.Store) -> contextlib.AbstractContextManager[None]:
-        told = shape_inference.propagate_errors(store, stages=range(self._job.num_stages + 1), rank=launched_rank())
+        told = shape_inference.propagate_errors(
+            store, stages=range(self._job.pipeline.num_stages + 1), rank=launched_rank()
+        )
         return told if self._distributed else contextlib.nullcontext()
 
     def _feed(
@@ -475,8 +476,7 @@ class Trainer:
         wiring.schedule_learning_rates(
             worker.stages,
             self._lr_schedule,
-            method=self._job.method,
-            num_stages=self._job.num_stages,
+            pipeline=self._job.pipeline,
             updates_per_epoch=int(store.get("updates_per_epoch")),
             total_updates=int(store.get("total_updates")),
         )

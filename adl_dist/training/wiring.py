@@ -12,7 +12,7 @@ from adl_dist.distributed.world import World
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, fast_forward
-from adl_dist.schedule import Method, max_pending_of
+from adl_dist.schedule import Method, Pipeline, max_pending_of
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import NORMALISES_SAMPLES, GradientPolicy, Stage, build_head
 from adl_dist.training.precision import Precision, to_channels_last
@@ -25,8 +25,7 @@ def build_stage(
     module: nn.Module,
     k: int,
     *,
-    num_stages: int,
-    method: Method,
+    pipeline: Pipeline,
     loss_fn: Callable[[Any, Tensor], Tensor],
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
     outs: Specs,
@@ -38,13 +37,12 @@ def build_stage(
     channels_last: bool,
     seed: int,
 ) -> Stage:
-    """The stage that trains ``module`` by ``method``.
+    """The stage that trains ``module`` as ``pipeline`` has it.
 
     Args:
         module: part k of the model, on its device.
         k: its index.
-        num_stages: K.
-        method: says what is special about it: weight policy, shrinking, local loss, learning rate.
+        pipeline: says what is special about it: weight policy, shrinking, local loss, learning rate.
         loss_fn: of the model; a local loss uses it on the output of its head.
         optimizer: makes the optimizer of one stage.
         outs: what goes downstream.
@@ -59,9 +57,9 @@ def build_stage(
     Raises:
         ConfigError: local losses, but no classes.
     """
-    is_last = k == num_stages - 1
+    method, is_last = pipeline.method, k == pipeline.num_stages - 1
     head = None
-    if method.spec.local_losses and num_stages > 1 and num_classes is None:  # on every rank alike
+    if method.spec.local_losses and pipeline.num_stages > 1 and num_classes is None:  # on every rank alike
         raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
     if method.spec.local_losses and not is_last:
         assert num_classes is not None
@@ -78,7 +76,7 @@ def build_stage(
         optimizer=optimizer,
         weights=method.weights,
         gradient_shrink=method.gradient_shrink,
-        lr_factor=method.lr_factor(k, num_stages=num_stages),
+        lr_factor=pipeline.lr_factor(k),
         head=head,
         learns_locally=method.spec.local_losses,
         overwrites=overwrites,
@@ -93,29 +91,29 @@ def schedule_learning_rates(
     stages: Iterable[Stage],
     lr_schedule: Callable[..., LRScheduler],
     *,
-    method: Method,
-    num_stages: int,
+    pipeline: Pipeline,
     updates_per_epoch: int,
     total_updates: int,
 ) -> None:
-    """Give each stage with an optimizer the schedule that ``lr_schedule`` makes, where ``method`` has it start."""
+    """Give each stage with an optimizer the schedule that ``lr_schedule`` makes, where the method has it start."""
     for stage in stages:
         if stage.optimizer is not None:
             stage.lr_schedule = build_lr_schedule(
                 lr_schedule, stage.optimizer, updates_per_epoch=updates_per_epoch, total_updates=total_updates
             )
-            lead = method.lr_lead(stage.index, num_stages=num_stages)
+            lead = pipeline.lr_lead(stage.index)
             stage.lr_updates = total_updates - lead
             fast_forward(stage.lr_schedule, min(lead, total_updates))
 
 
-def check_sizes(method: Method, sizes: Iterable[int], num_stages: int) -> None:
+def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
     """Refuse micro-batches that a local loss cannot be made of.
 
     Raises:
         ConfigError: BatchNorm over the features of one single sample.
     """
-    if method.spec.local_losses and num_stages > 1 and method.head in NORMALISES_SAMPLES and 1 in sizes:
+    method = pipeline.method
+    if method.spec.local_losses and pipeline.num_stages > 1 and method.head in NORMALISES_SAMPLES and 1 in sizes:
         raise ConfigError(
             f"a micro-batch of the training data holds a single sample, which BatchNorm in method.head={method.head} "
             "cannot normalise; choose another train.batch_size, or method.head=linear"
@@ -166,15 +164,15 @@ def local_contexts(
 
 
 def process_context(
-    world: World, stage: Stage, acts: Mapping[int, Specs], target: TensorSpec, *, method: Method, num_stages: int
+    world: World, stage: Stage, acts: Mapping[int, Specs], target: TensorSpec, *, pipeline: Pipeline
 ) -> dict[int, StageContext]:
     """The seat of the one stage of this process, connected to its neighbours'."""
-    k, last, targets = world.rank, num_stages - 1, Specs.always([target])
+    method, k, last, targets = pipeline.method, world.rank, pipeline.num_stages - 1, Specs.always([target])
     world.connect_more((["go"] if method.spec.forward_lock else []) + (["label"] if method.spec.local_losses else []))
     receivers: dict[str, Receiver] = {}
     senders: dict[str, Sender] = {}
 
-    most, in_evaluation = max_pending_of(method, num_stages=num_stages), method.max_pending(num_stages)
+    most, in_evaluation = max_pending_of(pipeline), pipeline.max_pending
 
     def send(what: str, specs: Specs) -> None:
         senders[what] = ProcessSender(

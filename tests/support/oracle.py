@@ -224,11 +224,16 @@ class Versions:
         self.theta.append(self.present)
 
     def update(self, lr: float) -> None:
-        """v = mu v + (g + wd w); w = w - lr v."""
+        """v = mu v + (g + wd w); w = w - lr v. Each multiply-add is rounded once, as torch.optim.SGD's are.
+
+        Rounded twice, a weight may differ in its last digit; where that digit decides how autocast rounds the weight to
+        bfloat16, the whole run differs by more than any float32 tolerance, and whether it does depends on the CPU.
+        """
         new = {}
         for n, w in self.present.items():
-            self.velocity[n] = self.momentum * self.velocity[n] + (self.gradient[n] + self.weight_decay * w)
-            new[n] = w - lr * self.velocity[n]
+            g = torch.add(self.gradient[n], w, alpha=self.weight_decay)
+            self.velocity[n] = torch.add(self.momentum * self.velocity[n], g)
+            new[n] = torch.add(w, self.velocity[n], alpha=-lr)
             self.gradient[n] = torch.zeros_like(w)
         self.theta.append(new)
 

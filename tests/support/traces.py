@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from adl_dist.monitor.trace import SHARES
-from adl_dist.schedule import Method, Segment, evaluation_work, training_work
-from adl_dist.schedule.actions import format_stream
+from adl_dist.schedule import Method, Pipeline, Segment, evaluation_work, training_work
+from adl_dist.schedule.actions import format_actions
 
 
 def read_trace(run_dir: Path) -> dict[int, list[dict]]:
@@ -27,10 +27,10 @@ def assert_every_action_is_one_event(
     for k, of_stage in events.items():
         expected = []
         for segment in training:
-            expected += training_work(method, segment, num_stages=K, stages=range(K), seed=0)[k].stream
+            expected += training_work(Pipeline(method, K), segment, stages=range(K), seed=0)[k].actions
             if validation is not None:
-                expected += evaluation_work(validation, num_stages=K, stages=range(K))[k].stream
-        assert " ".join(e["args"]["action"] for e in of_stage) == format_stream(expected)
+                expected += evaluation_work(validation, num_stages=K, stages=range(K))[k].actions
+        assert " ".join(e["args"]["action"] for e in of_stage) == format_actions(expected)
         for action, event in zip(expected, of_stage, strict=True):
             named = next(v for n, v in event["args"].items() if n in ("micro_batch", "group", "updates_in_segment"))
             assert named == action.number

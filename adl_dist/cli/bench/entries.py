@@ -7,7 +7,7 @@ from typing import Literal
 from adl_dist.cli.config.methods import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.errors import AdlError, ConfigError
-from adl_dist.schedule import METHODS, Method
+from adl_dist.schedule import METHODS, Method, Pipeline
 
 Kind = Literal["loop", "ddp", "gpipe", "1f1b", "ours"]
 
@@ -133,18 +133,18 @@ def _ours(name: str, config: RunConfig, place: Host) -> Entry:
     method = method_named(name.removesuffix(MINIMAL), config, flag="--contenders")
     if name.endswith(MINIMAL):
         method = replace(method, delay="minimal")
-    K, M = 1 if name == "bp" else config.partition.num_stages, method.micro_batches_per_update
+    pipeline = Pipeline(method, 1 if name == "bp" else config.partition.num_stages)
+    M = method.micro_batches_per_update
     if config.train.batch_size < M:
         raise ConfigError(f"train.batch_size={config.train.batch_size} leaves no sample for each of {M} micro-batches")
-    method.check(K)
     return Entry(
         name=name,
         kind="ours",
-        num_processes=K,
+        num_processes=pipeline.num_stages,
         threads=place.threads,
         micro_batches=M,
         samples=config.train.batch_size // M * M,
-        warmup=max(place.warmup, method.updates_to_fill(K)),
+        warmup=max(place.warmup, pipeline.updates_to_fill),
         method=method,
     )
 

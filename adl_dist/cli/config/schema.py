@@ -6,7 +6,7 @@ from typing import Any
 
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.timeouts import WatchdogTimeouts
-from adl_dist.schedule import Method
+from adl_dist.schedule import Method, Pipeline
 
 LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
 MOST_THREADS = 1024  # per process; torch dies of very many without a word
@@ -199,14 +199,17 @@ class RunConfig:
             raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
         if type(num_workers) is not int or num_workers < 0:
             raise ConfigError(f"data.num_workers must be a whole number of at least 0, got {num_workers!r}")
-        method = self.method.chosen()
-        method.check(self.partition.num_stages)
-        steps = method.micro_batches_per_update
+        steps = self.pipeline.micro_batches_per_update
         if self.train.batch_size < steps:
             raise ConfigError(
                 f"train.batch_size={self.train.batch_size} leaves no sample for each of "
                 f"method.accumulation_steps={steps} micro-batches; use train.batch_size>={steps}"
             )
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The method and K."""
+        return Pipeline(self.method.chosen(), self.partition.num_stages)
 
 
 def _at_least(name: str, value: int, smallest: int) -> None:

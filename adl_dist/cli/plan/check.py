@@ -15,7 +15,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.partition import Chain, Machine, even_sizes
 from adl_dist.partition.predict import Prediction, predict
 from adl_dist.partition.profile import Profile
-from adl_dist.schedule import Method
+from adl_dist.schedule import Method, Pipeline
 
 SECONDS = 15.0  # of one run, about
 FEWEST = 6  # updates of one run
@@ -62,6 +62,8 @@ def check_cases(
     bp = Method(name="bp", accumulation_steps=configured.micro_batches_per_update)
 
     def case(title: str, method: Method, num_stages: int, fixed: Sequence[int] | None = None) -> Case:
+        pipeline = Pipeline(method, num_stages)
+
         def words_of(sizes: Sequence[int], num_updates: int) -> Sequence[str]:
             return words_to_measure(
                 config,
@@ -77,9 +79,9 @@ def check_cases(
 
         return Case(
             title=f"{method.name}, {title}",
-            warmup=max(WARMUP, method.updates_to_fill(num_stages)),
+            warmup=max(WARMUP, pipeline.updates_to_fill),
             words_of=words_of,
-            predict=partial(predict, method=method, num_stages=num_stages, machine=machine, sizes=fixed),
+            predict=partial(predict, pipeline=pipeline, machine=machine, sizes=fixed),
         )
 
     return [

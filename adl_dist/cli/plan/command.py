@@ -28,7 +28,7 @@ from adl_dist.partition.chain import Chain
 from adl_dist.partition.predict import Prediction, predict
 from adl_dist.partition.profile import Profile
 from adl_dist.report.costs import check_suffix, draw_costs
-from adl_dist.schedule import Method
+from adl_dist.schedule import Method, Pipeline
 from adl_dist.training.partitioned_model import device_memory
 
 PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs, if nothing is said: PCIe 4, cautiously
@@ -88,7 +88,7 @@ def _plan(
             try:
                 of_stages = replace(machine, speeds=_speeds(config, num_stages))
                 sizes = _sizes(config, measurer.chain, num_stages)
-                told.append(predict(own, each, num_stages=num_stages, machine=of_stages, sizes=sizes))
+                told.append(predict(own, Pipeline(each, num_stages), machine=of_stages, sizes=sizes))
             except (PartitionError, ConfigError) as error:
                 refused.append(f"{each.name}, K = {num_stages}: {error}")
     advice = advise(told, other)

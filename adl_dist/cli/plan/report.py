@@ -42,7 +42,7 @@ def report(
         sizes = " ".join(map(str, p.balance.sizes))
         stale = "/".join(f"{s:.3g}" for s in p.staleness_mean)
         lines.append(
-            f"{p.method.name:<10} {p.num_stages:<2} {p.method.micro_batches_per_update:<3} "
+            f"{p.pipeline.method.name:<10} {p.pipeline.num_stages:<2} {p.pipeline.micro_batches_per_update:<3} "
             f"{p.images_per_second:<9,.0f} {p.images_per_second / other.single:<9.2f} {p.bubble:<7.1%} {stale:<15} "
             f"{p.convergence_factor:<7.3g} {memory:<23} {sizes}"
         )
@@ -70,8 +70,8 @@ def _unit_table(profile: Profile) -> Iterator[str]:
 def facts_of(p: Prediction) -> dict[str, Any]:
     """A prediction as plain values."""
     return {
-        "method": p.method.settings,
-        "num_stages": p.num_stages,
+        "method": p.pipeline.method.settings,
+        "num_stages": p.pipeline.num_stages,
         "balance": asdict(p.balance),
         "images_per_second": p.images_per_second,
         "speed_up": p.speed_up,
@@ -84,7 +84,7 @@ def facts_of(p: Prediction) -> dict[str, Any]:
 def line_to_paste(choice: Prediction, granularity: str, overrides: Sequence[str]) -> str:
     """The command that trains as predicted."""
     words = [word for word in overrides if not word.lstrip("+~").startswith(("method", "partition"))]
-    words += method_words(choice.method)
-    words += [f"partition.num_stages={choice.num_stages}", f"partition.granularity={granularity}"]
+    words += method_words(choice.pipeline.method)
+    words += [f"partition.num_stages={choice.pipeline.num_stages}", f"partition.granularity={granularity}"]
     words += [f"partition.balance=[{','.join(map(str, choice.balance.sizes))}]"]
     return f"adl-dist train {shlex.join(words)}"

@@ -1,0 +1,185 @@
+"""A method on K stages, and the numbers that follow from the two: delays, staleness, learning rates of each stage."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from adl_dist.errors import ConfigError
+from adl_dist.schedule.method_table import DELAYS, MethodSpec
+from adl_dist.schedule.methods import Method
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A method on so many stages.
+
+    Attributes:
+        method: the method, with its hyper-parameters.
+        num_stages: K.
+
+    Raises:
+        ConfigError: no stage, a list of another length than K, or delays that cannot be.
+    """
+
+    method: Method
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1:
+            raise ConfigError(f"partition.num_stages (K) must be at least 1, got {self.num_stages}")
+        _ = self.delays, self.turn_rates, self.lr_factor(0)  # each raises if it does not fit K
+
+    @property
+    def micro_batches_per_update(self) -> int:
+        """M."""
+        return self.method.micro_batches_per_update
+
+    @property
+    def spec(self) -> MethodSpec:
+        """The method's row in the table of methods."""
+        return self.method.spec
+
+    @cached_property
+    def delays(self) -> tuple[int, ...]:
+        """Ticks between a micro-batch's forward and its backward, for each stage.
+
+        Raises:
+            ConfigError: the delays that the user gave do not fit K, or would let stages wait for each other for ever.
+        """
+        K, M, method = self.num_stages, self.micro_batches_per_update, self.method
+        delays = self._nominal_delays
+        if any(d < 0 for d in delays) or delays != sorted(delays, reverse=True):
+            raise ConfigError(
+                f"method.delay={delays} is impossible: each stage must have at least the delay of the next one, and "
+                "none below 0, or both would wait for each other; for example " + str(list(range(K - 1, -1, -1)))
+            )
+        if method.order == "backward_first":
+            # Backward, update, forward of one tick, over and over, is the order in which the same backward belongs
+            # to the tick before.
+            delays = [max(d - 1, 0) for d in delays]
+        if method.weights == "2bw" and delays[0] > M:
+            raise ConfigError(
+                f"method.weights=2bw needs method.accumulation_steps (M) of at least the delay of stage 0, or the "
+                f"weights it asks for are not there yet; M is {M}: use method.accumulation_steps={delays[0]}"
+            )
+        return tuple(delays)
+
+    @property
+    def _nominal_delays(self) -> list[int]:
+        K, M, method = self.num_stages, self.micro_batches_per_update, self.method
+        if method.delay == "queues":
+            p, q = (self._per_hop(name) for name in ("activation_queue", "gradient_queue"))
+            return [sum(p[k:]) + sum(q[k:]) for k in range(K)]
+        if isinstance(method.delay, str):
+            return [DELAYS[method.delay](k, K, M) for k in range(K)]
+        assert method.delay is not None
+        if len(method.delay) != K:
+            fault = f"has {len(method.delay)} numbers, but there are {K} stages; give {K}"
+            raise ConfigError(f"method.delay={list(method.delay)} {fault}")
+        return list(method.delay)
+
+    @property
+    def updates_to_fill(self) -> int:
+        """Updates after which all stages are at work."""
+        return -(-self.delays[0] // self.micro_batches_per_update) + 1
+
+    @property
+    def max_pending(self) -> int:
+        """Messages under way on any edge beyond which a send waits for the oldest, where nothing comes back.
+
+        As in evaluation and with local losses: it keeps stage 0 from running away, but not from filling the pipeline.
+        Where gradients come back, :func:`max_pending_of` has a smaller number for each edge.
+        """
+        return max(self.delays[0], 2 * (self.num_stages - 1)) + 2
+
+    def lr_lead(self, stage: int) -> int:
+        """Return by how many updates the learning rate of ``stage`` runs ahead: 0 but for ``lr_index=slot``.
+
+        All stages share a clock of slots, in each of which they may do a forward and a backward, and its rate is that
+        of update floor(slot / M). Micro-batch b reaches stage k in slot b + k (with DSP's queues b + p_0 + .. +
+        p_k-1, with a locked forward b) and comes back d slots later, where the group's last one brings the update.
+        Where the backward comes first, the last stage, which has its own in the same slot, updates in the next.
+        """
+        if self.method.lr_index == "update":
+            return 0
+        M = self.micro_batches_per_update
+        arrives = 0 if self.spec.forward_lock else sum(self._per_hop("activation_queue")[:stage])
+        slot = M - 1 + arrives + self._nominal_delays[stage]
+        if self.method.order == "backward_first" and stage == self.num_stages - 1:
+            slot += 1
+        return slot // M
+
+    def lr_factor(self, stage: int) -> float:
+        """Return the factor on the learning rate of ``stage``."""
+        return self._per_stage("lr_factors")[stage]
+
+    @property
+    def turn_rates(self) -> list[float]:
+        """How often each stage gets its turn, relative to the others."""
+        return self._per_stage("stage_speeds")
+
+    def forward_version(self, stage: int, micro_batch: int) -> int:
+        """Return how many updates of its segment ``stage`` has made whose result a micro-batch's forward sees.
+
+        Micro-batch b meets the weights after floor(max(0, b - d) / M) updates; ``2bw`` asks for one before its group
+        (and nothing older than the segment), a method that flushes for all before its group.
+
+        Args:
+            stage: k.
+            micro_batch: b, counted from 0 within the segment: a segment starts with an empty pipeline.
+        """
+        M = self.micro_batches_per_update
+        if self.spec.flush:
+            return micro_batch // M
+        if self.method.weights == "2bw":
+            return max(0, micro_batch // M - 1)
+        return max(0, micro_batch - self.delays[stage]) // M
+
+    def staleness(self, stage: int, micro_batch: int) -> int:
+        """Return the level of staleness of a gradient: updates of its stage between its forward and its own update.
+
+        With delay d and M accumulation steps, micro-batch b of a segment has
+
+            LoS(b) = floor(b / M) - floor(max(0, b - d) / M),
+
+        which is ceil((d - i) / M) for offset i = b mod M once b >= d (paper, Eq. 17).
+
+        Args:
+            stage: k.
+            micro_batch: b, counted from 0 within the segment.
+
+        Returns:
+            A count of updates (weight versions), not of ticks or micro-batches.
+        """
+        return micro_batch // self.micro_batches_per_update - self.forward_version(stage, micro_batch)
+
+    def steady_staleness(self, stage: int) -> list[int]:
+        """Return the staleness of offsets 0..M-1 of a full group in steady state.
+
+        Its mean is d / M, except with a flush and with ``2bw``.
+        """
+        M = self.micro_batches_per_update
+        group = self.delays[stage] // M + 2  # by then the pipeline is full
+        return [self.staleness(stage, group * M + offset) for offset in range(M)]
+
+    @property
+    def drain_is_exact(self) -> bool:
+        """Whether the pipeline can be emptied after any update without changing a value."""
+        return not any(any(self.steady_staleness(stage)) for stage in range(self.num_stages))
+
+    def _per_stage(self, name: str) -> list[float]:
+        if (values := getattr(self.method, name)) is None:
+            return [1.0] * self.num_stages
+        if len(values) != self.num_stages:
+            raise ConfigError(
+                f"method.{name}={list(values)} has {len(values)} numbers, but there are {self.num_stages} stages"
+            )
+        return list(values)
+
+    def _per_hop(self, name: str) -> list[int]:
+        value, num_hops = getattr(self.method, name), self.num_stages - 1
+        if isinstance(value, int):
+            return [value] * num_hops
+        if len(value) != num_hops:
+            fault = f"has {len(value)} numbers, but {self.num_stages} stages have {num_hops}"
+            raise ConfigError(f"method.{name}={list(value)} {fault}")
+        return list(value)

@@ -1,0 +1,137 @@
+"""The baselines of a bench train as they should: the same weights as our own gpipe, so that none is crippled."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.baselines import Clock, Updates, joined, train_alone, train_replica, train_stage
+from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
+from adl_dist.partition import cut
+from tests.support.ranks import run_ranks
+from tests.support.runs import BALANCE, sgd
+from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+
+pytestmark = pytest.mark.ranks
+
+M, MICRO_BATCH, NUM_UPDATES = 4, 5, 3
+BATCH = M * MICRO_BATCH
+CPU = torch.device("cpu")
+
+
+def batches(size, *, begin=0, step=None, channels_last=True):
+    """Batches of ``size``, the first of which begins at ``begin``, each ``step`` after the one before."""
+    data, step = FixedImages(NUM_UPDATES * BATCH, dtype=torch.float64), step or size
+    images = data.images.contiguous(memory_format=torch.channels_last) if channels_last else data.images
+    labels = torch.tensor(data.labels)
+    for at in range(begin, len(data), step):
+        yield images[at : at + size], labels[at : at + size]
+
+
+def updates(module):
+    optimizer = sgd(module.parameters())
+    halved = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    return Updates(optimizer=optimizer, lr_schedule=halved, clock=Clock(CPU))
+
+
+def alone(module, *, micro_batches):
+    mine = updates(module)
+    train_alone(
+        module,
+        batches(BATCH // micro_batches),
+        num_updates=NUM_UPDATES,
+        micro_batches=micro_batches,
+        loss_fn=nn.CrossEntropyLoss(),
+        updates=mine,
+    )
+    assert len(mine.clock.seconds()) == NUM_UPDATES
+    return module.state_dict()
+
+
+def staged(K, schedule, channels_last):
+    rank = int(os.environ["RANK"])
+    module = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])[rank]
+    with joined(rank, K, device=CPU, rendezvous=f"file://{os.environ[RENDEZVOUS_FOLDER]}/pipe", timeout_seconds=30):
+        train_stage(
+            module,
+            batches(BATCH, channels_last=channels_last) if rank == 0 else None,
+            schedule=schedule,
+            rank=rank,
+            num_stages=K,
+            device=CPU,
+            channels_last=channels_last,
+            overwrites=[False],
+            target=torch.empty(BATCH, dtype=torch.long),
+            num_updates=NUM_UPDATES,
+            micro_batches=M,
+            loss_fn=nn.CrossEntropyLoss(),
+            updates=updates(module),
+        )
+    return module.state_dict()
+
+
+def plain_net():
+    """Without BatchNorm, whose statistics are those of a replica's share of the batch."""
+    torch.manual_seed(0)
+    conv = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh())
+    return nn.Sequential(conv, nn.Flatten(), nn.Linear(4 * 6 * 6, NUM_CLASSES)).double()
+
+
+def replicated(K):
+    rank, model = int(os.environ["RANK"]), plain_net()
+    with joined(rank, K, device=CPU, rendezvous=f"file://{os.environ[RENDEZVOUS_FOLDER]}/ddp", timeout_seconds=30):
+        share = BATCH // K
+        train_replica(
+            model,
+            batches(share, begin=rank * share, step=BATCH),
+            device=CPU,
+            num_updates=NUM_UPDATES,
+            loss_fn=nn.CrossEntropyLoss(),
+            updates=updates(model),
+        )
+    return model.state_dict()
+
+
+def same(mine, theirs, tolerance):
+    assert mine.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(mine[name], expected, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What our own gpipe makes of the same batches, weights and BatchNorm statistics."""
+    trainer = adl_dist.Trainer(
+        batch_norm_net(),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        method=adl_dist.method("gpipe", accumulation_steps=M),
+        num_stages=2,
+        balance=BALANCE[2],
+        lr_schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
+        dtype=torch.float64,
+        threads=1,
+    )
+    data = FixedImages(NUM_UPDATES * BATCH, dtype=torch.float64)
+    trainer.fit(data, epochs=1, batch_size=BATCH, shuffle=False, quiet=True)
+    return trainer.full_state_dict()
+
+
+def test_the_plain_loop_over_micro_batches_ends_in_the_weights_of_our_gpipe(expected):
+    same(alone(batch_norm_net().double(), micro_batches=M), expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("K", "schedule", "channels_last"), [(2, "gpipe", True), (3, "1f1b", True), (2, "1f1b", False)]
+)
+def test_the_stages_of_torchs_pipelining_end_in_the_weights_of_our_gpipe(K, schedule, channels_last, expected):
+    stages = run_ranks(K, staged, K, schedule, channels_last)
+    same({name: tensor for stage in stages for name, tensor in stage.items()}, expected, 1e-12)
+
+
+def test_replicas_end_in_the_weights_of_the_plain_loop_over_whole_batches():
+    whole = alone(plain_net(), micro_batches=1)
+    for replica in run_ranks(2, replicated, 2):
+        same(replica, whole, 1e-12)

@@ -1,0 +1,95 @@
+"""Runs that are killed, fail to save, and are started again: a few of the 10,000 seeds of ``make test-faults``."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from adl_dist.checkpoint import layout, stage_state
+from adl_dist.control import worker
+from adl_dist.optim import fast_forward
+from adl_dist.report import recorder
+from tools.faults.simulation import SEEDS_PER_JOB, simulate, undisturbed
+
+SEEDS = 40
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_JOB))
+def test_a_run_that_was_disturbed_ends_as_the_undisturbed_one_or_with_an_error_that_says_why(first: int) -> None:
+    for seed in range(first, first + SEEDS_PER_JOB):
+        story = simulate(seed)
+        assert not story.wrong, "\n".join(story.lines)
+
+
+def test_a_seed_tells_the_same_story_twice() -> None:
+    first, second = simulate(3), simulate(3)
+    assert [anonymous(line) for line in first.lines] == [anonymous(line) for line in second.lines]
+    assert len(first.lines) > 3
+
+
+def anonymous(line: str) -> str:
+    """Without the name of the temporary folder."""
+    return " ".join(word for word in line.split() if "adl-dist-faults-" not in word)
+
+
+# --- bugs that it must find ------------------------------------------------------------------------------------------
+
+
+def no_learning_rates(schedule: Any, updates: int) -> None:
+    fast_forward(schedule, 0)
+
+
+def one_update_ahead(self: Any, path: str, update: int, load: Any = worker.LocalWorker._load) -> None:
+    load(self, path, update + 1)
+
+
+# What is planted instead of what, a job whose seeds find it, and what they say.
+BUGS: dict[str, tuple[tuple[Any, str, Any], int, str]] = {
+    "optimizer state is not read back": (
+        (stage_state, "restore_optimizers", lambda stages, state: None),
+        0,
+        r"^weights: (?!.*learning_rate)",
+    ),
+    "the learning rate starts again": ((worker, "fast_forward", no_learning_rates), 0, r"'train/learning_rate'"),
+    "a resumed run counts its updates from one too many": (
+        (worker.LocalWorker, "_load", one_update_ahead),
+        0,
+        r"'train/learning_rate'",
+    ),
+    "records of updates that are made again are kept": (
+        (recorder, "_update_of", lambda line: -1),
+        0,
+        r"^metrics: .*'train/loss', \d, \d, 1\)",  # for the second time
+    ),
+    "checksums are not compared": (
+        (layout, "verify", layout.read_manifest),
+        5,
+        r"newest checkpoint: another",
+    ),
+    "a checkpoint is copied to where it belongs instead of renamed": (
+        (Path, "rename", lambda a, b: copied(a, b)),
+        14,
+        r"update-\d+ is damaged: .* nothing of what was planted explains",
+    ),
+}
+
+
+def copied(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target)
+        shutil.rmtree(source)
+    else:
+        source.replace(target)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_it_finds(bug: str) -> None:
+    planted, job, said = BUGS[bug]
+    first = job * SEEDS_PER_JOB
+    undisturbed.cache_clear()
+    with patch.object(*planted):
+        assert any(re.search(said, simulate(seed).wrong) for seed in range(first, first + SEEDS_PER_JOB))
+    undisturbed.cache_clear()

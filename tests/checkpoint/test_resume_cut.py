@@ -1,0 +1,304 @@
+"""A checkpoint goes on with another K or balance: nothing is lost, nothing is moved, and the run says so."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+import adl_dist
+from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint import state as saved_state
+from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.optim.schedules import multistep
+from adl_dist.schedule import Pipeline
+from adl_dist.stage import Stage
+from tests.support.commands import in_process, snapshot, words
+from tests.support.toys import FixedImages, batch_norm_net
+
+MICRO_BATCH, M = 3, 2
+NUM_SAMPLES, PER_EPOCH = 17, 3  # six micro-batches, the last one of 2: three updates
+Cut = tuple[int, list[int] | None]
+# In the last but one, a stage of nothing but dropout has no parameters.
+CUTS: list[Cut] = [(4, None), (2, None), (3, None), (3, [3, 1, 3]), (1, None)]
+SCHEDULE = partial(multistep, milestones=[1.5, 2.5], gamma=0.3, warmup_epochs=1.2)
+
+
+def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Decays matrices only, and learns the rest at half the rate; a stage may have none of either."""
+    all_of_them = list(parameters)
+    matrices, rest = ([p for p in all_of_them if (p.ndim > 1) is wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": rest, "lr": 0.025}]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
+    "two groups": two_groups,
+}
+CASES = [("sgd", torch.float32), ("sgd", torch.float64), ("adamw", torch.float32), ("two groups", torch.float64)]
+
+
+class Stopped(Exception):
+    """In place of a signal."""
+
+
+class Run:
+    """The toy net with its trainer, its optimizers, and the learning rates of each update that it made."""
+
+    def __init__(
+        self,
+        K: int,
+        balance: list[int] | None = None,
+        *,
+        optimizer: str = "sgd",
+        dtype: torch.dtype = torch.float32,
+        lr_schedule: Any = None,
+        method: str = "adl",
+        steps: int = M,
+        seed: int = 0,
+        stop_after: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.model, self.dtype, self.steps = batch_norm_net(seed), dtype, steps
+        self.optimizers: list[torch.optim.Optimizer] = []  # of each stage that has parameters
+        self.rates: list[list[list[float]]] = []  # of each of them, each update, each group
+        self._make, self._stop_after = OPTIMIZERS[optimizer], stop_after
+        self.method = adl_dist.method(method, accumulation_steps=steps, **options)
+        self.trainer = adl_dist.Trainer(
+            self.model,
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=self._watched,
+            method=self.method,
+            num_stages=K,
+            lr_schedule=lr_schedule,
+            dtype=dtype,
+            threads=1,
+            **({} if balance is None else {"balance": balance}),
+        )
+
+    def fit(self, run_dir: Path, *, num_samples: int = NUM_SAMPLES, quiet: bool = True, **more: Any) -> "Run":
+        data, size = FixedImages(num_samples, dtype=self.dtype), MICRO_BATCH * self.steps
+        self.trainer.fit(data, batch_size=size, run_dir=run_dir, quiet=quiet, tensorboard=False, **more)
+        return self
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, buffers, optimizer state and learning rates by the uncut model's own names."""
+        state = self.trainer.full_state_dict()
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        groups = [(o, group) for o in self.optimizers for group in o.param_groups]
+        for optimizer, group, parameter in ((o, g, p) for o, g in groups for p in g["params"]):
+            name = names.pop(id(parameter))
+            state[f"lr of {name}"] = torch.tensor(group["lr"], dtype=torch.float64)
+            assert optimizer.state[parameter], f"nothing is remembered of {name}"
+            state |= {f"{key} of {name}": value.clone() for key, value in optimizer.state[parameter].items()}
+        assert names == {}, "every parameter belongs to the optimizer of its stage"
+        return state
+
+    def _watched(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        optimizer = self._make(parameters)
+        if not {id(p) for p in parameters} <= {id(p) for p in self.model.parameters()}:
+            return optimizer  # made to see its name
+        rates: list[list[float]] = []
+
+        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            if rates is self.rates[-1] and len(rates) == self._stop_after:
+                raise Stopped
+
+        optimizer.register_step_pre_hook(look)
+        self.optimizers.append(optimizer)
+        self.rates.append(rates)
+        return optimizer
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    assert [name for name in got if got[name].dtype != expected[name].dtype] == []
+    assert [name for name in got if not torch.equal(got[name], expected[name])] == []
+
+
+# --- What is carried over ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), CASES, ids=str)
+def test_another_cut_starts_from_exactly_what_the_one_before_it_ended_with(
+    optimizer: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    ended: dict[str, Tensor] | None = None
+    options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "lr_schedule": SCHEDULE}
+    for done, (K, balance) in enumerate(CUTS):
+        if ended is not None:  # no longer than it is: read, and not trained
+            read = Run(K, balance, seed=9, **options).fit(tmp_path, epochs=done)
+            assert not any(read.rates)
+            assert_same(read.state(), ended)
+        run = Run(K, balance, seed=9 * done, **options).fit(tmp_path, epochs=done + 1)
+        assert {len(rates) for rates in run.rates} == {PER_EPOCH}
+        ended = run.state()
+
+
+@pytest.mark.parametrize("lr_index", ["update", "slot"])
+def test_after_a_change_of_the_cut_each_update_has_the_learning_rate_that_the_new_cut_gives_it(
+    lr_index: str, tmp_path: Path
+) -> None:
+    """That of the schedule at its own index, or, on the clock of slots, as far ahead as a stage of the new cut is."""
+    options: dict[str, Any] = {"optimizer": "two groups", "lr_schedule": SCHEDULE}
+    (schedule,) = Run(1, **options).fit(tmp_path / "uncut", epochs=3).rates
+    assert len({rates[0] for rates in schedule}) > PER_EPOCH, "they move"
+    for done, K in enumerate((4, 2, 3)):
+        run = Run(K, stop_after=None if done == 2 else PER_EPOCH + 1, lr_index=lr_index, **options)
+        with pytest.raises(Stopped) if done < 2 else nullcontext():  # in the next epoch, which is lost with it
+            run.fit(tmp_path / "run", epochs=3)
+        leads = [Pipeline(run.method, K).lr_lead(k) for k in range(K)]
+        assert leads[0] == (0 if lr_index == "update" else K - 1)
+        for rates, lead in zip(run.rates, leads, strict=True):
+            assert len(rates) >= PER_EPOCH
+            first = done * PER_EPOCH + lead
+            at = [min(first + update, 3 * PER_EPOCH - 1) for update in range(len(rates))]
+            assert rates == [schedule[update] for update in at]
+
+
+@pytest.mark.parametrize(("optimizer", "dtype"), [("sgd", torch.float64), ("adamw", torch.float32)], ids=str)
+@pytest.mark.parametrize(("method", "steps"), [("adl", 6), ("bp", 2)], ids=["an epoch is one update", "bp"])
+def test_without_staleness_a_run_of_many_cuts_ends_with_the_bits_of_one_that_was_never_cut(
+    method: str, steps: int, optimizer: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Bits, not 1e-12: a cut changes neither an operation nor the order in which gradients are added up."""
+    options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "method": method, "steps": steps}
+    size = 18  # six whole micro-batches
+    uncut = Run(1, **options).fit(tmp_path / "uncut", epochs=6, num_samples=size)
+    for done, K in enumerate((4, 2, 3)):
+        run = Run(K, seed=9 * done, **options).fit(tmp_path / "run", epochs=2 * done + 2, num_samples=size)
+    assert len(uncut.rates[0]) == 6 * 6 // steps
+    assert_same(run.state(), uncut.state())
+
+
+def test_a_parameter_of_two_names_keeps_its_momentum_if_the_other_name_comes_first_in_another_cut(
+    tmp_path: Path,
+) -> None:
+    """A traced stage finds its parameters in the order they are used, the uncut model as they are defined."""
+
+    def stage(*names: str, momentum: float) -> Stage:
+        layer = nn.Linear(2, 2)
+        module = nn.Sequential(OrderedDict((name, layer) for name in names))
+        stage = Stage(module, index=0, is_last=True, loss_fn=nn.CrossEntropyLoss(), optimizer=OPTIMIZERS["sgd"])
+        assert stage.optimizer is not None
+        for parameter in module.parameters():
+            stage.optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, momentum)}
+        return stage
+
+    state = saved_state.state_of([stage("first", "second", momentum=3.0)])
+    storage.write(tmp_path, state, rank=0)
+    storage.join(tmp_path, [0])
+    other = stage("second", "first", momentum=4.0)
+    saved_state.load(tmp_path, [other])
+    assert other.optimizer is not None
+    buffers = [state["momentum_buffer"] for state in other.optimizer.state.values()]
+    assert [buffer.unique().tolist() for buffer in buffers] == [[3.0], [3.0]]
+
+
+# --- What is told -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_with_another_cut_says_so_once_and_its_folder_tells_the_new_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def noted(balance: list[int], epochs: int) -> list[str]:
+        Run(len(balance), balance).fit(tmp_path, epochs=epochs, quiet=False)
+        return [line for line in capsys.readouterr().out.splitlines() if "another cut" in line]
+
+    def told() -> list[int]:
+        return yaml.safe_load((tmp_path / "config.yaml").read_text())["balance"]
+
+    assert noted([1, 2, 2, 2], 1) == []
+    (note,) = noted([3, 4], 2)
+    change = "num_stages was 4 and is 2, balance was [1, 2, 2, 2] and is [3, 4]"
+    assert note.startswith(f"note: the run goes on with another cut ({change}); weights and optimizer state")
+    assert note.endswith("staleness and dropout streams are now those of the new cut, and values follow them")
+    assert (tmp_path / "logs" / "rank0.log").read_text().count(note) == 1
+    assert told() == [3, 4]
+    assert noted([3, 4], 3) == []
+    assert noted([2, 2, 3], 3) == [], "nothing is left that another cut could train"
+    assert told() == [3, 4]
+
+
+def test_a_checkpoint_of_another_folder_is_told_apart_by_the_cut_that_wrote_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(4).fit(tmp_path / "old", epochs=1)
+    with pytest.raises(Stopped):  # so config.yaml tells K = 2, and the checkpoint is still one of K = 4
+        Run(2, stop_after=1).fit(tmp_path / "old", epochs=2)
+    (path,) = layout.complete(tmp_path / "old" / "checkpoints")
+    for K, told in ((2, 1), (4, 0)):
+        Run(K).fit(tmp_path / f"K{K}", epochs=2, resume=str(path), quiet=False)
+        assert capsys.readouterr().out.count("(num_stages was 4 and is 2") == told
+
+
+def test_on_the_command_line_the_partition_may_change(tmp_path: Path) -> None:
+    target = "_target_=tests.support.kill."
+    model, data = f"model.{target}net_with_dropout", f"data.{target}held_images"
+
+    def train(*overrides: str) -> str:
+        outcome = in_process(*words(tmp_path / "run", model, data, *overrides))
+        assert (outcome.code, outcome.err) == (0, "")
+        return outcome.out
+
+    train("partition.balance=[5,3]")
+    said = train("partition.balance=[1,3,4]", "partition.num_stages=3", "train.epochs=2")
+    assert "another cut (num_stages was 2 and is 3, balance was [5, 3] and is [1, 3, 4])" in said
+    partition = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["partition"]
+    assert (partition["num_stages"], partition["balance"]) == (3, [1, 3, 4])
+
+
+# --- What does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ((4, [1, 3, 2, 1]), (2, [3, 4]), "head0: stood after 0.2, and would now stand after 2.norm"),
+        ((4, [1, 2, 3, 1]), (4, [1, 3, 2, 1]), "head1: stood after 2.norm, and would now stand after 3"),
+    ],
+    ids=["another K", "another balance"],
+)
+def test_local_losses_do_not_go_on_in_another_place(old: Cut, new: Cut, message: str, tmp_path: Path) -> None:
+    """Also where a head of the same shapes stood in the other place."""
+    greedy = {"method": "dgl", "head": "linear"}
+    Run(*old, **greedy).fit(tmp_path, epochs=1)
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"holds local losses of another cut or head \({message}\)"):
+        Run(*new, **greedy).fit(tmp_path, epochs=2)
+    assert snapshot(tmp_path) == before
+
+
+def test_local_losses_go_on_with_fewer_stages_if_those_that_stay_end_where_they_did(tmp_path: Path) -> None:
+    greedy = {"method": "dgl", "head": "linear"}
+    Run(4, [1, 3, 2, 1], **greedy).fit(tmp_path, epochs=1)
+    run = Run(2, [1, 6], **greedy).fit(tmp_path, epochs=2)
+    assert len(run.rates[0]) == PER_EPOCH
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("adl", {"delay": [6, 4, 2, 0]}, r"method.delay=\[6, 4, 2, 0\] has 4 numbers, but there are 3 stages; give 3"),
+        ("adl", {"lr_factors": [2.0, 1.0, 1.0, 1.0]}, "method.lr_factors=.* has 4 numbers, but there are 3 stages"),
+        ("dsp", {"activation_queue": [1, 2, 1]}, "method.activation_queue=.* has 3 numbers, but 3 stages have 2"),
+    ],
+)
+def test_a_list_of_one_number_per_stage_does_not_fit_another_number_of_stages(
+    method: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    Run(4, method=method, **options).fit(tmp_path, epochs=1)
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        Run(3, method=method, **options).fit(tmp_path, epochs=2)
+    assert snapshot(tmp_path) == before

@@ -1,0 +1,171 @@
+"""Each process writes its part alone: a slow or failing disk of one holds up nobody and takes no process down."""
+
+import errno
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from adl_dist.checkpoint import layout
+from adl_dist.checkpoint.layout import HashedFile
+from adl_dist.distributed.world import disconnect, launched_rank
+from adl_dist.errors import AdlError
+from tests.support.commands import PREFIX, left_behind
+from tests.support.kill import HOLD, Command
+from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.runs import trainer_of
+from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.user_code import Explodes
+
+pytestmark = pytest.mark.ranks
+
+UPDATES = 2  # of an epoch: 8 samples by 4
+SECOND_EPOCH = "second-epoch-has-begun"
+
+
+class Flagging(FixedImages):
+    """Makes a file once the second epoch has begun; some samples are also asked for before the first."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(8)
+        self._flag, self._num_served = folder / SECOND_EPOCH, 0
+
+    def __getitem__(self, index: int) -> Any:
+        self._num_served += 1
+        if self._num_served > 12:
+            self._flag.touch()
+        return super().__getitem__(index)
+
+
+def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
+    write, went_on = HashedFile.write, []
+
+    def by_update(file: HashedFile, data: Any) -> int:
+        update = int(file.name.parent.name.rpartition("-")[2])
+        if update == UPDATES:
+            deadline = time.monotonic() + 20
+            while not (folder / SECOND_EPOCH).exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            went_on.append((folder / SECOND_EPOCH).exists())
+        if update == 2 * UPDATES:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(file, data)
+
+    if launched_rank() == 1:
+        HashedFile.write = by_update  # type: ignore[method-assign]
+    trainer = trainer_of(batch_norm_net())
+    trainer.fit(
+        Flagging(folder), epochs=3, batch_size=4, run_dir=folder, quiet=True, tensorboard=False, keep_checkpoints=9
+    )
+    disconnect()
+    return went_on
+
+
+def test_one_rank_whose_saves_are_slow_or_fail_neither_stalls_nor_ends_the_run(tmp_path: Path) -> None:
+    none, went_on = run_ranks(2, saves_of_rank_1_are_slow_then_fail_then_succeed, tmp_path)
+    assert none == []
+    assert went_on
+    assert all(went_on), "it trained on while the first save was being written"
+    saved = sorted((tmp_path / "checkpoints").iterdir())
+    assert [path.name for path in saved] == ["update-00000002", "update-00000006"]
+    for path in saved:
+        assert {"__0_0.distcp", "__1_0.distcp"} < layout.verify(path)["files"].keys()
+    assert "update 4 could not be saved" in (tmp_path / "logs" / "rank0.log").read_text()
+    assert "rank 1: [Errno 5] Input/output error" in (tmp_path / "metrics.jsonl").read_text()
+
+
+def the_only_save_fails_on_rank_1(folder: Path) -> tuple[str, int, str]:
+    def full(file: HashedFile, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if launched_rank() == 1:
+        HashedFile.write = full  # type: ignore[method-assign, assignment]
+    return ending(folder, batch_norm_net())
+
+
+def rank_1_is_killed_while_it_writes_its_part(folder: Path, epochs: int) -> None:
+    write = HashedFile.write
+
+    def killed(file: HashedFile, data: Any) -> int:
+        if int(file.name.parent.name.rpartition("-")[2]) == epochs * UPDATES:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(file, data)
+
+    if launched_rank() == 1:
+        HashedFile.write = killed  # type: ignore[method-assign]
+    told = ending(folder, batch_norm_net(), epochs)
+    (folder / "ending.json").write_text(json.dumps(told))
+
+
+def the_loss_is_nan_while_rank_0_writes(folder: Path) -> tuple[str, int, str]:
+    write = HashedFile.write
+    if launched_rank() == 0:
+        HashedFile.write = lambda file, data: (time.sleep(0.05), write(file, data))[1]  # type: ignore
+    return ending(folder, nn.Sequential(*batch_norm_net(), Explodes(after=9)), epochs=3)
+
+
+def ending(folder: Path, model: Any, epochs: int = 1) -> tuple[str, int, str]:
+    with pytest.raises(AdlError) as error:
+        trainer_of(model).fit(
+            FixedImages(8), epochs=epochs, batch_size=4, run_dir=folder, quiet=True, tensorboard=False
+        )
+    return type(error.value).__name__, error.value.exit_code, str(error.value)
+
+
+def test_where_the_last_save_fails_on_one_rank_all_end_with_exit_code_1_and_the_reason(tmp_path: Path) -> None:
+    endings = run_ranks(2, the_only_save_fails_on_rank_1, tmp_path)
+    assert [ending[:2] for ending in endings] == [("SaveError", 1), ("StageFailed", 1)]
+    for _, _, text in endings:
+        assert "update 2 could not be saved" in text
+        assert "rank 1: [Errno 28] No space left on device" in text
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_process_that_dies_while_the_last_save_is_awaited_ends_the_run_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, rank_1_is_killed_while_it_writes_its_part, tmp_path, 2, timeout_seconds=40)
+    assert str(failed.value) == "rank 1: exit code -9"
+    name, code, text = json.loads((tmp_path / "ending.json").read_text())
+    assert (name, code) == ("StageFailed", 1)
+    assert re.fullmatch(r"stage 1 \(\S+, pid \d+\): the process is gone.*", text)
+    assert [path.name for path in layout.complete(tmp_path / "checkpoints")] == ["update-00000002"]
+
+
+@pytest.mark.slow
+def test_the_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Path) -> None:
+    endings = run_ranks(2, the_loss_is_nan_while_rank_0_writes, tmp_path)
+    assert [ending[:2] for ending in endings] == [("StageFailed", 2), ("DivergedError", 2)]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000002"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+def test_a_second_command_in_the_folder_of_one_that_trains_refuses_and_leaves_it_alone(tmp_path: Path) -> None:
+    words = (
+        "model._target_=tests.support.kill.net_with_dropout",
+        "data._target_=tests.support.kill.held_images",
+        "train.batch_size=16",
+        "train.epochs=4",
+        "runtime.processes=false",
+        "runtime.tensorboard=false",
+    )
+    again = tmp_path / "again"
+    again.mkdir()
+    (tmp_path / HOLD).touch()
+    with Command(words, folder=tmp_path) as first:
+        first.wait_for_update(1)
+        (again / "run").symlink_to(first.run_dir)
+        with Command(words, folder=again) as second:
+            assert second.finish() == 2
+        assert second.err.startswith(PREFIX)
+        assert "another process is training here" in second.err
+        (tmp_path / HOLD).unlink()
+        assert first.finish() == 0
+    assert layout.verify(layout.complete(first.run_dir / "checkpoints")[-1])["epochs"] == 4
+    assert left_behind(tmp_path) == []

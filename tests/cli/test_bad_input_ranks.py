@@ -1,0 +1,175 @@
+"""Bad input to K processes: one readable line from one of them, exit code 2, and none of them left behind.
+
+The first tests give the command as a user does; it costs seconds to start. The others take ranks from a fork server.
+"""
+
+import os
+import shutil
+import socket
+
+import pytest
+
+from adl_dist.cli.main import main
+from tests.support.commands import ADL_DIST, TORCHRUN, as_command, left_behind, shows, snapshot, words
+from tests.support.ranks import RanksFailed, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+USER = "tests.support.user_code"
+OLDER = "update-00000002"
+
+
+def logs_of(run_dir):
+    return [(run_dir / f"logs/rank{rank}.log").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (
+            ["data.in_channels=1", "model.in_channels=3"],
+            ["stage 0 (stem .. layer1_0)", "float32[B, 1, 8, 8]", "fails on it", "3 channels, but got 1"],
+        ),
+        (
+            [f"model._target_={USER}.second_half_does_not_fit"],
+            ["stage 1 (2 .. 3)", "float32[B, 8]", "fails on it", "2x8 and 9x8"],
+        ),
+    ],
+    ids=["stage 0", "stage 1"],
+)
+def test_a_stage_that_does_not_take_its_input_is_told_once_and_known_to_both_ranks(overrides, parts, tmp_path):
+    outcome = as_command(ADL_DIST, *words(tmp_path / "run", *overrides, processes=True))
+    shows(outcome.refusal(), parts)
+    assert left_behind(tmp_path) == []
+    for log in logs_of(tmp_path / "run"):
+        shows(log, parts)
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+@pytest.fixture(scope="module")
+def diverged(tmp_path_factory):
+    """A run in two processes whose loss is NaN from the tenth micro-batch on, the second of epoch 1."""
+    run_dir = tmp_path_factory.mktemp("diverged") / "run"
+    command = words(run_dir, f"model._target_={USER}.explodes", "model.after=9", "train.epochs=3", processes=True)
+    return run_dir, command, as_command(ADL_DIST, *command)
+
+
+def test_a_loss_that_is_not_finite_stops_both_processes_and_keeps_the_last_checkpoint(diverged):
+    run_dir, _, outcome = diverged
+    shows(outcome.refusal(), ["stage 1: the loss is nan at update 2 (epoch 1)", "the last checkpoint is kept"])
+    assert outcome.out.startswith("epoch 1/3")
+    assert left_behind(run_dir) == []
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [OLDER]
+    for log in logs_of(run_dir):
+        shows(log, ["the loss is nan at update 2"])
+
+
+def test_a_damaged_checkpoint_of_two_processes_is_told_once(diverged, tmp_path):
+    run_dir = shutil.copytree(diverged[0], tmp_path / "run")
+    file = run_dir / "checkpoints" / OLDER / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    before = snapshot(run_dir / "checkpoints")
+    outcome = as_command(ADL_DIST, *[word.replace(str(diverged[0]), str(run_dir)) for word in diverged[1]])
+    shows(outcome.refusal(), [f"{OLDER} is damaged", "__1_0.distcp should hold", "another run_dir"])
+    assert left_behind(tmp_path) == []
+    assert snapshot(run_dir / "checkpoints") == before
+
+
+def test_the_folder_of_another_run_of_two_processes_stays_as_it_is_to_the_last_byte(diverged):
+    run_dir, command, _ = diverged
+    before = snapshot(run_dir)
+    outcome = as_command(ADL_DIST, *command, "seed=1")
+    shows(outcome.refusal(), [f"run_dir={run_dir} belongs to another run", "seed is 0 there and 1 here"])
+    assert left_behind(run_dir) == []
+    assert snapshot(run_dir) == before
+
+
+def test_a_number_of_processes_that_is_not_the_number_of_stages_is_told_once_under_torchrun(tmp_path):
+    arguments = words(tmp_path / "run", "partition.num_stages=3", processes=True)
+    outcome = as_command(*TORCHRUN, "--nproc-per-node=2", "-m", "adl_dist", *arguments)
+    (line,) = [line for line in outcome.err.splitlines() if line.startswith("adl-dist")]
+    shows(line, ["partition.num_stages=3 needs 3 processes, but torchrun started 2"])
+    shows(line, ["--nproc-per-node=3", "partition.num_stages=2"])
+    assert outcome.code != 0
+    assert "exitcode  : 2" in outcome.err, "that of the rank, in torchrun's own report"
+    assert "adl_dist/" not in outcome.err, "no traceback but torchrun's"
+    assert left_behind(tmp_path) == []
+    assert snapshot(tmp_path) == {}
+
+
+def test_a_rank_that_reaches_nobody_ends_in_time_and_says_what_to_look_at(tmp_path):
+    with socket.socket() as taken:  # bound and not listening: nobody answers there, and nobody else can bind it
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        outcome = as_command(
+            ADL_DIST,
+            *words(tmp_path / "run", "runtime.timeout_seconds=2", processes=True),
+            env={**by_hand, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            timeout_seconds=30,
+        )
+    line = outcome.refusal(code=1)  # not, or not surely, the user's mistake
+    shows(line, ["rank 1 could not join", f"127.0.0.1:{port} within 2 s", "is the port free", "did every rank start?"])
+    assert left_behind(tmp_path) == []
+    assert not list(tmp_path.glob("run/checkpoints"))
+
+
+def test_a_rank_that_is_not_told_where_the_others_meet_says_what_is_missing(tmp_path):
+    outcome = as_command(
+        ADL_DIST,
+        *words(tmp_path / "run", "runtime.timeout_seconds=2", processes=True),
+        env={"RANK": "1", "WORLD_SIZE": "2"},
+    )
+    shows(outcome.refusal(), ["RANK and WORLD_SIZE are set", "MASTER_ADDR and MASTER_PORT do not say where"])
+
+
+def command_on_a_rank(folder, arguments):
+    """``adl-dist`` as one rank, with what it says in files; ends the process unless all went well."""
+    for name, descriptor in (("out", 1), ("err", 2)):
+        file = os.open(f"{folder}/{name}{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, descriptor)
+    main(arguments)
+
+
+def said_by(folder):
+    """The lines of all ranks; torch was loaded before they could ask it for silence, so it talks here, too."""
+    said = "".join(file.read_text() for file in sorted(folder.glob("err*")))
+    assert "Traceback" not in said
+    return [line for line in said.splitlines() if "adl-dist" in line]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "parts"),
+    [
+        (["data.num_samples=15"], 2, ["error: training dataset", "at least 16", "train.batch_size=15 or less"]),
+        (["model.num_classes=5"], 2, ["error: training dataset: micro-batch 0", "target 5"]),
+        (["lr_schedule=constant", "optimizer.lr=1e20"], 2, ["error: stage 1: the loss is nan at update 1 (epoch 0)"]),
+        (
+            [f"model._target_={USER}.faulty", "model.at=3"],
+            1,
+            ["rank 1: unexpected KeyError", "a bug of the user's", "the traceback is in", "rank1.log"],
+        ),
+        (
+            [f"model._target_={USER}.faulty_at_the_start", "model.at=3"],
+            1,
+            ["rank 0: unexpected KeyError", "a bug of the user's", "the traceback is in", "rank0.log"],
+        ),
+    ],
+    ids=["small dataset", "no such class", "loss", "bug on rank 1", "bug on rank 0"],
+)
+def test_one_rank_tells_the_mistake_and_all_ranks_end_with_its_exit_code(overrides, code, parts, tmp_path):
+    arguments = words(tmp_path / "run", *overrides, "runtime.timeout_seconds=5", processes=True)
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(2, command_on_a_rank, str(tmp_path), arguments, timeout_seconds=40)
+    (line,) = said_by(tmp_path)
+    shows(line, ["adl-dist: ", *parts])
+    shows(str(failure.value), [f"rank 0: exit code {code}", f"rank 1: exit code {code}"])
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_rank_0_tells_of_a_process_that_is_gone(tmp_path):
+    arguments = words(tmp_path / "run", f"model._target_={USER}.killed", "model.at=3", processes=True)
+    with pytest.raises(RanksFailed, match="rank 0: exit code 1\nrank 1: exit code -9"):
+        run_ranks(2, command_on_a_rank, str(tmp_path), arguments, timeout_seconds=40)
+    (line,) = said_by(tmp_path)
+    shows(line, ["adl-dist: error: stage 1 (", "the process is gone: killed, or it crashed"])

@@ -1,0 +1,319 @@
+"""``adl-dist bench`` but for its runs: who takes part, in which order, what the table says, and what is refused."""
+
+import argparse
+import math
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from adl_dist.cli.bench import command
+from adl_dist.cli.bench.baseline_rank import Task, _batches
+from adl_dist.cli.bench.data import stretched
+from adl_dist.cli.bench.entries import DEFAULT, Host, Traffic, entries
+from adl_dist.cli.bench.measured import seconds_per_update
+from adl_dist.cli.bench.report import baseline, facts_of, ratio, report, rows
+from adl_dist.cli.bench.runner import BenchConfig, Measured, RankPlacement, shares, words_of
+from adl_dist.cli.bench.survey import survey
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
+from adl_dist.schedule import Pipeline
+from tests.support.commands import in_process, left_behind, shows
+
+PLACE = Host(threads=1, num_cores=2, num_gpus=0, warmup=3)
+NOWHERE = {"placing": RankPlacement(cores=None), "log_folder": Path(), "timeout_seconds": 1.0}
+TRAFFIC = Traffic(act_bytes=[100, 200], grad_bytes=[100, 200], target_bytes=8, parameter_bytes=12_000)
+
+
+def fit(names, *words, place=PLACE):
+    return entries(names.split(","), compose_run(words)[0], place)
+
+
+def ran(name, *speeds, **more):
+    return [
+        Measured(contender=name, repetition=i, num_updates=8, images_per_second=s, **more) for i, s in enumerate(speeds)
+    ]
+
+
+def test_by_default_all_take_part_on_a_cpu():
+    able, left_out = fit(",".join(DEFAULT))
+    assert [contender.name for contender in able] == list(DEFAULT)
+    assert not left_out
+
+
+def test_those_whose_papers_do_not_accumulate_run_with_one_micro_batch_per_update():
+    able, _ = fit("torch-bp,torch-bp-whole,adl,fdg,ddg,gpipe", "train.batch_size=64")
+    assert [(c.name, c.micro_batches) for c in able] == [
+        ("torch-bp", 4), ("torch-bp-whole", 1), ("adl", 4), ("fdg", 1), ("ddg", 1), ("gpipe", 4)
+    ]  # fmt: skip
+    assert {c.samples for c in able} == {64}
+
+
+def test_what_does_not_divide_is_trained_by_nobody_who_accumulates():
+    able, _ = fit("torch-bp-whole,adl,fdg", "train.batch_size=66")
+    assert [c.samples for c in able] == [64, 64, 66]
+
+
+def test_our_own_minimal_delay_is_adl_with_that_delay():
+    (minimal, adl), _ = fit("adl-minimal,adl", "partition.num_stages=3")
+    assert [Pipeline(entry.method, 3).delays for entry in (minimal, adl)] == [(2, 1, 0), (4, 2, 0)]
+
+
+def test_no_update_counts_before_the_pipeline_is_full():
+    (adl, fdg), _ = fit("adl,fdg", "partition.num_stages=4")
+    assert (adl.warmup, fdg.warmup) == (3, 7)  # 6 micro-batches are 2 updates, or 6, and one more
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "reason"),
+    [
+        ("torch-ddp", ["partition.num_stages=3"], "64 samples of an update cannot be shared evenly by 3 replicas"),
+        ("torch-1f1b", ["partition.num_stages=5"], r"at least as many micro-batches \(M = 4\) as stages \(K = 5\)"),
+        ("torch-gpipe", ["partition.num_stages=1"], "needs several processes"),
+        ("2bw", ["partition.num_stages=6"], "use method.accumulation_steps=5"),
+        ("torch-gpipe", ["runtime.device=cuda"], "needs a GPU for each of 2 stages, and there are 0"),
+        ("torch-bp-cores", ["runtime.device=cuda"], "do not make a GPU faster"),
+        ("torch-1f1b-plain", ["runtime.channels_last=false"], "it would be torch-1f1b again"),
+        ("adl-minimal", ["method.lr_index=slot"], "needs the clock of method.delay=decoupled"),
+    ],
+)
+def test_who_cannot_run_is_left_out_with_the_reason(name, words, reason):
+    able, left_out = fit(f"{name},bp", *words)
+    assert [contender.name for contender in able] == ["bp"]
+    assert list(left_out) == [name]
+    shows(left_out[name].replace("\\", ""), [reason.replace("\\", "")])
+
+
+def test_processes_share_the_cores_and_a_single_one_takes_as_many_as_it_has_threads():
+    assert shares([4, 5, 6, 7], 2, 2) == [[4, 5], [6, 7]]
+    assert shares([4, 5, 6], 2, 1) == [[4], [5, 6]]
+    assert shares([4, 5, 6, 7], 1, 1) == [[4]]
+    assert shares([4], 2, 1) is None
+
+
+def test_the_pace_is_that_after_the_warm_up():
+    assert seconds_per_update([0.0, 10.0, 11.0, 12.0], warmup=2) == 1.0
+    with pytest.raises(ChildFailed, match="2 updates, of which 2 do not count, are too few"):
+        seconds_per_update([0.0, 10.0], warmup=2)
+
+
+def test_bytes_are_counted_as_each_way_to_train_sends_them():
+    able, _ = fit("torch-bp,torch-ddp,torch-1f1b,adl,ddg,dgl", "partition.num_stages=3", "train.batch_size=60")
+    told = {contender.name: TRAFFIC.per_image(contender) for contender in able}
+    assert told == {
+        "torch-bp": 0,
+        "torch-ddp": 3 * (2 * 2 / 3 * 12_000) / 60,  # a ring: 2 (K-1)/K of the bytes, from each of K
+        "torch-1f1b": 608,
+        "adl": 608,
+        "ddg": 608 + 2,  # the word that a micro-batch has passed, over two hops
+        "dgl": 300 + 2 * 8,  # no gradients; labels over two hops
+    }
+
+
+def test_ratios_are_to_the_faster_form_of_plain_backpropagation():
+    able, _ = fit("torch-bp,torch-bp-whole,torch-bp-cores,adl")
+    runs = [
+        *ran("torch-bp", 90, 110, 100),
+        *ran("torch-bp-whole", 130, 120, 125),
+        *ran("torch-bp-cores", 400),
+        *ran("adl", 260, 240, 250),
+    ]
+    table = rows(able, runs, TRAFFIC)
+    assert baseline(table).contender.name == "torch-bp-whole"
+    assert [ratio(row, baseline(table)) for row in table] == [0.8, 1.0, 3.2, 2.0]
+    assert (table[3].median, facts_of(table[3], table)["least"], facts_of(table[3], table)["most"]) == (250, 240, 260)
+    told = report(table, {}, is_gpu=False)
+    shows(told, ["250.0", "240.0 .. 260.0", "2.00", "to torch-bp-whole, the faster of torch-bp and torch-bp-whole"])
+
+
+def test_without_the_baseline_there_is_no_ratio():
+    able, _ = fit("adl,bp")
+    table = rows(able, ran("adl", 100), TRAFFIC)
+    assert [ratio(row, baseline(table)) for row in table] == [None, None]
+    shows(report(table, {}, is_gpu=False), ["there is none, for neither torch-bp nor torch-bp-whole", "not run"])
+
+
+def test_the_table_shows_the_most_memory_the_busy_share_the_failed_and_the_left_out():
+    able, _ = fit("torch-bp,adl,fdg")
+    runs = [
+        *ran("torch-bp", 100, peak_memory_bytes=[2**20]),
+        replace(ran("adl", 200)[0], peak_memory_bytes=[2**20, 5 * 2**20], busy_share=[0.9, 0.8]),
+        replace(ran("adl", 210)[0], peak_memory_bytes=[3 * 2**20, 4 * 2**20], busy_share=[0.7, 0.8]),
+        Measured(contender="fdg", repetition=0, num_updates=8, error="the loss is nan"),
+    ]
+    told = report(rows(able, runs, TRAFFIC), {"torch-ddp": "no"}, is_gpu=False)
+    adl, fdg = (next(line for line in told.splitlines() if line.startswith(name)) for name in ("adl", "fdg"))
+    shows(adl, ["3 5", "80% 80%"])
+    shows(fdg, ["failed"])
+    shows(told, ["left out: torch-ddp: no", "failed: fdg: the loss is nan"])
+
+
+def flags(**given):
+    return argparse.Namespace(**{"updates": None, "seconds": 20.0, "repetitions": 3, **given})
+
+
+def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
+    asked = []
+
+    def measure_once(contender, setting, *, repetition, num_updates):
+        asked.append((repetition, contender.name, num_updates - contender.warmup))
+        run = Measured(contender=contender.name, repetition=repetition, num_updates=num_updates)
+        if contender.name == "fdg":
+            return replace(run, error="no")
+        return replace(
+            run, images_per_second=1.0, seconds_per_update={"pilot": 4.0, "adl": 0.5, "bp": 1.0}[contender.name]
+        )
+
+    monkeypatch.setattr(command, "measure_once", measure_once)
+    able, _ = fit("bp,fdg,adl")
+    runs = []
+    command._measure(able, None, flags(), runs, lambda: None)
+    # 20 seconds: of the pilot's pace at first, then each of its own.
+    assert asked[1:] == [
+        (0, "bp", 5), (0, "fdg", 5), (0, "adl", 5),
+        (1, "bp", 20), (1, "adl", 40),
+        (2, "bp", 20), (2, "adl", 40),
+    ]  # fmt: skip
+    assert [(run.contender, run.repetition) for run in runs] == [(name, i) for i, name, _ in asked[1:]]
+
+
+def test_a_run_is_not_shorter_than_a_few_updates_whatever_is_known_of_its_pace():
+    assert [command._num_updates(20, pace) for pace in (100.0, math.nan, 1e-3)] == [5, 5, 20_000]
+
+
+def test_the_data_is_repeated_or_thinned_out_to_the_length_of_the_run():
+    node = {"num_validation": 9, "num_classes": 10, "in_channels": 3, "image_size": 8}
+    for size, wanted, first in ((4, 8, [0, 0, 1, 1]), (8, 4, [0, 2, 4, 6])):
+        train, validation = stretched("adl_dist.data.synthetic", wanted, num_samples=size, shuffle=True, **node)
+        assert (len(train), len(validation), list(train.indices)[:4]) == (wanted, 1, first)
+
+
+@pytest.mark.parametrize(
+    ("balance", "granularity", "sizes"),
+    [("even", "block", [2, 3]), ("[4,1]", "block", [4, 1]), ("[layer3_0]", "layer", None)],
+)
+def test_all_pipelines_are_cut_at_the_same_place(balance, granularity, sizes):
+    words = ["model=resnet8", "data=synthetic", "data.image_size=8", f"partition.balance={balance}"]
+    found = survey(compose_run(words)[0], words, threads=1)
+    assert found.granularity == granularity
+    assert sizes in (None, found.sizes)
+    assert found.traffic.target_bytes == 8
+    if sizes == [2, 3]:  # 16 channels of 8 x 8 in float32, there and back
+        assert (found.traffic.act_bytes, found.traffic.grad_bytes) == ([4096], [4096])
+    contender, setting = (
+        fit("gpipe")[0][0],
+        BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE),
+    )
+    cut = f"partition.balance=[{','.join(map(str, found.sizes))}]"
+    assert [w for w in words_of(contender, setting, 9) if w.startswith("partition.balance")] == [cut]
+
+
+def test_a_pipeline_of_torchs_may_run_in_the_only_format_that_gloo_takes():
+    words = ["model=resnet56", "data=synthetic", "data.num_samples=64", "runtime.channels_last=true"]
+    found = survey(compose_run(words)[0], words, threads=1)
+    setting = BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
+    told = {c.name: compose_run(words_of(c, setting, 9))[0] for c in fit("torch-gpipe,torch-gpipe-plain,adl")[0]}
+    assert [config.runtime.channels_last for config in told.values()] == [True, False, True]
+
+
+@pytest.mark.parametrize("shuffle", ["true", "false"])
+def test_replicas_share_the_samples_of_each_update(shuffle):
+    words = [*("data=synthetic", "data.image_size=2", "data.num_samples=16", f"data.shuffle={shuffle}"), "seed=1"]
+    task = Task(**dict.fromkeys((field.name for field in fields(Task)), None) | {"samples": 8})
+    config, cpu = compose_run(words)[0], torch.device("cpu")
+    together = [
+        sorted(image.flatten().tolist() for r in (0, 1) for image in shares_of[r][0])
+        for shares_of in zip(*(_batches(task, config, cpu, 4, rank=r) for r in (0, 1)), strict=True)
+    ]
+    whole = [sorted(image.flatten().tolist() for image in images) for images, _ in _batches(task, config, cpu, 8)]
+    assert together == whole
+    assert len(whole) == 2
+
+
+def test_a_child_that_takes_too_long_is_ended_and_so_are_all_when_one_fails(tmp_path):
+    def child(name, code):
+        return Child(command=[sys.executable, "-c", f"'{tmp_path}'; {code}"], log=tmp_path / f"{name}.log")
+
+    sleeper = child("sleeper", "import time; time.sleep(60)")
+    with pytest.raises(ChildFailed, match="still ran after 1 s and was ended"):
+        run_together([sleeper], timeout_seconds=1)
+    began = time.monotonic()
+    with pytest.raises(ChildFailed, match=r"^what was wrong$"):
+        run_together([sleeper, child("failing", "raise SystemExit('adl-dist: error: what was wrong')")])
+    assert time.monotonic() - began < 20
+    assert left_behind(tmp_path) == []
+
+
+def test_an_interrupted_bench_leaves_no_process(tmp_path):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(KeyboardInterrupt):
+            run_together([Child(command=["sh", "-c", f": {tmp_path}; sleep 60"], log=tmp_path / "log")])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert left_behind(tmp_path) == []
+
+
+def test_interrupted_before_it_measures_a_bench_does_not_speak_of_checkpoints(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("adl_dist.cli.bench.command.survey", interrupted)
+    outcome = in_process("bench", "model=resnet8", "--out", str(tmp_path / "out"))
+    assert (outcome.code, outcome.err.strip()) == (130, "adl-dist: interrupted")
+
+
+def test_the_peak_memory_of_a_process_is_not_that_of_the_one_that_started_it():
+    code = "from adl_dist.monitor.memory import peak_memory_bytes; print(peak_memory_bytes())"
+    held = 1 << 30
+    start = f"subprocess.run([sys.executable, '-c', {code!r}], check=True)"
+    starts = f"held = bytearray({held}); import subprocess, sys; {start}"
+    told = subprocess.run([sys.executable, "-c", starts], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert 2**24 < int(told) < held
+
+
+def test_help_lists_the_contenders():
+    outcome = in_process("bench", "--help")
+    assert outcome.code == 0
+    shows(outcome.out, ["torch-1f1b", "adl-minimal", "--prefix"])
+    shows(in_process("--help").out, ["bench "])
+
+
+@pytest.mark.parametrize(
+    ("extra", "parts"),
+    [
+        (("--contenders", "adl,nope"), ["there is no 'nope'", "torch-gpipe"]),
+        (("--contenders", "torch-gpipe", "partition.num_stages=1"), ["no contender is left", "several processes"]),
+        (("--repetitions", "0"), ["--repetitions 0 must be at least 1"]),
+        (("--updates", "0"), ["--updates 0 must be at least 1"]),
+        (("--seconds", "-1"), ["--seconds -1.0 must be above 0"]),
+        (("--seconds", "nan"), ["--seconds nan must be above 0"]),
+        (("--prefix", "ip netns exec node{rank}"), ["--master-addr"]),
+        (("--interface", "eth0"), ["--prefix"]),
+        (("--prefix", "a 'b", "--master-addr", "x"), ["--prefix a 'b", "quotation"]),
+        (("--nonsense",), ["adl-dist bench", "--nonsense"]),
+        (("train.batchsize=3",), ["there is no key 'train.batchsize'"]),
+        (("partition.num_stages=99",), ["partition.num_stages=99 needs at least 99 units"]),
+        (("runtime.device=cuda",), ["torch finds no CUDA device"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
+    out = tmp_path / "out"
+    shows(in_process("bench", "model=resnet8", *extra, "--out", str(out)).refusal(), parts)
+    assert not out.exists()
+
+
+def test_the_results_of_another_bench_are_not_written_over(tmp_path):
+    (tmp_path / "bench.json").write_text("{}")
+    shows(in_process("bench", "--out", str(tmp_path)).refusal(), ["already holds a bench.json", "another folder"])
+    assert (tmp_path / "bench.json").read_text() == "{}"

@@ -1,0 +1,171 @@
+"""Runs of several processes that are asked to stop: the same bits as where one process had been told to end there."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+from torch import Tensor, nn
+
+import adl_dist
+from adl_dist.control import job
+from adl_dist.control.job import Job
+from adl_dist.control.requests import Ask
+from adl_dist.control.rpc import JobEndpoint
+from adl_dist.distributed.world import connect
+from adl_dist.monitor.timeouts import WatchdogTimeouts
+from tests.support.ranks import run_ranks
+from tests.support.toys import FixedImages, batch_norm_net
+
+pytestmark = pytest.mark.ranks
+
+K, M, MICRO_BATCH, NUM_SAMPLES = 3, 3, 2, 60
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("adl", {}),
+    ("ddg", {}),  # with a forward lock
+    ("gpipe", {}),
+    ("dgl", {"head": "linear"}),
+]
+STOPS = {8: 3, 22: 8}  # while which of the samples it is asked for, and the update that it comes after
+
+
+class Asking(FixedImages):
+    """Asks the run to stop while the ``at``-th of all its samples is loaded; never if that is 0."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(NUM_SAMPLES)
+        self._at, self._num_served = at, 0
+        self.trainer: adl_dist.Trainer | None = None
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self._num_served += 1
+        if self._num_served == self._at:
+            assert self.trainer is not None
+            self.trainer.requests.ask(Ask.STOP, "a test")
+        return super().__getitem__(index)
+
+
+def fit(case: int, folder: Path, *, stop_at: int = 0, **of_fit: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    name, options = CASES[case]
+    trainer = adl_dist.Trainer(
+        batch_norm_net(dropout=0.2),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        method=adl_dist.method(name, accumulation_steps=M, **options),
+        num_stages=K,
+        threads=1,
+        timeout_seconds=20,
+    )
+    settings = {"epochs": 2, "batch_size": MICRO_BATCH * M, "run_dir": folder / str(case), **of_fit}
+    data = Asking(stop_at)
+    data.trainer = trainer
+    summary = trainer.fit(data, **settings, tensorboard=False, quiet=True)
+    return trainer.full_state_dict(), summary
+
+
+def stop_twice_and_go_on(folder: Path) -> list[tuple[list[Any], dict[str, Tensor]]]:
+    found = []
+    for case in range(len(CASES)):
+        stops = [fit(case, folder, stop_at=at)[1]["stopped"] for at in STOPS]
+        found.append((stops, fit(case, folder)[0]))
+    return found
+
+
+def test_processes_asked_to_stop_do_so_after_the_same_update_and_go_on_as_one_process_does(tmp_path: Path) -> None:
+    by_rank = run_ranks(K, stop_twice_and_go_on, tmp_path / "asked", timeout_seconds=100)
+    for case, (name, _) in enumerate(CASES):
+        stops, _ = by_rank[0][case]
+        # One sample has been looked at before. The 7th of the epoch belongs to micro-batch 3; before 4 is loaded,
+        # receives are posted up to 6, and so the segment ends with the group of 6, 7, 8.
+        assert [stop["update"] for stop in stops] == list(STOPS.values()), name
+        assert [stop["drain_changed_result"] for stop in stops] == [name not in ("gpipe", "dgl")] * 2
+        for stop in stops:
+            fit(case, tmp_path / "planned", max_updates=stop["update"])
+        expected, _ = fit(case, tmp_path / "planned")
+        for rank in range(K):
+            assert by_rank[rank][case][0] == stops
+            assert [n for n, t in by_rank[rank][case][1].items() if not torch.equal(t, expected[n])] == [], name
+
+
+def stop_by_signal(folder: Path, rank: int, number: int) -> dict[str, Any]:
+    """Rank ``rank`` sends itself a signal when it has made three updates of an epoch that takes a while."""
+    import os
+    import signal
+    import threading
+
+    from tests.support.kill import records
+
+    # As from a terminal, also where the tests themselves run in the background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    class Slow(FixedImages):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            threading.Event().wait(0.01)
+            return super().__getitem__(index)
+
+    def send() -> None:
+        while not any(record["update"] >= 3 for record in records(folder / "run")):
+            threading.Event().wait(0.02)
+        os.kill(os.getpid(), number)
+
+    if os.environ["RANK"] == str(rank):
+        threading.Thread(target=send, daemon=True).start()
+    trainer = adl_dist.Trainer(
+        batch_norm_net(),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+        num_stages=K,
+        threads=1,
+        timeout_seconds=20,
+    )
+    return trainer.fit(
+        Slow(400), epochs=1, batch_size=8, run_dir=folder / "run", handle_signals=True, tensorboard=False, quiet=True
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_any_rank_stops_all(rank: int, tmp_path: Path) -> None:
+    import signal
+
+    summaries = run_ranks(K, stop_by_signal, tmp_path, rank, int(signal.SIGINT), timeout_seconds=60)
+    assert summaries[0] == summaries[1] == summaries[2]
+    assert summaries[0]["stopped"]["why"] == "SIGINT"
+    assert 3 < summaries[0]["updates"] < 50
+
+
+def ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone() -> list[bool]:
+    world, answers = connect(K, device_type="cpu", timeout_seconds=20), []
+    world.fresh_store()
+    one = Job(world, WatchdogTimeouts(stall_seconds=60, abort_seconds=None))
+
+    def ask_from(rank: int) -> None:
+        if world.rank == rank:
+            answers.append(one.ask(Ask.STOP, f"rank {rank}"))
+        dist.barrier()
+
+    for rank in range(K):
+        ask_from(rank)
+    job.ASK_SECONDS = 0.3
+    ping = JobEndpoint.ping
+    if world.rank == 2:
+        JobEndpoint.ping = lambda self: time.sleep(1)  # type: ignore[method-assign]
+    dist.barrier()
+    ask_from(0)
+    job.ASK_SECONDS = 5.0
+    JobEndpoint.ping = ping  # type: ignore[method-assign]
+    if world.rank == 2:
+        rpc.shutdown(graceful=False)
+    dist.barrier()
+    ask_from(0)
+    ask_from(1)
+    if world.rank == 0:
+        assert [request.why[-1] for request in one.requests.take()] == list("012001")
+    return answers
+
+
+def test_every_rank_is_heard_also_past_one_that_is_late_and_rank_0_sees_one_that_is_gone() -> None:
+    answers = run_ranks(K, ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone)
+    assert answers == [[True, True, False], [True, True], [True]]

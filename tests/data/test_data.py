@@ -1,0 +1,815 @@
+"""The samples of a run are functions of (seed, epoch, index), and bad data gets a message."""
+
+import hashlib
+import http.server
+import itertools
+import multiprocessing
+import os
+import pathlib
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from adl_dist.data import (
+    Loader,
+    check_dataset,
+    cifar10,
+    cifar100,
+    digits,
+    epoch_order,
+    imagefolder,
+    imagenet,
+    loader,
+    synthetic,
+)
+from adl_dist.data.transforms import CIFAR10_STATISTICS, CIFAR100_STATISTICS, DIGITS_STATISTICS
+from adl_dist.errors import ConfigError, DataError
+from adl_dist.seeds import stream_seed
+from adl_dist.training.input import DeviceLoader
+
+# Every worker imports this file, so what is slow to import (torchvision, scikit-learn, Hydra) is imported in tests.
+# torch advises against more workers than there are cores; here they are the point.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
+
+
+class Augmented(Dataset):
+    """What any user's transform may do: draw from all three global streams."""
+
+    def __init__(self, num_samples=20):
+        self.num_samples = num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(1).item(), random.random(), np.random.rand()]), index
+
+
+class Broken(Augmented):
+    def __getitem__(self, index):
+        if index == 7:
+            raise LookupError("the user's own words")
+        return super().__getitem__(index)
+
+
+class Returns(Augmented):
+    """Sample 3 is ``value``."""
+
+    def __init__(self, value):
+        super().__init__(8)
+        self.value = value
+
+    def __getitem__(self, index):
+        return self.value if index == 3 else super().__getitem__(index)
+
+
+def loaded(sizes, *, seed=5, epoch=2, num_workers=0, shuffle=True, dataset=None):
+    loader = Loader(dataset or Augmented(), seed=seed, shuffle=shuffle, num_workers=num_workers)
+    return list(loader.batches(epoch, sizes))
+
+
+def joined(batches):
+    batches = list(batches)
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def global_streams():
+    name, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), name, keys.tolist(), rest
+
+
+@pytest.mark.parametrize("sizes", [[20], [1] * 20, [8, 8, 4], [3, 9, 1, 7]])
+@pytest.mark.parametrize("num_workers", [0, 1, 4])
+def test_neither_workers_nor_sizes_change_order_or_augmentation(sizes, num_workers):
+    x, y = joined(loaded(sizes, num_workers=num_workers))
+    expected_x, expected_y = joined(loaded([5, 5, 5, 5]))
+
+    assert torch.equal(x, expected_x)
+    assert torch.equal(y, expected_y)
+
+
+def test_a_sample_is_what_its_own_seed_makes_of_it():
+    """The oracle draws by hand, in no particular order."""
+    x, y = joined(loaded([6, 6, 6], epoch=4, seed=9))
+    assert len(y) == 18
+    for row, index in zip(x, y.tolist(), strict=True):
+        seed = stream_seed(9, "sample", 4, index)
+        expected = [
+            index,
+            torch.rand(1, generator=torch.Generator().manual_seed(seed)).item(),
+            random.Random(seed).random(),
+            np.random.RandomState([seed & 0xFFFFFFFF, seed >> 32]).rand(),
+        ]
+        assert torch.equal(row, torch.tensor(expected)), f"sample {index}"
+
+
+def test_another_epoch_or_seed_gives_another_order_and_another_augmentation():
+    x, y = joined(loaded([20]))
+    for changed in ({"epoch": 3}, {"seed": 6}):
+        other_x, other_y = joined(loaded([20], **changed))
+        assert other_y.tolist() != y.tolist()
+        assert sorted(other_y.tolist()) == list(range(20))
+        for column in (1, 2, 3):
+            assert not set(other_x[:, column].tolist()) & set(x[:, column].tolist())
+
+
+def test_without_shuffle_samples_come_as_they_lie():
+    assert joined(loaded([4, 4], shuffle=False))[1].tolist() == list(range(8))
+    assert epoch_order(5, seed=1, epoch=3, shuffle=False) == [0, 1, 2, 3, 4]
+
+
+def test_the_order_of_an_epoch_is_pinned():
+    """A change here silently changes what every resumed run trains on."""
+    assert epoch_order(8, seed=0, epoch=0, shuffle=True) == [1, 7, 4, 6, 3, 2, 5, 0]
+    assert epoch_order(8, seed=0, epoch=1, shuffle=True) == [2, 7, 3, 4, 6, 5, 1, 0]
+
+
+def test_micro_batches_have_exactly_the_sizes_asked_for_and_the_rest_is_not_visited():
+    sizes = [7, 1, 4]
+    batches = loaded(sizes)
+    order = epoch_order(20, seed=5, epoch=2, shuffle=True)
+
+    assert [(len(x), len(y)) for x, y in batches] == [(7, 7), (1, 1), (4, 4)]
+    for (_, y), end, size in zip(batches, accumulate(sizes), sizes, strict=True):
+        assert y.tolist() == order[end - size : end]
+    assert loaded([]) == []
+
+
+def test_an_epoch_can_be_begun_in_its_middle_with_the_same_samples():
+    loader = Loader(Augmented(), seed=5, shuffle=True)
+    x, y = joined(loader.batches(2, [4, 5], first_sample=7))
+    whole_x, whole_y = joined(loaded([20]))
+    assert torch.equal(x, whole_x[7:16])
+    assert torch.equal(y, whole_y[7:16])
+    with pytest.raises(DataError, match="13 in all, got sizes"):
+        next(loader.batches(2, [14], first_sample=7))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"), [([20, 1], r"20 in all, got sizes \[20, 1\], 21 in all"), ([4, 0], "of at least 1 sample")]
+)
+def test_sizes_that_the_dataset_cannot_fill_are_refused(sizes, message):
+    with pytest.raises(DataError, match=f"epoch 2: expected micro-batches .*{message}"):
+        loaded(sizes)
+
+
+@WORKERS
+@pytest.mark.parametrize("end", ["exhausted", "closed early", "dataset raises"])
+def test_the_process_s_own_random_streams_are_not_moved(num_workers, end):
+    np.random.randn()  # numpy makes them in pairs, and keeps the second one
+    before = global_streams()
+    batches = Loader(Broken(), seed=1, shuffle=False, num_workers=num_workers).batches(0, [2, 2, 2, 2])
+    next(batches)
+    if end == "exhausted":
+        batches = Loader(Augmented(), seed=1, shuffle=False, num_workers=num_workers).batches(0, [2, 2])
+        assert len(list(batches)) == 2
+    elif end == "dataset raises":
+        with pytest.raises(LookupError):
+            list(batches)
+    batches.close()
+
+    assert global_streams() == before
+
+
+class Jittered(TensorDataset):
+    """A user's own, which draws."""
+
+    def __getitem__(self, index):
+        return self.tensors[0][index] + torch.rand(1), index
+
+
+TENSORS = torch.arange(6.0).unsqueeze(1), torch.arange(6)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "num_seeded"),
+    [
+        (TensorDataset(*TENSORS), 0),
+        (Subset(Subset(TensorDataset(*TENSORS), range(6)), np.arange(6)), 0),
+        (Jittered(*TENSORS), 6),
+        (Subset(Jittered(*TENSORS), range(6)), 6),
+        (Subset(TensorDataset(*TENSORS), range(-6, 0)), 6),
+        (Subset(TensorDataset(*TENSORS), torch.arange(6).unsqueeze(1)), 6),
+    ],
+    ids=["tensors", "subset", "drawing", "subset of drawing", "from the end", "a column"],
+)
+def test_only_datasets_of_tensors_are_not_seeded(dataset, num_seeded, monkeypatch):
+    seeds, seed_streams = [], loader.seed_streams
+    monkeypatch.setattr(loader, "seed_streams", lambda seed: [seeds.append(seed), seed_streams(seed)])
+    batches = list(Loader(dataset, seed=1, shuffle=True).batches(0, [4, 2]))
+    assert len(seeds) == num_seeded
+    targets = torch.cat([target for _, target in batches]).flatten()
+    assert targets.tolist() == epoch_order(6, seed=1, epoch=0, shuffle=True)
+    again = list(Loader(dataset, seed=1, shuffle=True).batches(0, [2, 4]))
+    assert torch.equal(*[torch.cat([input_ for input_, _ in of_one]) for of_one in (batches, again)])
+
+
+@pytest.mark.parametrize("indices", [[0, 6], [0.5, 1.5]], ids=["too large", "no places"])
+def test_what_is_wrong_with_a_subset_is_what_its_dataset_says(indices):
+    dataset = Subset(TensorDataset(*TENSORS), indices)
+    with pytest.raises((IndexError, TypeError)) as told:
+        dataset[0], dataset[1]
+    with pytest.raises(told.type, match=re.escape(str(told.value))):
+        list(Loader(dataset, seed=1, shuffle=False).batches(0, [2]))
+
+
+@pytest.mark.parametrize("indices", [[True, False], [[0], [1, 2]]], ids=["a mask", "lists"])
+def test_what_is_no_list_of_samples_is_not_taken_for_one(indices):
+    with pytest.raises(DataError, match="sample 1: expected"):
+        list(Loader(Subset(TensorDataset(*TENSORS), indices), seed=1, shuffle=False).batches(0, [2]))
+
+
+class OneByOne(Dataset):
+    """The samples of another dataset, in a class of its own."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        return self.dataset[index]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    "subset", [lambda dataset: dataset, lambda dataset: Subset(dataset, np.array([5, 2, 7, 7, 0]))], ids=["all", "some"]
+)
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.rand(8, 2, 3, 3).contiguous(memory_format=torch.channels_last),
+        torch.rand(3, 8, dtype=torch.float64).T,
+        torch.rand(1, 4).expand(8, 4),
+        torch.arange(8) % 3 == 0,
+        torch.rand(8, 2, 4, 4, 3).permute(0, 1, 4, 2, 3),
+        torch.rand(8, 2, 1, 4, 4),
+    ],
+    ids=["channels_last", "transposed", "expanded", "bool", "frames in channels_last", "frames of one channel"],
+)
+def test_rows_of_tensors_taken_at_once_are_the_samples_taken_one_by_one(inputs, subset, num_workers):
+    dataset = subset(TensorDataset(inputs, torch.arange(8)))
+    at_once, one_by_one = (
+        list(Loader(d, seed=1, shuffle=True, num_workers=num_workers).batches(3, [2, 3]))
+        for d in (dataset, OneByOne(dataset))
+    )
+    for ours, theirs in zip(itertools.chain(*at_once), itertools.chain(*one_by_one), strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+
+
+def test_workers_take_rows_of_any_number_of_micro_batches():
+    dataset = TensorDataset(torch.arange(600), torch.zeros(600))
+    batches = Loader(dataset, seed=1, shuffle=False, num_workers=1).batches(0, [2] * 300)
+    assert torch.cat([input_ for input_, _ in batches]).tolist() == list(range(600))
+
+
+@WORKERS
+def test_what_the_users_dataset_raises_passes_through_and_leaves_no_worker(num_workers):
+    with pytest.raises(LookupError, match="the user's own words") as failure:
+        loaded([5, 5], dataset=Broken(), shuffle=False, num_workers=num_workers)
+    assert failure.traceback  # it is alive, and so is whatever its frames hold
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_end_with_their_generator():
+    for finish in (list, lambda batches: batches.close()):
+        batches = Loader(Augmented(), seed=1, shuffle=False, num_workers=2).batches(0, [2] * 8)
+        next(batches)
+        assert len(multiprocessing.active_children()) == 2
+        finish(batches)
+        assert multiprocessing.active_children() == []
+
+
+def test_no_worker_is_started_that_would_have_no_micro_batch_to_load():
+    for sizes in ([2], [2, 2]):
+        batches = Loader(Augmented(), seed=1, shuffle=False, num_workers=4).batches(0, sizes)
+        next(batches)
+        assert len(multiprocessing.active_children()) == len(sizes)
+        batches.close()
+
+
+def test_signals_to_all_processes_of_a_job_leave_its_workers_alone():
+    expected, _ = joined(loaded([2] * 10))
+    batches = Loader(Augmented(), seed=5, shuffle=True, num_workers=2).batches(2, [2] * 10)
+    found = [next(batches), next(batches)]  # one of each worker, which has begun by then
+    for worker, number in itertools.product(
+        multiprocessing.active_children(), (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    ):
+        os.kill(worker.pid, number)
+    found += batches
+    assert torch.equal(joined(found)[0], expected)
+
+
+def load_and_die():
+    """Runs in a process of its own."""
+    batches = Loader(Augmented(), seed=1, shuffle=False, num_workers=2).batches(0, [1] * 20)
+    next(batches)  # by name: collected, it would end its workers itself
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_do_not_outlive_a_process_that_was_killed():
+    """They hold the pipe that their parent's errors go to, so it stays open as long as one of them lives."""
+    command = "from tests.data.test_data import load_and_die; load_and_die()"
+    process = subprocess.Popen([sys.executable, "-c", command], stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        _, errors = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail("60 s after the kill a worker still holds the pipe")
+    assert process.returncode == -signal.SIGKILL, errors.decode()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ((1.0, 2.0, 3.0), r"expected a pair \(input, target\), got tuple of 3"),
+        ([torch.zeros(2)], r"expected a pair \(input, target\), got list of 1"),
+        ({"x": 1, "y": 2}, r"expected a pair \(input, target\), got dict"),
+        (torch.zeros(2), r"expected a pair \(input, target\), got torch\.Tensor"),
+        ((Image.new("L", (4, 4)), 0), r"expected an input that is a tensor.*got PIL\.Image\.Image; add a transform"),
+        ((torch.zeros(4), "cat"), "expected a target that is a tensor.*got str"),
+        ((np.array(["a", "b"]), 0), r"expected an input that is a tensor.*got numpy\.ndarray"),
+        (
+            (torch.zeros(5), 0),
+            r"expected \(input float32\[4\], target int64\[\]\) like sample 0 of the same micro-batch, "
+            r"got \(input float32\[5\], target int64\[\]\)",
+        ),
+        ((torch.zeros(4), 0.5), r"got \(input float32\[4\], target float32\[\]\)"),
+    ],
+)
+def test_a_sample_that_cannot_be_used_is_named_with_what_it_is(value, message):
+    with pytest.raises(DataError, match=f"^sample 3: .*{message}"):
+        loaded([8], dataset=Returns(value), shuffle=False)
+
+
+def test_a_bad_sample_found_by_a_worker_gets_the_same_one_line():
+    with pytest.raises(DataError, match=r"^sample 3: expected a pair .* got NoneType; [^\n]*$"):
+        loaded([8], dataset=Returns(None), shuffle=False, num_workers=2)
+
+
+def test_numbers_and_numpy_arrays_of_any_layout_become_tensors():
+    rows = np.arange(12, dtype=np.float32).reshape(3, 4)
+    frozen = rows[0].copy()
+    frozen.setflags(write=False)
+    samples = [
+        (rows[0, ::-1], np.int64(1)),
+        (frozen, 1),
+        (rows.astype(">f4")[0], torch.tensor(1)),
+        (torch.arange(4.0), 1),
+    ]
+    ((x, y),) = loaded([4], dataset=samples, shuffle=False)
+    assert x.tolist() == [[3, 2, 1, 0]] + [[0, 1, 2, 3]] * 3
+    assert (x.dtype, y.dtype, y.tolist()) == (torch.float32, torch.int64, [1, 1, 1, 1])
+
+
+class Stream(IterableDataset):
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        return iter([])
+
+
+class Sizeless:
+    def __getitem__(self, index):
+        return 0.0, 0
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (Stream(), "train dataset: expected a map-style torch Dataset .*got Stream; .* wrap it in such a class"),
+        (Sizeless(), "map-style .* with __len__ and __getitem__, got Sizeless"),
+        (object(), "map-style .* got object"),
+        ([], r"train dataset: expected samples, but list is empty; check data\.root"),
+        (Augmented(20), r"train dataset: expected at least 21 samples, but Augmented has 20; .*batch_size=20 or less"),
+    ],
+)
+def test_a_dataset_that_cannot_be_trained_on_is_refused(dataset, message):
+    with pytest.raises(DataError, match=message):
+        check_dataset(dataset, name="train", min_samples=21)
+
+
+def test_a_dataset_of_just_enough_samples_is_taken():
+    check_dataset(Augmented(20), name="validation", min_samples=20)
+    check_dataset([(0.0, 1)], name="validation", min_samples=1)
+
+
+def as_a_worker_gets_it(dataset):
+    return pickle.loads(pickle.dumps(dataset))
+
+
+def test_digits_are_1437_to_train_and_360_to_validate_and_every_one_is_on_one_side():
+    from sklearn.datasets import load_digits
+
+    sides = [[(tuple(x.flatten().tolist()), y) for x, y in side] for side in digits(augment=False)]
+    pixels, classes = load_digits(return_X_y=True)
+    mean, std = DIGITS_STATISTICS
+    images = (torch.from_numpy(pixels).float() / 16 - mean[0]) / std[0]
+
+    assert [len(side) for side in sides] == [1437, 360]
+    assert sorted(sides[0] + sides[1]) == sorted(zip(map(tuple, images.tolist()), classes.tolist(), strict=True))
+
+
+def test_digits_are_normalised_images_with_every_class_in_both_sides_in_equal_shares():
+    train, validation = digits(augment=False)
+    x = torch.stack([image for image, _ in train])
+    counts = [np.bincount([y for _, y in side]) for side in (train, validation)]
+
+    assert (x.shape, x.dtype) == ((1437, 1, 8, 8), torch.float32)
+    assert abs(x.mean().item()) < 0.01
+    assert abs(x.std().item() - 1) < 0.01
+    assert (abs(counts[0] * 360 / 1437 - counts[1]) < 1).all()
+
+
+def test_digits_shift_by_at_most_one_pixel_and_only_in_training():
+    plain, (train, validation) = digits(augment=False), digits(augment=True)
+    for _ in range(2):
+        assert torch.equal(validation[0][0], plain[1][0][0])
+    (x, y), *_ = Loader(as_a_worker_gets_it(train), seed=0, shuffle=True).batches(0, [200])
+    background = plain[0][0][0].min()
+    order = epoch_order(1437, seed=0, epoch=0, shuffle=True)[:200]
+    seen = set()
+    for image, target, index in zip(x, y, order, strict=True):
+        original, label = plain[0][index]
+        padded = torch.nn.functional.pad(original, (1, 1, 1, 1), value=background.item())
+        shifts = {(r, c) for r in range(3) for c in range(3) if torch.equal(image, padded[:, r : r + 8, c : c + 8])}
+        assert shifts, f"sample {index}"
+        assert target == label
+        seen |= shifts
+    assert len(seen) == 9
+
+
+def test_augmentation_of_torchvision_follows_the_epoch_and_nothing_else():
+    train, _ = digits()
+    x, _ = joined(loaded([16, 16], dataset=train))
+    assert torch.equal(x, joined(loaded([32], dataset=as_a_worker_gets_it(train)))[0])
+    assert not torch.equal(x, joined(loaded([32], dataset=train, epoch=3))[0])
+
+
+CIFARS = pytest.mark.parametrize("load", [cifar10, cifar100])
+
+
+def torchvisions(load):
+    from torchvision.datasets import CIFAR10, CIFAR100
+
+    return CIFAR10 if load is cifar10 else CIFAR100
+
+
+def write_cifar(folder, kind, monkeypatch):
+    """A tiny CIFAR: 2 images in each file, whose checksums torchvision then expects."""
+    folder = folder / kind.base_folder
+    folder.mkdir(parents=True)
+    labels = "fine_labels" if "100" in kind.base_folder else "labels"
+    random_bytes = np.random.RandomState(0)
+
+    def write(name, content):
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return hashlib.md5(data).hexdigest()
+
+    def batch(name):
+        pixels = random_bytes.randint(0, 256, (2, 3072), dtype=np.uint8)
+        return [name, write(name, {"data": pixels, labels: [0, 1]})]
+
+    monkeypatch.setattr(kind, "train_list", [batch(name) for name, _ in kind.train_list])
+    monkeypatch.setattr(kind, "test_list", [batch(name) for name, _ in kind.test_list])
+    md5 = write(kind.meta["filename"], {kind.meta["key"]: ["cat", "dog"]})
+    monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": md5})
+    return folder
+
+
+@CIFARS
+def test_cifar_validates_normalised_images_and_trains_on_cropped_and_flipped_ones(load, tmp_path, monkeypatch):
+    write_cifar(tmp_path, torchvisions(load), monkeypatch)
+    train, validation = load(str(tmp_path))
+    plain, _ = load(str(tmp_path), augment=False)
+    statistics = CIFAR10_STATISTICS if load is cifar10 else CIFAR100_STATISTICS
+    mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in statistics)
+    for dataset in (validation, plain):
+        for index, (image, target) in enumerate(dataset):
+            expected = torch.from_numpy(dataset.data[index]).permute(2, 0, 1).float() / 255
+            torch.testing.assert_close(image, (expected - mean) / std)
+            assert target == index % 2
+
+    padded = torch.nn.functional.pad(torch.from_numpy(train.data[0]).permute(2, 0, 1), (4,) * 4)
+    crops = [padded[:, r : r + 32, c : c + 32] for r in range(9) for c in range(9)]
+    flips = {
+        tuple(view.flatten().tolist()): flipped for crop in crops for flipped, view in enumerate((crop, crop.flip(2)))
+    }
+    found = []
+    for epoch in range(20):
+        ((x, _),) = Loader(as_a_worker_gets_it(train), seed=0, shuffle=False).batches(epoch, [1])
+        found.append(tuple(((x[0] * std + mean) * 255).round().to(torch.uint8).flatten().tolist()))
+    assert {flips[image] for image in found} == {0, 1}
+    assert len(set(found)) > 10
+
+
+@CIFARS
+def test_a_missing_or_damaged_cifar_names_the_folder_and_the_flag(load, tmp_path, monkeypatch):
+    kind, name = torchvisions(load), "CIFAR-10" if load is cifar10 else "CIFAR-100"
+    where = re.escape(str(tmp_path / kind.base_folder))
+    with pytest.raises(
+        DataError, match=rf"^{name}: expected its files in {where}, but nothing .* data\.download=true, "
+    ):
+        load(str(tmp_path))
+    folder = write_cifar(tmp_path, kind, monkeypatch)
+    (folder / kind.test_list[0][0]).write_bytes(b"cut off")
+    with pytest.raises(DataError, match=rf"{where}, but files are missing or damaged; .* data\.download=true"):
+        load(str(tmp_path))
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """The address of ``tmp_path / "server"`` on a web server of this machine; used up when its thread ends."""
+    monkeypatch.setenv("no_proxy", "*")
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "server"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_cifar_is_downloaded_once_and_a_failure_says_why_and_what_else_to_do(served, tmp_path, monkeypatch):
+    kind = torchvisions(cifar10)
+    write_cifar(tmp_path / "server", kind, monkeypatch)
+    archive = shutil.make_archive(str(tmp_path / "server/cifar"), "gztar", tmp_path / "server", kind.base_folder)
+    monkeypatch.setattr(kind, "url", f"{served}/cifar.tar.gz")
+    with pytest.raises(
+        DataError, match=r"^CIFAR-10 could not be downloaded to \S+: [^\n]*corrupted[^\n]* or unpack .*$"
+    ):
+        cifar10(str(tmp_path / "here"), download=True)  # not the archive that torchvision expects
+
+    monkeypatch.setattr(kind, "tgz_md5", hashlib.md5(pathlib.Path(archive).read_bytes()).hexdigest())
+    assert [len(d) for d in cifar10(str(tmp_path / "here"), download=True)] == [10, 2]
+    monkeypatch.setattr(kind, "url", f"{served}/gone.tar.gz")
+    assert [len(d) for d in cifar10(str(tmp_path / "here"), download=True)] == [10, 2]  # it is there already
+    message = rf"to \S+elsewhere: HTTP Error 404: .*; check network and disk, or unpack {served}/gone.tar.gz in \S+, so"
+    with pytest.raises(DataError, match=message):
+        cifar10(str(tmp_path / "elsewhere"), download=True)
+
+
+def write_images(root, folders, *, size=(32, 32)):
+    for number, folder in enumerate(folders):
+        (root / folder).mkdir(parents=True)
+        Image.new("RGB", size, (number * 20, 100, 200)).save(root / folder / "one.png")
+    return str(root)
+
+
+@pytest.mark.parametrize("validation_name", ["val", "test"])
+@pytest.mark.parametrize("size", [(32, 32), (40, 64), (10, 8)])
+def test_an_image_folder_gives_images_of_one_size_whatever_theirs(validation_name, size, tmp_path):
+    folders = ["train/cat", "train/dog", f"{validation_name}/cat", f"{validation_name}/dog"]
+    root = write_images(tmp_path, folders, size=size)
+    for augment in (True, False):
+        train, validation = imagefolder(root, augment=augment, image_size=24)
+        for dataset in (train, validation):
+            ((x, y),) = Loader(dataset, seed=0, shuffle=False).batches(0, [2])
+            assert (x.shape, x.dtype, y.tolist()) == ((2, 3, 24, 24), torch.float32, [0, 1])
+    expected = (torch.tensor([60.0, 100, 200]) / 255 - torch.tensor(CIFAR10_STATISTICS[0])) / torch.tensor(
+        CIFAR10_STATISTICS[1]
+    )
+    torch.testing.assert_close(x[1], expected.reshape(3, 1, 1).expand(3, 24, 24))
+
+
+def test_a_cached_image_folder_gives_the_same_images_and_reads_each_file_once(tmp_path):
+    root = write_images(tmp_path, ["train/cat", "train/dog", "val/cat", "val/dog"])
+
+    def images(dataset):
+        return [x for epoch in range(2) for x, _ in Loader(dataset, seed=0, shuffle=True).batches(epoch, [1, 1])]
+
+    expected = images(imagefolder(root, image_size=24)[0])
+    cached, _ = imagefolder(root, image_size=24, cache=True)
+    for got, image in zip(images(cached), expected, strict=True):
+        assert torch.equal(got, image)
+    for file in tmp_path.glob("train/*/one.png"):
+        file.unlink()
+    assert torch.equal(images(cached)[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        ([], r"train dataset: expected a folder train in .*got none; set data\.root"),
+        (["train/cat"], "validation dataset: expected a folder val or test in .*got none"),
+        (["train/cat", "val/cat", "val/dog"], "same classes in train and val, but only one of them has dog;"),
+    ],
+)
+def test_an_image_folder_that_lacks_something_says_what(folders, message, tmp_path):
+    with pytest.raises(DataError, match=message):
+        imagefolder(write_images(tmp_path, folders))
+
+
+def test_an_image_folder_without_images_is_refused(tmp_path):
+    (tmp_path / "train/cat").mkdir(parents=True)
+    (tmp_path / "val/cat").mkdir(parents=True)
+    with pytest.raises(DataError, match="expected images in one folder for each class: Found no valid file"):
+        imagefolder(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"no image at all", b"cut off"])
+def test_an_image_that_cannot_be_read_is_named(content, tmp_path):
+    root = pathlib.Path(write_photographs(tmp_path))
+    path = root / "train/cat/grey.jpg"
+    path.write_bytes(path.read_bytes()[:900] if content == b"cut off" else content)
+    with pytest.raises(DataError, match=rf"^{re.escape(str(path))}: expected an image, but .*; replace or remove .*$"):
+        list(Loader(imagefolder(str(root))[0], seed=0, shuffle=False).batches(0, [4]))
+
+
+# Large images. Everything that is compared with is written out in torchvision's own transforms.
+
+
+def write_photographs(root):
+    """JPEGs of noise: longer and shorter than 224, upright and not, colour and grey; the same in train and val."""
+    random_bytes = np.random.RandomState(0)
+    images = {"cat/upright": (320, 240, 3), "cat/grey": (90, 120), "dog/small": (100, 70, 3), "dog/flat": (230, 500, 3)}
+    for name, shape in images.items():
+        image = Image.fromarray(random_bytes.randint(0, 256, shape, dtype=np.uint8))
+        for folder in ("train", "val"):
+            (root / folder / name).parent.mkdir(parents=True, exist_ok=True)
+            image.save(root / folder / f"{name}.jpg")
+    return str(root)
+
+
+def by_hand(path, geometry, mean, std):
+    from torchvision.transforms import v2
+
+    to_float = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
+    return v2.Compose([*geometry, *to_float])(Image.open(path).convert("RGB"))
+
+
+CIFAR10S = ([0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616])
+IMAGENETS = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+
+
+@pytest.mark.parametrize(
+    ("image_size", "resized", "statistics"),
+    [(24, 24, CIFAR10S), (64, 64, CIFAR10S), (65, 74, IMAGENETS), (96, 110, IMAGENETS), (224, 256, IMAGENETS)],
+)
+def test_validation_images_are_resized_cropped_and_normalised_as_the_field_does(
+    image_size, resized, statistics, tmp_path
+):
+    from torchvision.models import ResNet18_Weights
+    from torchvision.transforms import v2
+
+    root = write_photographs(tmp_path)
+    geometry = [v2.Resize(resized), v2.CenterCrop(image_size)]
+    for dataset in (imagefolder(root, image_size=image_size)[1], imagefolder(root, False, image_size)[0]):
+        ((x, y),) = Loader(dataset, seed=0, shuffle=False).batches(0, [4])
+        assert (x.shape, x.dtype, y.tolist()) == ((4, 3, image_size, image_size), torch.float32, [0, 0, 1, 1])
+        for image, (path, _) in zip(x, dataset.samples, strict=True):
+            assert torch.equal(image, by_hand(path, geometry, *statistics))
+            if image_size == 224:  # what torchvision's own ImageNet models are validated with
+                preset = ResNet18_Weights.IMAGENET1K_V1.transforms()
+                torch.testing.assert_close(image, preset(Image.open(path).convert("RGB")))
+
+
+@pytest.mark.parametrize(
+    ("image_size", "cache", "num_workers"), [(24, False, 0), (24, True, 0), (224, False, 1), (224, True, 0)]
+)
+def test_training_images_are_padded_and_cropped_if_small_and_cropped_and_resized_if_large(
+    image_size, cache, num_workers, tmp_path
+):
+    from torchvision.transforms import v2
+
+    train, _ = imagefolder(write_photographs(tmp_path), image_size=image_size, cache=cache)
+    geometry = [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()]
+    if image_size == 24:
+        geometry = [v2.Resize(24), v2.RandomCrop(24, padding=3), v2.RandomHorizontalFlip()]
+    for epoch in range(2):
+        ((x, _),) = Loader(train, seed=3, shuffle=False, num_workers=num_workers).batches(epoch, [4])
+        for index, (image, (path, _)) in enumerate(zip(x, train.samples, strict=True)):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(stream_seed(3, "sample", epoch, index))
+                expected = by_hand(path, geometry, *(CIFAR10S if image_size == 24 else IMAGENETS))
+            assert torch.equal(image, expected)
+
+
+def built(*overrides):
+    """The datasets that the command line makes."""
+    from adl_dist.cli.config.compose import compose_run
+    from adl_dist.cli.config.instantiate import build_data
+
+    config, _ = compose_run([*overrides])
+    return build_data(config)
+
+
+@pytest.mark.parametrize("image_size", [24, 96])
+def test_a_users_own_statistics_take_the_place_of_the_default_ones(image_size, tmp_path):
+    data = ["data=imagefolder", f"data.root={write_photographs(tmp_path)}", f"data.image_size={image_size}"]
+    _, plain = built(*data, "data.mean=[0,0,0]", "data.std=[1,1,1]")
+    for of_its_own in (["data.mean=[0.5,0.25,0]", "data.std=[0.5,2,1]"], []):
+        _, validation = built(*data, *of_its_own)
+        mean, std = ([0.5, 0.25, 0], [0.5, 2, 1]) if of_its_own else CIFAR10S if image_size == 24 else IMAGENETS
+        for (image, _), (values, _) in zip(validation, plain, strict=True):
+            assert torch.equal(image, (values - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])
+            assert values.min() >= 0
+            assert 0.5 < values.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image_size": 0}, r"data\.image_size must be at least 1 pixel, got 0"),
+        ({"mean": [0.5] * 3}, r"data\.std=None: expected three numbers above 0, .*go together, for example .*0\.247"),
+        ({"std": [0.5] * 3}, r"data\.mean=None: expected three numbers, "),
+        ({"mean": [0.5], "std": [0.5]}, r"data\.mean=\[0\.5\]: expected three numbers, of red, green and blue"),
+        ({"mean": 0.5, "std": 0.5}, r"data\.mean=0\.5: expected three numbers"),
+        ({"mean": [0, 0, float("nan")], "std": [1, 1, 1]}, r"data\.mean=\[0, 0, nan\]: expected three numbers"),
+        ({"mean": [0, 0, 0], "std": [1, 0, 1]}, r"data\.std=\[1, 0, 1\]: expected three numbers above 0"),
+        ({"mean": [0, 0, 0], "std": [1, "a", 1]}, r"data\.std=\[1, 'a', 1\]: expected three numbers above 0"),
+    ],
+)
+def test_an_image_folder_of_impossible_size_or_statistics_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        imagefolder("nowhere", **arguments)
+
+
+def test_imagenet_is_a_folder_of_large_images_whatever_their_size(tmp_path):
+    from torchvision.transforms import v2
+
+    root = write_photographs(tmp_path)
+    data = built("data=imagenet", f"data.root={root}", "data.num_classes=2")
+    for dataset, same in zip(data, imagefolder(root, image_size=224), strict=True):
+        ((x, y),), ((expected, classes),) = (Loader(d, seed=0, shuffle=True).batches(0, [4]) for d in (dataset, same))
+        assert torch.equal(x, expected)
+        assert torch.equal(y, classes)
+    _, small = imagenet(root, image_size=56, num_classes=2)
+    path = small.samples[0][0]
+    assert torch.equal(small[0][0], by_hand(path, [v2.Resize(64), v2.CenterCrop(56)], *IMAGENETS))
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        ([], "train dataset: expected a folder train in {root}, .*; set data.root to "),
+        (["train/n01/", "val"], "{root}: expected images in one folder .* any class folder in {root}/val"),
+        (["train/n01/", "val/n01"], "{root}/train: expected a folder for each of 1000 .* 1; .* data.num_classes=1 if"),
+    ],
+    ids=["nothing", "validation images not in folders", "too few classes"],
+)
+def test_an_imagenet_that_lacks_something_says_what_and_how_to_make_it(folders, message, tmp_path):
+    write_images(tmp_path, folders)
+    unpack = r"ILSVRC2012_devkit_t12.tar.gz .* to {root} and run there: python -c \".*ImageNet\('\.', s\)[^\n]*\"$"
+    with pytest.raises(DataError, match=f"^ImageNet: {message}.*{unpack}".format(root=re.escape(str(tmp_path)))):
+        imagenet(str(tmp_path))
+
+
+def test_made_up_images_are_the_same_in_any_order_and_differ_between_samples():
+    first, second = synthetic(num_samples=6, image_size=8), as_a_worker_gets_it(synthetic(num_samples=12, image_size=8))
+    for a, b in zip(first, second, strict=True):
+        size = min(len(a), len(b))
+        backwards = {index: b[index] for index in reversed(range(size))}
+        for index in range(size):
+            assert torch.equal(a[index][0], backwards[index][0])
+            assert a[index][1] == backwards[index][1] == index % 10
+    images = [tuple(x.flatten().tolist()) for dataset in second for x, _ in dataset]
+    assert len(set(images)) == 12 + 256
+    assert not torch.equal(synthetic(seed=1)[0][0][0], synthetic(seed=0)[0][0][0])
+
+
+def test_made_up_images_can_be_learnt():
+    """The nearest class mean of the training images, a straight line through pixel space, finds most classes."""
+    train, validation = (list(dataset) for dataset in synthetic(num_samples=100, num_validation=100, image_size=8))
+    means = torch.stack([torch.stack([x for x, y in train if y == c]).mean(0) for c in range(10)])
+    right = sum(int((means - x).square().sum((1, 2, 3)).argmin()) == y for x, y in validation)
+    assert right > 90
+
+
+def test_made_up_images_of_no_size_are_refused():
+    with pytest.raises(ConfigError, match=r"data\.num_classes must be at least 1, got 0"):
+        synthetic(num_classes=0)
+
+
+def test_how_long_loading_keeps_the_first_stage_waiting_is_measured_and_nothing_if_workers_load():
+    class Slow(Augmented):
+        def __getitem__(self, index):
+            time.sleep(0.005)
+            return super().__getitem__(index)
+
+    def seconds(**workers):
+        loader = Loader(Slow(), seed=0, shuffle=False, **workers)
+        feed = DeviceLoader(loader, device=torch.device("cpu"), dtype=torch.float32, channels_last=False, name="data")
+        return feed.seconds_to_load(4)
+
+    assert 0.02 <= seconds() < 0.2
+    assert seconds(num_workers=2) == 0.0

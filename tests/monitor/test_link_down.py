@@ -1,0 +1,95 @@
+"""A link that goes down under a run, and comes up again: two ranks, each in a network namespace of its own."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT, in_process, left_behind, shows, words
+from tests.support.weights import assert_same, weights_of
+
+STALL_SECONDS = 2
+LONG = ("train.epochs=60", f"runtime.stall_seconds={STALL_SECONDS}", "runtime.timeout_seconds=60")
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("ip")), reason="needs root and ip"
+    ),
+]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def spaces() -> Iterator[list[str]]:
+    """Two network namespaces, joined by one link."""
+    names = [f"adl{os.getpid()}n{rank}" for rank in range(2)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+        for rank, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.78.0.{rank + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def rank(number: int, spaces: list[str], folder: Path) -> "subprocess.Popen[bytes]":
+    """Start it, as a cluster without torchrun would."""
+    told = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29511}
+    environment = {**os.environ, **{k: str(v) for k, v in told.items()}, "MASTER_ADDR": "10.78.0.1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-m", "adl_dist", *words(folder / "run", *LONG, processes=True)]
+    with (folder / f"rank{number}.txt").open("wb") as said:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", spaces[number], *command], stdout=said, stderr=said, env=environment, cwd=ROOT
+        )
+
+
+def wait_for(what: str, there, ranks, seconds: float = 60.0) -> None:
+    began = time.monotonic()
+    while not there():
+        assert all(process.poll() is None for process in ranks), f"{what}: a rank ended"
+        assert time.monotonic() - began < seconds, f"{what}: not within {seconds} s"
+        time.sleep(0.02)
+
+
+def test_a_link_that_is_down_is_the_cause_in_time_and_when_it_is_up_again_the_run_ends_with_the_same_bits(
+    spaces, tmp_path
+):
+    metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "logs" / "rank0.log"
+    ranks = [rank(number, spaces, tmp_path) for number in range(2)]
+    try:
+        wait_for("an update", lambda: metrics.is_file() and metrics.stat().st_size, ranks)
+        ip("-n", spaces[1], "link", "set", "eth0", "down")
+        down = time.monotonic()
+        wait_for("a cause", lambda: "likely cause: " in log.read_text(), ranks, seconds=30)
+        seconds = time.monotonic() - down
+        ip("-n", spaces[1], "link", "set", "eth0", "up")
+        for process in ranks:
+            assert process.wait(60) == 0, (tmp_path / "rank0.txt").read_text()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert seconds <= STALL_SECONDS + 2
+    (cause,) = set(re.findall(r"likely cause: (.*)", log.read_text()))
+    shows(cause, ["stage 1 (", "the process runs but does not answer", "or the link is down"])
+    assert left_behind(tmp_path) == []
+    (plain := tmp_path / "plain").mkdir()
+    assert in_process(*words(plain / "run", *LONG)).code == 0
+    assert_same(weights_of(tmp_path), weights_of(plain))

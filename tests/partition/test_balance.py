@@ -1,0 +1,375 @@
+"""The balancer: against all cuts, written down from the definitions, and against examples small enough for a pencil."""
+
+import itertools
+import math
+import random
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition.balance import (
+    Machine,
+    StageFootprint,
+    UnitCost,
+    best_balance,
+    evaluate_balance,
+    link_time,
+    stage_memory,
+    stage_time,
+)
+from tests.test_house import PACKAGE, imported
+
+
+def adl(K, M=1, **options):
+    """What ADL holds: 2(K-1-k)+1 graphs, and a weight version for every M of them but one."""
+    return [StageFootprint(graphs=d + 1, weight_copies=-(-d // M), **options) for d in range(2 * (K - 1), -1, -2)]
+
+
+def unit(time=3.0, **options):
+    return UnitCost(name="unit", forward=time / 3, backward=time * 2 / 3, **options)
+
+
+def borders(sizes):
+    return list(itertools.pairwise([0, *itertools.accumulate(sizes)]))
+
+
+def all_sizes(n, K):
+    for cuts in itertools.combinations(range(1, n), K - 1):
+        yield [stop - start for start, stop in itertools.pairwise([0, *cuts, n])]
+
+
+def num_sent(units, sizes):
+    return sum(units[stop - 1].act_bytes + units[stop - 1].grad_bytes for _, stop in borders(sizes)[:-1])
+
+
+# --- Brute force -------------------------------------------------------------------------------------------
+
+
+def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
+    """Slowest part, and bytes of each stage, from the definitions; sums in whatever order comes."""
+    parts, needs = [], []
+    for k, (start, stop) in enumerate(borders(sizes)):
+        upstream, downstream = units[start - 1 : start], units[stop - 1 : stop] * (stop < len(units))
+        inside = units[start:stop]
+        busy = sum(u.backward + u.update for u in inside) + sum(u.forward for u in inside) * (1 + held[k].recomputes)
+        busy /= machine.speeds[k]
+        for end in upstream + downstream:
+            busy += (end.act_bytes + end.grad_bytes) * machine.seconds_per_byte
+            busy += end.num_tensors * (1 + (end.grad_bytes > 0)) * machine.seconds_per_message
+        parts.append(busy)
+        need = (2 + optimizer_copies + held[k].weight_copies + held[k].gradient_copies) * sum(
+            u.parameter_bytes for u in inside
+        )
+        need += held[k].graphs * sum(u.activation_bytes for u in inside)
+        need += held[k].graphs * sum(end.held_behind for end in upstream)
+        need += sum(held[k].inputs * end.act_bytes + 3 * end.act_bytes for end in upstream)
+        need += sum(held[k].grads_sent * end.grad_bytes for end in upstream)
+        need += sum(3 * end.grad_bytes for end in downstream)
+        graphs = 0 if held[k].recomputes else held[k].graphs
+        for place in range(max(held[k].acts_sent, graphs + 1)):  # what the last graphs keep, they keep anyway
+            if place < graphs:
+                need += sum(end.held_before for end in downstream) * (place < held[k].acts_sent)
+            else:
+                need += sum(end.act_bytes for end in downstream)
+        need += max(u.work_bytes for u in inside)
+        needs.append(math.ceil(need))
+        parts += [end.act_bytes / machine.bandwidth for end in downstream]
+        parts += [end.grad_bytes / machine.bandwidth for end in downstream]
+    return max(parts), needs
+
+
+def brute_force(units, K, held, machine, optimizer_copies):
+    """The best of (seconds, bytes sent, sizes), or None, and the least by which any cut exceeds the memory."""
+    fitting, excesses = [], []
+    limits = machine.memory_bytes
+    for sizes in all_sizes(len(units), K):
+        if all(units[stop - 1].may_cut for _, stop in borders(sizes)[:-1]):
+            seconds, needs = seconds_and_bytes(units, sizes, held, machine, optimizer_copies)
+            excesses.append(max(need - limit for need, limit in zip(needs, limits, strict=True)))
+            if excesses[-1] <= 0:
+                fitting.append((seconds, num_sent(units, sizes), sizes))
+    return min(fitting, default=None), min(excesses, default=None)
+
+
+# Whole seconds and bytes, and all that is divided or multiplied by a power of two: floats hold every figure exactly,
+# whatever the order of the sums. So brute force and the balancer must agree to the last bit, and ties are real ties.
+POWERS = [0.25, 0.5, 1.0, 2.0]
+
+
+def random_instance(draw):
+    """Up to 8 units and 4 stages; few different numbers, so that many cuts cost the same."""
+    n, most = draw.randint(1, 8), draw.choice([1, 3, 20])
+    K = draw.randint(1, min(4, n))
+    cuttable = draw.choice([1.0, 0.7])
+
+    def number():
+        return draw.randint(0, most)
+
+    units = [
+        UnitCost(
+            name=f"u{i}",
+            forward=float(number()),
+            backward=float(number()),
+            update=float(number()),
+            parameter_bytes=number(),
+            activation_bytes=number(),
+            work_bytes=number(),
+            held_before=number(),
+            held_behind=number(),
+            act_bytes=number(),
+            grad_bytes=draw.choice([0, number()]),
+            num_tensors=draw.randint(1, 3),
+            may_cut=draw.random() < cuttable or i == n - 1,
+        )
+        for i in range(n)
+    ]
+    held = [
+        StageFootprint(
+            graphs=draw.randint(1, 2 * K),
+            inputs=draw.choice([0, 3]),
+            weight_copies=draw.choice([0, 2]),
+            gradient_copies=draw.choice([0, 1]),
+            acts_sent=draw.choice([1, 4]),
+            grads_sent=draw.choice([1, 6]),
+            recomputes=draw.choice([0, 1]),
+        )
+        for _ in range(K)
+    ]
+    # Around what an even share of everything takes, so that a limit may bind, not bind, or leave no cut at all.
+    tight = draw.choice([0.5, 1, 1.5, 2, 100]) * (1 + 8 * most * n / K)
+    machine = Machine(
+        speeds=[draw.choice(POWERS) for _ in range(K)],
+        memory_bytes=[int(tight * draw.uniform(0.5, 2)) for _ in range(K)],
+        bandwidth=draw.choice([math.inf, *POWERS]),
+        latency=1000.0,
+        seconds_per_byte=draw.choice([0.0, *POWERS]),
+        seconds_per_message=draw.choice([0.0, *POWERS]),
+    )
+    return units, K, held, machine, draw.choice([0.0, 0.5, 1.0, 2.0])
+
+
+def test_what_it_finds_is_what_brute_force_over_all_cuts_finds_on_1000_random_instances():
+    outcomes = dict.fromkeys(("optimum", "memory", "places"), 0)
+
+    @settings(max_examples=1000)
+    @given(st.randoms(use_true_random=False, note_method_calls=False))
+    def compare(draw):
+        units, K, held, machine, copies = random_instance(draw)
+        best, excess = brute_force(units, K, held, machine, copies)
+        arguments = {"held": held, "machine": machine, "optimizer_copies": copies}
+        if best is not None:
+            found = best_balance(units, num_stages=K, **arguments)
+            assert (found.seconds, found.sizes) == (best[0], best[2])
+            assert found == evaluate_balance(units, found.sizes, **arguments)
+            assert found.stage_bytes == seconds_and_bytes(units, found.sizes, held, machine, copies)[1]
+            outcomes["optimum"] += 1
+            return
+        with pytest.raises(PartitionError) as refused:
+            best_balance(units, num_stages=K, **arguments)
+        if excess is None:
+            assert f"needs {K - 1} cuts" in str(refused.value)
+            outcomes["places"] += 1
+        else:
+            told = re.search(r"needs ([\d,]+) bytes .* device has ([\d,]+);", str(refused.value))
+            need, limit = (int(number.replace(",", "")) for number in told.groups())
+            assert need - limit == excess
+            outcomes["memory"] += 1
+
+    compare()
+    assert sum(outcomes.values()) >= 1000
+    assert min(outcomes.values()) >= 20, outcomes
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32))
+def test_times_that_no_float_holds_exactly_tie_where_the_figures_of_the_cuts_tie_to_the_last_bit(seed):
+    """No tolerance: the tables add, divide and compare as the figures of one cut do."""
+    draw = random.Random(seed)
+    forward, backward = draw.random(), draw.random()
+    units = [UnitCost(name="u", forward=forward, backward=backward, act_bytes=draw.randint(0, 9)) for _ in range(11)]
+    machine, held = Machine(speeds=[0.7, 0.7, 0.7, 1.1]), adl(4, recomputes=True)
+    cuts = [evaluate_balance(units, sizes, held=held, machine=machine) for sizes in all_sizes(11, 4)]
+    first = min(cuts, key=lambda cut: (cut.seconds, num_sent(units, cut.sizes), cut.sizes))
+    assert best_balance(units, num_stages=4, held=held, machine=machine) == first
+
+
+def test_500_units_are_cut_into_16_stages_in_under_2_seconds():
+    draw = random.Random(0)
+    units = [
+        unit(draw.random(), activation_bytes=draw.randint(1, 9), act_bytes=draw.randint(1, 9), may_cut=i % 7 > 0)
+        for i in range(500)
+    ]
+    machine = Machine(speeds=[draw.uniform(0.8, 1.2) for _ in range(16)], memory_bytes=4000, bandwidth=1.0)
+    start = time.process_time()
+    best = best_balance(units, num_stages=16, held=adl(16, M=4), machine=machine)
+    seconds = time.process_time() - start
+    print(f"500 units into 16 stages: {seconds:.2f} s of CPU time")
+    assert max(best.stage_bytes) <= 4000
+    assert seconds < 2
+
+
+# --- With a pencil -----------------------------------------------------------------------------------------
+
+
+def sizes(units, K, *, held=None, **machine):
+    return best_balance(units, num_stages=K, held=held or adl(K), machine=Machine(**machine)).sizes
+
+
+def test_equal_units_are_spread_evenly_and_what_is_left_over_goes_to_the_last_stages():
+    assert sizes([unit()] * 12, 4) == [3, 3, 3, 3]
+    assert sizes([unit()] * 5, 2) == [2, 3]
+    assert sizes([unit()] * 3, 3) == [1, 1, 1]
+    assert sizes([unit()] * 7, 1) == [7]
+
+
+def test_one_huge_unit_gets_a_stage_of_its_own():
+    assert sizes([unit(1), unit(1), unit(50), unit(1), unit(1)], 3) == [2, 1, 2]
+
+
+def test_a_slow_device_gets_less_work():
+    assert sizes([unit()] * 12, 3, speeds=[1.0, 0.5, 1.5]) == [4, 2, 6]
+
+
+def test_a_stage_that_recomputes_gets_less_work():
+    held = [StageFootprint(graphs=1, inputs=3, recomputes=True), StageFootprint(graphs=1)]
+    assert sizes([unit()] * 7, 2, held=held) == [3, 4]
+
+
+def test_memory_pushes_units_away_from_the_first_stage_which_holds_the_most_graphs():
+    units = [unit(activation_bytes=10)] * 12
+    assert sizes(units, 3, memory_bytes=200) == [4, 4, 4]
+    assert sizes(units, 3, memory_bytes=120) == [2, 4, 6]
+    assert sizes(units, 3, memory_bytes=[100, 1000, 1000]) == [2, 5, 5]
+
+
+def test_weight_versions_and_optimizer_state_count_against_the_limit():
+    units, machine = [unit(parameter_bytes=10)] * 6, Machine(memory_bytes=150)
+    for held, optimizer_copies, expected in (
+        ([StageFootprint(graphs=3), StageFootprint(graphs=1)], 1.0, [3, 3]),
+        ([StageFootprint(graphs=3, weight_copies=3), StageFootprint(graphs=1)], 1.0, [2, 4]),
+        ([StageFootprint(graphs=3, weight_copies=1), StageFootprint(graphs=1)], 0.0, [3, 3]),
+        ([StageFootprint(graphs=3, weight_copies=2), StageFootprint(graphs=1)], 1.5, [2, 4]),
+    ):
+        found = best_balance(units, num_stages=2, held=held, machine=machine, optimizer_copies=optimizer_copies)
+        assert found.sizes == expected
+
+
+def test_a_slow_link_avoids_the_wide_cut_in_the_middle():
+    units = [unit(act_bytes=width, grad_bytes=width) for width in (10, 80, 10, 0)]
+    assert sizes(units, 2, bandwidth=20.0) == [2, 2]
+    assert sizes(units, 2, bandwidth=8.0) == [1, 3]
+    # Bytes go both ways at once: 5 and 5 take less time than 8 and none, though they are more.
+    assert sizes([unit(act_bytes=5, grad_bytes=5), unit(0, act_bytes=8), unit()], 2, bandwidth=1.0) == [1, 2]
+
+
+def test_a_busier_stage_at_a_wide_cut_weighs_what_it_copies():
+    units = [unit(act_bytes=width) for width in (1, 8, 1, 0)]
+    assert sizes(units, 2, seconds_per_byte=0.1) == [2, 2]
+    assert sizes(units, 2, seconds_per_byte=1.0) == [1, 3]
+
+
+def test_of_equally_fast_cuts_it_takes_the_one_that_sends_least_and_then_the_earliest():
+    slow, wide = unit(act_bytes=4, grad_bytes=4), unit(0, act_bytes=9)
+    assert sizes([slow, unit(0, act_bytes=5, grad_bytes=2), wide, unit()], 2) == [2, 2]
+    assert sizes([slow, unit(0, act_bytes=5, grad_bytes=3), wide, unit()], 2) == [1, 3]
+
+
+def test_no_cut_is_made_where_none_is_possible():
+    assert sizes([unit(), unit(may_cut=False), unit(may_cut=False), unit()], 2) == [1, 3]
+
+
+def test_the_figures_of_a_given_cut_are_those_of_its_parts():
+    units = [
+        UnitCost(name="a", forward=1, backward=2, update=0.5, parameter_bytes=100, activation_bytes=7, act_bytes=20),
+        UnitCost(name="b", forward=2, backward=3, parameter_bytes=10, activation_bytes=8, act_bytes=6, grad_bytes=40),
+        UnitCost(name="c", forward=1, backward=1, parameter_bytes=1, activation_bytes=9, num_tensors=2),
+    ]
+    machine = Machine(speeds=[1, 2, 4], bandwidth=10, latency=99, seconds_per_byte=0.25, seconds_per_message=0.5)
+    held = [
+        StageFootprint(graphs=5, weight_copies=2),
+        StageFootprint(graphs=1, inputs=3, recomputes=True),
+        StageFootprint(graphs=1),
+    ]
+    told = evaluate_balance(units, [1, 1, 1], held=held, machine=machine, optimizer_copies=2)
+    # a: one act of 20 bytes; b: one act of 6 and one gradient of 40.
+    assert told.stage_seconds == [3.5 + 5.5, 7 / 2 + 5.5 + 12.5, 2 / 4 + 12.5]
+    assert told.link_seconds == [2.0, 4.0]
+    assert told.seconds == 21.5
+    assert told.stage_bytes == [5 * 7 + 6 * 100 + 20, 8 + 3 * 20 + 4 * 10 + 3 * 20 + 3 * 40 + 6, 9 + 4 * 1 + 3 * 6 + 40]
+    assert stage_time(units, 0, 3, held=StageFootprint(graphs=1), speed=0.5, machine=machine) == 21.0
+    assert stage_memory(units, 0, 3, held=StageFootprint(graphs=1), optimizer_copies=0.5) == 24 + 278
+    assert link_time(units[1], machine) == 4.0
+
+
+# --- What cannot be ----------------------------------------------------------------------------------------
+
+
+def test_more_stages_than_places_to_cut_are_refused_with_the_places():
+    units = [UnitCost(name=name, forward=1, backward=2, may_cut=name in "bd") for name in "abcd"]
+    for K in (3, 5):
+        with pytest.raises(
+            PartitionError, match=rf"num_stages={K} needs .* 4 units .* 1 places .*behind: b\); .*num_stages=2"
+        ):
+            best_balance(units, num_stages=K, held=adl(K))
+    with pytest.raises(PartitionError, match=r"19 places only \(behind: (unit, ){8}\.\.\.\)"):
+        best_balance([unit()] * 20, num_stages=21, held=adl(21))
+    with pytest.raises(PartitionError, match=r"0 units"):
+        best_balance([], num_stages=1, held=adl(1))
+
+
+def test_a_limit_that_no_cut_fits_is_refused_with_the_smallest_largest_stage_and_the_way_out():
+    units = [unit(activation_bytes=1000)] * 6
+    told = (
+        r"into 2 stages .*balance=\[1, 5\].* needs 5,000 bytes on stage 1 \(micro-batches .*: 1, .* has 4,999; "
+        r"use more stages .* or smaller micro-batches .* or method.weights=recompute$"
+    )
+    with pytest.raises(PartitionError, match=told):
+        sizes(units, 2, memory_bytes=4999)
+    assert sizes(units, 2, memory_bytes=5000) == [1, 5]
+    with pytest.raises(PartitionError, match=r"has 4,999; use more stages [^;]* or smaller micro-batches \S+$"):
+        sizes(units, 2, held=adl(2, recomputes=True), memory_bytes=4999)
+
+
+@pytest.mark.parametrize(
+    ("balance", "told"),
+    [
+        ([1, 1], r"balance=\[1, 1\] .*2 numbers, each at least 1, that add up to the model's 3 units, got a sum of 2"),
+        ([3, 0], r"each at least 1"),
+        ([1, 2], r"right behind 'first', where it cannot be cut"),
+    ],
+)
+def test_a_given_cut_that_cannot_be_is_refused(balance, told):
+    units = [UnitCost(name="first", forward=1, backward=1, may_cut=False), unit(), unit()]
+    with pytest.raises(PartitionError, match=told):
+        evaluate_balance(units, balance, held=adl(2))
+
+
+@pytest.mark.parametrize(
+    ("machine", "num_held", "told"),
+    [
+        ({"speeds": [1.0]}, 2, r"machine.speeds=\[1.0\] has 1 entries, but there are 2 stages"),
+        ({"memory_bytes": [1, 2, 3]}, 2, r"machine.memory_bytes=\[1, 2, 3\] has 3 entries, but there are 2 stages"),
+        ({}, 3, r"held=.* has 3 entries, but there are 2 stages"),
+        ({"speeds": [1, 0]}, 2, r"machine.speeds must be finite and above 0, got \[1, 0\]"),
+        ({"bandwidth": 0}, 2, r"machine.bandwidth must be above 0, got 0"),
+        ({"latency": -1}, 2, r"machine.latency must be finite and at least 0, got -1"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_refused(machine, num_held, told):
+    with pytest.raises(ConfigError, match=told):
+        best_balance([unit()] * 4, num_stages=2, held=adl(num_held), machine=Machine(**machine))
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
+def test_a_cost_that_is_no_time_is_refused_with_the_name_of_its_unit(wrong):
+    with pytest.raises(ConfigError, match=r"unit 'conv': backward must be finite and at least 0, got"):
+        UnitCost(name="conv", forward=1, backward=wrong)
+
+
+@pytest.mark.parametrize("file", ["balance.py", "costs.py"])
+def test_the_balancer_itself_needs_no_torch(file):
+    assert not any(name.startswith("torch") for name in imported(PACKAGE / "partition" / file))

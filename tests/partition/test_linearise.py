@@ -1,0 +1,666 @@
+"""Any traceable model as a chain of units: what the cut model computes, what its stages hold, and what is refused."""
+
+import copy
+import functools
+import math
+import random
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import adl_dist
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition import cut, linearise
+from tests.support.cut_steps import cut_step, uncut_step
+from tests.support.oracle import train_by_the_equations
+from tests.support.toys import NUM_CLASSES, UNET_BALANCE, Block, FixedImages, unet, unet_by_hand
+
+LR, MOMENTUM, MICRO_BATCH = 0.1, 0.9, 3
+Out = namedtuple("Out", "main aux")
+
+
+def trained(model, K, *, loss_fn=F.cross_entropy, method="adl", M=2, **options):
+    """The full state, and the summary; micro-batches of 3, 3, 3 and 2, in validation of 3, 3 and 1."""
+    trainer = adl_dist.Trainer(
+        model,
+        loss_fn=loss_fn,
+        optimizer=functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM),
+        method=adl_dist.method(method, accumulation_steps=M),
+        num_stages=K,
+        dtype=torch.float64,
+        threads=1,
+        **options,
+    )
+    data, held_out = FixedImages(11, dtype=torch.float64), FixedImages(7, seed=1, dtype=torch.float64)
+    summary = trainer.fit(data, epochs=2, batch_size=MICRO_BATCH * M, val_dataset=held_out, shuffle=False, quiet=True)
+    return trainer.full_state_dict(), summary
+
+
+def assert_close(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def pieces_of_one_unit(model, granularity="layer"):
+    """Cut wherever it can be cut."""
+    chain = linearise(model, granularity=granularity)
+    sizes = [1]
+    for place in range(len(chain.units) - 1):
+        if place in chain.forbidden:
+            sizes[-1] += 1
+        else:
+            sizes.append(1)
+    return chain.pieces(sizes)
+
+
+# --- Training a net with skips --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("M", [1, 2])
+@pytest.mark.parametrize("K", [1, 2, 3, 4])
+def test_a_net_whose_skips_relay_over_stages_follows_the_equations_to_1e_12(K, M):
+    """The input at the last stage, a tensor in three stages, booleans, shapes, in-place ReLUs, uneven micro-batches."""
+    data = FixedImages(11, dtype=torch.float64)
+    batches = [
+        (data.images[i : i + MICRO_BATCH], torch.tensor(data.labels[i : i + MICRO_BATCH]))
+        for i in range(0, 11, MICRO_BATCH)
+    ]
+    expected = train_by_the_equations(
+        [stage.double() for stage in unet_by_hand(K)],
+        [batches] * 2,
+        M=M,
+        loss_fn=nn.CrossEntropyLoss(),
+        lr=[LR] * 8,
+        momentum=MOMENTUM,
+    )
+    state, summary = trained(unet(), K, M=M, balance=UNET_BALANCE[K] if K > 1 else "even")
+    assert_close(state, expected)
+    uncut = unet().double().eval()
+    uncut.load_state_dict(state)
+    held_out = FixedImages(7, seed=1, dtype=torch.float64)
+    with torch.no_grad():
+        loss = F.cross_entropy(uncut(held_out.images), torch.tensor(held_out.labels))
+    assert summary["validation_loss"] == pytest.approx(float(loss), rel=1e-12)
+
+
+def test_of_a_tensor_whose_shape_alone_is_needed_nothing_is_sent_but_its_shape():
+    stages = [stage.train() for stage in cut(unet(), num_stages=4, balance=UNET_BALANCE[4])]
+    acts = FixedImages(5).images
+    crossing = []
+    for stage in stages[:-1]:
+        acts = stage(acts)
+        crossing.append([tuple(act.shape) for act in acts])
+    image, wide, low = (5, 2, 6, 6), (5, 4, 6, 6), (5, 6, 3, 3)
+    # Behind the last cut the shape of `low` is asked for, and no more; where `up` is above 0, and the merged image.
+    assert crossing == [[image, wide, low], [image, wide, low], [image, wide, (*low, 0), wide, wide]]
+
+
+# --- What a forward may contain -------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """float[B, 4] to float[B, 4], or several."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+
+class UsedInThreePlaces(Net):
+    def forward(self, x):
+        h = self.a(x)
+        return self.c(torch.tanh(self.b(h)) + h) * torch.sigmoid(h)
+
+
+class Sizes(Net):
+    def forward(self, x):
+        h = self.a(x)
+        n, k = h.shape[0], h.size(1)
+        y = self.b(h + 1).view(n, 2, k // 2).transpose(1, 2).reshape(x.size(0), -1)
+        y = y + torch.arange(h.shape[-1], dtype=h.dtype, device=h.device) / math.sqrt(h.numel()) * h.dim()
+        return self.c(y) * y.new_ones(x.size()).sum() / h.shape.numel()
+
+
+class Converted(Net):
+    def forward(self, x):
+        h = self.a(x).type(torch.float32).to(torch.float64)
+        return self.c(self.b(h).type(x.dtype) + h.to(self.a.weight.dtype))
+
+
+class Booleans(Net):
+    def forward(self, x):
+        torch._assert(x.dim() == 2, "rows")
+        h = self.a(x)
+        above, torch_assert = h > 0, torch._assert
+        torch_assert(h.shape[1] == x.shape[1], "as wide as before")
+        return torch.where(above, self.b(h), self.c(h) * ~above)
+
+
+class OtherInEvaluation(Net):
+    """Other operations, another number of tensors across each cut, another kind of output."""
+
+    def forward(self, x):
+        h = self.a(x)
+        aux = self.c(h) if self.training else None
+        y = F.relu(self.b(torch.sin(h)), inplace=True)
+        return Out(main=y + h, aux=aux) if self.training else {"main": torch.cos(y) + h}
+
+
+class InPlace(Net):
+    def forward(self, x):
+        h = self.a(x * 1)
+        h.add_(1)
+        h.mul_(2)
+        y = F.relu(h, inplace=True)
+        return torch.relu_(self.c(y) + h)
+
+
+class OneModuleThreeTimes(Net):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.c(self.act(self.b(self.act(self.a(x))))))
+
+
+class Constants(Net):
+    """Parameters and buffers of its own: a class token, positions computed from a table, numbers, literals."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.table = nn.Parameter(torch.randn(1, 1, 4)), nn.ParameterList([torch.randn(3, 4)])
+        self.scales = nn.ParameterDict({"before": torch.full((4,), 1.5), "behind": torch.full((4,), 0.3)})
+        self.register_buffer("places", torch.tensor([2, 0, 1, 1, 0]), persistent=False)
+        self.register_buffer("mean", torch.randn(4))
+        self.plain = torch.arange(4.0)
+
+    def forward(self, x):
+        if len(self.mean) == self.token.size(2):
+            x = (x - self.mean[None, :]) * self.scales["before"]
+        h = self.a(x).unsqueeze(1) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+        h = torch.cat([self.token.expand(x.shape[0], -1, -1), h], dim=1) + self.table[0][self.places].view(5, 4)[:2] * 2
+        return self.c(self.b(h).mean(1)) * self.scales["behind"] + self.plain
+
+
+class NeverCalled(Net):
+    def __init__(self):
+        super().__init__()
+        self.spare, self.unread = nn.BatchNorm1d(4), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+class Defaults(Net):
+    def forward(self, x, twice=True, shape=(2, 2), mask=None, *rest, scale=0.5, **others):
+        h = self.a(x).view(-1, *shape).flatten(1)
+        return self.b(h * 2 if twice else h) * scale
+
+
+class Counting(Net):
+    """Writes to its buffers, some of it before it reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x):
+        h = self.b(self.a(x))
+        if self.training:
+            self.calls.add_(1)
+            self.average.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        return self.c((h - self.average) / (1 + self.calls))
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)))
+
+
+class Tuples(Net):
+    """Layers that return tuples, and a list that is taken apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.memory = nn.MultiheadAttention(4, 2, batch_first=True), nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, x):
+        h = self.a(x)[:, None]
+        seen, _ = self.attention(h, h, h)
+        told, (state, _) = self.memory(seen)
+        left, right = self.b(told[:, 0]).chunk(2, dim=1)
+        return self.c(torch.cat([right, left], dim=1)) + state[0]
+
+
+class Kept(Net):
+    """Leaves something behind, on itself."""
+
+    def forward(self, x):
+        self.seen = self.a(x)
+        return self.b(torch.tanh(self.seen))
+
+
+class ReadDirectly(Net):
+    """Uses the parameters of a layer that it never calls, and returns one."""
+
+    def forward(self, x):
+        return F.linear(torch.tanh(self.a(x)), self.c.weight, self.c.bias), self.b.bias
+
+
+MODELS = [
+    *(UsedInThreePlaces, Sizes, Converted, Booleans, OtherInEvaluation, InPlace, OneModuleThreeTimes, Constants),
+    *(NeverCalled, Defaults, Counting, Frozen, Tuples, Kept, ReadDirectly, unet),
+]
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_a_model_cut_wherever_it_can_be_computes_what_the_uncut_one_does(make):
+    """Outputs, gradients of input and parameters, and buffers after a step; outputs in evaluation after it."""
+    torch.manual_seed(0)
+    model = make().double()
+    x = FixedImages(3, dtype=torch.float64).images if make is unet else torch.randn(3, 4, dtype=torch.float64)
+    pieces = pieces_of_one_unit(model)
+    assert [len(piece.unit_names) for piece in pieces] == ([1, 9, 1] if make is Counting else [1] * len(pieces))
+    assert sorted(name for piece in pieces for name in piece.state_dict()) == sorted(model.state_dict())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for tensor in tensors.values():  # nothing of the tracing may be left in what the stages compute
+        if tensor.is_floating_point():
+            tensor.data.uniform_(0.1, 1.0)
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    got, _ = cut_step(model, pieces, x)
+    for name, tensor in tensors.items():
+        tensor.data.copy_(before[name])
+    expected = uncut_step(model, x)
+    assert got.kind is expected.kind
+    assert_close(got.values, expected.values)
+
+
+def test_an_assertion_of_the_forward_is_made_on_its_stage():
+    first, *_ = pieces_of_one_unit(Booleans())
+    assert len(first(torch.zeros(3, 4))) == 2
+    with pytest.raises(AssertionError, match="rows"):
+        first(torch.zeros(3, 3, 4))
+
+
+class Containers(nn.Module):
+    """A block that returns a dictionary, one that returns a named tuple of it."""
+
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return {"low": self.layer(x), "high": 2 * x}
+
+    class Pair(nn.Module):
+        def forward(self, x):
+            return Out(main=x, aux=torch.tanh(x))
+
+    def __init__(self):
+        super().__init__()
+        self.split, self.pair, self.last = Containers.Split(), Containers.Pair(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        both = self.split(x)
+        pair = self.pair(both["low"])
+        return self.last(pair.main + both["high"]) + pair.aux
+
+
+@pytest.mark.parametrize("granularity", ["layer", "block"])
+def test_what_blocks_return_in_containers_crosses_cuts_as_tensors(granularity):
+    torch.manual_seed(0)
+    model, x = Containers(), torch.randn(3, 4)
+    assert linearise(model, granularity="block").units == ["split", "pair", "add", "last", "add_2"]
+    got, sent = cut_step(model, pieces_of_one_unit(model, granularity), x)
+    assert_close(got.values, uncut_step(model, x).values)
+    assert max(sent) == 3
+
+
+# --- Units and their names ------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU())
+        self.blocks = nn.Sequential(Block(4), nn.Sequential(Block(4), Block(4)))
+        self.act = nn.Tanh()
+        self.head = nn.Linear(4, NUM_CLASSES)
+
+    def forward(self, x):
+        x = self.act(self.blocks(self.stem(x))).mean((2, 3))
+        return self.head(self.act(x * 2).flatten(1) + 1)
+
+
+NESTED = {
+    "block": ["stem.0", "stem.1", "blocks.0", "blocks.1.0", "blocks.1.1"],
+    "layer": [
+        *("stem.0", "stem.1"),
+        *(f"blocks.{block}.{step}" for block in ("0", "1.0", "1.1") for step in ("conv", "norm", "add", "relu")),
+    ],
+}
+
+
+@pytest.mark.parametrize("granularity", ["layer", "block"])
+def test_units_are_named_by_the_layer_or_the_block_and_the_function_that_they_run(granularity):
+    expected = [*NESTED[granularity], "act", "mean", "mul", "act_2", "add", "head"]
+    assert linearise(Nested(), granularity=granularity).units == expected
+
+
+@pytest.mark.parametrize(
+    ("balance", "first"),
+    [
+        (["blocks"], ["stem.0", "blocks.0.conv"]),
+        (["blocks.1", "act"], ["stem.0", "blocks.1.0.conv", "act"]),
+        (["blocks.0.add", "blocks.1.1.norm", "act_2"], ["stem.0", "blocks.0.add", "blocks.1.1.norm", "act_2"]),
+    ],
+)
+def test_a_balance_of_names_begins_a_stage_at_each(balance, first):
+    stages = cut(Nested(), num_stages=len(balance) + 1, balance=balance, granularity="layer")
+    assert [stage.unit_names[0] for stage in stages] == first
+    assert [name for stage in stages for name in stage.unit_names] == linearise(Nested(), granularity="layer").units
+
+
+@pytest.mark.parametrize(
+    ("balance", "message"),
+    [
+        (["blocks.2"], r"there is no unit or block 'blocks.2'; near it are blocks.*adl-dist plan lists them"),
+        (["act", "stem.1"], r"\[act, stem.1\] does not fit: expected 2 names.*in the order they run"),
+        (["blocks", "blocks.0.conv"], "does not fit"),
+        (["stem"], r"expected 1 names, of the units where stages 1 to 1 begin"),
+        (["blocks.0", "act"], r"expected 1 names"),
+    ],
+)
+def test_a_balance_of_names_that_mean_no_cut_is_refused(balance, message):
+    num_stages = 2 if "expected 1" in message else len(balance) + 1
+    with pytest.raises(PartitionError, match=message):
+        cut(Nested(), num_stages=num_stages, balance=balance, granularity="layer")
+
+
+class Tied(Net):
+    def __init__(self):
+        super().__init__()
+        self.c.weight = self.a.weight
+
+    def forward(self, x):
+        return torch.tanh(self.c(self.b(self.a(x))))
+
+
+class ReadTwice(Net):
+    def forward(self, x):
+        return torch.tanh(self.b(self.a(x) * self.c.bias) * self.c.bias)
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "even"),
+    [
+        (Tied, "cannot be cut behind a: 'a.weight' and 'c.weight' are one and the same tensor", "tanh"),
+        (ReadTwice, "cannot be cut behind mul: 'c.bias'.* would cross it; .* on one stage, or untie", "mul"),
+    ],
+)
+def test_a_tensor_that_two_stages_would_need_is_named_and_an_even_cut_keeps_it_on_one(make, message, even):
+    model = make()
+    units = linearise(model, granularity="layer").units
+    with pytest.raises(PartitionError, match=message):
+        cut(model, num_stages=2, balance=[units[units.index("b")]], granularity="layer")
+    stages = cut(model, num_stages=2, granularity="layer")
+    assert stages[1].unit_names[0] == even
+    assert sorted(name for stage in stages for name in stage.state_dict()) == sorted(model.state_dict())
+
+
+# --- The model stays what it is -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [Counting, Constants, Frozen, Kept, unet], ids=lambda make: make.__name__)
+def test_reading_a_model_changes_nothing_of_it(make):
+    torch.manual_seed(0)
+    model = make()
+    for module in [*model.modules()][1::2]:
+        module.training = False
+    modes = [module.training for module in model.modules()]
+    state = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    attributes, generator = {*vars(model)}, torch.get_rng_state()
+    linearise(model, granularity="layer")
+    assert [module.training for module in model.modules()] == modes
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert torch.equal(tensor, state[name]), name
+    assert {name for name in vars(model) if not name.startswith("_tensor_constant")} == attributes
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_hooks_of_layers_run_on_their_stage():
+    def hooked():
+        model, seen = unet().double(), []
+        model.down.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        model.merge.register_forward_hook(lambda module, args, out: seen.append("merge"))
+        model.head.register_full_backward_hook(lambda module, grad_in, grad_out: seen.append("head"))
+        return model, seen
+
+    (model, seen), (uncut, expected) = hooked(), hooked()
+    x = FixedImages(3, dtype=torch.float64).images
+    got, _ = cut_step(model, pieces_of_one_unit(model), x)
+    assert_close(got.values, uncut_step(uncut, x).values)
+    assert seen == expected == ["merge", "head", "merge"]  # of training, backward, evaluation
+
+
+# --- Stages in the trainer ------------------------------------------------------------------------------------
+
+
+class Heads(nn.Module):
+    """A named tuple in training, a dictionary in evaluation; then fewer tensors cross each cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(72, 8), nn.Linear(8, NUM_CLASSES), nn.Linear(8, NUM_CLASSES)
+
+    def forward(self, x):
+        h = torch.tanh(self.a(x.flatten(1)))
+        aux = self.b(torch.sin(h)) if self.training else None
+        y = F.relu(self.c(torch.tanh(h + 1)), inplace=True) + h.size(1)
+        return Out(main=y, aux=aux) if self.training else {"main": y}
+
+
+def loss_of_heads(out, target):
+    if isinstance(out, dict):
+        return F.cross_entropy(out["main"], target)
+    return F.cross_entropy(out.main, target) + 0.3 * F.cross_entropy(out.aux, target)
+
+
+@pytest.mark.parametrize("begin", ["tanh", "sin", "b", "add", "tanh_2", "c", "relu", "add_2"])
+def test_a_loss_gets_what_the_model_returns_wherever_it_is_cut(begin):
+    """Under bp nothing is delayed, so the uncut model is the oracle; bits, because no value has three uses."""
+
+    def run(K, **options):
+        torch.manual_seed(0)
+        return trained(Heads(), K, loss_fn=loss_of_heads, method="bp", **options)
+
+    (expected, expected_summary), (got, summary) = run(1), run(2, balance=[begin])
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert summary["validation_loss"] == expected_summary["validation_loss"]
+
+
+class DropoutInPlace(nn.Module):
+    def __init__(self, *, inplace):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(72, 8), nn.Linear(8, NUM_CLASSES), nn.Linear(8, NUM_CLASSES)
+        self.drop = nn.Dropout(0.4, inplace=inplace)
+
+    def forward(self, x):
+        h = self.a(x.flatten(1))
+        return self.b(self.drop(torch.tanh(h))) + self.c(h)
+
+
+def test_a_stage_that_begins_in_place_in_training_only_leaves_alone_what_came_in():
+    """The stage before it needs the output of its tanh for its own backward, in this process the very same tensor."""
+
+    def run(inplace):
+        torch.manual_seed(0)
+        return trained(DropoutInPlace(inplace=inplace), 2, balance=["drop"])
+
+    (expected, expected_summary), (got, summary) = run(False), run(True)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert summary["validation_loss"] == expected_summary["validation_loss"]
+
+
+def halved(x):
+    return x / 2 if x.sum() > 0 else -x / 2
+
+
+torch.fx.wrap("halved")
+
+
+class Wrapped(Net):
+    def forward(self, x):
+        return self.b(halved(self.a(x)))
+
+
+class Listed(Net):
+    def forward(self, x):
+        parts = self.a(x.flatten(1)[:, :4]).chunk(2, dim=1)
+        y = self.b(torch.cat([parts[0], parts[0]], dim=1))
+        return self.c(torch.tanh(y)) + torch.cat(parts[:1] * 2, dim=1)
+
+
+def test_a_function_hidden_by_wrap_is_one_unit():
+    torch.manual_seed(0)
+    model, x = Wrapped().double(), torch.randn(3, 4, dtype=torch.float64)
+    pieces = pieces_of_one_unit(model)
+    assert [piece.unit_names for piece in pieces] == [["a"], ["halved"], ["b"]]
+    for sign in (1, -1):
+        assert torch.equal(pieces[1](sign * x), halved(sign * x))
+
+
+# --- What is refused ------------------------------------------------------------------------------------------
+
+
+class TwoInputs(Net):
+    def forward(self, x, mask, scale=1.0):
+        return self.a(x) * mask * scale
+
+
+class NoInput(Net):
+    def forward(self, *, scale):
+        return self.a.weight * scale
+
+
+class Branching(Net):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(Branches(), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.inner(self.a(x))
+
+
+class Branches(Net):
+    def forward(self, x):
+        if x.sum() > 0:  # this line is named
+            return self.a(x)
+        return self.b(x)
+
+
+class StochasticDepth(Net):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return self.b(self.a(x)) if self.draw() < 0.5 else self.a(x)
+
+
+class NoGrad(Net):
+    def forward(self, x):
+        with torch.no_grad():
+            h = self.a(x)
+        return self.b(h)
+
+
+class Assigning(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.b(self.a(x))
+
+
+class ExtraState(Net):
+    def get_extra_state(self):
+        return torch.zeros(1)
+
+    def set_extra_state(self, state):
+        pass
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def python_draws():
+    return StochasticDepth(random.random)
+
+
+def torch_draws():
+    return StochasticDepth(lambda: torch.rand(()).item())
+
+
+def hooked_block():
+    model = Nested()
+    model.blocks[0].register_forward_hook(lambda module, args, out: out * 2)
+    return model
+
+
+def hooked_sequential():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.register_forward_pre_hook(lambda module, args: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (TwoInputs, r"TwoInputs.forward takes x, mask, scale; expected one input, all else with defaults: wrap"),
+        (NoInput, r"NoInput.forward takes scale; expected one input"),
+        (Branching, rf"{__file__}:\d+: if x.sum\(\) > 0:.*\(inner.0\).*torch.fx.wrap.*partition.granularity=block"),
+        (python_draws, "draws random numbers that do not depend on its input.*fx.wrap"),
+        (torch_draws, "draws random numbers"),
+        (NoGrad, r"h = self.a\(x\).*torch.no_grad.*would not be read: call .detach\(\)"),
+        (Assigning, r"Assigning.forward assigns to calls, which a cut model would not: write to a buffer in place"),
+        (ExtraState, r"'_extra_state' of the model's state is neither a parameter nor a buffer"),
+        (hooked_block, r"blocks.0 has hooks, but is taken apart when the model is cut"),
+        (hooked_sequential, r"Sequential has hooks"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_a_cut_model_would_get_wrong_is_refused_with_the_place_and_a_way_out(make, message):
+    model = make()
+    state, generators = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
+    with pytest.raises(PartitionError, match=message):
+        cut(model, num_stages=2, granularity="layer")
+    assert all(
+        model.state_dict()[name] is tensor or torch.equal(model.state_dict()[name], tensor)
+        for name, tensor in state.items()
+    )
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+
+
+def test_a_list_that_would_cross_a_cut_among_others_is_refused():
+    with pytest.raises(ConfigError, match="2 values cross this cut, but 3 tensors, for one of the values is a list"):
+        trained(Listed(), 2, balance=["tanh"])

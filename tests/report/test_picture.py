@@ -1,0 +1,107 @@
+"""Pictures of schedules: what is in them, and that they are the same every time."""
+
+import re
+from collections import Counter
+
+import pytest
+
+from adl_dist.errors import ConfigError
+from adl_dist.report import draw
+from adl_dist.report.picture import MOST_TICKS, picture
+from adl_dist.schedule import METHODS, Costs, Op, Pipeline, actions_of_all, method
+
+
+def texts(figure):
+    return [text.get_text() for text in (*figure.axes[0].texts, *figure.texts) if text.get_text()]
+
+
+def arrows(figure):
+    return [text for text in figure.axes[0].texts if getattr(text, "arrow_patch", None) is not None]
+
+
+@pytest.mark.parametrize("costs", [None, Costs.balanced(3, link=0.3)])
+def test_every_forward_backward_update_and_message_is_drawn_once(costs):
+    figure = picture(Pipeline(method("adl", accumulation_steps=2), 3), num_micro_batches=6, costs=costs)
+    words = texts(figure)
+    for b in range(6):
+        assert words.count(str(b)) == 2 * 3
+    assert [words.count(f"U{s}") for s in range(4)] == [3, 3, 3, 0]
+    # d = 4, 2, 0 with M = 2: stage 0 counts 0 0 1 1 2 2, stage 1 0 0 1 1 1 1, stage 2 nothing but 0.
+    assert [words.count(f"LoS {n}") for n in range(3)] == [2 + 2 + 6, 2 + 4, 2]
+    assert len(arrows(figure)) == 6 * 2 * 2
+    assert "Accumulated Decoupled Learning (Zhuang et al., ICML 2021)" in words
+    assert "K = 3 stages, M = 2, stash weights, 6 micro-batches" in words
+
+
+def test_acts_and_gradients_point_in_opposite_directions_and_look_different():
+    figure = picture(Pipeline(method("adl"), 2), num_micro_batches=4)
+    looks = {}
+    for arrow in arrows(figure):
+        (_, head), (_, tail) = arrow.xy, arrow.get_position()
+        looks.setdefault(head > tail, set()).add((arrow.arrow_patch.get_edgecolor(), arrow.arrow_patch.get_linestyle()))
+    (down,), (up,) = looks[True], looks[False]
+    assert down[0] != up[0]
+    assert down[1] != up[1]
+
+
+def test_with_costs_a_box_is_as_wide_as_its_work_is_long():
+    costs = Costs(forward=[1, 1], backward=[3, 3])
+    figure = picture(Pipeline(method("pipedream"), 2), num_micro_batches=3, costs=costs)
+    widths = {}
+    for patch in figure.axes[0].patches:
+        widths.setdefault(patch.get_facecolor(), set()).add(round(patch.get_width(), 6))
+    shortest, longest = sorted(w for found in widths.values() for w in found if len(found) == 1)[1:3]
+    assert longest / shortest == pytest.approx(3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_drawn_without_words_over_each_other(name):
+    figure = picture(Pipeline(method(name), 3), num_micro_batches=6)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    found = [t for t in (*figure.axes[0].texts, *figure.texts) if t.get_text()]
+    extents = [(t.get_text(), t.get_window_extent(renderer)) for t in found]
+    for i, (text, box) in enumerate(extents):
+        assert box.x0 >= 0, text
+        assert box.x1 <= figure.bbox.x1, text
+        for other, there in extents[:i]:
+            assert not box.overlaps(there), (text, other)
+
+
+def test_with_a_replay_buffer_arrows_start_where_what_was_picked_was_made():
+    greedy = method("dgl", buffer_size=3)
+    found = arrows(picture(Pipeline(greedy, 3), num_micro_batches=8))
+    assert len(found) == 8 * 2
+    lists = actions_of_all(Pipeline(greedy, 3), num_micro_batches=8)
+    picked = Counter((k, number) for k, actions in enumerate(lists) for op, number in actions if op is Op.PICK)
+    left = Counter(arrow.get_position() for arrow in found)
+    assert sorted(left.values()) == sorted(picked.values())
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
+def test_the_same_schedule_gives_the_same_bytes_and_nothing_else_is_left(tmp_path, suffix):
+    for name in ("a", "b"):
+        draw(Pipeline(method("adl"), 2), tmp_path / f"{name}{suffix}", num_micro_batches=4)
+    first, second = ((tmp_path / f"{name}{suffix}").read_bytes() for name in ("a", "b"))
+    assert first == second
+    assert len(list(tmp_path.iterdir())) == 2
+    if suffix == ".svg":
+        assert not re.search(r"<dc:date>|20\d\d-\d\d", first.decode())
+
+
+def test_more_ticks_than_can_be_read_are_refused_with_the_flag_that_helps(tmp_path):
+    with pytest.raises(ConfigError, match=r"402 ticks .* at most 400: lower --micro-batches, which is 400"):
+        draw(Pipeline(method("adl"), 2), tmp_path / "a.svg", num_micro_batches=MOST_TICKS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_drawing_leaves_matplotlibs_settings_and_its_figures_alone(tmp_path):
+    import matplotlib
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mine"}):
+        before = dict(matplotlib.rcParams)
+        draw(Pipeline(method("adl"), 2), tmp_path / "a.svg", num_micro_batches=4)
+        assert dict(matplotlib.rcParams) == before
+    assert pyplot.get_fignums() == []

@@ -1,0 +1,296 @@
+"""What schedules take and hold: against formulas, the published tables, and examples small enough for a pencil."""
+
+import itertools
+
+import pytest
+
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import METHODS, Costs, Pipeline, actions_of_all, describe, figures, method, simulate, speed
+from adl_dist.schedule.actions import Op
+from adl_dist.schedule.capped import simulate_dataflow, simulate_synchronous
+from adl_dist.schedule.timing import makespan, stragglers
+
+N = 600  # as in the dossier's simulation
+HOPS = (0, 0.1, 0.25, 0.5, 1)
+# Delays of K = 4 stages -> time per micro-batch for each hop latency, with a cap of delay + 1.
+HOP_TABLE = {
+    (3, 2, 1, 0): (1.005, 1.156, 1.382, 1.758, 2.512),
+    (4, 3, 2, 0): (1.005, 1.085, 1.207, 1.408, 2.012),
+    (6, 4, 2, 0): (1.005, 1.006, 1.008, 1.010, 1.442),
+}
+PICK = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
+
+
+def worked(spans, stage):
+    return [
+        (str(s.action), round(s.start, 9), round(s.end, 9)) for s in spans if s.stage == stage and s.action.op in PICK
+    ]
+
+
+def listed(delays, *, num=N, **options):
+    """Time per micro-batch of processes that follow the list, in units of one stage's work."""
+    costs = Costs.balanced(len(delays), link=options.pop("link", 0.0))
+    lists = actions_of_all(
+        Pipeline(method("adl", accumulation_steps=1, delay=delays), len(delays)), num_micro_batches=num
+    )
+    return makespan(simulate(lists, costs, **options)) / num / 3
+
+
+def free(delays, *, num=N, **options):
+    """The same of stages that do what is ready."""
+    costs = Costs.balanced(len(delays), link=options.pop("link", 0.0))
+    return makespan(simulate_dataflow(costs, [d + 1 for d in delays], num_micro_batches=num, **options)) / num / 3
+
+
+# --- With a pencil -----------------------------------------------------------------------------------------
+
+TINY = Costs(forward=[1, 2], backward=[2, 3], update=[0.5, 0.5], link=[0.25])
+TINY_STAGES = [
+    [("F0", 0, 1), ("F1", 1, 2), ("B0", 6.5, 8.5), ("U0", 8.5, 9), ("B1", 12, 14), ("U1", 14, 14.5)],
+    [
+        ("F0", 1.25, 3.25),
+        ("B0", 3.25, 6.25),
+        ("U0", 6.25, 6.75),
+        ("F1", 6.75, 8.75),
+        ("B1", 8.75, 11.75),
+        ("U1", 11.75, 12.25),
+    ],
+]
+
+
+def test_two_stages_and_two_micro_batches_take_what_a_pencil_says():
+    spans = simulate(actions_of_all(Pipeline(method("pipedream"), 2), num_micro_batches=2), TINY)
+    assert [worked(spans, k) for k in range(2)] == TINY_STAGES
+    assert makespan(spans) == 14.5
+
+
+def test_a_cap_of_two_and_one_takes_the_same_as_the_list_there():
+    spans = simulate_dataflow(TINY, [2, 1], num_micro_batches=2)
+    assert [worked(spans, k) for k in range(2)] == TINY_STAGES
+
+
+def test_with_accumulation_a_stage_under_a_cap_updates_after_m_backwards_and_after_the_last():
+    spans = simulate_dataflow(TINY, [2, 1], num_micro_batches=5, accumulation_steps=2)
+    order = [str(s.action) for s in spans if s.stage == 1 and s.action.op is not Op.FORWARD]
+    assert order == ["B0", "B1", "U0", "B2", "B3", "U1", "B4", "U2"]
+
+
+def test_a_stage_under_a_cap_never_has_more_in_flight_and_overlaps_nothing():
+    caps = [5, 3, 1]
+    spans = simulate_dataflow(Costs.balanced(3, link=0.7), caps, num_micro_batches=40, slowdown=stragglers(1))
+    for k, cap in enumerate(caps):
+        own = [s for s in spans if s.stage == k]
+        assert all(before.end <= after.start for before, after in itertools.pairwise(own))
+        in_flight = list(itertools.accumulate({Op.FORWARD: 1, Op.BACKWARD: -1}.get(s.action.op, 0) for s in own))
+        assert max(in_flight) == cap
+
+
+@pytest.mark.parametrize("caps", [[2, 1], [2, 1, 0]])
+def test_caps_that_do_not_fit_the_stages_are_refused(caps):
+    with pytest.raises(ConfigError, match=r"expected 3 numbers of at least 1"):
+        simulate_dataflow(Costs.balanced(3), caps, num_micro_batches=4)
+
+
+# --- The model columns of the paper's Table 3 --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("K", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "options", "formula"),
+    [
+        ("bp", {}, lambda K: 1),
+        ("ddg", {}, lambda K: 3 * K / (K + 2)),
+        ("fr", {}, lambda K: 3 * K / (K + 3)),
+        ("gpipe", {}, lambda K: K * 4 / (4 + K - 1)),
+        ("gpipe", {"recompute": "except_last"}, lambda K: 3 * K * 4 / (3 * (4 + K - 1) + 3)),
+        ("gpipe", {"recompute": "always"}, lambda K: 3 * K * 4 / (3 * (4 + K - 1) + 4)),
+        ("1f1b", {}, lambda K: K * 4 / (4 + K - 1)),
+        ("dsp", {}, lambda K: 3 * K / 4),
+        ("adl", {}, lambda K: K),
+        ("fdg", {}, lambda K: K),
+        ("pipedream", {}, lambda K: K),
+        ("paci", {}, lambda K: K),
+        ("dgl", {}, lambda K: K),
+    ],
+)
+def test_balanced_stages_speed_up_as_the_formula_says(name, options, formula, K):
+    assert speed(method(name, **options), Costs.balanced(K)).speed_up == pytest.approx(formula(K), abs=1e-9)
+
+
+def test_gpipe_that_replays_all_but_the_last_has_the_published_1_33_1_71_2_00():
+    told = [speed(method("gpipe", recompute="except_last"), Costs.balanced(K)).speed_up for K in (2, 3, 4)]
+    assert told == pytest.approx([1.33, 1.71, 2.00], abs=0.005)
+
+
+@pytest.mark.parametrize(("K", "M"), [(2, 1), (3, 4), (4, 8), (5, 3)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_a_flushed_pipeline_waits_for_k_minus_1_of_m_plus_k_minus_1(name, K, M):
+    told = speed(method(name, accumulation_steps=M), Costs.balanced(K))
+    assert told.bubble == pytest.approx((K - 1) / (M + K - 1))
+
+
+UNBALANCED = Costs(forward=[1, 2, 1.5, 0.5], backward=[2, 3, 4, 1.5])
+
+
+@pytest.mark.parametrize("name", ["adl", "fdg", "pipedream", "paci"])
+def test_unbalanced_stages_run_at_the_pace_of_the_slowest(name):
+    total, slowest = 15.5, 5.5
+    assert speed(method(name), UNBALANCED).speed_up == pytest.approx(total / slowest)
+
+
+@pytest.mark.parametrize(("backward", "longest"), [([2, 3, 4, 1.5], 2), ([4, 3, 2, 1], 4), ([1, 1, 9, 1], 9 - 3)])
+def test_a_forward_lock_takes_all_forwards_and_what_of_the_longest_backward_no_earlier_forward_hides(backward, longest):
+    """Stage k may go on until the next forward reaches it: sum f + max over k of b_k minus the forwards before k."""
+    costs = Costs(forward=[1, 2, 1.5, 0.5], backward=backward)
+    assert speed(method("ddg"), costs).time_per_update == pytest.approx(5 + longest)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_busy_shares_are_work_over_time_and_their_mean_is_what_no_bubble_takes(name):
+    costs = Costs(forward=[1, 2, 1], backward=[2, 2, 3], update=[0.5, 0.5, 0.5], link=[0.2, 0.1])
+    chosen = method(name, accumulation_steps=4)
+    told = speed(chosen, costs)
+    replayed = {"dsp": [1, 2, 0], "fr": [1, 2, 0]}.get(name, [0, 0, 0])  # the last stage has its graph at once
+    for k in range(3):
+        work = 4 * (costs.forward[k] + costs.backward[k] + replayed[k]) + 0.5
+        assert told.busy[k] == pytest.approx(work / told.time_per_update)
+    assert told.bubble == pytest.approx(1 - sum(told.busy) / 3)
+
+
+# --- Links and stragglers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefer", ["backward", "forward"])
+@pytest.mark.parametrize(("delays", "expected"), HOP_TABLE.items())
+def test_stages_under_a_cap_take_what_the_hop_latency_table_says(delays, expected, prefer):
+    told = [free(delays, link=3 * c, prefer=prefer) for c in HOPS]
+    assert told == pytest.approx(expected, abs=0.002)
+
+
+def test_a_fixed_order_takes_the_same_at_regular_delays_and_longer_at_one_more_than_the_least():
+    for delays in ((3, 2, 1, 0), (6, 4, 2, 0)):
+        assert [listed(delays, link=3 * c) for c in HOPS[1::3]] == pytest.approx(HOP_TABLE[delays][1::3], abs=0.002)
+    assert listed((4, 3, 2, 0), link=0.3) == pytest.approx(1.138, abs=0.002)
+
+
+def mean_over_seeds(take, *args, **options):
+    return sum(take(*args, slowdown=stragglers(seed), **options) for seed in range(2)) / 2
+
+
+@pytest.mark.parametrize(
+    ("delays", "backward", "forward", "fixed"),
+    [((3, 2, 1, 0), 1.81, 1.57, 1.55), ((6, 4, 2, 0), 1.50, 1.34, 1.36), ((12, 8, 4, 0), 1.36, 1.29, 1.29)],
+)
+def test_deeper_queues_bear_stragglers_and_preferring_the_backward_does_not(delays, backward, forward, fixed):
+    told = (
+        mean_over_seeds(free, delays),
+        mean_over_seeds(free, delays, prefer="forward"),
+        mean_over_seeds(listed, delays),
+    )
+    assert told == pytest.approx((backward, forward, fixed), abs=0.03)
+
+
+def test_stages_that_meet_after_each_slot_take_1_60():
+    times = [
+        simulate_synchronous(Costs.balanced(4), num_micro_batches=N, slowdown=stragglers(seed)) for seed in range(3)
+    ]
+    assert sum(times) / 3 / N / 3 == pytest.approx(1.60, abs=0.03)
+
+
+# --- Staleness and memory ----------------------------------------------------------------------------------
+
+# Of K = 8, methods.md 1.1: M -> (sequence of module 1, of module 6).
+SEQUENCES = {
+    1: ([14], [4]),
+    2: ([7] * 2, [2] * 2),
+    3: ([5, 5, 4], [2, 1, 1]),
+    4: ([4, 4, 3, 3], [1] * 4),
+    5: ([3] * 4 + [2], [1] * 4 + [0]),
+    6: ([3] * 2 + [2] * 4, [1] * 4 + [0] * 2),
+    7: ([2] * 7, [1] * 4 + [0] * 3),
+    8: ([2] * 6 + [1] * 2, [1] * 4 + [0] * 4),
+    9: ([2] * 5 + [1] * 4, [1] * 4 + [0] * 5),
+    10: ([2] * 4 + [1] * 6, [1] * 4 + [0] * 6),
+    11: ([2] * 3 + [1] * 8, [1] * 4 + [0] * 7),
+    12: ([2] * 2 + [1] * 10, [1] * 4 + [0] * 8),
+}
+BACKWARD_FIRST = {1: (13, 3), 2: (6.5, 1.5), 4: (3.25, 0.75), 5: (2.6, 0.6), 8: (1.625, 0.375), 12: (13 / 12, 0.25)}
+
+
+@pytest.mark.parametrize("M", SEQUENCES)
+def test_the_staleness_of_eight_stages_is_the_table_of_the_paper(M):
+    told = figures(Pipeline(method("adl", accumulation_steps=M), 8))
+    assert (told[0].staleness_by_offset, told[5].staleness_by_offset) == SEQUENCES[M]
+    assert sum(f.staleness_mean for f in told) == pytest.approx(8 * 7 / M)
+
+
+@pytest.mark.parametrize(("M", "means"), BACKWARD_FIRST.items())
+def test_backward_first_is_one_mth_of_an_update_less_stale(M, means):
+    told = figures(Pipeline(method("adl", accumulation_steps=M, order="backward_first"), 8))
+    assert (told[0].staleness_mean, told[5].staleness_mean) == pytest.approx(means)
+
+
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 5, 6, 8, 12])
+def test_the_staleness_of_sixteen_stages_is_the_table_of_the_paper(M):
+    told = figures(Pipeline(method("adl", accumulation_steps=M), 16))
+    for module in (1, 4, 8, 12, 14, 15, 16):
+        d = 32 - 2 * module
+        assert told[module - 1].staleness_mean == pytest.approx(d / M)
+        assert told[module - 1].staleness_max == -(-d // M)
+    assert sum(f.staleness_mean for f in told) == pytest.approx(16 * 15 / M)
+
+
+def held(name, K, **options):
+    told = figures(Pipeline(method(name, **options), K))
+    return [(f.graphs, f.inputs, f.weight_copies) for f in told]
+
+
+@pytest.mark.parametrize("M", [1, 3, 4, 9])
+@pytest.mark.parametrize("K", [1, 4, 5])
+def test_each_stage_holds_what_the_comparison_table_says(K, M):
+    """methods.md section 11, and ceil(d / M) weight copies; d is 2(K-k) or K-k with k from 1."""
+    two, one = [2 * (K - k) for k in range(1, K + 1)], [K - k for k in range(1, K + 1)]
+
+    def of(name, **options):
+        return held(name, K, accumulation_steps=M, **options)
+
+    for name in ("adl", "fdg"):
+        assert of(name) == [(d + 1, 0, -(-d // M)) for d in two]
+    for name in ("ddg", "pipedream"):
+        assert of(name) == [(d + 1, 0, -(-d // M)) for d in one]
+    assert of("paci") == [(d + 1, 0, 0) for d in one]
+    assert of("dsp") == [(1, d + 1 if d else 0, 0) for d in two]  # without a delay the graph itself is kept
+    assert of("fr") == [(1, d + 1 if d else 0, 0) for d in one]
+    assert of("bp") == of("dgl") == [(1, 0, 0)] * K
+    assert of("gpipe") == [(M, 0, 0)] * K
+    assert of("gpipe", recompute="always") == [(1, M, 0)] * K
+    assert of("gpipe", recompute="except_last") == [(1, M - 1, 0)] * K
+    assert of("1f1b") == [(min(d + 1, M), 0, 0) for d in one]
+    if one[0] <= M:
+        assert of("2bw") == [(d + 1, 0, 1) for d in one]
+
+
+def test_a_replay_buffer_holds_its_size_and_for_a_moment_the_entry_that_drives_another_out():
+    assert held("dgl", 3, buffer_size=5) == [(1, 0, 0), (1, 6, 0), (1, 6, 0)]
+
+
+def test_2bw_is_one_update_stale_everywhere():
+    assert [f.staleness_by_offset for f in figures(Pipeline(method("2bw"), 4))] == [[1] * 4] * 4
+
+
+# --- The table ---------------------------------------------------------------------------------------------
+
+
+def test_a_table_wider_than_the_screen_goes_on_in_blocks_that_fit_and_say_the_same():
+    def told(width):
+        return describe(Pipeline(method("adl"), 3), num_micro_batches=20, width=width).splitlines()
+
+    def cells(lines, head):
+        return [word for line in lines if line.startswith(head + " ") for word in line.removeprefix(head).split()]
+
+    whole, cut = told(None), told(60)
+    for head in ("tick", "stage 0", "stage 1", "stage 2"):
+        assert cells(cut, head) == cells(whole, head)
+    assert sum(line.startswith("tick") for line in whole) == 1
+    assert all(len(line) <= 60 for line in cut if line.startswith(("tick", "stage 0", "stage 1", "stage 2")))
+    assert "wider than the screen (60 columns)" in "\n".join(cut)

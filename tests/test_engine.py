@@ -1,0 +1,368 @@
+"""The engine under 10,000 interleavings, with symbols in place of tensors: exact, and fast enough for so many."""
+
+import math
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from adl_dist import engine
+from adl_dist.engine import StageContext
+from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, training_work
+from adl_dist.schedule.replay import at_random
+from adl_dist.stage import Stage
+from adl_dist.training.dry_run import dry_run
+from adl_dist.transport import Specs, TensorSpec
+
+
+class Queue:
+    """A channel of symbols."""
+
+    def __init__(self):
+        self.waiting = deque()
+
+    def open(self, sizes, order=None, *, training):
+        if order is not None:  # by the receiver
+            self.order = deque(order)
+
+    def send(self, micro_batch, symbols):
+        self.waiting.append((micro_batch, symbols))
+
+    def recv(self, micro_batch):
+        got, symbols = self.waiting.popleft()
+        assert got == micro_batch == self.order.popleft()
+        return symbols
+
+    def drain(self):
+        pass
+
+
+@dataclass
+class SymbolicStage:
+    """Computes with hashes: two runs agree if and only if every value was made from the same values."""
+
+    index: int
+    is_last: bool
+    has_loss: bool
+    delay: int
+    weights: int = 0
+    older: list = field(default_factory=list)
+    used: int | None = None
+    gradient: tuple = ()
+    closed: tuple = ()
+    in_flight: dict = field(default_factory=dict)
+
+    def use_weights(self, num_updates):
+        self.used = num_updates
+
+    def forward(self, b, acts, target, *, keep_graph):
+        weights = self.weights if self.used is None else [*self.older, self.weights][self.used]
+        self.in_flight[b] = (acts, target, weights if keep_graph else None)
+        assert len(self.in_flight) <= self.delay + 1
+        return () if self.is_last else (hash((weights, acts)),)
+
+    def wait_for_device(self):
+        pass
+
+    def recompute(self, b):
+        acts, target, weights = self.in_flight[b]
+        assert weights is None
+        self.in_flight[b] = (acts, target, self.weights)
+
+    def backward(self, b, grads):
+        kept = self.in_flight.pop(b)
+        assert kept[2] is not None
+        self.gradient += (hash((kept, grads)),)
+        return (hash((grads, kept)),)
+
+    def finish_group(self, arrived, leaving):
+        self.closed = self.gradient  # the decision that goes upstream may depend on the whole group
+        return (hash((leaving, self.gradient)),)
+
+    def update(self):
+        assert self.closed == self.gradient
+        self.older.append(self.weights)
+        self.weights, self.gradient = hash((self.weights, self.gradient)), ()
+
+
+def final_weights(chosen, K, group_sizes, pick_next):
+    num_micro_batches, M = sum(group_sizes), chosen.micro_batches_per_update
+    segment = Segment(epoch=0, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
+    assert segment.group_sizes == group_sizes
+    work = training_work(Pipeline(chosen, K), segment, stages=range(K), seed=0)
+    contexts = {}
+    for k, delay in enumerate(Pipeline(chosen, K).delays):
+        stage = SymbolicStage(k, k == K - 1, k == K - 1 or chosen.spec.local_losses, delay)
+        contexts[k] = StageContext(
+            stage, receivers={}, senders={}, loss_grads=[f"share {b}" for b in range(num_micro_batches)]
+        )
+    for k in range(K - 1):
+        for what, source, to in (("act", k, k + 1), ("grad", k + 1, k), ("go", k + 1, k), ("label", k, k + 1)):
+            contexts[source].senders[what] = contexts[to].receivers[what] = Queue()
+    contexts[0].senders["target"] = contexts[K - 1].receivers["target"] = Queue()
+    contexts[0].batches = iter([(f"input {b}", f"target {b}") for b in range(num_micro_batches)])
+    for k, context in contexts.items():
+        context.open(work[k], training=True)
+    engine.run(replay([work[k].actions for k in range(K)], pick_next=pick_next), contexts)
+    for context in contexts.values():
+        assert not context.stage.in_flight, "the stash is empty at the end"
+        assert all(not end.waiting for end in (*context.receivers.values(), *context.senders.values()))
+        assert not context.buffer
+    return [contexts[k].stage.weights for k in range(K)]
+
+
+def test_ten_thousand_random_interleavings_give_the_same_values():
+    cases = [(2, 2, [2, 2, 1]), (3, 1, [1] * 6), (4, 3, [3, 3, 1]), (5, 2, [2, 2])]
+    for K, M, group_sizes in cases:
+        adl = method("adl", accumulation_steps=M)
+        expected = final_weights(adl, K, group_sizes, at_random(0))
+        for seed in range(2500):
+            assert final_weights(adl, K, group_sizes, at_random(seed)) == expected, f"K={K} {group_sizes} seed={seed}"
+
+
+OTHERS = [(name, {}) for name in METHODS if name != "adl"] + [
+    ("gpipe", {"recompute": "except_last"}),
+    ("adl", {"weights": "recompute"}),
+    ("adl", {"order": "backward_first"}),
+    ("dsp", {"activation_queue": 2}),
+    ("dgl", {"buffer_size": 3, "stage_speeds": [1, 0.5, 2, 1]}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), OTHERS, ids=[" ".join([n, *map(str, o.values())]) for n, o in OTHERS])
+def test_every_method_gives_the_same_values_in_300_random_interleavings(name, options):
+    chosen = method(name, **{"accumulation_steps": 3, **options})
+    expected = final_weights(chosen, 4, [3, 3, 3, 1], at_random(0))
+    for seed in range(300):
+        assert final_weights(chosen, 4, [3, 3, 3, 1], at_random(seed)) == expected, f"seed={seed}"
+
+
+@settings(max_examples=200)
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 5), st.data())
+def test_any_interleaving_that_hypothesis_finds_gives_the_same_values(K, M, num_groups, data):
+    adl, sizes = method("adl", accumulation_steps=M), [M] * (num_groups - 1) + [data.draw(st.integers(1, M))]
+    got = final_weights(adl, K, sizes, lambda runnable: data.draw(st.sampled_from(list(runnable))))
+    assert got == final_weights(adl, K, sizes, at_random(0))
+
+
+# --- One stage, by hand ------------------------------------------------------------------------------------
+
+
+def conv_stage(weights, *, frozen=False):
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(2, 3, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(3, 2, 3, padding=1, bias=False)
+    ).double()
+    module.requires_grad_(not frozen)
+    return Stage(
+        module,
+        index=1,
+        is_last=False,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
+        weights=weights,
+    )
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+def test_a_delayed_backward_uses_the_weights_of_its_policy(weights):
+    """Two convolutions differentiated by hand: old activations, and W of the forward (stash) or of now (latest)."""
+    stage = conv_stage(weights)
+    generator = torch.Generator().manual_seed(1)
+    x = [torch.randn(2, 2, 5, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
+    dy = [torch.randn(2, 2, 5, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
+    stage.begin(0, training=True)
+
+    first, _, second = stage.module
+    old = [first.weight.detach().clone(), second.weight.detach().clone()]
+    for b in range(3):
+        stage.forward(b, (x[b],), None)
+    stage.backward(0, (dy[0],))
+    stage.update()
+    new = [p.detach().clone() for p in stage.module.parameters()]
+    assert not torch.equal(old[1], new[1])
+    (dx,) = stage.backward(1, (dy[1],))
+    got = [g for g in (p.grad for p in stage.module.parameters()) if g is not None]
+
+    h = torch.conv2d(x[1], old[0], padding=1)  # what the forward saw, whatever the policy
+    used = old[1] if weights == "stash" else new[1]
+    dh = torch.nn.grad.conv2d_input(h.shape, used, dy[1], padding=1) * (h > 0)
+    expected_dx = torch.nn.grad.conv2d_input(x[1].shape, old[0] if weights == "stash" else new[0], dh, padding=1)
+    expected = [
+        torch.nn.grad.conv2d_weight(x[1], old[0].shape, dh, padding=1),
+        torch.nn.grad.conv2d_weight(h.relu(), old[1].shape, dy[1], padding=1),
+    ]
+    torch.testing.assert_close(dx, expected_dx, rtol=1e-12, atol=1e-12)
+
+    # The gradients are applied to the newest weights, whichever tensors they were collected on.
+    stage.update()
+    for p, w, g in zip(stage.module.parameters(), new, expected, strict=True):
+        torch.testing.assert_close(p.detach(), w - 0.5 * g, rtol=1e-12, atol=1e-12)
+    assert weights == "stash" or len(got) == 2
+
+
+def test_without_a_policy_autograd_refuses_the_delayed_backward():
+    """The reason why policies exist; it would vanish unseen if torch changed."""
+    stage = conv_stage("stash")
+    stage.begin(0, training=True)
+    x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
+    stage.forward(0, (x,), None)
+    for p in stage.module.parameters():
+        p.grad = torch.ones_like(p)
+    stage.optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stage.backward(0, (x,))
+
+
+def note(versions, stage):
+    weight = stage.module[0].weight
+    if not any(ref() is weight for ref in versions.values()):
+        versions[len(versions)] = weakref.ref(weight)
+
+
+@pytest.mark.parametrize(("K", "M"), [(4, 1), (4, 2), (4, 4), (3, 3)])
+def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive_beside_the_present_one(K, M):
+    delay = Pipeline(method("adl", accumulation_steps=M), K).delays[0]
+    stage = conv_stage("stash")
+    stage.begin(0, training=True)
+    x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
+    versions, most = {}, 0  # by identity: tensors do not compare
+    for tick in range(6 * delay):
+        note(versions, stage)
+        stage.forward(tick, (x,), None)
+        if tick >= delay:
+            stage.backward(tick - delay, (x,))
+            if (tick - delay + 1) % M == 0:
+                stage.update()
+                note(versions, stage)
+        most = max(most, sum(ref() is not None for ref in versions.values()))
+    assert most == math.ceil(delay / M) + 1
+
+
+def test_nothing_is_copied_where_nothing_is_in_flight_at_an_update():
+    stage = conv_stage("stash")
+    stage.begin(0, training=True)
+    before = list(stage.module.parameters())
+    x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
+    for b in range(3):
+        stage.forward(b, (x,), None)
+        stage.backward(b, (x,))
+        stage.update()
+    assert all(a is b for a, b in zip(before, stage.module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
+def test_a_stage_whose_parameters_are_all_frozen_is_updated_too(weights):
+    """Nothing of it changes, but micro-batches in flight hold its version."""
+    stage = conv_stage(weights, frozen=True)
+    before = [p.clone() for p in stage.module.parameters()]
+    stage.begin(0, training=True)
+    x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
+    for b in range(2):
+        stage.forward(b, (x,), None)
+    stage.backward(0, (x,))
+    stage.update()
+    stage.backward(1, (x,))
+    stage.update()
+    assert stage.version == 2
+    assert all(map(torch.equal, before, stage.module.parameters()))
+
+
+def test_what_went_downstream_is_not_kept_for_the_backward():
+    """No operator wants the output of a last convolution again; only the graph behind it is."""
+    stage = conv_stage("stash")
+    stage.begin(0, training=True)
+    outs = []
+    stage.module[2].register_forward_hook(lambda module, given, out: outs.append(weakref.ref(out)))
+    x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
+    stage.forward(0, (x,), None)
+    assert [ref() for ref in outs] == [None]
+    stage.backward(0, (x,))
+    assert all(p.grad is not None for p in stage.module.parameters())
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+def test_a_segment_that_was_broken_off_leaves_no_gradient_to_the_next(weights):
+    def updated(stage):
+        stage.begin(0, training=True)
+        stage.forward(0, (x,), None)
+        stage.backward(0, (x,))
+        stage.update()
+        return [p.detach().clone() for p in stage.module.parameters()]
+
+    x = torch.ones(1, 2, 5, 5, dtype=torch.float64)
+    broken_off, fresh = conv_stage(weights), conv_stage(weights)
+    broken_off.begin(0, training=True)
+    for b in range(3):
+        broken_off.forward(b, (x,), None)
+    broken_off.backward(0, (x,))
+    broken_off.update()
+    broken_off.backward(1, (x,))  # on the version before
+    fresh.module.load_state_dict(broken_off.module.state_dict())
+    assert all(map(torch.equal, updated(broken_off), updated(fresh)))
+
+
+def test_dropout_is_a_function_of_seed_epoch_stage_and_micro_batch_alone():
+    def masks(seed, epoch, index):
+        stage = Stage(
+            nn.Dropout(0.5),
+            index=index,
+            is_last=False,
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            seed=seed,
+        )
+        stage.begin(epoch, training=True)
+        return [stage.forward(b, (torch.ones(1, 64),), None)[0] for b in range(2)]
+
+    reference = masks(0, 0, 1)
+    torch.rand(5)  # what others draw in between does not matter
+    assert all(torch.equal(a, b) for a, b in zip(masks(0, 0, 1), reference, strict=True))
+    for other in (masks(1, 0, 1), masks(0, 1, 1), masks(0, 0, 2)):
+        assert not torch.equal(other[0], reference[0])
+    assert not torch.equal(reference[0], reference[1])
+
+
+def test_a_module_that_starts_in_place_leaves_the_tensor_that_came_in_alone():
+    module, spec = nn.Sequential(nn.ReLU(inplace=True)), Specs.always([TensorSpec((2,), "float32")])
+    found = dry_run(module, 1, spec, None, nn.CrossEntropyLoss(), torch.device("cpu"))
+    stage = Stage(
+        module,
+        index=1,
+        is_last=False,
+        overwrites=found.overwrites,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
+    stage.begin(0, training=True)
+    x = torch.tensor([[-1.0, 2.0]])
+    (out,) = stage.forward(0, (x,), None)
+    (dx,) = stage.backward(0, (torch.ones(1, 2),))
+    assert torch.equal(x, torch.tensor([[-1.0, 2.0]]))
+    assert torch.equal(out, torch.tensor([[0.0, 2.0]]))
+    assert torch.equal(dx, torch.tensor([[0.0, 1.0]]))
+
+
+def test_a_parameter_used_twice_within_a_stage_stays_one_parameter():
+    shared = nn.Linear(3, 3, bias=False).double()
+    stage = Stage(
+        nn.Sequential(shared, nn.Tanh(), shared),
+        index=1,
+        is_last=False,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    )
+    stage.begin(0, training=True)
+    x = torch.ones(2, 3, dtype=torch.float64)
+    stage.forward(0, (x,), None)
+    stage.forward(1, (x,), None)
+    stage.backward(0, (x,))
+    stage.update()
+    assert stage.module[0].weight is stage.module[2].weight
+    assert len(list(stage.module.parameters())) == 1
+    assert next(iter(stage.optimizer.state)) is stage.module[0].weight

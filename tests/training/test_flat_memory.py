@@ -1,0 +1,80 @@
+"""A long run holds no more at its end than in its middle. Skipped unless asked for: `make test-long`."""
+
+import os
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import adl_dist
+from adl_dist import engine
+from adl_dist.schedule import Op, Pipeline, max_pending_of
+from tests.support.ranks import run_ranks
+from tests.support.toys import FixedImages, batch_norm_net
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+NUM_MICRO_BATCHES, M, MICRO_BATCH, K = 20_000, 4, 2, 2
+EVERY = 100  # micro-batches
+# KiB of resident memory per 1,000 micro-batches. A list that gets a number for each of them would take 40.
+MOST_GROWTH = 16.0
+
+
+class Repeated(Dataset):
+    def __init__(self, num_samples):
+        self.images, self.num_samples = FixedImages(64), num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        return self.images[index % 64]
+
+
+def train_and_watch(run_dir, epochs):
+    """Returns resident KiB at every ``EVERY``-th micro-batch, and the most sends that were under way on one edge."""
+    resident, pending = [], [0]
+    page, step = resource.getpagesize() // 1024, engine.step
+
+    def watched(action, context):
+        step(action, context)
+        if action.op is Op.BACKWARD and action.number % EVERY == 0:
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * page)
+        pending[0] = max(pending[0], *(len(sender._pending) for sender in context.senders.values()))
+
+    engine.step = watched
+    trainer = adl_dist.Trainer(
+        batch_norm_net(),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        method=adl_dist.method("adl", accumulation_steps=M),
+        num_stages=K,
+        threads=1,
+    )
+    trainer.fit(
+        Repeated(NUM_MICRO_BATCHES * MICRO_BATCH // epochs),
+        epochs=epochs,
+        batch_size=M * MICRO_BATCH,
+        run_dir=run_dir,
+        quiet=True,
+        tensorboard=False,
+        checkpoint_every_epochs=0,
+    )
+    return resident, pending[0]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads resident memory from Linux's /proc")
+@pytest.mark.parametrize("epochs", [1, 10])
+def test_20000_micro_batches_take_no_more_memory_than_10000(epochs, tmp_path, record_property):
+    for k, (resident, pending) in enumerate(run_ranks(K, train_and_watch, tmp_path, epochs, timeout_seconds=800)):
+        assert len(resident) == NUM_MICRO_BATCHES // EVERY
+        second_half = resident[len(resident) // 2 :]
+        slope, _ = np.polyfit(np.arange(len(second_half)) * EVERY / 1000, second_half, 1)
+        told = f"stage {k}, {epochs} epochs: {slope:+.2f} KiB per 1,000 micro-batches, at the end {resident[-1]:,} KiB"
+        record_property("measured", f"{told}, at most {pending} sends under way on one edge")
+        assert slope < MOST_GROWTH, (told, second_half)
+        assert pending <= max(max_pending_of(Pipeline(adl_dist.method("adl", accumulation_steps=M), K)).values())

@@ -1,0 +1,307 @@
+"""What a run of each method measures, keeps and saves, against what its schedule predicts."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.schedule import METHODS, Op, Pipeline, figures, method
+from adl_dist.schedule.replay import downstream_first
+from tests.support.runs import BALANCE, sgd, warm_up_schedule
+from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.tuples import tuple_net
+
+K = 4
+VARIANTS = [
+    *((name, {}) for name in METHODS),
+    ("adl", {"weights": "recompute"}),
+    ("adl", {"weights": "latest"}),
+    ("adl", {"delay": "minimal"}),
+    ("adl", {"order": "backward_first"}),
+    ("adl", {"lr_index": "slot", "lr_factors": [2.0, 1.0, 1.0, 0.5]}),
+    ("gpipe", {"recompute": "except_last"}),
+    ("dsp", {"activation_queue": 2}),
+    ("dgl", {"head": "linear", "buffer_size": 3}),
+]
+
+
+def told(variant):
+    name, options = variant
+    return " ".join([name, *map(str, options.values())])
+
+
+def trainer_of(name, options, M, K=K):
+    return adl_dist.Trainer(
+        batch_norm_net(dropout=0.2),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        method=method(name, accumulation_steps=M, **options),
+        num_stages=K,
+        balance=BALANCE[K],
+        lr_schedule=warm_up_schedule,
+    )
+
+
+@pytest.mark.parametrize("M", [3, 4])
+@pytest.mark.parametrize("variant", VARIANTS, ids=told)
+def test_recorded_staleness_is_the_predicted_one_for_every_micro_batch(variant, M, tmp_path):
+    name, options = variant
+    N = 26
+    trainer_of(name, options, M).fit(
+        FixedImages(N * 2), epochs=1, batch_size=2 * M, run_dir=tmp_path, quiet=True, tensorboard=False
+    )
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    chosen = method(name, accumulation_steps=M, **options)
+    for k in range(K):
+        groups = [r for r in records if r["name"] == "stage/staleness" and r["stage"] == k]
+        assert len(groups) == -(-N // M), "every stage makes ceil(N / M) updates"
+        got = [value for r in groups for value in r["by_offset"]]
+        assert got == [Pipeline(chosen, K).staleness(k, b) for b in range(N)]
+
+
+class Watching:
+    """Looks at what the stages hold between any two actions of a run in one process."""
+
+    def __init__(self, trainer):
+        self.trainer, self.contexts = trainer, {}
+        self.most = {k: [0, 0, 0] for k in range(K)}
+
+    def __call__(self, runnable):
+        for k, context in self.contexts.items():
+            kept = context.stage.in_flight.values()
+            graphs = sum(m.ends is not None for m in kept)
+            inputs = sum(m.ends is None for m in kept) + len(context.buffer)
+            now = graphs, inputs, context.stage._policy.num_copies if context.stage._policy else 0
+            self.most[k] = [max(pair) for pair in zip(self.most[k], now, strict=True)]
+        return downstream_first(runnable)
+
+
+@pytest.mark.parametrize("M", [1, 2, 4])
+@pytest.mark.parametrize("variant", VARIANTS, ids=told)
+def test_graphs_inputs_and_weight_copies_held_are_those_that_the_schedule_predicts(variant, M, monkeypatch):
+    """Memory follows from these three (2(K-1-k)+1 graphs and ceil(d/M) copies of the weights for ADL)."""
+    name, options = variant
+    if name == "2bw" and M < K - 1:
+        pytest.skip("2bw needs M of at least the delay of stage 0")
+    trainer = trainer_of(name, options, M)
+    watching = Watching(trainer)
+    from adl_dist.training import wiring
+
+    make = wiring.local_contexts
+    monkeypatch.setattr(
+        wiring, "local_contexts", lambda *a, **o: watching.contexts.update(make(*a, **o)) or watching.contexts
+    )
+    trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, pick_next=watching, quiet=True)
+    chosen = method(name, accumulation_steps=M, **options)
+    for figure in figures(Pipeline(chosen, K), num_micro_batches=24):
+        expected = [figure.graphs, figure.inputs, figure.weight_copies]
+        assert watching.most[figure.stage] == expected, f"stage {figure.stage}"
+
+
+class Alive:
+    """Counts the bytes that autograd keeps for backwards, parameters aside."""
+
+    def __init__(self, parameters):
+        self.skip = {p.untyped_storage().data_ptr() for p in parameters}
+        self.count, self.bytes, self.most = {}, 0, 0
+
+    def pack(self, tensor):
+        return StageFootprint(self, tensor)
+
+
+class StageFootprint:
+    def __init__(self, alive, tensor):
+        self.alive, self.tensor = alive, tensor
+        self.key = tensor.untyped_storage().data_ptr()
+        if self.key in alive.skip:
+            return
+        if alive.count.setdefault(self.key, 0) == 0:
+            alive.bytes += tensor.untyped_storage().nbytes()
+            alive.most = max(alive.most, alive.bytes)
+        alive.count[self.key] += 1
+
+    def __del__(self):
+        if self.key in self.alive.skip:
+            return
+        self.alive.count[self.key] -= 1
+        if self.alive.count[self.key] == 0:
+            self.alive.bytes -= self.tensor.untyped_storage().nbytes()
+
+
+def activation_bytes(name, M, *, batch, stage, **options):
+    """The most bytes that the graphs of one stage hold at a time."""
+    from adl_dist.schedule import actions_of_all
+    from adl_dist.stage import Stage
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+    made = Stage(
+        module,
+        index=1,
+        is_last=False,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+        weights=method(name, accumulation_steps=M, **options).weights,
+    )
+    made.begin(0, training=True)
+    alive = Alive(module.parameters())
+    x = torch.ones(batch // M, 16)
+    lists = actions_of_all(Pipeline(method(name, accumulation_steps=M, **options), K), num_micro_batches=8 * M)
+    with torch.autograd.graph.saved_tensors_hooks(alive.pack, lambda held: held.tensor):
+        for op, number in lists[stage]:
+            if op in (Op.FORWARD, Op.FORWARD_ONLY):
+                made.forward(number, (x.clone(),), None, keep_graph=op is Op.FORWARD)
+            elif op is Op.RECOMPUTE:
+                made.recompute(number)
+            elif op is Op.BACKWARD:
+                made.backward(number, (torch.ones(batch // M, 16),))
+    return alive.most
+
+
+@pytest.mark.parametrize("stage", range(K - 1))
+def test_activation_memory_is_2_k_minus_1_minus_k_plus_1_over_m_of_a_batch(stage):
+    """ADL at K = M = 4: 1.75, 1.25, 0.75 of what BP keeps of a whole batch; M divides memory, too."""
+    whole = activation_bytes("bp", 1, batch=64, stage=stage)
+    share = (2 * (K - 1 - stage) + 1) / 4
+    assert activation_bytes("adl", 4, batch=64, stage=stage, weights="latest") == pytest.approx(share * whole, rel=0.02)
+    recomputed = activation_bytes("adl", 4, batch=64, stage=stage, weights="recompute")
+    assert recomputed == pytest.approx(whole / 4, rel=0.02), "one graph at a time"
+
+
+class Unplugged(FixedImages):
+    """Data that are gone after so many samples."""
+
+    def __init__(self, num_samples, *, after):
+        super().__init__(num_samples)
+        self.left = after
+
+    def __getitem__(self, index):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("unplugged")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=told)
+def test_a_run_that_is_resumed_ends_in_the_same_bits(variant, tmp_path):
+    name, options = variant
+
+    def fit(data, run_dir):
+        trainer = trainer_of(name, options, 3)
+        trainer.fit(data, epochs=3, batch_size=9, run_dir=run_dir, quiet=True, tensorboard=False)
+        return trainer.full_state_dict()
+
+    expected = fit(FixedImages(29), tmp_path / "straight")
+    with pytest.raises(Exception, match="unplugged"):
+        fit(Unplugged(29, after=40), tmp_path / "resumed")  # in the second epoch
+    got = fit(FixedImages(29), tmp_path / "resumed")
+    for tensor_name in expected:
+        assert torch.equal(got[tensor_name], expected[tensor_name]), tensor_name
+
+
+def test_heads_are_saved_but_are_no_part_of_the_model(tmp_path):
+    trainer = trainer_of("dgl", {}, 2)
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, quiet=True, tensorboard=False)
+    assert trainer.full_state_dict().keys() == batch_norm_net().state_dict().keys()
+    from torch.distributed.checkpoint import FileSystemReader
+
+    (path,) = (tmp_path / "checkpoints").glob("update-*")
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    assert any(key.startswith("head0:") for key in stored)
+    assert any(key.startswith("optimizer.head0:") for key in stored)
+    plain = trainer_of("adl", {}, 2)
+    plain.load_checkpoint(path)  # of whatever method
+    assert torch.equal(plain.full_state_dict()["1.conv.weight"], trainer.full_state_dict()["1.conv.weight"])
+
+
+def test_a_micro_batch_of_one_sample_is_refused_by_heads_that_normalise_samples():
+    with pytest.raises(ConfigError, match=r"single sample.*method.head=mlp_sr.*choose another train.batch_size"):
+        trainer_of("dgl", {}, 1).fit(FixedImages(17), epochs=1, batch_size=8, quiet=True)
+    trainer_of("dgl", {"head": "linear"}, 1).fit(FixedImages(17), epochs=1, batch_size=8, quiet=True)
+
+
+def test_local_losses_are_recorded_of_each_stage_but_the_last(tmp_path):
+    trainer = trainer_of("dgl", {"head": "linear"}, 2)
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, quiet=True, tensorboard=False)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {r["stage"] for r in records if r["name"] == "stage/local_loss"} == {0, 1, 2}
+    assert {r["stage"] for r in records if r["name"] == "train/loss"} == {3}
+
+
+def test_a_head_needs_one_tensor_of_images_or_features_and_a_model_with_classes():
+    def fit(model, data, loss_fn=None):
+        trainer = adl_dist.Trainer(
+            model, loss_fn=loss_fn or nn.CrossEntropyLoss(), optimizer=sgd, method=method("dgl"), num_stages=2
+        )
+        trainer.fit(data, epochs=1, batch_size=8, quiet=True)
+
+    with pytest.raises(ConfigError, match=r"stage 0 sends on.*found \['B', 3, 6, 6\], \['B', 4\], \['B'\]"):
+        fit(tuple_net(), FixedImages(16))
+    pixels = [(torch.zeros(2, 6, 6), torch.zeros(6, 6, dtype=torch.long)) for _ in range(16)]
+    with pytest.raises(ConfigError, match=r"needs a model that returns \[B, classes\]"):
+        fit(nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 1)), pixels)
+
+
+def test_a_loss_belongs_to_the_update_that_its_micro_batch_enters_also_with_a_delay_on_the_last_stage(tmp_path):
+    trainer = trainer_of("adl", {"delay": [4, 3]}, 2, K=2)
+    trainer.fit(FixedImages(24), epochs=1, batch_size=4, run_dir=tmp_path, quiet=True, tensorboard=False)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [(r["update"], r["num_samples"]) for r in records if r["name"] == "train/loss"]
+    assert losses == [(update, 4) for update in range(6)]
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest", "2bw"])
+def test_after_an_error_the_module_holds_the_weights_that_the_optimizer_steps(weights):
+    trainer = trainer_of("adl", {"weights": weights, "delay": "minimal"}, 3, K=3)
+    made = []
+    make = trainer._job.optimizer
+    trainer._job = replace(trainer._job, optimizer=lambda p: made.append(make(p)) or made[-1])
+    with pytest.raises(Exception, match="unplugged"):
+        trainer.fit(Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, quiet=True)
+    stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
+    assert {id(p) for module in trainer._job.partitioned.modules.values() for p in module.parameters()} <= stepped
+
+
+def test_a_stage_without_parameters_has_a_head_of_the_runs_dtype():
+    trainer = adl_dist.Trainer(
+        nn.Sequential(nn.Flatten(), nn.Linear(72, 5)),
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        method=method("dgl", head="linear"),
+        num_stages=2,
+        dtype=torch.float64,
+    )
+    trainer.fit(FixedImages(8, dtype=torch.float64), epochs=1, batch_size=4, quiet=True)
+
+
+def test_convolving_heads_want_images_and_similarities_want_classes():
+    def fit(head, targets, loss_fn):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5))
+        trainer = adl_dist.Trainer(model, loss_fn=loss_fn, optimizer=sgd, method=method("dgl", head=head), num_stages=2)
+        data = [(torch.ones(2, 6, 6), target) for target in targets]
+        trainer.fit(data, epochs=1, batch_size=4, quiet=True)
+
+    with pytest.raises(
+        ConfigError, match=r"method.head=cnn convolves images, but stage 0 sends on features \['B', 72\]"
+    ):
+        fit("cnn", [0] * 8, nn.CrossEntropyLoss())
+    with pytest.raises(ConfigError, match=r"method.head=predsim compares samples by their class, but the targets are"):
+        fit("predsim", [torch.full((5,), 0.2)] * 8, nn.CrossEntropyLoss())
+    fit("predsim", [0, 1, 2, -100] * 2, nn.CrossEntropyLoss())
+
+
+def test_local_losses_of_another_cut_are_refused_by_name(tmp_path):
+    def fit(K, epochs):
+        trainer = trainer_of("dgl", {"head": "linear"}, 2, K=K)
+        config = {"the": "same"}
+        trainer.fit(
+            FixedImages(16), epochs=epochs, batch_size=8, run_dir=tmp_path, quiet=True, tensorboard=False, config=config
+        )
+
+    fit(2, 1)
+    with pytest.raises(CheckpointError, match=r"holds local losses of another cut or head \(head1:"):
+        fit(3, 2)

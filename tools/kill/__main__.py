@@ -1,0 +1,116 @@
+"""Kills a process of 100 training runs and writes a table: ``python -m tools.kill``. Linux only; about an hour.
+
+Every run trains a small network on digits as two to four processes, is killed once at a moment drawn by the seed, and
+is started again: by its launcher, or by the same command. In the end its weights, optimizer state and records must be
+those of a run that was not killed, to the bit, and no process, socket or temporary file may be left.
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tools.kill.deck import AGAIN, OURS, TOLD, TORCHRUN, draw
+from tools.kill.run import NUM_EPOCHS, UPDATES_PER_EPOCH, Outcome, kill, undisturbed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Kill; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.kill", description=__doc__)
+    parser.add_argument("--kills", type=int, default=100, help="how many runs to kill")
+    parser.add_argument("--seed", type=int, default=0, help="of who is killed and when")
+    parser.add_argument("--only", type=int, nargs="+", help="do the killings of these numbers alone")
+    parser.add_argument("--out", type=Path, help="write the table there too")
+    chosen = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the run under way
+    folder = Path(tempfile.mkdtemp(prefix="adl-dist-kills-"))
+    plain = {(starter, 2): undisturbed(folder / f"{starter}-2", starter, 2) for starter in ("adl-dist", "torchrun")}
+    killings = draw(
+        chosen.kills,
+        seed=chosen.seed,
+        num_updates=NUM_EPOCHS * UPDATES_PER_EPOCH,
+        updates_per_epoch=UPDATES_PER_EPOCH,
+        start_seconds=plain["adl-dist", 2][1],
+    )
+    outcomes: list[Outcome] = []
+    lost: list[float] = []
+    for number, killing in enumerate(killings):
+        if chosen.only and number not in chosen.only:
+            continue
+        key = killing.starter, killing.num_stages
+        if key not in plain:
+            plain[key] = undisturbed(folder / f"{key[0]}-{key[1]}", *key)
+        expected, _, seconds = plain[key]
+        while (outcome := kill(killing, folder / f"{number}", expected)) is None:
+            print(f"{number}: {killing}: too late, once more and earlier", flush=True)
+            shutil.rmtree(folder / f"{number}")
+            assert killing.update is not None
+            earlier = max(killing.update - UPDATES_PER_EPOCH, killing.update % UPDATES_PER_EPOCH)
+            killing = replace(killing, update=earlier)
+        outcomes.append(outcome)
+        lost.append(outcome.seconds - seconds)
+        where = ", in mid-save" if outcome.was_saving else ""
+        print(f"{number}: {killing}{where}: {outcome.wrong or 'identical'}; {lost[-1]:.1f} s lost", flush=True)
+        if outcome.wrong:
+            print(f"    see {outcome.folder}; python -m tools.kill --seed {chosen.seed} --only {number}", flush=True)
+        else:
+            shutil.rmtree(outcome.folder)
+    text = report(outcomes, lost, seed=chosen.seed)
+    print(f"\n{text}")
+    if chosen.out is not None:
+        chosen.out.write_text(text)
+    if any(outcome.wrong for outcome in outcomes):
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+def report(outcomes: Sequence[Outcome], lost: Sequence[float], *, seed: int) -> str:
+    """The table, in Markdown."""
+    cells: dict[tuple[str, str], list[tuple[bool, float]]] = defaultdict(list)
+    for outcome, seconds in zip(outcomes, lost, strict=True):
+        cells[outcome.killing.kind, outcome.killing.restart].append((not outcome.wrong, seconds))
+    ways = (OURS, TORCHRUN, AGAIN)
+    lines = [
+        "# Killed runs",
+        "",
+        f"`make test-kill` (`python -m tools.kill --kills {len(outcomes)} --seed {seed}`), {platform.system()}, "
+        f"{os.cpu_count()} cores, torch {torch.__version__}. Each run trains ResNet-8 on digits, {NUM_EPOCHS} epochs "
+        f"of {UPDATES_PER_EPOCH} updates, as 2 to 4 processes. It is killed once and started again. Identical: in the "
+        "end its weights, optimizer state and records equal those of a run that was not killed, to the bit, and no "
+        "process, socket or temporary file is left (but the temporary folder of torchrun).",
+        "",
+        "Cells: identical of killed, and the mean seconds that a kill cost: the whole run with its restart, less a run "
+        "that was not killed.",
+        "",
+        f"| killed | {' | '.join(f'started again by {way}' for way in ways)} |",
+        f"|---|{'---|' * len(ways)}",
+    ]
+    for kind, told in TOLD.items():
+        shown = []
+        for way in ways:
+            done = cells[kind, way]
+            mean = statistics.mean(seconds for _, seconds in done) if done else 0.0
+            shown.append(f"{sum(same for same, _ in done)} of {len(done)}, {mean:.1f} s" if done else "")
+        lines.append(f"| {told} | {' | '.join(shown)} |")
+    identical = sum(not outcome.wrong for outcome in outcomes)
+    saving = [outcome for outcome in outcomes if outcome.killing.kind == "while saving"]
+    hit = sum(outcome.was_saving for outcome in saving)
+    said = (
+        f"{identical} of {len(outcomes)} identical. {hit} of {len(saving)} that were to be killed while a checkpoint "
+    )
+    return "\n".join([*lines, "", f"{said}is written left it half written.", ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

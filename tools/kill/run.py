@@ -1,0 +1,163 @@
+"""One run on digits that is killed once, started again, and compared with a run that was not."""
+
+import signal
+import stat
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from adl_dist.checkpoint import layout
+from tests.checkpoint.test_resume import Uninterrupted, left_in_tmp, newest
+from tests.support.kill import ADL_DIST, Command
+from tools.kill.deck import OURS, TORCHRUN, Killing, Starter
+from tools.kill.slow_saves import SLOW
+
+NUM_EPOCHS, UPDATES_PER_EPOCH = 12, 5  # of 150 digits in updates of 32
+TIMEOUT_SECONDS = 20.0  # of a message; the processes of one machine also start within it
+MOST_SECONDS = 180.0  # for one command, from its start to its end
+# For what is left of a killed run to see that and end. torch's agent would wait 30 s for a rank that is stopped.
+GONE_SECONDS = 40.0
+# Of a run with a process that is stopped. A machine with other work to do must not take that long for one action.
+STALL_SECONDS, ABORT_SECONDS = 3.0, 10.0
+WORDS = (
+    "model=resnet8",
+    "data._target_=tools.kill.slow_saves.digits",
+    "data.in_channels=1",
+    f"train.epochs={NUM_EPOCHS}",
+    "train.batch_size=32",
+    "optimizer=adamw",
+    "lr_schedule=multistep",
+    "lr_schedule.milestones=[4,8]",
+    "runtime.tensorboard=false",
+    "runtime.threads=1",
+    f"runtime.timeout_seconds={TIMEOUT_SECONDS:g}",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a killed run.
+
+    Attributes:
+        killing: what was done to it.
+        wrong: what is not as it should be; nothing if all is.
+        was_saving: whether a checkpoint was half written when it was killed.
+        seconds: from its first start to its end, all that was between included.
+        folder: what it left.
+    """
+
+    killing: Killing
+    wrong: str
+    was_saving: bool
+    seconds: float
+    folder: Path
+
+
+def start(
+    starter: Starter, num_stages: int, restarts: int = 0, *, aborts: bool = False
+) -> tuple[Sequence[str], Sequence[str]]:
+    """What stands before ``train``, and what after it; ``aborts``: soon after nothing moves any more."""
+    words = [*WORDS, f"partition.num_stages={num_stages}"]
+    if aborts:
+        words += [f"runtime.stall_seconds={STALL_SECONDS:g}", f"runtime.abort_seconds={ABORT_SECONDS:g}"]
+    if starter == "adl-dist":
+        return ADL_DIST, [*words, f"runtime.max_restarts={restarts}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_stages}"]
+    return [*torchrun, f"--max-restarts={restarts}", "-m", "adl_dist"], words
+
+
+def undisturbed(folder: Path, starter: Starter, num_stages: int) -> tuple[Uninterrupted, float, float]:
+    """Run without disturbance; also tell how long it took to the first update, and to the end."""
+    folder.mkdir()
+    before, words = start(starter, num_stages)
+    began = time.monotonic()
+    with Command(words, folder=folder, start=before) as run:
+        run.wait_for_update(0, seconds=MOST_SECONDS)
+        first = time.monotonic() - began
+        assert run.finish(seconds=MOST_SECONDS) == 0, run.err
+    return Uninterrupted(folder / "run"), first, time.monotonic() - began
+
+
+def kill(killing: Killing, folder: Path, expected: Uninterrupted) -> Outcome | None:
+    """Start a run in ``folder``, kill it, start it again if nobody else does, and look at what is left.
+
+    Returns:
+        None: it ended before it could be killed.
+    """
+    folder.mkdir()
+    restarts = 1 if killing.restart in (OURS, TORCHRUN) else 0
+    before, words = start(killing.starter, killing.num_stages, restarts, aborts=killing.kind == "stopped")
+    began = time.monotonic()
+    wrong, code, was_saving = "", 0, False
+    left: list[str] = []
+    try:
+        with Command(words, folder=folder, start=before) as run:
+            try:
+                _wait_for_the_moment(run, killing)
+                run.send(signal.SIGSTOP if killing.kind == "stopped" else signal.SIGKILL, rank=killing.rank)
+                was_saving = any((run.run_dir / "checkpoints").glob(".saving-*"))
+                (folder / SLOW).unlink(missing_ok=True)
+            except (AssertionError, StopIteration):
+                if not run.processes():
+                    return None
+                raise
+            if restarts:
+                code = run.finish(seconds=MOST_SECONDS)
+                left += _processes(run)  # before they are killed at the end of this block
+            else:
+                run.wait_until_gone(seconds=GONE_SECONDS)
+        if not restarts:
+            with Command(words, folder=folder, start=before) as run:
+                code = run.finish(seconds=MOST_SECONDS)
+                left += _processes(run)
+        if code:
+            wrong = f"exit code {code}: {run.err[-500:]}"
+    except AssertionError as error:
+        wrong = f"{error}"
+    seconds = time.monotonic() - began
+    if not wrong:
+        wrong = ", ".join([*left, *_left_behind(run, killing)]) or _differences(expected, folder / "run")
+    return Outcome(killing=killing, wrong=wrong, was_saving=was_saving, seconds=seconds, folder=folder)
+
+
+def _wait_for_the_moment(run: Command, killing: Killing) -> None:
+    if killing.kind == "while saving":
+        assert killing.update is not None
+        folder, update = run.run_dir / "checkpoints", killing.update + 1
+        the_one = [layout.place(folder, update), folder / f".saving-{update:08d}"]
+        if update > UPDATES_PER_EPOCH:
+            earlier = layout.place(folder, update - UPDATES_PER_EPOCH)
+            run.wait_for(earlier.name, lambda: any(path.exists() for path in [earlier, *the_one]), seconds=MOST_SECONDS)
+        (run.run_dir.parent / SLOW).touch()
+        run.wait_for("a save", lambda: any(path.exists() for path in the_one), seconds=MOST_SECONDS)
+        time.sleep(killing.seconds)
+        return
+    if killing.update is not None:
+        run.wait_for_update(killing.update, seconds=MOST_SECONDS)
+    run.wait_for("its ranks", lambda: killing.rank is None or killing.rank in run.processes().values())
+    time.sleep(killing.seconds)
+
+
+def _left_behind(run: Command, killing: Killing) -> list[str]:
+    """Sockets and temporary files that should not be there."""
+    everything = [*run.run_dir.rglob("*"), *run.temporary.rglob("*")]
+    left = [f"socket {path}" for path in everything if stat.S_ISSOCK(path.lstat().st_mode)]
+    left += [f"{place}/{path.name}" for place in ("", "checkpoints") for path in (run.run_dir / place).glob(".*")]
+    # torchrun itself leaves the folder of its logs, killed or not.
+    left += [name for name in left_in_tmp(run) if killing.starter == "adl-dist" or name.startswith("adl-dist")]
+    return left
+
+
+def _processes(run: Command) -> list[str]:
+    """Those that should have ended before their launcher."""
+    return [f"process {pid} of rank {rank}" for pid, rank in run.processes().items()]
+
+
+def _differences(expected: Uninterrupted, run_dir: Path) -> str:
+    try:
+        expected.assert_equal_to(run_dir)
+    except AssertionError as error:
+        return f"not the weights or records of the undisturbed run ({newest(run_dir).name}): {str(error)[:300]}"
+    return ""
