@@ -29,7 +29,7 @@ from adl_dist.control.messages import (
 from adl_dist.control.requests import Ask, Request, Requests
 from adl_dist.control.totals import RunTotals
 from adl_dist.errors import DivergedError, SaveError, StageFailed
-from adl_dist.monitor.chrome_trace import TRACE, merge_parts
+from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.schedule.run_plan import Plan
 
@@ -116,7 +116,7 @@ class Coordinator:
             self._saving.saver.take_part(part)
 
     def _train(self) -> Summary:
-        started, origin = time.monotonic(), time.perf_counter()
+        started, origin = time.monotonic(), Instant.now()
         try:
             self._resume()
             stopped = None
@@ -301,7 +301,7 @@ class Coordinator:
             )
         return path
 
-    def _write_trace(self, run_dir: Path, origin: float) -> None:
+    def _write_trace(self, run_dir: Path, origin: Instant) -> None:
         results = [dict(result.part) for result in self._workers.call(Trace(str(run_dir), origin), TraceResult)]
         try:
             path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})

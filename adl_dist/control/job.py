@@ -81,7 +81,7 @@ class Job:
             AdlError: this one did, or the coordinator.
         """
         endpoint, world = self._plane.endpoint, self._plane.world
-        supervisor = Supervisor(self._plane, worker.beacon, self._timeouts, run_dir=self._run_dir, policy=policy)
+        supervisor = Supervisor(self._plane, worker.activity, self._timeouts, run_dir=self._run_dir, policy=policy)
         worker.stop, endpoint.on_part = endpoint.stop, policy.take_part
         if stops_early and world.rank == COORDINATOR_RANK:
             endpoint.stop.is_wanted = lambda: self.requests.any_open

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adl_dist.errors import StageFailed
+from adl_dist.monitor.trace import Instant
 from adl_dist.schedule import Segment
 
 Record = dict[str, Any]  # one line of metrics.jsonl
@@ -45,10 +46,10 @@ class Save:
 
 @dataclass(frozen=True)
 class Trace:
-    """The command to write this process's part of the trace; ``origin``: time 0, on the clock of rank 0."""
+    """The command to write this process's part of the trace; ``origin``: time 0, taken on rank 0."""
 
     run_dir: str
-    origin: float
+    origin: Instant
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceResult:
-    """One stage's part of the trace; ``part`` is what :func:`~adl_dist.monitor.chrome_trace.write_part` returned."""
+    """One stage's part of the trace; ``part`` is what :func:`~adl_dist.monitor.trace.write_part` returned."""
 
     stage: int
     part: Mapping[str, Any]

@@ -11,7 +11,7 @@ from adl_dist.control.messages import Failure, Report
 from adl_dist.control.rpc import ControlPlane
 from adl_dist.control.run_socket import LiveControl
 from adl_dist.distributed.world import COORDINATOR_RANK
-from adl_dist.monitor.activity import ActivityRecorder
+from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.heartbeat import HeartbeatMonitor
 from adl_dist.monitor.status import CoordinatorStatus, RankStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
@@ -28,7 +28,7 @@ class Supervisor:
     def __init__(
         self,
         plane: ControlPlane,
-        recorder: ActivityRecorder,
+        activity: ActivityLog,
         timeouts: WatchdogTimeouts,
         *,
         run_dir: Path | None,
@@ -38,17 +38,17 @@ class Supervisor:
 
         Args:
             plane: this process's way to the others.
-            recorder: what this process does.
+            activity: what this process does.
             timeouts: how long nothing may move.
             run_dir: where the run's socket is; None: nowhere.
             policy: the coordinator.
         """
-        self._plane, self._policy, self._recorder, self._timeouts = plane, policy, recorder, timeouts
+        self._plane, self._policy, self._activity, self._timeouts = plane, policy, activity, timeouts
         self.group: TrackedGroup | None = None
         self._watchdog = Watchdog(
             plane.world.size,
             plane,
-            recorder,
+            activity,
             self._coordination,
             timeouts,
             on_gone=self._report_gone,
@@ -62,7 +62,7 @@ class Supervisor:
     def running(self) -> Iterator[None]:
         """Supervise while inside."""
         heartbeat, world = self._plane.endpoint.heartbeat, self._plane.world
-        heartbeat.activate(self._recorder)
+        heartbeat.activate(self._activity)
         if world.rank != COORDINATOR_RANK:
             monitor = HeartbeatMonitor(heartbeat, world.rank, self._timeouts)
             monitor.start()

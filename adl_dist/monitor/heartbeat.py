@@ -7,10 +7,10 @@ import time
 from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.distributed.rpc_errors import PeerError, PeerGoneError
 from adl_dist.distributed.world import launched_world_size
-from adl_dist.monitor.activity import ActivityRecorder, kill
+from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.diagnosis import GONE, cause_of
 from adl_dist.monitor.shutdown import end, exit_deadline, log_bounded, print_bounded
-from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus
+from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus, kill, process_status
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 
 ANSWER_SECONDS = 0.8  # the limit for one answer, which takes a few milliseconds
@@ -22,25 +22,25 @@ class Heartbeat:
     """The answers of one process to the watchdog on rank 0, and when that has asked last."""
 
     def __init__(self) -> None:
-        self._recorder = ActivityRecorder(launched_world_size() or 1)  # until the stages are built
+        self._activity = ActivityLog(launched_world_size() or 1)  # until the stages are built
         self._asked_at = time.monotonic()
         self._asker: ProcessStatus | None = None
 
     def answer(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
         """Return what this process does now; ``asker``: rank 0."""
         self._asked_at, self._asker = time.monotonic(), asker
-        return self._recorder.tell(closely=closely)
+        return process_status(self._activity, closely=closely)
 
-    def activate(self, recorder: ActivityRecorder) -> None:
-        """Let ``recorder`` answer from now on. Rank 0 may have asked before, and its name is kept."""
-        recorder.activate()
-        self._recorder, self._asked_at = recorder, time.monotonic()
+    def activate(self, activity: ActivityLog) -> None:
+        """Let ``activity`` answer from now on. Rank 0 may have asked before, and its name is kept."""
+        activity.activate()
+        self._activity, self._asked_at = activity, time.monotonic()
 
     def deactivate(self) -> None:
         """Answer no more for a job that is over, nor keep its tensors alive."""
-        idle = ActivityRecorder(launched_world_size() or 1)
+        idle = ActivityLog(launched_world_size() or 1)
         idle.activate()
-        self._recorder = idle
+        self._activity = idle
 
     def silent_since(self, began: float) -> float:
         """Return for how many seconds rank 0 has not asked, counted from ``began`` at the earliest."""

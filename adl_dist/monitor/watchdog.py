@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS
 from adl_dist.distributed.rpc_errors import PeerError
-from adl_dist.monitor.activity import ActivityRecorder, kill
+from adl_dist.monitor.activity import FAILED, ActivityLog
 from adl_dist.monitor.diagnosis import GONE, cause_of, picture
 from adl_dist.monitor.heartbeat import ANSWER_SECONDS, LOOKS_PER_STALL, MAX_INTERVAL_SECONDS, state_of_silent
 from adl_dist.monitor.shutdown import PRINT_SECONDS, end, exit_deadline, log_bounded, print_bounded, run_bounded
-from adl_dist.monitor.status import FAILED, CoordinatorStatus, ProcessStatus, RankStatus
+from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus, kill, process_status
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 
 AGAIN_SECONDS = 0.2  # the limit for an answer of a process that has not answered before
@@ -46,7 +46,7 @@ class Watchdog:
         self,
         num_processes: int,
         peers: Peers,
-        recorder: ActivityRecorder,
+        activity: ActivityLog,
         coordination: Callable[..., CoordinatorStatus],
         timeouts: WatchdogTimeouts,
         *,
@@ -58,13 +58,13 @@ class Watchdog:
         Args:
             num_processes: how many there are, this one included.
             peers: the others.
-            recorder: what this process does.
+            activity: what this process does.
             coordination: returns what the coordinator does; ``closely=True``: also where in its program.
             timeouts: how long nothing may move.
             on_gone: takes the rank of a process that is gone, and a line that names it.
             on_end: called right before the job is ended.
         """
-        self._peers, self._recorder, self._coordination = peers, recorder, coordination
+        self._peers, self._activity, self._coordination = peers, activity, coordination
         self._timeouts, self._on_gone, self._on_end = timeouts, on_gone, on_end
         self._interval = min(MAX_INTERVAL_SECONDS, timeouts.stall_seconds / LOOKS_PER_STALL)
         self._over = threading.Event()
@@ -111,7 +111,7 @@ class Watchdog:
         return cause.text if cause.rank is not None else None
 
     def _ask(self, closely: bool) -> dict[int, ProcessStatus | PeerError]:
-        own = self._recorder.tell(closely=closely)
+        own = process_status(self._activity, closely=closely)
         limits = {
             rank: AGAIN_SECONDS if known.silent_seconds else ANSWER_SECONDS
             for rank, known in self._ranks.items()

@@ -34,7 +34,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.launch import signals
 from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
-from adl_dist.monitor.trace import Tracer
+from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.report import Progress, Recorder
 from adl_dist.schedule import Method, Pipeline, downstream_first, forget_actions
 from adl_dist.schedule.run_plan import Plan, check_lengths
@@ -333,7 +333,7 @@ class Trainer:
                 trace=trace,
             )
         self._schedule_learning_rates(worker, plan, store)
-        worker.tracer = Tracer(world) if trace else None
+        worker.activity.keep_events(MOST_EVENTS if trace else 0)
         worker.meter = MemoryMeter.of(pipeline, world.device) if memory else None
         drain_changes_result = not pipeline.drain_is_exact
         # Where draining changes the result and checkpoints are planned, a stop waits for the next one.

@@ -12,7 +12,7 @@ import pytest
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
-from adl_dist.monitor.activity import ActivityRecorder
+from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.heartbeat import Heartbeat, HeartbeatMonitor
 from adl_dist.monitor.status import ProcessStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
@@ -116,7 +116,7 @@ def test_a_rank_0_that_is_gone_is_known_by_name_to_those_it_has_asked():
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
         asker = ProcessStatus(host="node", pid=rank_0.pid, machine=machine(), start_time=start_time(rank_0.pid))
         answers.answer(asker, closely=False)
-        answers.activate(ActivityRecorder(1))  # rank 0 may begin to ask before this process is there to be asked
+        answers.activate(ActivityLog(1))  # rank 0 may begin to ask before this process is there to be asked
         assert answers.rank0_status() is None
         rank_0.kill()
     assert answers.rank0_status() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"

@@ -10,7 +10,7 @@ import pytest
 from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
-from adl_dist.monitor.activity import ActivityRecorder
+from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.status import CoordinatorStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.watchdog import Watchdog
@@ -111,7 +111,7 @@ def test_a_doctor_that_an_error_befalls_says_so_once_and_goes_on(caplog):
 
     nothing = dict.fromkeys(("on_gone", "on_end"), lambda *_: None)
     timeouts = WatchdogTimeouts(stall_seconds=0.1, abort_seconds=None)
-    doctor = Watchdog(1, Alone(), ActivityRecorder(1), coordination, timeouts, **nothing)
+    doctor = Watchdog(1, Alone(), ActivityLog(1), coordination, timeouts, **nothing)
     doctor.start()
     began = time.monotonic()
     while len(looks) < 6 and time.monotonic() - began < 10:

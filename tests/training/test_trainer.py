@@ -181,10 +181,10 @@ def test_the_callers_random_stream_and_threads_are_left_alone():
 def test_a_run_keeps_one_tensor_for_equal_loss_weights_and_afterwards_no_stage(monkeypatch):
     stages, weights, run = [], [], engine.run
 
-    def seen(order, contexts):
+    def seen(order, contexts, *rest):
         stages.extend(weakref.ref(context.stage) for context in contexts.values())
         weights.append([id(weight) for weight in contexts[1].loss_grads])
-        run(order, contexts)
+        run(order, contexts, *rest)
 
     monkeypatch.setattr(engine, "run", seen)
     trainer_of(2, M=2).fit(FixedImages(2 * 2 * 10 + 1), epochs=1, batch_size=4, quiet=True)
@@ -205,9 +205,9 @@ def test_a_run_that_fails_keeps_no_stage_alive_either(monkeypatch):
 
     stages, run = [], engine.run
 
-    def seen(order, contexts):
+    def seen(order, contexts, *rest):
         stages.extend(weakref.ref(context.stage) for context in contexts.values())
-        run(order, contexts)
+        run(order, contexts, *rest)
 
     monkeypatch.setattr(engine, "run", seen)
     with pytest.raises(OSError, match="gone"):
