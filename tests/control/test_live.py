@@ -343,7 +343,7 @@ def test_memory_is_told_of_the_gpu_of_the_process_whichever_thread_asks(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("package", "place"), [("torch", "local/test_live.py:"), ("torchvision", "torchvision/ops.py:1 in hang")]
+    ("package", "place"), [("torch", "control/test_live.py:"), ("torchvision", "torchvision/ops.py:1 in hang")]
 )
 def test_where_a_thread_hangs_is_told_by_its_innermost_line_that_is_not_torchs(package, place):
     begun, over, of_package = threading.Event(), threading.Event(), {}
