@@ -39,7 +39,7 @@ logger.addHandler(logging.NullHandler())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 2 the user can mend it, 1 a peer or we failed, 75 stopped, 130 interrupted."""
+    """Run one command and exit: 0 done, 2 the user can fix it, 1 a peer or we failed, 75 stopped, 130 interrupted."""
     ending: list[int] = []
     if arguments is None:
         atexit.register(_end_without_clearing_up, ending)  # first, so that it comes after what others register
@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Read when torch is loaded: its networking layers narrate, with stack traces, what they also raise.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())  # as `python -m adl_dist` does: the user's _target_ lies beside the command
+        sys.path.insert(
+            0, os.getcwd()
+        )  # as `python -m adl_dist` does: the user's _target_ lies where the command is called
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
     _flush()
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _end_without_clearing_up(code: Sequence[int]) -> None:
     """End a process that is done: for Python to take torch's modules apart costs a third of what loading them has."""
-    if code:  # else it ends by an error of our own, which is Python's to tell
+    if code:  # else it ends by an error of our own, which Python prints
         logging.shutdown()
         _flush()
         os._exit(code[0])
@@ -71,7 +73,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more, and Python itself would fail over it at its end
+        except (OSError, ValueError):  # its reader is gone, and Python itself would fail over it at its end
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

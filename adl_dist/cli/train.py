@@ -141,7 +141,7 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
         tell(
             sys.stderr,
             f"adl-dist: stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}; saved "
-            f"{stopped['checkpoint']}; the same command goes on{note if stopped['drain_changed_result'] else ''}\n",
+            f"{stopped['checkpoint']}; the same command resumes it{note if stopped['drain_changed_result'] else ''}\n",
         )
     if launched_world_size() is None:
         raise SystemExit(parent_process.STOPPED_CODE)
