@@ -1,7 +1,7 @@
 """The processes of one run: who they are and how they reach each other.
 
 Rank k is stage k. The data plane is gloo or NCCL point-to-point (transport/), the control plane is RPC
-(control.py); both meet through one store (meeting.py). Once all are connected nobody else is let in.
+(control/rpc.py); both meet through one store (rendezvous.py). Once all are connected, new connections are dropped.
 """
 
 import atexit
@@ -120,7 +120,7 @@ def check_world_size(num_stages: int, *, processes: bool) -> None:
     """Refuse a number of processes that does not fit the number of stages.
 
     Raises:
-        ConfigError: with both ways to mend it.
+        ConfigError: with both ways to fix it.
     """
     started = launched_world_size()
     expected = num_stages if processes else 1
@@ -172,7 +172,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = choose_device(device_type)
     choose_interface(size=size)
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # who connects when he has something to say finds the door shut
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # connect eagerly: after start-up new connections are dropped
     end_with_torchrun()  # the command line has done so long ago, a user's own script has not
     try:
         meeting = Rendezvous(rank, size, timeout)

@@ -55,7 +55,7 @@ def launch_local(
     os.environ[LAUNCH_ID] = uuid.uuid4().hex
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks rendezvous in their folder
     handlers = {number: signal.getsignal(number) for number in (*ENDING, *STOPPING)}
-    stopping = _Stopping(passes_stops_on)
+    stopping = StopHandler(passes_stops_on)
     for number in STOPPING:
         if handlers[number] != signal.SIG_IGN:  # as a shell sets SIGINT for a job in the background
             signal.signal(number, stopping.handle)
@@ -84,8 +84,8 @@ def launch_local(
             os.environ.pop(name, None)
 
 
-class _Stopping:
-    """The launcher's handler of SIGTERM, SIGINT and SIGUSR1.
+class StopHandler:
+    """The handler of SIGTERM, SIGINT and SIGUSR1 in the launcher.
 
     The first goes to rank 0 if that listens; ranks have sessions of their own, so a Ctrl-C at the terminal reaches the
     launcher alone. Otherwise, and at the second, the agent is made to end its ranks at once.
@@ -98,6 +98,7 @@ class _Stopping:
         self.ended_by: signal.Signals | None = None
 
     def handle(self, number: int, frame: object) -> None:
+        """Ask rank 0 to stop, or end the ranks by SignalException; called by Python's signal module."""
         name = signal.Signals(number)
         if self._passes_on and not self._escalation.ends_with(number):
             if self._reaches_rank_0(name):
@@ -117,7 +118,7 @@ class _Stopping:
         return True
 
 
-def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: _Stopping) -> bool:
+def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: StopHandler) -> bool:
     """Run them once; return whether they were asked to stop and did."""
     # A folder for each attempt, or the ranks would read the addresses of their dead predecessors.
     with launch_folder() as folder:

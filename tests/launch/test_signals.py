@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from adl_dist.launch import signals
-from adl_dist.launch.local import _Stopping
+from adl_dist.launch.local import StopHandler
 from adl_dist.launch.signals import SignalEscalation, signal_handler
 
 # The main thread is busy in C for a while and runs no Python, as when it waits for a message of a peer.
@@ -90,7 +90,7 @@ def test_no_room_for_temporary_files_keeps_no_stop_from_rank_0(tmp_path, monkeyp
 
     before, asked = signal.getsignal(signal.SIGUSR1), []
     monkeypatch.setenv("ADL_DIST_RENDEZVOUS", str(tmp_path))
-    stopping = _Stopping(passes_on=True)  # of the launcher
+    stopping = StopHandler(passes_on=True)  # of the launcher
     stopping.folder = tmp_path
     with signal_handler(lambda name: not asked.append(name)):
         monkeypatch.setattr(Path, "write_text", full)
