@@ -5,15 +5,15 @@ AdlError
 ├── PartitionError    the model cannot be cut as asked
 ├── DataError         a dataset is missing, empty, too small, or holds what the loss cannot take
 ├── CheckpointError   a checkpoint or run folder is damaged, foreign or would be overwritten
-│   └── UnusableError    this checkpoint cannot be gone on from, an older one perhaps can
+│   └── UnusableError    a run cannot resume from this checkpoint, perhaps from an older one
 ├── SaveError         the last checkpoint of a run could not be written
 ├── DivergedError     a loss or a gradient is not finite
 ├── ScheduleError     a list of actions cannot be carried out (a bug, never the user's fault)
 ├── ChannelError      a peer sent something else, too late, or nothing at all
 └── StageFailed       another process failed
 
-ConfigError to CheckpointError and DivergedError are the user's to mend and end a command with exit code 2. A
-ChannelError is a victim: its cause is in the peer's own log.
+ConfigError to CheckpointError and DivergedError are the user's to fix and end a command with exit code 2. The cause of
+a ChannelError is in the peer's own log.
 """
 
 import logging
@@ -24,7 +24,7 @@ class AdlError(Exception):
     """Base of every error raised on purpose.
 
     Attributes:
-        exit_code: what the process exits with when nobody catches the error.
+        exit_code: exit code of the process if the error is not caught.
     """
 
     exit_code = 2
@@ -47,7 +47,7 @@ class CheckpointError(AdlError, RuntimeError):
 
 
 class UnusableError(CheckpointError):
-    """A checkpoint is damaged or of another model; an older one beside it may be good."""
+    """A checkpoint is damaged or of another model; an older one may be good."""
 
 
 class SaveError(AdlError, RuntimeError):

@@ -30,7 +30,7 @@ def stream_seed(seed: int, purpose: str, *indices: int) -> int:
 
 
 def stream_seeds(seed: int, purpose: str, *indices: int, last: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint64]:
-    """What :func:`stream_seed` returns for many streams that differ in their last index alone, much faster.
+    """Return :func:`stream_seed` for many streams that differ in their last index alone, much faster.
 
     Args:
         seed: the run's seed, >= 0.
@@ -77,7 +77,7 @@ def _number_of(purpose: str) -> int:
 
 
 def _words(number: int) -> list[int]:
-    """Of 32 bits, the lowest first, as SeedSequence takes numbers apart."""
+    """Split a number into words of 32 bits, the lowest first, as SeedSequence does."""
     if number < 1 << 32:
         return [number]
     return [number & 0xFFFFFFFF, *_words(number >> 32)]

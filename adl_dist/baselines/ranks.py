@@ -1,4 +1,4 @@
-"""The processes of a baseline, joined as torch's own examples do it."""
+"""The processes of a baseline, joined as in torch's own examples."""
 
 import datetime
 from collections.abc import Iterator
@@ -9,25 +9,30 @@ import torch.distributed as dist
 
 
 @contextmanager
-def joined(rank: int, size: int, *, device: torch.device, rendezvous: str, timeout_seconds: float) -> Iterator[None]:
-    """Join the other ranks, and leave them at the end; after an error without waiting for anybody.
+def joined(
+    rank: int, size: int, *, device: torch.device, timeout_seconds: float, rendezvous: str = "env://"
+) -> Iterator[None]:
+    """Join the other ranks and leave them at the end; after an error without waiting for them.
 
     Args:
-        rank: of this process.
-        size: K.
-        device: of this rank; NCCL connects GPUs if each rank has one of its own, gloo all else.
-        rendezvous: ``file:///PATH``, or ``env://`` with MASTER_ADDR and MASTER_PORT.
-        timeout_seconds: of one operation.
+        rank: this process's rank.
+        size: K; 1: there is nothing to join.
+        device: this rank's device; NCCL connects GPUs if each rank has one of its own, gloo everything else.
+        timeout_seconds: the longest that one operation may take.
+        rendezvous: ``env://`` with MASTER_ADDR and MASTER_PORT, or ``file:///PATH``.
     """
-    own_gpu = device.type == "cuda" and torch.cuda.device_count() >= size
+    if size == 1:
+        yield
+        return
+    has_gpu = device.type == "cuda" and torch.cuda.device_count() >= size
     dist.init_process_group(
-        "nccl" if own_gpu else "gloo",
+        "nccl" if has_gpu else "gloo",
         init_method=rendezvous,
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=timeout_seconds),
-        device_id=device if own_gpu else None,
+        device_id=device if has_gpu else None,
     )
     yield
-    dist.barrier(device_ids=[device.index] if own_gpu else None)
+    dist.barrier(device_ids=[device.index] if has_gpu else None)
     dist.destroy_process_group()

@@ -85,12 +85,12 @@ def synthetic(
     """Made-up images that can be learnt: a smooth pattern of the class plus as much noise.
 
     Args:
-        num_samples: of the training dataset.
-        num_validation: of the validation dataset.
+        num_samples: samples of the training dataset.
+        num_validation: samples of the validation dataset.
         num_classes: sample i is of class i mod num_classes.
-        in_channels: of an image.
+        in_channels: channels of an image.
         image_size: height and width in pixels.
-        seed: of patterns and noise, not of the run.
+        seed: the seed of patterns and noise, not the run's.
 
     Raises:
         ConfigError: a count below 1.
@@ -176,13 +176,13 @@ def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: 
             raise DataError(
                 f"{name} could not be downloaded to {folder}: {one_line(error)}; check network and disk, or {by_hand}"
             ) from error
-        found = "files are missing or damaged" if (folder / kind.base_folder).is_dir() else "nothing was found"
+        state = "files are missing or damaged" if (folder / kind.base_folder).is_dir() else "nothing was found"
         raise DataError(
-            f"{name}: expected its files in {folder / kind.base_folder}, but {found}; fetch them with "
+            f"{name}: expected its files in {folder / kind.base_folder}, but {state}; fetch them with "
             f"data.download=true, say where they are with data.root=FOLDER, or {by_hand}"
         ) from error
 
 
 def one_line(error: BaseException) -> str:
-    """What ``error`` says, without its line breaks."""
+    """Return the message of ``error`` without its line breaks."""
     return " ".join(str(error).split()) or type(error).__name__

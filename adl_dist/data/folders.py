@@ -30,19 +30,19 @@ def imagefolder(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> Datasets:
-    """Images in ``root/train/<class>/`` and ``root/val/<class>/`` (or ``root/test/<class>/``).
+    """Open the images in ``root/train/<class>/`` and ``root/val/<class>/`` (or ``root/test/<class>/``).
 
     Up to 64 pixels, the shorter side of an image is resized to ``image_size``. Training pads by an eighth, crops and
     flips; validation crops the centre. Above, training crops a random part, resizes it and flips; validation resizes
     the shorter side to 256/224 of ``image_size`` and crops the centre.
 
     Args:
-        root: holds the two folders, with the same classes.
+        root: the folder of the two folders, which hold the same classes.
         augment: False: training images are transformed like validation images.
         image_size: height and width in pixels.
         cache: keep images in memory as they are before anything random happens to them. Of use with
             ``data.num_workers=0`` only: workers end with their epoch, and forget.
-        mean: of red, green and blue, in [0, 1]. None: CIFAR-10's up to 64 pixels, ImageNet's above.
+        mean: means of red, green and blue, in [0, 1]. None: CIFAR-10's up to 64 pixels, ImageNet's above.
         std: standard deviations; given if and only if ``mean`` is.
 
     Raises:
@@ -61,18 +61,18 @@ def imagenet(
     """ImageNet-1k (ILSVRC 2012): 1,281,167 and 50,000 colour images, in ``root/train/n*/`` and ``root/val/n*/``.
 
     These are the folders that people have, and those that torchvision's ImageNet unpacks. That class itself would
-    want the devkit's archive beside them, only to name the classes. Class indices are the same: folders by name.
+    want the devkit's archive next to them, only to name the classes. Class indices are the same: folders by name.
     Transforms and statistics are those of :func:`imagefolder` above 64 pixels, whatever the ``image_size``.
 
     Args:
-        root: holds ``train`` and ``val``.
-        augment: as for :func:`imagefolder`.
+        root: the folder that holds ``train`` and ``val``.
+        augment: see :func:`imagefolder`.
         image_size: height and width in pixels.
-        num_classes: how many there must be. One folder that was not unpacked would shift the classes behind it.
+        num_classes: the expected number. One folder that was not unpacked would shift the classes after it.
 
     Raises:
         ConfigError: ``image_size`` out of range.
-        DataError: as :func:`imagefolder`, and when there are more or fewer classes.
+        DataError: see :func:`imagefolder`; or there are more or fewer classes.
     """
     folder = Path(root).expanduser().absolute()
     try:
@@ -112,11 +112,11 @@ def _open(
         ]
     except FileNotFoundError as error:
         raise DataError(f"{train.parent}: expected images in one folder for each class: {one_line(error)}") from error
-    found = len(datasets[0].classes)
-    if num_classes is not None and found != num_classes:
+    num_found = len(datasets[0].classes)
+    if num_classes is not None and num_found != num_classes:
         raise DataError(
-            f"{train}: expected a folder for each of {num_classes} classes, found {found}; unpack the rest, or set "
-            f"data.num_classes={found} if these are all"
+            f"{train}: expected a folder for each of {num_classes} classes, found {num_found}; unpack the rest, or set "
+            f"data.num_classes={num_found} if these are all"
         )
     if datasets[0].classes != datasets[1].classes:
         odd = sorted(set(datasets[0].classes) ^ set(datasets[1].classes))

@@ -30,7 +30,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], sizes: Sequence[int]) -> Rows | None:
-    """The micro-batches of a ``TensorDataset`` of two plain tensors on the CPU, or of a ``Subset`` of one.
+    """Return the micro-batches of a ``TensorDataset`` of two plain CPU tensors, or of a ``Subset`` of one.
 
     Args:
         dataset: any.
@@ -38,8 +38,8 @@ def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], sizes: Sequence[int
         sizes: samples of each micro-batch, n in all.
 
     Returns:
-        None for any other dataset, also of a class derived from these, which may do with its samples what it likes; and
-        where a subset's indices are no places counted from 0, so that they mean, or raise, what they do one by one.
+        None for any other dataset, also of a class derived from these, which may treat its samples in its own way; and
+        where a subset's indices are not places counted from 0, whose meaning, or error, is that of one by one.
     """
     subsets: list[Any] = []
     while type(dataset) is Subset:
@@ -63,7 +63,7 @@ def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], sizes: Sequence[int
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether rows taken at once are what they are one by one, in the same memory format."""
+    """Return whether rows taken at once equal rows taken one by one, in the same memory format."""
     if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
     return not tensor.is_nested and not tensor.is_quantized and tensor.is_contiguous()

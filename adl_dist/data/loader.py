@@ -30,13 +30,13 @@ _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order in which ``epoch`` visits the samples: a permutation of its own, or as they lie."""
+    """Return the order in which ``epoch`` visits the samples: a permutation of its own, or 0 to n-1."""
     order: list[int] = _order(num_samples, seed=seed, epoch=epoch, shuffle=shuffle).tolist()
     return order
 
 
 def _order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
-    # An array, here and for the seeds: as numbers of Python's, a million samples take a tenth of a gigabyte.
+    # An array, here and for the seeds: as Python numbers a million samples take a tenth of a gigabyte.
     if not shuffle:
         return np.arange(num_samples)
     generator = torch.Generator().manual_seed(stream_seed(seed, "order", epoch))
@@ -44,29 +44,29 @@ def _order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray
 
 
 def check_dataset(dataset: object, *, name: str, min_samples: int) -> None:
-    """Refuse what cannot be trained on.
+    """Refuse a dataset that cannot be trained on.
 
     Args:
-        dataset: what the user handed over.
+        dataset: the user's dataset.
         name: ``train`` or ``validation``, for the message.
         min_samples: fewest samples that make sense, for example those of one update.
 
     Raises:
         DataError: not a map-style dataset, empty, or smaller than ``min_samples``.
     """
-    found = type(dataset).__name__
+    kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
             f"{name} dataset: expected a map-style torch Dataset of (input, target), with __len__ and __getitem__, got "
-            f"{found}; samples are visited by index, so that any number of stages sees the same ones: wrap it in such "
+            f"{kind}; samples are visited by index, so that any number of stages sees the same ones: wrap it in such "
             "a class"
         )
     size = len(dataset)
     if size == 0:
-        raise DataError(f"{name} dataset: expected samples, but {found} is empty; check data.root and the split")
+        raise DataError(f"{name} dataset: expected samples, but {kind} is empty; check data.root and the split")
     if size < min_samples:
         raise DataError(
-            f"{name} dataset: expected at least {min_samples} samples, but {found} has {size}; use a larger dataset or "
+            f"{name} dataset: expected at least {min_samples} samples, but {kind} has {size}; use a larger dataset or "
             f"train.batch_size={size} or less"
         )
 
@@ -79,7 +79,7 @@ class Loader:
     number of workers, any micro-batch sizes and after any resume. The process's own streams stay where they are. A
     ``TensorDataset`` of two tensors on the CPU, or a ``Subset`` of one, draws nothing and is spared this.
 
-    Workers import the user's script anew, as all of Python's spawned processes do, so a script that uses them needs
+    Workers import the user's script again, as all of Python's spawned processes do, so a script that uses them needs
     ``if __name__ == "__main__":``.
     """
 
@@ -96,12 +96,12 @@ class Loader:
 
     @property
     def num_samples(self) -> int:
-        """Of the dataset."""
+        """The number of samples of the dataset."""
         return len(self._dataset)  # type: ignore[arg-type]
 
     @property
     def num_workers(self) -> int:
-        """Processes that load; 0: the caller's own."""
+        """The number of processes that load; 0: the caller's own."""
         return self._num_workers
 
     def batches(
@@ -114,14 +114,14 @@ class Loader:
         Args:
             epoch: e, counted from 0 over the run.
             sizes: samples in each micro-batch; samples beyond their sum are not visited.
-            first_sample: where in the epoch's order to begin.
+            first_sample: the place in the epoch's order to begin at.
 
         Yields:
             (input [size, ...], target [size, ...]) on the CPU, stacked from the samples' own dtypes and shapes; a
             Python float becomes torch's default dtype.
 
         Raises:
-            DataError: ``sizes`` ask for more samples than there are, a sample is no pair of tensors or numbers, or
+            DataError: ``sizes`` ask for more samples than there are, a sample is not a pair of tensors or numbers, or
                 two samples of a micro-batch differ in shape or dtype. What the dataset itself raises passes through.
         """
         order = self._visited(epoch, sizes, first_sample)
@@ -142,7 +142,7 @@ class Loader:
                 pin_memory=self._pin_memory,
                 multiprocessing_context=_worker_context() if num_workers else None,
                 worker_init_fn=partial(_begin_worker, self._cores),
-                # Its draws seed the workers, which seed anew for each sample. Without it they would come from the
+                # Its draws seed the workers, which seed again for each sample. Without it they would come from the
                 # process's global stream and move it.
                 generator=torch.Generator().manual_seed(0),
             )
@@ -211,7 +211,7 @@ def _loaded(micro_batch: "tuple[Tensor, Tensor] | DataError") -> tuple[Tensor, T
 
 def _worker_context() -> BaseContext:
     # Not fork: this process runs threads of RPC and gloo, and a fork copies the locks that they hold but not the
-    # threads that would release them. The server is clean, and imports once what each worker would import anew.
+    # threads that would release them. The server is clean, and imports once what each worker would import.
     context = multiprocessing.get_context("forkserver")
     used = [name for name in ("torchvision.transforms.v2",) if name in sys.modules]
     context.set_forkserver_preload(["__main__", __name__, *used])
@@ -248,9 +248,9 @@ def _begin_worker(cores: set[int] | None, worker: int) -> None:
 
 def _as_pair(sample: Any, index: int) -> tuple[Tensor, Tensor]:
     if not isinstance(sample, tuple | list) or len(sample) != 2:
-        found = f"{type(sample).__name__} of {len(sample)}" if isinstance(sample, tuple | list) else _type_name(sample)
+        kind = f"{type(sample).__name__} of {len(sample)}" if isinstance(sample, tuple | list) else _type_name(sample)
         raise DataError(
-            f"sample {index}: expected a pair (input, target), got {found}; let the dataset's __getitem__ return two "
+            f"sample {index}: expected a pair (input, target), got {kind}; let the dataset's __getitem__ return two "
             "values"
         )
     input_, target = sample

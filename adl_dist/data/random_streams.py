@@ -30,7 +30,7 @@ def streams_restored() -> Iterator[None]:
 def gaussian_kept() -> Iterator[None]:
     """Leave numpy the second half of a pair of Gaussians, which it drops when its generator is changed.
 
-    Unless somebody has drawn meanwhile: then it would come in the wrong place.
+    Unless another one has drawn meanwhile: then it would come in the wrong place.
     """
     before = np.random.get_state(legacy=False)
     try:

@@ -1,4 +1,4 @@
-"""What becomes of an image, in torchvision's transforms v2: first its geometry, then float32 and the statistics."""
+"""The transforms of an image, by torchvision's v2: first its geometry, then float32 and the statistics."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where a process computes, and what carries its messages then."""
+"""The device of a process, and the backend of its messages."""
 
 import os
 
@@ -7,19 +7,19 @@ import torch.distributed as dist
 
 from adl_dist.errors import ConfigError
 
-# A receive that was posted ahead is a kernel that waits on the GPU for its peer, beside the stage's own work.
+# A receive that was posted ahead is a kernel that waits on the GPU for its peer, next to the stage's own work.
 FOR_EARLY_RECEIVES = {
     # Up to five communicators share a GPU; NCCL then wants them launched in one order, that of the host program.
     "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
     # Thread blocks of one transfer: what waits occupies that many multiprocessors.
     "NCCL_MAX_CTAS": "4",
-    # Hardware queues. With fewer than streams, two streams share one, and work behind a receive that waits would wait.
+    # Hardware queues. With fewer than streams, two streams share one, and work after a receive that waits would wait.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
 
 
 def choose_device(device_type: str) -> torch.device:
-    """The device of this process: ``cpu``, or the GPU with the number of the local rank.
+    """Return the device of this process: ``cpu``, or the GPU with the number of the local rank.
 
     Raises:
         ConfigError: CUDA is asked for and there is none.

@@ -1,4 +1,4 @@
-"""Which network interface a run uses: loopback on one node, one that is named or found on several."""
+"""The choice of a run's network interface: loopback on one node; on several a named one, or the one towards rank 0."""
 
 import fcntl
 import os
@@ -14,10 +14,10 @@ SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 def choose_interface(*, size: int) -> None:
-    """Have everything that this process will listen on be on one interface; a user's own choice stands.
+    """Choose one interface for every socket that this process will listen on; the user's choice stands.
 
     On one node that is loopback: nothing has to be reachable from outside. On several it is the interface by which this
-    node reaches ``MASTER_ADDR``, not the one to whose address the node's own name resolves, which on many is loopback.
+    node reaches ``MASTER_ADDR``, not the one that the node's own name resolves to, which is often loopback.
 
     Args:
         size: number of processes of the run.
@@ -35,7 +35,7 @@ def choose_interface(*, size: int) -> None:
 
 
 def is_one_node(size: int) -> bool:
-    """Whether all processes of the run are on this node, as far as their launcher has told."""
+    """Return whether all processes of the run are on this node, by the variables of their launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size
 
 
@@ -43,7 +43,7 @@ def check_named_interfaces() -> None:
     """Refuse names of interfaces that are not there; gloo would say that it finds no address for an empty name.
 
     Raises:
-        ConfigError: with those that there are.
+        ConfigError: an unknown name; the message lists the known ones.
     """
     here = [name for _, name in socket.if_nameindex()]
     for variable in (GLOO, RPC):
@@ -56,17 +56,17 @@ def check_named_interfaces() -> None:
 
 
 def named_interface() -> str | None:
-    """The one that the user has named for gloo, or for RPC."""
+    """Return the interface that the user has named for gloo, or for RPC."""
     return next((names[0] for variable in (GLOO, RPC) if (names := _names(variable))), None)
 
 
 def loopback() -> str | None:
-    """The loopback interface; None where it has an unknown name."""
+    """Return the loopback interface; None where it has an unknown name."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def address_of(interface: str) -> str | None:
-    """Its IPv4 address; None if it has none, or where the system is not asked like that."""
+    """Return the IPv4 address of ``interface``; None if it has none, or not on Linux."""
     if sys.platform != "linux":
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -78,35 +78,35 @@ def address_of(interface: str) -> str | None:
 
 
 def address_of_host(host: str) -> tuple[socket.AddressFamily, str]:
-    """What ``host`` means on this node, IPv4 first, because interfaces are told by that.
+    """Return the address of ``host`` on this node, IPv4 first, because interfaces are recognised by it.
 
     Raises:
-        ConfigError: nothing that is known here.
+        ConfigError: an unknown name or address.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
-            f"{host} is no name or address that {socket.gethostname()} knows ({error.strerror}); give the first "
+            f"{host} is not a name or address that {socket.gethostname()} knows ({error.strerror}); give the first "
             "node's address instead of its name, as --rdzv-endpoint or --master-addr"
         ) from None
-    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    family, _, _, _, address = min(addresses, key=lambda one: one[0] != socket.AF_INET)
     return family, str(address[0])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it can be reached on its own node only."""
+    """Return whether it can be reached on its own node only."""
     return address == "::1" or address.startswith("127.")
 
 
 def interface_towards(first: str) -> str:
-    """The interface by which this node reaches the first one; the first one itself: the one that has its address.
+    """Return the interface by which this node reaches the first one; on the first one: that of its own address.
 
     Args:
         first: name or address of the first node.
 
     Raises:
-        ConfigError: it is not reached, or only by itself; the name of the interface is not known, as of an IPv6 route.
+        ConfigError: it cannot be reached, or only by itself; the interface's name is unknown, as for an IPv6 route.
     """
     family, address = address_of_host(first)
     if is_loopback(address):
@@ -122,15 +122,16 @@ def interface_towards(first: str) -> str:
                 f"{socket.gethostname()} cannot reach the first node's {first} ({address}): {error.strerror}; name the "
                 f"network interface that joins the nodes: {GLOO}=NAME"
             ) from None
-        own = any_socket.getsockname()[0]
+        own_address = any_socket.getsockname()[0]
     here = [name for _, name in socket.if_nameindex()]
-    found = next((name for name in here if address_of(name) == own), None)
-    if found is None:
+    name_here = next((name for name in here if address_of(name) == own_address), None)
+    if name_here is None:
         raise ConfigError(
-            f"{socket.gethostname()} reaches the first node's {first} ({address}) from {own}, and no network interface "
-            f"here has that as its IPv4 address; name the one that joins the nodes: {GLOO}=NAME, {', '.join(here)}"
+            f"{socket.gethostname()} reaches the first node's {first} ({address}) from {own_address}, and no network "
+            f"interface here has that as its IPv4 address; name the one that joins the nodes: "
+            f"{GLOO}=NAME, {', '.join(here)}"
         )
-    return found
+    return name_here
 
 
 def _names(variable: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where the processes of a run find each other: one store, and in it the keys of one attempt.
+"""The meeting point of the processes of a run: one store, and in it the keys of one attempt.
 
 A file for the ranks of our own launcher; else TCP, hosted by torchrun's agent or by rank 0, then on one address only:
 torch's own way listens on all.
@@ -53,7 +53,7 @@ class Rendezvous:
             shared: dist.Store = dist.FileStore(str(Path(folder) / f"attempt{attempt}"), size)
             shared.set_timeout(timeout)
         elif dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-            # It is there: that of torchrun's agent, or of the user's own init_process_group.
+            # It exists: that of torchrun's agent, or of the user's own init_process_group.
             shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         else:
             shared = self._tcp_store(rank, size, timeout)
@@ -76,7 +76,7 @@ class Rendezvous:
 
 
 def reachable(host: str) -> str:
-    """The address that ``host``, the first node's name or address, has for all nodes.
+    """Return the address that ``host``, the first node's name or address, has for all nodes.
 
     Its own name may mean loopback on that node; then it is the address of the named interface, if there is one.
 
@@ -96,7 +96,7 @@ def reachable(host: str) -> str:
 
 
 def listen_at(host: str, port: int) -> socket.socket:
-    """A socket that listens at ``host``'s address and nowhere else, which ``TCPStore`` by itself cannot.
+    """Return a socket that listens at ``host``'s address and nowhere else, which ``TCPStore`` by itself cannot.
 
     Raises:
         ConfigError: it cannot listen there; ``__cause__`` is the system's error.
@@ -118,23 +118,25 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def store_on(listener: socket.socket, timeout: datetime.timedelta) -> dist.TCPStore:
-    """A store hosted by this process on a socket that listens."""
+    """Return a store hosted by this process on a listening socket."""
     address, port = listener.getsockname()[:2]
-    given = os.dup(listener.fileno())  # torch closes what it is given
-    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=given)
+    descriptor = os.dup(listener.fileno())  # torch closes it
+    return dist.TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
+    )
 
 
 def barrier_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
-    """A name that the processes of this attempt share with no earlier attempt in the same store.
+    """Return a name that the processes of this attempt share with no earlier attempt in the same store.
 
     torchrun's agents keep one store over all restarts, and count those apart: a replaced node begins at 0. So nothing
-    that a process is told names its attempt, and the names of the dead still stand in the store. Each process signs in
-    under a name that it has just made up; rank 0 publishes lists of whom it sees; who finds its own name on a list
-    confirms it. A list that all have confirmed holds the living only. No process ever waits for a key that a dead one
-    may have written, without comparing names.
+    in a process's environment names its attempt, and names of dead processes remain in the store. Each process signs in
+    under a new random name; rank 0 publishes lists of the names it sees; a process that finds its own name on a list
+    confirms it. A list that all have confirmed holds live processes only. No process ever waits for a key that a dead
+    one may have written without comparing names.
 
     Raises:
-        ChannelError: somebody has not come in time.
+        ChannelError: not all have come in time.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     me = uuid.uuid4().hex
@@ -147,12 +149,12 @@ def barrier_on_attempt(store: dist.Store, rank: int, size: int, timeout: datetim
             if names != listed:
                 listed = names
                 store.set(LIST, json.dumps({"attempt": uuid.uuid4().hex, "names": names}))
-        found = json.loads(store.get(LIST)) if store.check([LIST]) else {"names": []}
-        if me in found["names"]:
-            confirmed = [f"adl_dist/{found['attempt']}/confirmed/{name}" for name in found["names"]]
+        published = json.loads(store.get(LIST)) if store.check([LIST]) else {"names": []}
+        if me in published["names"]:
+            confirmed = [f"adl_dist/{published['attempt']}/confirmed/{name}" for name in published["names"]]
             store.set(confirmed[rank], "")
             if store.check(confirmed):
-                return str(found["attempt"])
+                return str(published["attempt"])
         time.sleep(POLL_SECONDS)
     missing = [str(one) for one, key in enumerate(signed) if not store.check([key])]
     raise ChannelError(

@@ -1,6 +1,6 @@
-"""``torchrun --rdzv-backend=adl-dist``: torch's c10d rendezvous of torchrun's agents, without a port open to everybody.
+"""``torchrun --rdzv-backend=adl-dist``: torch's c10d rendezvous of torchrun's agents, without a port open to strangers.
 
-The agents' own store listens on all addresses of its node, whatever torchrun is told. Here it is in the agent's memory
+The agents' own store listens on all addresses of its node, whatever its options. Here it is in the agent's memory
 if there is one node, and on the endpoint's address alone if there are several. Nor do the agents lend the ranks a store
 (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``), so each attempt has one of its own, which ends with it.
 
@@ -30,12 +30,12 @@ DEFAULT_PORT = 29400  # torch's, for c10d
 
 
 def entry_point() -> "RendezvousHandlerCreator":
-    """What torchrun calls first."""
+    """Return the handler's constructor; torchrun calls this first."""
     return make_handler
 
 
 def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
-    """The rendezvous of one agent with the others. Ends torchrun with one line and exit code 2 if it cannot be.
+    """Join this agent with the others; exit with one line and code 2 if that is impossible.
 
     Args:
         parameters: torchrun's flags: ``--nnodes``, ``--rdzv-id``, ``--rdzv-endpoint=HOST:PORT`` (on several nodes:

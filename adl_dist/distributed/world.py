@@ -28,7 +28,8 @@ from adl_dist.distributed.parent_process import end_with_torchrun
 from adl_dist.distributed.rendezvous import Rendezvous
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.report import warn
-from adl_dist.transport.port_filter import open_again, refused, shut, shut_behind
+from adl_dist.transport import port_filter
+from adl_dist.transport.port_filter import block, blocking_new, unblock
 from adl_dist.transport.process import Edge, connect_edges
 
 COORDINATOR_RANK = 0
@@ -94,11 +95,11 @@ class World:
     def _store_reachable(self) -> Iterator[None]:
         """A new group may want a connection of its own to the store."""
         if self.listener is not None:
-            open_again(self.listener)
+            unblock(self.listener)
         yield
         dist.barrier()  # of all: only now has everybody connected
         if self.listener is not None:
-            shut(self.listener)
+            block(self.listener)
 
     def fresh_store(self) -> dist.Store:
         """The store of the next job; what one before it settled must not answer for it."""
@@ -179,18 +180,18 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
         if owns_group:
             # No device_id: this group is gloo and stays on the CPU; each NCCL group of an edge is given its own. Bound
             # to a GPU, torch would have gloo connect eagerly there, and split the edges' groups from it.
-            with shut_behind():
+            with blocking_new():
                 dist.init_process_group(
                     "gloo", store=dist.PrefixStore("world", meeting.store), rank=rank, world_size=size, timeout=timeout
                 )
         backend = edge_backend(device, rank, size, meeting.store)
         edges = connect_edges(num_stages, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
-        with shut_behind():
+        with blocking_new():
             _start_rpc(rank, size, meeting.store, timeout_seconds)
         cores = _share_of_cores(rank, size, meeting.store)
         listener = meeting.listener if backend == "gloo" else None  # NCCL may connect to the store again
         if listener is not None:
-            shut(listener)
+            block(listener)
         _tell_of_open_ports(rank)
     except AdlError:
         raise
@@ -238,7 +239,7 @@ def _check_default_group() -> None:
 
 def _tell_of_open_ports(rank: int) -> None:
     """One process of each node does, once: training needs no shut port."""
-    if (why := refused()) is not None and int(os.environ.get("LOCAL_RANK", rank)) == 0:
+    if (why := port_filter.error()) is not None and int(os.environ.get("LOCAL_RANK", rank)) == 0:
         warn(
             f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let "
             "only those reach it whom you trust (SECURITY.md)"

@@ -40,11 +40,11 @@ def cifar_resnet(
         num_classes: outputs.
         in_channels: 3 for colour, 1 for grey. Images may have any size from 4x4.
         width: channels of the first layer; the others have twice and four times as many. The paper's is 16.
-        shortcut: where the image is halved: ``A`` every second pixel, and zero channels on both sides of those that
-            are there; ``A_after`` the same with all zeros after them; ``B`` a 1x1 convolution and BatchNorm.
+        shortcut: at the halving of the image: ``A`` every second pixel, and zero channels on both sides of the
+            others; ``A_after`` the same with all zeros after them; ``B`` a 1x1 convolution and BatchNorm.
         pool_size: side of the window that the head averages; None: all that is there, which is a quarter of the
             image's side. Exactly one window must fit.
-        init: of convolutions: ``he`` normal over the fan out; ``torch`` what torch's layers begin with.
+        init: weights of convolutions: ``he`` normal over the fan out; ``torch`` those that torch's layers begin with.
 
     Returns:
         float[B, in_channels, H, W] -> float[B, num_classes], in units ``stem``, ``layer1_0`` ...
@@ -77,8 +77,8 @@ def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, init: str = "
     Args:
         num_classes: outputs.
         in_channels: 3 for colour, 1 for grey. Images may have any size from 8x8.
-        init: of convolutions: ``he`` normal over the fan out; ``torch`` what torch's layers begin with, as in the
-            code of ADL and FDG.
+        init: weights of convolutions: ``he`` normal over the fan out; ``torch`` those that torch's layers begin with,
+            as in the code of ADL and FDG.
 
     Returns:
         float[B, in_channels, H, W] -> float[B, num_classes], in units ``stem``, ``layer1_0`` ... ``layer4_1``,

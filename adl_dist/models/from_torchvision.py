@@ -21,15 +21,15 @@ _WEIGHTS = ("weights", "pretrained", "progress")
 
 
 def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.Module:
-    """Build a classification network of torchvision with weights drawn anew; nothing is downloaded.
+    """Build a classification network of torchvision with newly drawn weights; nothing is downloaded.
 
     GoogLeNet and Inception v3 come without their auxiliary heads unless ``aux_logits=True`` asks for them: with
     them their output in training is a tuple, which needs a loss of its own.
 
     Args:
-        name: of the builder, like ``resnet50`` or ``vit_b_16``.
+        name: the builder's name, like ``resnet50`` or ``vit_b_16``.
         num_classes: outputs.
-        **options: what the builder takes besides, like ``dropout`` or ``image_size``.
+        **options: further arguments of the builder, like ``dropout`` or ``image_size``.
 
     Returns:
         float[B, 3, H, W] -> float[B, num_classes].
@@ -54,13 +54,13 @@ def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.
     ours = _FOR_THEM if name in _WITH_HEADS else {}
     try:
         return builder(weights=None, num_classes=num_classes, **{**ours, **options})
-    except Exception as error:  # torchvision's own code: say what it said
-        given = ", ".join(f"model.{key}={value}" for key, value in options.items()) or "its arguments"
-        raise ConfigError(f"torchvision's {name} refuses {given}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # torchvision's own code can raise anything
+        arguments = ", ".join(f"model.{key}={value}" for key, value in options.items()) or "its arguments"
+        raise ConfigError(f"torchvision's {name} refuses {arguments}: {type(error).__name__}: {error}") from error
 
 
 def builder_of(name: str) -> Callable[..., nn.Module]:
-    """The function of torchvision that builds ``name``.
+    """Return the function of torchvision that builds ``name``.
 
     Raises:
         ConfigError: an unknown name, or the name of another kind of network.
@@ -82,7 +82,7 @@ def builder_of(name: str) -> Callable[..., nn.Module]:
 
 
 def _options_of(name: str, builder: Callable[..., nn.Module]) -> list[str]:
-    """The names that ``builder`` hands to its class, and what it takes besides. Its own signature says nothing."""
+    """Return the options that ``builder`` hands to its class, and its further ones. Its own signature says nothing."""
     made = inspect.signature(builder).return_annotation
     parameters = inspect.signature(made).parameters.values()
     more = _FOR_MOBILENET_V3 if name in _MOBILENET_V3 else []

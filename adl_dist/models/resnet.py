@@ -1,4 +1,4 @@
-"""What residual networks for images are made of, and how it is put together unit by unit."""
+"""The parts of residual networks for images, and their assembly unit by unit."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ class OptionA(nn.Module):
     Args:
         in_channels: C.
         out_channels: at least C.
-        zeros_after: all zeros behind the channels that are there, like DDG's and FR's code, not half on each side.
+        zeros_after: all zeros after the channels of the input, like DDG's and FR's code, not half on each side.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, zeros_after: bool = False) -> None:
@@ -25,7 +25,7 @@ class OptionA(nn.Module):
         self.zeros = (before, new - before)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, zeros + C + zeros, ceil(H/2), ceil(W/2)]."""
+        """Return [B, zeros + C + zeros, ceil(H/2), ceil(W/2)] of ``x`` [B, C, H, W]."""
         return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, *self.zeros))
 
 
@@ -45,19 +45,19 @@ SHORTCUTS: dict[str, Callable[[int, int], nn.Module]] = {
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut, activated after the sum.
 
-    The first ReLU works in place because nobody else reads what BatchNorm wrote: BatchNorm's backward needs its
+    The first ReLU works in place because nothing else reads the output of BatchNorm: BatchNorm's backward needs its
     input, not its output. The last must not: a block may be the end of a stage, and its output another process's.
 
     Args:
-        in_channels: of the input.
-        out_channels: of the output.
+        in_channels: channels of the input.
+        out_channels: channels of the output.
         stride: 1, or 2 to halve the image, which is where the channels may change.
-        shortcut: how input and sum meet at stride 2: a key of ``SHORTCUTS``.
+        shortcut: the shortcut at stride 2: a key of ``SHORTCUTS``.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, *, shortcut: str) -> None:
         super().__init__()
-        # Made first: modules draw their weights in the order they are made, and a seed must go on meaning the same.
+        # Made first: modules draw their weights in the order they are made, and the meaning of a seed must not change.
         around = nn.Identity() if stride == 1 else SHORTCUTS[shortcut](in_channels, out_channels)
         self.conv1 = conv3x3(in_channels, out_channels, stride)
         self.bn1 = nn.BatchNorm2d(out_channels)
@@ -68,18 +68,18 @@ class BasicBlock(nn.Module):
         self.relu2 = nn.ReLU()
 
     def residual(self, x: Tensor) -> Tensor:
-        """What is added to the shortcut, of the output's shape."""
+        """Return the summand to the shortcut, of the output's shape."""
         out: Tensor = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
         return out
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, in, H, W] -> [B, out, ceil(H/stride), ceil(W/stride)]."""
+        """Return [B, out, ceil(H/stride), ceil(W/stride)] of ``x`` [B, in, H, W]."""
         out: Tensor = self.relu2(self.residual(x) + self.shortcut(x))
         return out
 
 
 def blocks_per_layer(depth: int, beyond: int) -> int:
-    """The n of ``depth`` = 6n + ``beyond``: three layers of n blocks of two convolutions, and what is around them.
+    """Return the n of ``depth`` = 6n + ``beyond``: three layers of n blocks of two convolutions, and further layers.
 
     Raises:
         ConfigError: a depth of another form; says the nearest that are.
@@ -105,19 +105,19 @@ def check_counts(num_classes: int, in_channels: int) -> None:
 
 
 def conv3x3(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d:
-    """A padded convolution. Without bias: a BatchNorm that follows subtracts the mean, and with it any bias."""
+    """Build a padded convolution. Without bias: a BatchNorm that follows subtracts the mean, and with it any bias."""
     return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
 
 
 def small_stem(in_channels: int, width: int) -> nn.Module:
-    """[B, in, H, W] -> [B, width, H, W] for small images: a 3x3 convolution of stride 1, no max-pooling."""
+    """Build [B, in, H, W] -> [B, width, H, W] for small images: a 3x3 convolution of stride 1, no max-pooling."""
     # The ReLU is not in place: as the end of a stage it would hand out what autograd may still read.
     stem = {"conv": conv3x3(in_channels, width, 1), "bn": nn.BatchNorm2d(width), "relu": nn.ReLU()}
     return nn.Sequential(OrderedDict(stem))
 
 
 def pool_and_classify(width: int, num_classes: int, pool_size: int | None = None) -> OrderedDict[str, nn.Module]:
-    """The last layers: [B, width, H, W] -> [B, num_classes].
+    """Build the last layers: [B, width, H, W] -> [B, num_classes].
 
     Args:
         width: channels.
@@ -141,8 +141,8 @@ def assemble(
     Args:
         stem: the first unit.
         stem_width: channels that it puts out.
-        channels: of the blocks of each layer. Each layer but the first halves the image.
-        num_blocks: of each layer.
+        channels: channels of the blocks of each layer. Each layer but the first halves the image.
+        num_blocks: blocks of each layer.
         block: makes one from (channels in, channels out, stride).
         head: makes the layers of the last unit from its channels.
 

@@ -24,7 +24,7 @@ class SqueezeExcitation(nn.Module):
         self.fc2 = nn.Linear(channels // REDUCTION, channels, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
+        """Return ``x`` [B, C, H, W], each channel scaled."""
         gate = torch.sigmoid(self.fc2(torch.relu(self.fc1(x.mean((2, 3))))))
         return x * gate[:, :, None, None]
 
@@ -37,7 +37,7 @@ class SEBasicBlock(BasicBlock):
         self.se = SqueezeExcitation(out_channels)
 
     def residual(self, x: Tensor) -> Tensor:
-        """What is added to the shortcut, of the output's shape."""
+        """Return the summand to the shortcut, of the output's shape."""
         out: Tensor = self.se(super().residual(x))
         return out
 

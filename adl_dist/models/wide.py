@@ -16,8 +16,8 @@ class PreActivationBlock(nn.Module):
     touches what others read: each overwrites what its BatchNorm wrote.
 
     Args:
-        in_channels: of the input.
-        out_channels: of the output.
+        in_channels: channels of the input.
+        out_channels: channels of the output.
         stride: 1, or 2 to halve the image.
         dropout: probability.
     """
@@ -36,7 +36,7 @@ class PreActivationBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, in, H, W] -> [B, out, ceil(H/stride), ceil(W/stride)]."""
+        """Return [B, out, ceil(H/stride), ceil(W/stride)] of ``x`` [B, in, H, W]."""
         activated = self.relu1(self.bn1(x))
         residual: Tensor = self.conv2(self.dropout(self.relu2(self.bn2(self.conv1(activated)))))
         return residual + (x if self.projection is None else self.projection(activated))

@@ -46,7 +46,7 @@ def cosine_factor(update: int, *, total_updates: int, final_factor: float, num_w
 
 
 def constant(optimizer: Optimizer, *, updates_per_epoch: int, warmup_epochs: float = 0.0) -> LRScheduler:
-    """The optimizer's own learning rate, after a linear warm-up of ``warmup_epochs``."""
+    """Keep the optimizer's own learning rate, after a linear warm-up of ``warmup_epochs``."""
     warmup = _num_warmup_updates(warmup_epochs, updates_per_epoch)
     return LambdaLR(optimizer, partial(warmup_factor, num_warmup_updates=warmup))
 
@@ -102,10 +102,10 @@ def build_lr_schedule(
     """Call one of the schedules above, a class of ``torch.optim.lr_scheduler``, or anything like them.
 
     Args:
-        target: takes the optimizer, ``options``, and as many of the next two as it has parameters of that name.
-        optimizer: of one stage.
+        target: a callable of the optimizer, ``options``, and those of the next two that it has parameters for.
+        optimizer: one stage's optimizer.
         updates_per_epoch: the last, shorter group of an epoch counts as one.
-        total_updates: of the whole run.
+        total_updates: updates of the whole run.
         options: the other keys of ``lr_schedule``.
 
     Returns:

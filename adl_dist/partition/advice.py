@@ -17,7 +17,7 @@ class Throughput:
     """Measured on the whole model at once.
 
     Attributes:
-        samples: of the batch that it was measured with.
+        samples: samples of the measured batch.
         forward: seconds, with what loading keeps the device waiting.
         backward: seconds.
     """
@@ -29,13 +29,13 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """What the same devices would do without a pipeline.
+    """The speed and memory of the same devices without a pipeline.
 
     Attributes:
         num_devices: n.
         single: images per second of one device, BP.
         ddp: images per second of n replicas with a share of the batch each.
-        bytes: of one device that accumulates micro-batches.
+        bytes: memory of one device that accumulates micro-batches.
         fits: whether it has so many.
     """
 
@@ -47,7 +47,7 @@ class Alternative:
 
     @property
     def best(self) -> float:
-        """Images per second of the better of the two."""
+        """Images per second of the faster of the two."""
         return max(self.single, self.ddp)
 
 
@@ -60,7 +60,7 @@ def alternative(
     parameters' bytes over each link) while the backward runs, and the longer of the two counts.
 
     Args:
-        profile: of the model.
+        profile: the model's costs.
         machine: devices and links.
         num_devices: n.
         whole: the batch on one device.
@@ -71,8 +71,8 @@ def alternative(
     update_of_share = sum(unit.update for unit in profile.with_stages(num_devices).units)
     moved = 2 * (num_devices - 1) / num_devices * parameter_bytes
     ring = moved / machine.bandwidth + 2 * (num_devices - 1) * machine.latency
-    own = 2 * moved * machine.seconds_per_byte
-    seconds = share.forward + max(share.backward, ring) + own + update_of_share
+    copying = 2 * moved * machine.seconds_per_byte
+    seconds = share.forward + max(share.backward, ring) + copying + update_of_share
     units = profile.costs(1)
     needed = stage_memory(
         units, 0, len(units), held=StageFootprint(graphs=1), optimizer_copies=profile.optimizer_copies
@@ -89,11 +89,11 @@ def alternative(
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to do.
+    """A recommendation.
 
     Attributes:
         choice: the prediction to follow; None: no pipeline.
-        reason: in a sentence or two.
+        reason: why, in a sentence or two.
     """
 
     choice: Prediction | None
@@ -104,8 +104,8 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
     """Choose: the fastest that is not too stale, and of nearly equals the least stale.
 
     Args:
-        predictions: of what fits into memory, with at most as many stages as there are devices.
-        other: what the devices would do without a pipeline.
+        predictions: the runs that fit into memory, with at most as many stages as there are devices.
+        other: the same devices without a pipeline.
     """
     n = other.num_devices
     usable = [p for p in predictions if p.pipeline.num_stages <= n and p.convergence_factor <= MOST_FACTOR]
@@ -130,18 +130,18 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
     near = [p for p in usable if p.images_per_second >= (1 - AS_GOOD) * fastest.images_per_second]
     choice = min(near, key=lambda p: (p.convergence_factor, p.pipeline.num_stages, -p.images_per_second))
     if other.fits and other.best >= (1 - AS_GOOD) * choice.images_per_second:
-        theirs = (
+        rival = (
             f"{choice.pipeline.method.name} with K = {choice.pipeline.num_stages} makes {choice.images_per_second:,.0f}"
         )
         if other.single >= other.ddp:
             return Advice(
                 choice=None,
-                reason=f"use one device: it makes {other.single:,.0f} images/s, {theirs}, and DDP {other.ddp:,.0f}: "
+                reason=f"use one device: it makes {other.single:,.0f} images/s, {rival}, and DDP {other.ddp:,.0f}: "
                 "the links are too slow",
             )
         return Advice(
             choice=None,
-            reason=f"use DDP: {n} replicas make {other.ddp:,.0f} images/s, {theirs}, and gradients that are not stale",
+            reason=f"use DDP: {n} replicas make {other.ddp:,.0f} images/s, {rival}, and gradients that are not stale",
         )
     if not other.fits:
         why = "the model does not fit on one device"

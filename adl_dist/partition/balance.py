@@ -52,9 +52,9 @@ class Balance:
 
     Attributes:
         sizes: units of each stage.
-        seconds: of the slowest stage or link, for one micro-batch.
-        stage_seconds: of each stage.
-        link_seconds: of the link behind each stage but the last.
+        seconds: time of the slowest stage or link, for one micro-batch.
+        stage_seconds: time of each stage.
+        link_seconds: time of the link after each stage but the last.
         stage_bytes: memory of each stage.
     """
 
@@ -73,15 +73,15 @@ def best_balance(
     machine: Machine = UNIFORM,
     optimizer_copies: float = 1.0,
 ) -> Balance:
-    """The cut whose slowest stage or link is fastest, among all whose stages fit into memory.
+    """Return the cut whose slowest stage or link is fastest, among all whose stages fit into memory.
 
     Of several it is the one that sends least, and of these the one with the lexicographically smallest sizes.
 
     Args:
-        units: of the model, in the order they run.
+        units: the model's units, in the order they run.
         num_stages: K.
-        held: by each stage.
-        machine: what they run on.
+        held: what each stage holds.
+        machine: the devices and links.
         optimizer_copies: tensors of the optimizer's state per parameter.
 
     Raises:
@@ -96,7 +96,7 @@ def best_balance(
     holds_units = np.tri(len(units), dtype=bool).T
 
     def excess(k: int) -> Floats:
-        """Bytes of stage k beyond its limit."""
+        """Return the bytes of stage k beyond its limit."""
         came_in, start_held, start_buffers, stop_buffers = map(np.array, bytes_at_borders(units, held[k]))
         messages = start_buffers[:-1, None] + stop_buffers[1:] + work
         activations = kept + start_held[:-1, None]
@@ -104,7 +104,7 @@ def best_balance(
         return np.where(holds_units, needed - limits[k], math.inf)
 
     def seconds(k: int) -> Floats:
-        """Of stage k; infinite where it does not fit."""
+        """Return the seconds of stage k; infinite where it does not fit."""
         work = _sums([unit_work(unit, held[k]) for unit in units])
         return np.where(excess(k) <= 0, seconds_of(work, busy[:-1, None], busy[1:], speeds[k]), math.inf)
 
@@ -133,7 +133,7 @@ def evaluate_balance(
     machine: Machine = UNIFORM,
     optimizer_copies: float = 1.0,
 ) -> Balance:
-    """What a given cut costs, whether it fits into memory or not; arguments as of :func:`best_balance`.
+    """Return the costs of a given cut, whether it fits into memory or not; arguments as for :func:`best_balance`.
 
     Raises:
         PartitionError: sizes that do not add up, or a cut where none is possible.
@@ -150,7 +150,7 @@ def evaluate_balance(
     for unit in last_units:
         if not unit.may_cut:
             raise PartitionError(
-                f"partition.balance={list(sizes)} cuts the model right behind '{unit.name}', where it cannot be cut; "
+                f"partition.balance={list(sizes)} cuts the model right after '{unit.name}', where it cannot be cut; "
                 "move that cut, or use partition.balance=auto"
             )
     stages = list(zip(pairwise(borders), held, speeds, strict=True))
@@ -168,7 +168,7 @@ def evaluate_balance(
 def _best(
     num_stages: int, stage: Callable[[int], Floats], cut: Floats, join: Callable[[Floats, Floats], Floats]
 ) -> tuple[float, list[int]]:
-    """The least that the costs of all stages and cuts can be joined to, and sizes that reach it.
+    """Return the least that the costs of all stages and cuts can be joined to, and sizes that reach it.
 
     Of several cuts it follows, from the first stage on, the earliest whose rest is the best rest: with ``np.add`` that
     is the lexicographically smallest of all the best.
@@ -176,7 +176,7 @@ def _best(
     Args:
         num_stages: K.
         stage: the costs [n, n] of stage k, by its first and its last unit; asked for one at a time, as they are large.
-        cut: the cost [n - 1] of a cut right behind each unit but the last.
+        cut: the cost [n - 1] of a cut right after each unit but the last.
         join: ``np.maximum`` or ``np.add``.
     """
     rest = stage(num_stages - 1)[:, -1]
@@ -204,7 +204,7 @@ def _maxima(values: Sequence[float]) -> Floats:
 def _of_each_device(
     num_stages: int, held: Sequence[StageFootprint], machine: Machine
 ) -> tuple[Sequence[float], Sequence[float]]:
-    """Speed and memory limit of each stage's device."""
+    """Return the speed and the memory limit of each stage's device."""
     speeds = [1.0] * num_stages if machine.speeds is None else machine.speeds
     limit = math.inf if machine.memory_bytes is None else machine.memory_bytes
     limits: Sequence[float] = limit if isinstance(limit, Sequence) else [limit] * num_stages
@@ -217,10 +217,10 @@ def _of_each_device(
 def _check_places(units: Sequence[UnitCost], num_stages: int) -> None:
     places = [unit.name for unit in units[:-1] if unit.may_cut]
     if not units or len(places) < num_stages - 1:
-        told = ", ".join(places[:8] + ["..."] * (len(places) > 8)) or "none"
+        names = ", ".join(places[:8] + ["..."] * (len(places) > 8)) or "none"
         raise PartitionError(
             f"partition.num_stages={num_stages} needs {num_stages - 1} cuts, but the model of {len(units)} units can "
-            f"be cut in {len(places)} places only (behind: {told}); use at most "
+            f"be cut in {len(places)} places only (after: {names}); use at most "
             f"partition.num_stages={len(places) + 1}, or a model of more blocks"
         )
 

@@ -15,7 +15,7 @@ from adl_dist.partition.trace import Trace, is_light, is_plain_sequential, read
 
 
 class Chain(Protocol):
-    """What runs one after the other.
+    """Units of a model that run one after the other.
 
     Attributes:
         units: names, in the order they run.
@@ -26,7 +26,7 @@ class Chain(Protocol):
     forbidden: dict[int, str]
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
-        """The stages that hold ``sizes`` units each, and together exactly the model's modules."""
+        """Return the stages that hold ``sizes`` units each, and together exactly the model's modules."""
         ...
 
 
@@ -65,7 +65,7 @@ class SequentialChain:
 
 
 class TracedChain:
-    """The steps of a traced forward: each unit is one step that computes, and the light ones behind it."""
+    """The steps of a traced forward: each unit is one step that computes, and the light ones that follow it."""
 
     def __init__(self, model: nn.Module, training: Trace, evaluation: Trace) -> None:
         self._model = model
@@ -118,27 +118,27 @@ class _Mode:
     _last_shape_use: dict[fx.Node, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        def note(given: fx.Node, unit: int, last: dict[fx.Node, int]) -> None:
-            if given not in self.trace.shapes:
-                last[given] = max(unit, last.get(given, 0))
+        def note(node: fx.Node, unit: int, last: dict[fx.Node, int]) -> None:
+            if node not in self.trace.shapes:
+                last[node] = max(unit, last.get(node, 0))
             else:  # computed where it is needed, from the shapes of tensors
-                for source in given.all_input_nodes:
+                for source in node.all_input_nodes:
                     note(source, unit, self._last_shape_use)
 
         for step, unit in self.unit_of.items():
-            for given in step.all_input_nodes:
-                note(given, unit, self._last_value_use)
+            for source in step.all_input_nodes:
+                note(source, unit, self._last_value_use)
         fx.node.map_arg(self.trace.result, lambda node: note(node, self.num_units - 1, self._last_value_use))
 
     def crossing(self, cut: int) -> list[Crossing]:
-        """What crosses the cut behind unit ``cut``, in the order it was computed."""
+        """Return the values that cross the cut after unit ``cut``, in the order they were computed."""
         before = [self.trace.input, *(step for step in self.trace.steps if self.unit_of[step] <= cut)]
         values = {node for node in before if self._last_value_use.get(node, -1) > cut}
         outlines = {node for node in before if self._last_shape_use.get(node, -1) > cut} - values
         return [Crossing(node, node in outlines) for node in before if node in values or node in outlines]
 
     def graph(self, start: int, stop: int) -> fx.Graph:
-        """Of the stage that holds units ``start`` to ``stop`` - 1."""
+        """Return the graph of the stage that holds units ``start`` to ``stop`` - 1."""
         steps = [step for step in self.trace.steps if start <= self.unit_of[step] < stop]
         arriving = self.crossing(start - 1) if start > 0 else [Crossing(self.trace.input, shape_token=False)]
         return extract(self.trace, steps, arriving, self.crossing(stop - 1) if stop < self.num_units else None)
@@ -159,7 +159,7 @@ class _Homes:
         self._used.setdefault(id(tensor), []).append((unit, name))
 
     def between(self) -> dict[int, str]:
-        """The cuts that would tear one tensor apart, with the reason."""
+        """Return the cuts that would split one tensor, with the reason."""
         torn: dict[int, str] = {}
         for uses in self._used.values():
             (first, name), (last, other) = min(uses), max(uses)
@@ -170,7 +170,7 @@ class _Homes:
 
 
 def user_frame(name: str, units: Sequence[str]) -> int:
-    """The unit that ``name`` names, or the first one of the block that it names.
+    """Return the unit called ``name``, or the first one of the block of that name.
 
     Raises:
         PartitionError: there is none.
@@ -219,14 +219,14 @@ def _name(step: fx.Node) -> str:
 
 
 def _aligned(training: Trace, unit_of: Mapping[fx.Node, int], evaluation: Trace) -> dict[fx.Node, int]:
-    """The unit of each step of ``evaluation``: that of its counterpart in training, or of the step before it.
+    """Return the unit of each step of ``evaluation``: that of its counterpart in training, or of the step before it.
 
     A constant without a counterpart goes with the step that follows, which is the first that uses it.
     """
-    ours, theirs = ([(s.op, str(s.target)) for s in trace.steps] for trace in (training, evaluation))
+    in_training, in_evaluation = ([(s.op, str(s.target)) for s in trace.steps] for trace in (training, evaluation))
     aligned: dict[fx.Node, int] = {}
     units: dict[int, int] = {}
-    for block in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
+    for block in difflib.SequenceMatcher(None, in_training, in_evaluation, autojunk=False).get_matching_blocks():
         for offset in range(block.size):
             units[block.b + offset] = unit_of[training.steps[block.a + offset]]
     unit = 0

@@ -1,6 +1,6 @@
-"""What a stage and a link cost, from what the units of the model cost.
+"""The costs of a stage and a link, from those of the model's units.
 
-Whoever asks for a figure of a stage gets it from the same roundings: the seconds of its units are summed from left to
+Every figure of a stage comes from the same roundings: the seconds of its units are summed from left to
 right, never as a difference of two sums that start elsewhere, and bytes are whole numbers below 2**53, which floats
 hold exactly. So the figures of one stage and those of all stages that could be (:mod:`adl_dist.partition.balance`
 weighs them) are equal to the last bit, and are compared without a tolerance.
@@ -25,24 +25,24 @@ RECEIVED = 3  # messages that a stage holds of what it receives: one taken, two 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """What one unit (a layer, or block) of the model costs for one micro-batch.
+    """The costs of one unit (a layer, or block) of the model for one micro-batch.
 
     Attributes:
-        name: of the unit.
+        name: the unit's name.
         forward: seconds.
         backward: seconds.
         update: seconds of its share of what ends a group (norm, step, cleared gradients), divided by M already.
-        parameter_bytes: of its parameters, once.
+        parameter_bytes: size of its parameters, once.
         activation_bytes: kept from the forward to the backward.
-        work_bytes: for the moment of its backward: gradients of its parameters, as a kernel makes them and as they are
+        work_bytes: needed during its backward: gradients of its parameters, as a kernel makes them and as they are
             kept (oneDNN's convolutions have a format of their own), of what comes in and of what goes out.
-        held_before: of the bytes sent over a cut right behind the unit, those that no graph before it keeps.
-        held_behind: bytes that each graph behind the cut holds of it beside its activations.
-        act_bytes: of all tensors that cross a cut right behind the unit, forward, as they are sent.
-        widened_bytes: by which they grow when they are handed over (``wire_dtype``).
-        grad_bytes: of the gradients that come back over that cut; 0: none do.
-        num_tensors: that cross that cut; as many gradients come back.
-        may_cut: whether a cut right behind the unit is possible at all.
+        held_before: bytes sent over a cut right after the unit that no graph before it keeps.
+        held_behind: bytes that each graph after the cut holds of it, apart from its activations.
+        act_bytes: size of all tensors that cross a cut right after the unit, forward, as they are sent.
+        widened_bytes: their growth when they are handed over (``wire_dtype``).
+        grad_bytes: size of the gradients that come back over that cut; 0: none do.
+        num_tensors: number of tensors that cross that cut; as many gradients come back.
+        may_cut: whether a cut right after the unit is possible at all.
 
     Raises:
         ConfigError: a number that is negative or not finite.
@@ -71,15 +71,15 @@ class UnitCost:
 
 @dataclass(frozen=True, kw_only=True)
 class StageFootprint:
-    """What a method makes one stage hold at most.
+    """The most that a method makes one stage hold.
 
     Attributes:
         graphs: micro-batches with all their activations; 2(K-1-k)+1 of ADL.
         inputs: micro-batches with nothing but what came in.
         acts_sent: messages downstream that are kept until they are known to have left.
         grads_sent: messages upstream that are kept so.
-        weight_copies: weight versions beside the newest.
-        gradient_copies: gradients beside one set: each version that a group's micro-batches used gathers its own.
+        weight_copies: weight versions in addition to the newest.
+        gradient_copies: further sets of gradients: each version that a group's micro-batches used gathers its own.
         recomputes: share of the micro-batches that are forwarded twice.
     """
 
@@ -97,12 +97,12 @@ class Machine:
     """The devices, and the links between two of them.
 
     Attributes:
-        speeds: of each stage's device, relative to the one on which units were measured; None: all 1.
-        memory_bytes: of each device, or one number for all; None: no limit.
+        speeds: speed of each stage's device, relative to the one on which units were measured; None: all 1.
+        memory_bytes: memory of each device, or one number for all; None: no limit.
         bandwidth: bytes per second of a link, each direction for itself.
         latency: seconds of a message on its way; no cut is chosen by it, see :func:`link_time`.
-        seconds_per_byte: that a stage itself is busy with what it sends or receives (gloo on CPU copies).
-        seconds_per_message: the same for each tensor, whatever its size.
+        seconds_per_byte: time that a stage itself needs for each byte it sends or receives (gloo on CPU copies).
+        seconds_per_message: time that it needs for each tensor, whatever its size.
 
     Raises:
         ConfigError: a speed or bandwidth that is not above 0, or a time that is below.
@@ -127,10 +127,10 @@ class Machine:
 def stage_time(
     units: Sequence[UnitCost], start: int, stop: int, *, held: StageFootprint, speed: float, machine: Machine
 ) -> float:
-    """Seconds for which a stage of ``units[start:stop]`` is busy with one micro-batch.
+    """Return the seconds for which a stage of ``units[start:stop]`` is busy with one micro-batch.
 
     The work on its units, at the ``speed`` of its device, and its own part in the messages over both of its ends.
-    Nothing crosses before the first unit and behind the last.
+    Nothing crosses before the first unit and after the last.
     """
     *_, work = accumulate(unit_work(unit, held) for unit in units[start:stop])  # Python 3.12's sum() rounds otherwise
     busy = busy_at_borders(units, machine)
@@ -138,9 +138,9 @@ def stage_time(
 
 
 def link_time(unit: UnitCost, machine: Machine) -> float:
-    """Seconds for which a link behind ``unit`` is occupied by one micro-batch, in its busier direction.
+    """Return the seconds for which a link after ``unit`` is occupied by one micro-batch, in its busier direction.
 
-    Bytes over bandwidth, without the latency: receives are posted ahead and nobody waits for a send, so the next
+    Bytes over bandwidth, without the latency: receives are posted ahead and no stage waits for a send, so the next
     message leaves while one is on its way. Latency delays all of them alike; it makes the pipeline longer to fill, but
     not slower, while the method's delays leave room for it. What it costs where they do not, the timing model says
     (:func:`adl_dist.schedule.speed`).
@@ -151,7 +151,7 @@ def link_time(unit: UnitCost, machine: Machine) -> float:
 def stage_memory(
     units: Sequence[UnitCost], start: int, stop: int, *, held: StageFootprint, optimizer_copies: float
 ) -> int:
-    """Bytes that a stage of ``units[start:stop]`` holds at most.
+    """Return the bytes that a stage of ``units[start:stop]`` holds at most.
 
     The activations of each graph and what it holds of what came in, what came in of each input; the parameters as
     weights, as gradients, as each copy of the optimizer, as each older version and its gradients; and the buffers of
@@ -160,10 +160,10 @@ def stage_memory(
     What comes into the model itself is counted where a unit keeps it.
 
     Args:
-        units: of the whole model.
+        units: the whole model's units.
         start: the stage's first.
-        stop: behind the stage's last.
-        held: by the stage.
+        stop: the first unit of the next stage.
+        held: what the stage holds.
         optimizer_copies: tensors of the optimizer's state per parameter: 1 of SGD with momentum, 2 of Adam.
     """
     activations = float(sum(unit.activation_bytes for unit in units[start:stop]))
@@ -175,7 +175,7 @@ def stage_memory(
 
 
 def seconds_of(work: Figure, busy_at_start: Figure, busy_at_stop: Figure, speed: float) -> Figure:
-    """Of a stage: its work on a device of ``speed``, and what its two ends take."""
+    """Return a stage's seconds: its work on a device of ``speed``, and the messages at its two ends."""
     return work / speed + busy_at_start + busy_at_stop
 
 
@@ -187,18 +187,18 @@ def bytes_of(
     held: StageFootprint,
     optimizer_copies: float,
 ) -> Figure:
-    """Of a stage; see :func:`stage_memory`."""
+    """Return a stage's bytes; see :func:`stage_memory`."""
     copies = 1 + 1 + optimizer_copies + held.weight_copies + held.gradient_copies  # weights and gradients first
     return held.graphs * activations + held.inputs * came_in + copies * parameters + messages
 
 
 def unit_work(unit: UnitCost, held: StageFootprint) -> float:
-    """Seconds that a stage of speed 1 works on ``unit`` for one micro-batch."""
+    """Return the seconds that a stage of speed 1 works on ``unit`` for one micro-batch."""
     return unit.forward * (1 + held.recomputes) + unit.backward + unit.update
 
 
 def busy_at_borders(units: Sequence[UnitCost], machine: Machine) -> list[float]:
-    """Seconds that a stage which starts or stops before unit 0, 1, .. n is busy with messages there."""
+    """Return the seconds that a stage which starts or stops before unit 0, 1, .. n is busy with messages there."""
 
     def busy(unit: UnitCost) -> float:
         num_messages = unit.num_tensors * (2 if unit.grad_bytes else 1)
@@ -218,7 +218,7 @@ class BorderBytes(NamedTuple):
 
 
 def bytes_at_borders(units: Sequence[UnitCost], held: StageFootprint) -> BorderBytes:
-    """What crosses each border between two units, as a stage on either side of it holds it."""
+    """Return the bytes at each border between two units, as a stage on either side of it holds them."""
 
     def acts_sent(unit: UnitCost) -> float:
         # A graph that is replayed has made outputs of its own. One message at least: the newest, before it is kept.

@@ -25,7 +25,7 @@ def cut(
         model: any module that torch.fx can trace; an ``nn.Sequential`` is not traced at grain ``block``.
         num_stages: K.
         balance: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
-        granularity: of the units; see :func:`linearise`.
+        granularity: what a unit is; see :func:`linearise`.
 
     Raises:
         PartitionError: it cannot be traced, has too few units, or cannot be cut there.
@@ -38,7 +38,7 @@ def cut(
 
 
 def even_balance(num_units: int, num_stages: int) -> list[int]:
-    """Units of each stage, as equal as can be; the last stages take one more where it does not divide.
+    """Return the units of each stage, as equal as can be; the last stages take one more where it does not divide.
 
     Raises:
         PartitionError: fewer units than stages.
@@ -53,7 +53,7 @@ def even_balance(num_units: int, num_stages: int) -> list[int]:
 
 
 def even_sizes(chain: Chain, num_stages: int) -> list[int]:
-    """Units of each stage, as equal as can be where the chain can be cut.
+    """Return the units of each stage, as equal as can be where the chain can be cut.
 
     Raises:
         PartitionError: fewer units than stages, or too few possible cuts.
@@ -76,10 +76,10 @@ def even_sizes(chain: Chain, num_stages: int) -> list[int]:
 
 
 def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequence[str]) -> list[int]:
-    """The units of each stage that a user's ``balance`` means.
+    """Return the units of each stage for a user's ``balance``.
 
     Args:
-        chain: to be cut.
+        chain: the model's units.
         num_stages: K.
         balance: K numbers of units, or K - 1 names of the units (or blocks) where the next stage begins.
 
@@ -106,14 +106,14 @@ def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequen
     for cut in _cuts(sizes):
         if cut in chain.forbidden:
             raise PartitionError(
-                f"the model cannot be cut behind {chain.units[cut]}: {chain.forbidden[cut]}; choose a "
+                f"the model cannot be cut after {chain.units[cut]}: {chain.forbidden[cut]}; choose a "
                 "partition.balance that keeps both on one stage, or untie them"
             )
     return sizes
 
 
 def _cuts(sizes: Sequence[int]) -> list[int]:
-    """The units behind which ``sizes`` cut."""
+    """Return the units after which ``sizes`` cut."""
     return [sum(sizes[: stage + 1]) - 1 for stage in range(len(sizes) - 1)]
 
 

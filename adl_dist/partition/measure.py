@@ -18,7 +18,7 @@ from adl_dist.partition.costs import UnitCost
 from adl_dist.partition.profile import Profile
 
 WARMUP = 2  # rounds; the second is the first to add to gradients that are there
-FEWEST, MOST = 3, 30  # rounds behind these
+FEWEST, MOST = 3, 30  # rounds after these
 SECONDS = 6.0  # beyond the fewest no round is started after so long
 
 Figures = TypeVar("Figures")
@@ -41,21 +41,21 @@ def measure(
     """Run ``model`` unit by unit, and as a whole, and time it. Its state is as before.
 
     Args:
-        model: on its device; takes ``input_``.
-        chain: of it.
-        input_: of one micro-batch, [B, ...].
+        model: the model, on its device; takes ``input_``.
+        chain: the model's units.
+        input_: a micro-batch's input, [B, ...].
         target: [B, ...] of its loss.
         loss_fn: mean loss from (output, target); counted to the last unit.
         optimizer: makes the optimizer of the whole model.
-        of: what is measured, for :attr:`Profile.of`.
-        within: what forward and loss are called in, one call at a time.
-        wire_dtype: that wider floating-point tensors cross a cut in; None: their own.
+        of: the identity of the measurement, for :attr:`Profile.of`.
+        within: makes the context of forward and loss, one call at a time.
+        wire_dtype: dtype in which wider floating-point tensors cross a cut; None: their own.
     """
     pieces = chain.pieces([1] * len(chain.units))
     with _restored(model, input_), torch.enable_grad():
         for module in (model, *pieces):
             module.train()
-        # Before anything else: what lies in memory beside it would make its allocations cheaper than in training.
+        # Before anything else: more tensors in memory would make its allocations cheaper than in training.
         wholes = _repeated(lambda: _whole(model, input_, target, loss_fn, within))
         bench = _Bench(pieces, input_, target, loss_fn, within)
         shapes = bench.look(model, chain, wire_dtype)
@@ -95,7 +95,7 @@ def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
 def pace(
     model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, within: Within = nullcontext
 ) -> tuple[float, float]:
-    """Seconds of forward and backward of the whole model, the mean of some. Its state is as before."""
+    """Return the mean seconds of forward and backward of the whole model. Its state is as before."""
     with _restored(model, input_), torch.enable_grad():
         model.train()
         times = _repeated(lambda: _whole(model, input_, target, loss_fn, within))
@@ -103,7 +103,7 @@ def pace(
 
 
 def _repeated(measured: Callable[[], Figures]) -> list[Figures]:
-    """What is measured, as often as there is time, without the first rounds."""
+    """Yield each measurement, as often as there is time, without the first rounds."""
     figures: list[Figures] = []
     start = time.perf_counter()
     while len(figures) < WARMUP + FEWEST or (len(figures) < WARMUP + MOST and time.perf_counter() - start < SECONDS):
@@ -124,7 +124,7 @@ class _Bench:
     ) -> None:
         self._pieces, self._input, self._target = pieces, input_, target
         self._loss_fn, self._within = loss_fn, within
-        self._written: list[list[bool]] = []  # by unit and tensor: whether the unit writes to what it is given
+        self._written: list[list[bool]] = []  # by unit and tensor: whether the unit writes to its argument
 
     def look(self, model: nn.Module, chain: Chain, wire_dtype: torch.dtype | None) -> list[UnitCost]:
         """Everything but times: what each unit keeps and sends, and which of its inputs it overwrites."""
@@ -147,9 +147,9 @@ class _Bench:
             leaves = _leaves(arriving, with_gradient=unit > 0)
             with self._within():
                 self._written.append(_written(piece, leaves))
-            # The leaves themselves are given, so that what two units save is one storage.
+            # Called with the leaves themselves, so that what two units save is one storage.
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                out = self._call(unit, self._given(unit, leaves))
+                out = self._call(unit, self._inputs(unit, leaves))
             came_in.append(sum(t.nbytes for t in tree_leaves(leaves) if isinstance(t, Tensor)))
             alive.append((leaves, out))  # or a storage would be used again
             parameters = [p for p in piece.parameters() if id(p) not in seen]
@@ -185,14 +185,14 @@ class _Bench:
         return costs
 
     def run(self) -> tuple[list[float], list[float]]:
-        """Seconds of each unit's forward and backward."""
+        """Return the seconds of each unit's forward and backward."""
         forwards, backwards, kept = [], [], []
         arriving: Any = self._input
         for unit in range(len(self._pieces)):
             leaves = _leaves(arriving, with_gradient=unit > 0)
-            given = self._given(unit, leaves)
+            inputs = self._inputs(unit, leaves)
             start = _now(self._input.device)
-            out = self._call(unit, given)
+            out = self._call(unit, inputs)
             forwards.append(_now(self._input.device) - start)
             kept.append((leaves, out))
             arriving = out
@@ -203,19 +203,19 @@ class _Bench:
             backwards.append(_now(self._input.device) - start)
         return forwards, backwards[::-1]
 
-    def _call(self, unit: int, given: Any) -> Any:
+    def _call(self, unit: int, inputs: Any) -> Any:
         with self._within():
-            out = self._pieces[unit](given)
+            out = self._pieces[unit](inputs)
             return self._loss_fn(out, self._target) if unit == len(self._pieces) - 1 else out
 
-    def _given(self, unit: int, leaves: Any) -> Any:
-        """What the unit is called with: copies of what it overwrites."""
+    def _inputs(self, unit: int, leaves: Any) -> Any:
+        """Return the unit's arguments: copies of those it overwrites."""
         written = iter(self._written[unit])
         return tree_map(lambda t: t.clone() if next(written) else t, leaves)
 
 
 def _now(device: torch.device) -> float:
-    """The time at which what was launched on ``device`` is done."""
+    """Return the time at which the work launched on ``device`` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -224,27 +224,27 @@ def _now(device: torch.device) -> float:
 def _backward(
     piece: nn.Module, leaves: Sequence[Any], outs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Gradients of the leaves; those of parameters are added to what they have, as they are in a group.
+    """Return gradients of the leaves; those of parameters are added to their present ones, as in a group.
 
     Not ``backward()``: it would copy a gradient that two leaves share, as the two summands of a residual do, which
-    within one graph are no leaves.
+    within one graph are not leaves.
     """
-    given = {id(leaf) for leaf in leaves}
-    passed = {id(out): g for out, g in zip(outs, grads, strict=True) if g is not None and id(out) in given}
+    leaf_ids = {id(leaf) for leaf in leaves}
+    passed = {id(out): g for out, g in zip(outs, grads, strict=True) if g is not None and id(out) in leaf_ids}
     roots = [
         (o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o.requires_grad and id(o) not in passed
     ]
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     parameters = [p for p in piece.parameters() if p.requires_grad]
-    found: Sequence[Tensor | None] = [None] * (len(wanted) + len(parameters))
-    if roots and found:
-        found = torch.autograd.grad(
+    computed: Sequence[Tensor | None] = [None] * (len(wanted) + len(parameters))
+    if roots and computed:
+        computed = torch.autograd.grad(
             [o for o, _ in roots], [*wanted, *parameters], [g for _, g in roots], allow_unused=True
         )
-    for parameter, grad in zip(parameters, found[len(wanted) :], strict=True):
+    for parameter, grad in zip(parameters, computed[len(wanted) :], strict=True):
         if grad is not None:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-    of_leaf = {id(leaf): grad for leaf, grad in zip(wanted, found, strict=False)}
+    of_leaf = {id(leaf): grad for leaf, grad in zip(wanted, computed, strict=False)}
     both = [(of_leaf.get(id(leaf)), passed.get(id(leaf))) for leaf in leaves]
     return [a if b is None else b if a is None else a + b for a, b in both]
 
@@ -261,7 +261,7 @@ def _whole(model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, wi
 def _update(
     model: nn.Module, optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device
 ) -> tuple[float, float]:
-    """Seconds of what ends a group, norm, step and cleared gradients; and bytes of state for each of parameters."""
+    """Return the seconds of a group's end (norm, step, cleared gradients), and optimizer bytes per parameter byte."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         return 0.0, 0.0
@@ -288,7 +288,7 @@ def _leaves(values: Any, *, with_gradient: bool) -> Any:
 
 
 def _written(piece: nn.Module, leaves: Any) -> list[bool]:
-    """For each of what a unit is given, whether it writes to it."""
+    """Return, for each argument of a unit, whether the unit writes to it."""
     probe = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(leaves)]
     before = [t._version if isinstance(t, Tensor) else 0 for t in probe]
     piece(tree_unflatten(probe, tree_structure(leaves)))

@@ -11,7 +11,7 @@ from adl_dist.partition.trace import Trace
 
 
 class Crossing(NamedTuple):
-    """A value that is computed before a cut and needed behind it.
+    """A value that is computed before a cut and needed after it.
 
     Attributes:
         node: computes it.
@@ -26,7 +26,7 @@ class StageModule(nn.Module):
     """One stage of a traced model; training and evaluation may run different operations.
 
     Attributes:
-        unit_names: of the units that it holds.
+        unit_names: the units that it holds.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class StageModule(nn.Module):
 
         Args:
             model: the whole one.
-            graphs: of this stage, for training and for evaluation.
-            unit_names: of the units that it holds.
+            graphs: the stage's graphs for training and for evaluation.
+            unit_names: the units that it holds.
             unlike: modules that evaluate in training, and those that train in evaluation.
         """
         super().__init__()
@@ -57,15 +57,15 @@ class StageModule(nn.Module):
 
     @property
     def unit_names(self) -> list[str]:
-        """Of the units that it holds, in order."""
+        """The units that it holds, in order."""
         return self._unit_names
 
     def forward(self, acts: Any) -> Any:
-        """From what crosses the cut before (a tensor, or a tuple of several) to what crosses the one behind."""
+        """Return what crosses the next cut, of what crosses the previous one (a tensor, or a tuple of several)."""
         return self._forwards[0 if self.training else 1](self, acts)
 
     def train(self, mode: bool = True) -> Self:
-        """As the model's own ``train()`` does it, which may leave layers frozen in the other mode."""
+        """Set the mode as the model's own ``train()`` does, which may leave layers frozen in the other mode."""
         super().train(mode)
         for module in self._unlike[0 if mode else 1]:
             module.training = not mode
@@ -101,13 +101,13 @@ class StageModule(nn.Module):
 def extract(
     trace: Trace, steps: Sequence[fx.Node], arriving: Sequence[Crossing], leaving: Sequence[Crossing] | None
 ) -> fx.Graph:
-    """The graph of one stage.
+    """Return the graph of one stage.
 
     Args:
-        trace: of the whole model.
-        steps: those of the stage, in order.
-        arriving: what crosses the cut before it.
-        leaving: what crosses the cut behind it; None: it returns what the model returns.
+        trace: the whole model's trace.
+        steps: the stage's steps, in order.
+        arriving: the values that cross the cut before it.
+        leaving: the values that cross the cut after it; None: it returns the model's result.
     """
     graph = fx.Graph()
     acts = graph.placeholder("acts")
@@ -121,7 +121,7 @@ def extract(
         (outlines if is_outline else values)[node] = got
 
     def value(node: fx.Node) -> fx.Node:
-        if node not in values:  # a shape: computed anew in each stage that needs it
+        if node not in values:  # a shape: computed again in each stage that needs it
             assert node in trace.shapes, f"{node} should have crossed the cut"
             values[node] = graph.node_copy(node, shape_of)
         return values[node]
@@ -151,7 +151,7 @@ def extract(
 
 
 def check_arity(acts: Sequence[Any], count: int) -> Sequence[Any]:
-    """``acts``, which are as many as there should be.
+    """Return ``acts``, ``count`` of them.
 
     Raises:
         PartitionError: something that crosses the cut holds several tensors, which were taken out of it on the way.
@@ -165,12 +165,12 @@ def check_arity(acts: Sequence[Any], count: int) -> Sequence[Any]:
 
 
 def shape_token(x: Tensor) -> Tensor:
-    """A tensor without elements that tells shape, dtype and device of ``x`` [...]: [..., 0]."""
+    """Return a tensor [..., 0] without elements that carries shape, dtype and device of ``x`` [...]."""
     return x.detach().new_empty((*x.shape, 0))
 
 
 def shape_proxy(shape_token: Tensor) -> Tensor:
-    """A tensor [...] of one element in memory that answers for the one that ``shape_token`` [..., 0] was made of."""
+    """Return a tensor [...] of one element in memory, in place of the one that ``shape_token`` [..., 0] was made of."""
     return shape_token.detach().new_zeros(()).expand(shape_token.shape[:-1])
 
 

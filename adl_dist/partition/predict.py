@@ -1,4 +1,4 @@
-"""What a method will do with a cut of a measured model: speed, memory, staleness."""
+"""The expected speed, memory and staleness of a method on a cut of a measured model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Prediction:
     Attributes:
         pipeline: the method and K.
         balance: the cut, with each stage's seconds and bytes.
-        images_per_second: in steady state.
+        images_per_second: speed in steady state.
         speed_up: over backpropagation of the same micro-batches on one device.
         bubble: share of the time in which a stage waits, averaged over stages.
-        staleness_mean: of each stage, updates.
+        staleness_mean: staleness of each stage, in updates.
     """
 
     pipeline: Pipeline
@@ -116,21 +116,21 @@ def predict(
 
 
 def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine) -> Costs:
-    """Of the timing model: stages with their own part in the messages, links with their transfer time."""
+    """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
     forward, backward, update, link = [], [], [], []
     start = 0
     for k, size in enumerate(balance.sizes):
         stop = start + size
         rate = machine.speeds[k] if machine.speeds else 1.0
-        own = units[start:stop]
-        before, behind = units[start - 1] if start else None, units[stop - 1] if stop < len(units) else None
-        messages = sum(machine.seconds_per_message * unit.num_tensors for unit in (before, behind) if unit is not None)
-        acts = sum(machine.seconds_per_byte * unit.act_bytes for unit in (before, behind) if unit is not None)
-        grads = sum(machine.seconds_per_byte * unit.grad_bytes for unit in (before, behind) if unit is not None)
-        forward.append(sum(unit.forward for unit in own) / rate + acts + messages)
-        backward.append(sum(unit.backward for unit in own) / rate + grads + messages)
-        update.append(sum(unit.update for unit in own) * M / rate)
-        if behind is not None:
-            link.append(machine.latency + link_time(behind, machine))
+        stage_units = units[start:stop]
+        before, after = units[start - 1] if start else None, units[stop - 1] if stop < len(units) else None
+        messages = sum(machine.seconds_per_message * unit.num_tensors for unit in (before, after) if unit is not None)
+        acts = sum(machine.seconds_per_byte * unit.act_bytes for unit in (before, after) if unit is not None)
+        grads = sum(machine.seconds_per_byte * unit.grad_bytes for unit in (before, after) if unit is not None)
+        forward.append(sum(unit.forward for unit in stage_units) / rate + acts + messages)
+        backward.append(sum(unit.backward for unit in stage_units) / rate + grads + messages)
+        update.append(sum(unit.update for unit in stage_units) * M / rate)
+        if after is not None:
+            link.append(machine.latency + link_time(after, machine))
         start = stop
     return Costs(forward=forward, backward=backward, update=update, link=link)

@@ -1,4 +1,4 @@
-"""What each unit of a model costs, as it was measured."""
+"""The measured costs of each unit of a model."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -14,13 +14,13 @@ class Profile:
     """Measured costs of one micro-batch.
 
     Attributes:
-        of: what was measured: model, batch, device, threads, versions. Costs of something else are not these.
-        units: of the chain; ``update`` is of a whole group, not divided by M.
+        of: the measured model, batch, device, threads and versions, which the costs hold for alone.
+        units: the chain's units; ``update`` is a whole group's time, not divided by M.
         forward: seconds of the whole model at once, with the loss.
         backward: seconds of its backward.
         optimizer_copies: bytes of the optimizer's state, for each byte of parameters.
         loading: seconds that stage 0 loads data for; 0: others do.
-        loaded: the same while the other devices of the machine are at work, too; None: they do not disturb.
+        loaded: the same measurement while the machine's other devices work; None: they do not disturb.
     """
 
     of: dict[str, Any]
@@ -32,11 +32,11 @@ class Profile:
     loaded: "Profile | None" = None
 
     def with_stages(self, num_stages: int) -> "Profile":
-        """What it costs where K stages are at work: side by side, if there are several."""
+        """Return the profile where K stages work side by side, if there are several."""
         return self if num_stages == 1 or self.loaded is None else self.loaded
 
     def costs(self, accumulation_steps: int) -> list[UnitCost]:
-        """The units' costs with M micro-batches per update, so scaled that they add up to those of the whole model.
+        """Return the units' costs with M micro-batches per update, scaled to add up to those of the whole model.
 
         Measured one by one, units take a little longer than together: each is called and timed by itself.
         """
@@ -63,16 +63,16 @@ class Profile:
         """Read back :meth:`save`.
 
         Raises:
-            PartitionError: it is no such file.
+            PartitionError: it is not such a file.
         """
         try:
             return cls._of(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise PartitionError(
-                f"{path} is not a profile ({type(error).__name__}: {error}); remove it, and it is measured anew"
+                f"{path} is not a profile ({type(error).__name__}: {error}); remove it to measure again"
             ) from error
 
     @classmethod
-    def _of(cls, told: dict[str, Any]) -> "Profile":
-        loaded = None if told["loaded"] is None else cls._of(told["loaded"])
-        return cls(**{**told, "units": [UnitCost(**unit) for unit in told["units"]], "loaded": loaded})
+    def _of(cls, values: dict[str, Any]) -> "Profile":
+        loaded = None if values["loaded"] is None else cls._of(values["loaded"])
+        return cls(**{**values, "units": [UnitCost(**unit) for unit in values["units"]], "loaded": loaded})

@@ -1,7 +1,7 @@
 """A model's forward as one list of operations, read by torch.fx.
 
-Three kinds of values are told apart, because they cross a cut in three ways. *Tensors* are sent. *Shapes* (sizes,
-numbers of dimensions, dtypes, and what Python computes from them) are computed anew wherever they are needed.
+Values of three kinds cross a cut in three ways. *Tensors* are sent. *Shapes* (sizes,
+numbers of dimensions, dtypes, and what Python computes from them) are computed again wherever they are needed.
 *Constants* (parameters, buffers, and what is computed from nothing else, like a table of position biases) are computed
 where they are first used.
 """
@@ -32,10 +32,10 @@ class Trace:
     """One forward.
 
     Attributes:
-        graph: as torch.fx has read it, with one placeholder.
+        graph: the torch.fx graph, with one placeholder.
         input: the placeholder.
-        result: what is returned: nodes, in whatever structure.
-        steps: the nodes that compute tensors, in an order in which they can run. Shapes are no steps.
+        result: the returned nodes, in whatever structure.
+        steps: the nodes that compute tensors, in an order in which they can run, without shapes.
         shapes: the nodes that compute shapes.
         constants: the steps that may be moved to where they are first used.
         independent: all steps that do not depend on the input.
@@ -52,7 +52,7 @@ class Trace:
     unlike: set[nn.Module]
 
     def key(self) -> tuple[Any, ...]:
-        """What two traces of equal meaning have in common."""
+        """Return what two traces of equal meaning have in common."""
         place = {node: i for i, node in enumerate(self.graph.nodes)}
 
         def plain(value: Any) -> Any:
@@ -63,7 +63,7 @@ class Trace:
 
 
 def is_plain_sequential(model: nn.Module) -> bool:
-    """Whether running the children one after the other is all that ``model`` does."""
+    """Return whether running the children one after the other is all that ``model`` does."""
     return (
         isinstance(model, nn.Sequential)
         and type(model).forward is nn.Sequential.forward
@@ -76,7 +76,7 @@ def read(model: nn.Module, *, granularity: str) -> tuple[Trace, Trace]:
     """Read the forward of ``model`` in training and in evaluation; one and the same trace twice if they agree.
 
     Args:
-        model: takes one tensor; further arguments keep their defaults.
+        model: a module of one tensor; further arguments keep their defaults.
         granularity: ``layer``: down to single layers and operations; ``block``: no further than what the model and
             its plain Sequentials call.
 
@@ -96,7 +96,7 @@ def read(model: nn.Module, *, granularity: str) -> tuple[Trace, Trace]:
 
 
 def is_light(node: fx.Node) -> bool:
-    """Whether ``node`` computes too little to be worth a unit of its own."""
+    """Return whether ``node`` computes too little to be worth a unit of its own."""
     if node.op == "call_module":
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -123,12 +123,12 @@ def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
     kinds: dict[fx.Node, str] = {}
     written = _written_attributes(graph)
     for node in graph.nodes:
-        given = {kinds[n] for n in node.all_input_nodes}
+        kinds_in = {kinds[n] for n in node.all_input_nodes}
         if node.op in ("placeholder", "output", "call_module") or node.target is torch._assert or node in written:
             kinds[node] = "tensor"
-        elif node.op == "get_attr" or (given <= {"constant"} and not _writes(node)):
+        elif node.op == "get_attr" or (kinds_in <= {"constant"} and not _writes(node)):
             kinds[node] = "constant"
-        elif _asks_for_shape(node) or (given == {"shape"} and _is_of_python(node)):
+        elif _asks_for_shape(node) or (kinds_in == {"shape"} and _is_of_python(node)):
             kinds[node] = "shape"
         else:
             kinds[node] = "tensor"
@@ -136,7 +136,7 @@ def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether ``node`` is run for what it does to a tensor that is there, and so has its place."""
+    """Return whether ``node`` writes to an existing tensor, and so has its place."""
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -145,26 +145,26 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _written_attributes(graph: fx.Graph) -> set[fx.Node]:
-    """Parameters and buffers that the forward writes to: what is computed from one has its place before or after."""
-    found: set[fx.Node] = set()
+    """Return parameters and buffers that the forward writes to: values computed from one have their place."""
+    written: set[fx.Node] = set()
     for node in graph.nodes:
         if _writes(node):
             waiting = [node.kwargs.get("out", node.args[0] if node.args else None)]
             while waiting:
-                given = waiting.pop()
-                if isinstance(given, fx.Node) and given not in found:
-                    if given.op == "get_attr":
-                        found.add(given)
-                    waiting += given.all_input_nodes if is_light(given) or _writes(given) else []
-    return found
+                node_in = waiting.pop()
+                if isinstance(node_in, fx.Node) and node_in not in written:
+                    if node_in.op == "get_attr":
+                        written.add(node_in)
+                    waiting += node_in.all_input_nodes if is_light(node_in) or _writes(node_in) else []
+    return written
 
 
 def _independent(graph: fx.Graph) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    independent: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op != "placeholder" and found.issuperset(node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op != "placeholder" and independent.issuperset(node.all_input_nodes):
+            independent.add(node)
+    return independent
 
 
 def _asks_for_shape(node: fx.Node) -> bool:
@@ -188,8 +188,8 @@ def _steps(graph: fx.Graph, kinds: Mapping[fx.Node, str]) -> list[fx.Node]:
         if node in taken or node.op in ("placeholder", "output") or kinds[node] == "shape":
             return
         taken.add(node)
-        for given in node.all_input_nodes:  # constants stand where they are first used
-            take(given)
+        for source in node.all_input_nodes:  # constants stand where they are first used
+            take(source)
         steps.append(node)
         for user in node.users:  # what a layer returns is taken apart at once, so that no container crosses a cut
             part = user.target in (operator.getitem, getattr) and user.args[0] is node
@@ -198,8 +198,8 @@ def _steps(graph: fx.Graph, kinds: Mapping[fx.Node, str]) -> list[fx.Node]:
 
     for node in graph.nodes:
         if node.op == "output":  # it may return a constant
-            for given in node.all_input_nodes:
-                take(given)
+            for source in node.all_input_nodes:
+                take(source)
         elif kinds[node] == "tensor":
             take(node)
     return steps

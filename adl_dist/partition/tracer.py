@@ -23,10 +23,10 @@ FACTORIES = ("zeros", "ones", "full", "empty", "arange", "linspace", "eye", "ran
 
 
 def symbolic(model: nn.Module, *, granularity: str) -> fx.Graph:
-    """The operations of ``model`` in its present mode, with one placeholder, its input. The model stays as it is.
+    """Return the operations of ``model`` in its present mode, with one placeholder, its input; leave it as it is.
 
     Args:
-        model: takes one tensor; further arguments keep their defaults.
+        model: a module of one tensor; further arguments keep their defaults.
         granularity: see :func:`adl_dist.partition.trace.read`.
 
     Raises:
@@ -45,7 +45,7 @@ def symbolic(model: nn.Module, *, granularity: str) -> fx.Graph:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether anything is run before or after its forward or backward."""
+    """Return whether hooks run before or after its forward or backward."""
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
@@ -141,7 +141,7 @@ def _check_arguments(model: nn.Module) -> None:
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Take back what the forward did beside computing, and refuse what a cut model would have to do each time."""
+    """Undo the side effects of the forward, and refuse those that a cut model would have to repeat each time."""
     streams = _random_streams()
     holders = [
         (name, holder, dict(holder))
@@ -182,7 +182,7 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 
 def _random_streams() -> tuple[bytes, Any, Any]:
-    """The states of torch's, Python's and numpy's generators."""
+    """Return the states of torch's, Python's and numpy's generators."""
     of_numpy: Any = np.random.get_state(legacy=True)
     return (
         torch.get_rng_state().numpy().tobytes(),
@@ -229,8 +229,8 @@ def _check_hooks(module: nn.Module, name: str) -> None:
 
 def _refused(model: nn.Module, where: str, error: Exception) -> PartitionError:
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = (f"{torch.__path__[0]}/", __file__, "<")
-    ours = [frame for frame in frames if frame.line and not frame.filename.startswith(theirs)]
+    library_files = (f"{torch.__path__[0]}/", __file__, "<")
+    ours = [frame for frame in frames if frame.line and not frame.filename.startswith(library_files)]
     line = f"{ours[-1].filename}:{ours[-1].lineno}: {ours[-1].line}" if ours else "its forward"
     inside = f" ({where})" if where else ""
     return PartitionError(

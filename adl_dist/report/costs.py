@@ -1,4 +1,4 @@
-"""What each unit of a model costs, as bars."""
+"""A figure of the costs of each unit of a model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,17 +31,17 @@ def draw_costs(
     cuts: Sequence[int],
     title: str,
 ) -> None:
-    """Draw a bar for each unit: its time above, its memory and what would cross a cut behind it below.
+    """Draw a bar for each unit: its time above, its memory and the bytes that would cross a cut after it below.
 
     Args:
         path: FILE.svg, FILE.png or FILE.pdf; what is there already is replaced.
-        names: of the units.
+        names: the units' names.
         forward: seconds.
         backward: seconds.
         activation_bytes: kept for the backward.
-        crossing_bytes: of a cut behind the unit.
-        cuts: units behind which a stage ends.
-        title: of the picture.
+        crossing_bytes: bytes that would cross a cut after each unit.
+        cuts: units after which a stage ends.
+        title: the picture's title.
 
     Raises:
         ConfigError: another suffix, or the file cannot be written.
@@ -59,7 +59,7 @@ def draw_costs(
     times.set_title(title, loc="left", fontsize="medium")
     sizes.bar(places, [b / 1e6 for b in activation_bytes], color=MEMORY, label="activations kept")
     crossing = [b / 1e6 for b in crossing_bytes]
-    sizes.step(places, crossing, where="mid", color=CUT, linewidth=1, label="crosses a cut behind")
+    sizes.step(places, crossing, where="mid", color=CUT, linewidth=1, label="crosses a cut after")
     sizes.set_ylabel("MB per micro-batch")
     for axes in (times, sizes):
         for place, cut in enumerate(cuts):

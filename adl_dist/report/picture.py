@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png", ".pdf")
-MOST_TICKS = 400  # more is no picture any more
+MOST_TICKS = 400  # more cannot be read
 
 # Okabe and Ito's colours, which colour-blind people tell apart: face, text.
 STYLES = {
@@ -55,9 +55,9 @@ def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs
 
     Args:
         pipeline: the method and K.
-        path: where to; what is there already is replaced.
-        num_micro_batches: of the segment that is drawn.
-        costs: what the axis then counts; None: ticks.
+        path: the file; an existing one is replaced.
+        num_micro_batches: micro-batches of the drawn segment.
+        costs: what the axis counts; None: ticks.
 
     Raises:
         ConfigError: another kind of file, too many ticks, or a place that cannot be written.
@@ -65,7 +65,7 @@ def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--out {path} must end in {', '.join(SUFFIXES)}; for example --out schedule.svg")
     if not path.parent.is_dir():
-        raise ConfigError(f"--out {path} cannot be written: there is no folder {path.parent}; make it first")
+        raise ConfigError(f"--out {path} cannot be written: folder {path.parent} does not exist; make it first")
     from matplotlib import rc_context  # imported late: it costs half a second
 
     # No random ids, no dates; letters as shapes, which look the same everywhere.
@@ -84,7 +84,7 @@ def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs
 
 
 def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None) -> "Figure":
-    """The picture itself; see :func:`draw`."""
+    """Return the picture itself; see :func:`draw`."""
     from matplotlib.figure import Figure
 
     lists = actions_of_all(pipeline, num_micro_batches=num_micro_batches)
@@ -136,7 +136,7 @@ def _boxes_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Box]:
 
 
 def _inches_per_unit(boxes: Sequence[Box], num_micro_batches: int) -> float:
-    """So many that the usual forward holds its number."""
+    """Return a scale at which the usual forward has room for its number."""
     usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS])
     usual = usual or max(box.end for box in boxes) / len(boxes)
     return max(0.26, LETTER * 9 * len(str(num_micro_batches - 1)) + 0.1) / usual
@@ -158,10 +158,10 @@ def _lanes(axes: "Axes", pipeline: Pipeline, width: float, shows_staleness: bool
     for f in figures(pipeline):
         middle = _middle(f.stage)
         axes.add_patch(Rectangle((0, middle - BOX / 2), width, BOX, color="#EFEFEF", linewidth=0, zorder=0))
-        words = [f"delay {f.delay}", f"mean LoS {f.staleness_mean:.3g}"][: 1 + shows_staleness]
-        axes.text(-0.12, middle - 0.09 * len(words), f"stage {f.stage}", ha="right", va="center", fontsize=10)
-        for i, text in enumerate(words):
-            y = middle - 0.09 * len(words) + 0.18 * (i + 1)
+        labels = [f"delay {f.delay}", f"mean LoS {f.staleness_mean:.3g}"][: 1 + shows_staleness]
+        axes.text(-0.12, middle - 0.09 * len(labels), f"stage {f.stage}", ha="right", va="center", fontsize=10)
+        for i, text in enumerate(labels):
+            y = middle - 0.09 * len(labels) + 0.18 * (i + 1)
             axes.text(-0.12, y, text, ha="right", va="center", fontsize=8, color="#555555")
     axes.set_yticks([])
     for side in ("left", "right", "top"):
@@ -172,8 +172,8 @@ def _axis(axes: "Axes", length: float, inches: float, num_ticks: int | None) -> 
     if num_ticks is None:
         from matplotlib.ticker import MaxNLocator
 
-        found = MaxNLocator(nbins=max(4, int(length * inches))).tick_values(0, length)
-        places = [t for t in found if 0 <= t <= length + 1e-9]
+        candidates = MaxNLocator(nbins=max(4, int(length * inches))).tick_values(0, length)
+        places = [t for t in candidates if 0 <= t <= length + 1e-9]
         axes.set_xticks([t * inches for t in places], [f"{t:g}" for t in places], fontsize=9)
         axes.set_xlabel("time (unit of the costs)", fontsize=9, labelpad=3)
         return
@@ -185,7 +185,7 @@ def _axis(axes: "Axes", length: float, inches: float, num_ticks: int | None) -> 
 
 
 def _arrows(axes: "Axes", lists: Sequence[Sequence[Action]], boxes: Sequence[Box], inches: float) -> None:
-    """From the work that made a message to the work that needs it."""
+    """Draw an arrow from the work that made a message to the work that needs it."""
     ends = (*FORWARDS, Op.BACKWARD)
     made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
     for stage, actions in enumerate(lists):

@@ -24,14 +24,14 @@ class Progress:
         self._head = ""
         self._update = self._total_updates = 0
         self._loss_sum = self._num_correct = self._samples = 0.0
-        self._seconds = self._seconds_before = 0.0  # since training was begun or gone on with, and before
+        self._seconds = self._seconds_before = 0.0  # since training began or resumed, and before
         self._last_size = 0
         self._rate = 0.0
         self._has_accuracy = False
         self._num_skipped = 0
 
     def begin(self, epoch: int, epochs: int, total_updates: int, *, goes_on: bool = False) -> None:
-        """Begin an epoch, counted from 0, or go on with it after a checkpoint in its midst."""
+        """Begin an epoch, counted from 0, or continue it after a checkpoint in its midst."""
         self._head = f"epoch {epoch + 1:>{len(str(epochs))}}/{epochs}"
         self._total_updates = total_updates
         if goes_on:
@@ -100,7 +100,7 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 
 
 def final_table(summary: Mapping[str, Any]) -> str:
-    """The summary of a run as a short table."""
+    """Return the summary of a run as a short table."""
     head = [f"{summary['epochs']} epochs, {summary['updates']} updates"]
     if "validation_accuracy" in summary:
         head.append(f"validation accuracy {summary['validation_accuracy']:.2%}")

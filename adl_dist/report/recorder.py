@@ -42,7 +42,7 @@ class Recorder:
             self._file = io.FileIO(path, "a")
             self._size = sum(len(line) for line in kept)
         except OSError as error:
-            warn(f"{path} cannot be written ({error.strerror}); training goes on without records")
+            warn(f"{path} cannot be written ({error.strerror}); training continues without records")
             return
         if self._wants_tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # imported late: it costs a second
@@ -61,12 +61,12 @@ class Recorder:
             tag = f"{record['name']}/{record['stage']}" if per_stage else record["name"]
             try:
                 self._board.add_scalar(tag, record["value"], record["update"])
-            except OSError as error:  # met by the thread that writes, told at the next call
+            except OSError as error:  # met by the thread that writes, raised at the next call
                 self._give_up_board(error)
 
     def flush(self) -> None:
         """Have everything written so far on disk."""
-        with contextlib.suppress(OSError):  # told when it was written
+        with contextlib.suppress(OSError):  # reported when it was written
             if self._file is not None:
                 os.fsync(self._file.fileno())
         if self._board is not None:
@@ -99,7 +99,7 @@ class Recorder:
                 warn(f"{file.name!s} cannot be written ({error.strerror}); records are lost until it can")
 
     def _give_up_board(self, error: OSError) -> None:
-        warn(f"TensorBoard's file cannot be written ({error.strerror}); the run goes on without it")
+        warn(f"TensorBoard's file cannot be written ({error.strerror}); the run continues without it")
         board, self._board = self._board, None
         if board is not None:
             with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _update_of(line: bytes) -> float:
-    """Of a record; infinite if it cannot be read, as after a power failure."""
+    """Return a record's update; infinite if it cannot be read, as after a power failure."""
     try:
         return int(json.loads(line)["update"])
     except (ValueError, TypeError, KeyError):

@@ -1,4 +1,4 @@
-"""What must reach the user although training goes on."""
+"""Warnings that must reach the user although training continues."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ logger = logging.getLogger("adl_dist")
 def tell(stream: IO[str] | None, text: str) -> None:
     """Write ``text`` to ``stream``, in one piece. Any thread may call it.
 
-    That nobody takes it any more (a pipe whose reader has gone, a full disk, no stream at all) must not end a run.
+    An output that is gone (a pipe whose reader has ended, a full disk, no stream at all) must not end a run.
     """
     with suppress(OSError, ValueError):
         if stream is not None:

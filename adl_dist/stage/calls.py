@@ -1,4 +1,4 @@
-"""How a module is called: one tensor or several, seeded, and what it may do to what it is given."""
+"""Calls of a module: with one tensor or several, seeded, compiled, and with its writes to its arguments known."""
 
 from collections.abc import Callable
 from types import CodeType, FunctionType
@@ -12,47 +12,47 @@ from adl_dist.seeds import stream_seeds
 
 SEEDS_AT_ONCE = 256  # one by one they would take as long as a small layer
 Tensors = tuple[Tensor, ...]
-# From what a module is given, and buffers in the place of its own (None: its own), to what it returns.
+# From a module's argument, and buffers in place of its own (None: its own), to its output.
 Call = Callable[[Any, dict[str, Tensor] | None], Any]
 
 
 def call_of(module: nn.Module, *, compiled: bool) -> Call:
-    """How ``module`` is called.
+    """Return a function that calls ``module``.
 
     Args:
-        module: whose parameters may be replaced by others of the same shape between two calls.
-        compiled: by torch.compile. The module itself stays as it is, with the names of its state.
+        module: a module whose parameters may be replaced by others of the same shape between two calls.
+        compiled: whether by torch.compile. The module itself stays as it is, with the names of its state.
     """
 
-    def call(given: Any, buffers: dict[str, Tensor] | None) -> Any:
+    def call(argument: Any, buffers: dict[str, Tensor] | None) -> Any:
         if buffers is None:
-            return module(given)
-        return torch.func.functional_call(module, buffers, (given,))
+            return module(argument)
+        return torch.func.functional_call(module, buffers, (argument,))
 
     if not compiled:
         return call
-    # What torch has compiled it keeps with the code, 8 graphs at most, and beyond that it silently compiles no more:
+    # torch keeps its compiled graphs with the code, 8 at most, and then silently stops compiling:
     # every module gets a copy of the code for itself. It may need 8, for training, evaluation, replay and a forward
     # to be replayed, each with the common number of samples and the one that is left over.
     code: CodeType = call.__code__.replace(co_name=f"call_{type(module).__name__}")
-    own = FunctionType(code, call.__globals__, closure=call.__closure__)
+    separate = FunctionType(code, call.__globals__, closure=call.__closure__)
     # Not dynamic: a graph for any number of samples is slower, and would be used for the common one as well.
     # Random numbers as without compilation, or dropout would draw others.
-    return torch.compile(own, dynamic=False, options={"fallback_random": True})
+    return torch.compile(separate, dynamic=False, options={"fallback_random": True})
 
 
 def packed(tensors: Tensors) -> Any:
-    """What a unit of an ``nn.Sequential`` is called with: a tensor, or a tuple of several."""
+    """Return the argument of a unit of an ``nn.Sequential``: a tensor, or a tuple of several."""
     return tensors[0] if len(tensors) == 1 else tensors
 
 
 def unpacked(out: Any) -> Tensors:
-    """What a unit returned, as a tuple of tensors; they may stand in tuples, lists and dictionaries."""
+    """Return a unit's output as a tuple of tensors; they may stand in tuples, lists and dictionaries."""
     return (out,) if isinstance(out, Tensor) else tuple(tree_leaves(out))
 
 
 def takes_gradient(tensor: Tensor) -> bool:
-    """Whether a gradient comes back for it."""
+    """Return whether a gradient comes back for it."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

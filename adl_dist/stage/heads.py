@@ -1,6 +1,6 @@
-"""Local losses: heads that turn what a stage sends on into a loss of its own (greedy learning).
+"""Local losses: heads that turn a stage's output into a loss of its own (greedy learning).
 
-A head serves only to train its stage; it is no part of the model and is not exported.
+A head serves only to train its stage; it does not belong to the model and is not exported.
 """
 
 import math
@@ -19,7 +19,7 @@ SIMILARITY_SHARE = 0.99
 
 
 class Spec(Protocol):
-    """Of one tensor: the shape of one sample."""
+    """One tensor's shape."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ class LocalLoss(nn.Module):
         self.classifier = classifier
 
     def forward(self, out: Tensor, target: Tensor, loss_fn: LossFn) -> Tensor:
-        """``out`` [B, C, H, W] or [B, C] and ``target`` [B] to a scalar."""
+        """Return the scalar loss of ``out`` [B, C, H, W] or [B, C] and ``target`` [B]."""
         return loss_fn(self.classifier(out), target)
 
 
@@ -52,7 +52,7 @@ class PredSim(nn.Module):
         self.classifier, self.project, self.num_classes = classifier, project, num_classes
 
     def forward(self, out: Tensor, target: Tensor, loss_fn: LossFn) -> Tensor:
-        """``out`` [B, C, H, W] or [B, C] and ``target`` [B] to a scalar."""
+        """Return the scalar loss of ``out`` [B, C, H, W] or [B, C] and ``target`` [B]."""
         predicted = loss_fn(self.classifier(out), target)
         features = self.project(out)
         if features.ndim == 4:
@@ -98,7 +98,7 @@ def cnn(channels: int, size: int, num_classes: int) -> nn.Module:
 
 
 def linear(channels: int, size: int, num_classes: int) -> nn.Module:
-    """A plain local classifier (Mostafa et al. 2018)."""
+    """Build a plain local classifier (Mostafa et al. 2018)."""
     if size == 0:
         return nn.Linear(channels, num_classes)
     side = min(size, 2)
@@ -120,10 +120,10 @@ def check_outs(name: str, stage: int, outs: Sequence[Spec]) -> None:
     """
     shapes = [spec.shape for spec in outs]
     if len(shapes) != 1 or len(shapes[0]) not in (1, 3):
-        found = ", ".join(str(["B", *shape]) for shape in shapes)
+        received = ", ".join(str(["B", *shape]) for shape in shapes)
         raise ConfigError(
-            f"method=dgl puts a head on what stage {stage} sends on, which must be one tensor [B, C, H, W] or [B, C]; "
-            f"found {found}: choose another partition.balance"
+            f"method=dgl puts a head on the output of stage {stage}: expected one tensor [B, C, H, W] or [B, C], "
+            f"got {received}: choose another partition.balance"
         )
     if name in OF_IMAGES and len(shapes[0]) == 1:
         raise ConfigError(
@@ -133,13 +133,13 @@ def check_outs(name: str, stage: int, outs: Sequence[Spec]) -> None:
 
 
 def build_head(name: str, out: Spec, *, num_classes: int, seed: int) -> nn.Module:
-    """Make the head called ``name``, its weights drawn by ``seed`` and nothing else.
+    """Build the head called ``name``, its weights drawn by ``seed`` and nothing else.
 
     Args:
         name: a key of ``CLASSIFIERS``, or ``predsim``.
-        out: what the stage sends on: images [C, H, W] or features [C] per sample.
-        num_classes: that the model tells apart.
-        seed: of the weights.
+        out: the stage's output: images [C, H, W] or features [C] per sample.
+        num_classes: the model's number of classes.
+        seed: the seed of the weights.
 
     Returns:
         A module that takes (output, target, loss_fn) and returns a scalar.

@@ -1,4 +1,4 @@
-"""What a stage keeps of a micro-batch between its forward and its backward."""
+"""The state that a stage keeps of a micro-batch between its forward and its backward."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from adl_dist.stage.calls import Tensors, takes_gradient
 
-Ends = tuple[GradientEdge | None, ...]  # one for each tensor that takes a gradient; None: nothing here computed it
+GradEdges = tuple[GradientEdge | None, ...]  # one for each tensor that takes a gradient; None: nothing here computed it
 
 
 @dataclass
@@ -17,11 +17,11 @@ class InFlight:
     acts: Tensors  # what came in; their .grad is sent upstream
     target: Tensor | None  # where there is a loss
     version: int  # updates that had led to the weights of the forward
-    ends: Ends | None = None  # where the graph begins to go backward; None: to be recomputed
+    grad_edges: GradEdges | None = None  # where the graph begins to go backward; None: to be recomputed
     output_and_loss: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
     buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
 
 
-def ends_of(outs: Tensors) -> Ends:
-    """Where the graph of ``outs`` begins, without the tensors themselves: they are free once they have been sent."""
+def grad_edges_of(outs: Tensors) -> GradEdges:
+    """Return the starts of the backward of ``outs`` without the tensors, which are free once they have been sent."""
     return tuple(get_gradient_edge(out) if out.requires_grad else None for out in filter(takes_gradient, outs))

@@ -110,7 +110,7 @@ class NonFiniteCheck:
             if tally.losses or tally.gradient_norm is not None:
                 is_underway = tally.fetch()
                 self._unseen.append((update, epoch, tally))
-                self.check(but=1 if is_underway else 0)
+                self.check(except_last=1 if is_underway else 0)
             return None
         norms, self._sent = self._sent, []
         if not self._is_last and _is_refusal(arrived):
@@ -130,13 +130,13 @@ class NonFiniteCheck:
             raise self._diverged(what, update, epoch)
         return fault
 
-    def check(self, *, but: int = 0) -> None:
-        """Look at all that has not been looked at, ``but`` for the last ones.
+    def check(self, *, except_last: int = 0) -> None:
+        """Check every update that has not been checked yet, except the last ``except_last``.
 
         Raises:
             DivergedError: one is not finite.
         """
-        while len(self._unseen) > but:
+        while len(self._unseen) > except_last:
             update, epoch, tally = self._unseen.popleft()
             if (fault := _fault(tally)) is not None:
                 raise self._diverged(fault, update, epoch)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.stage.calls import DropoutStreams, Tensors, call_of, packed, takes_gradient, unpacked
-from adl_dist.stage.in_flight import InFlight, ends_of
+from adl_dist.stage.in_flight import InFlight, grad_edges_of
 from adl_dist.stage.learning_rates import scaled_learning_rates, step_schedule
 from adl_dist.stage.nonfinite import GradientPolicy, NonFiniteCheck, buffers_kept_finite, refusal
 from adl_dist.stage.stats import StepStats, norm_of
@@ -185,7 +185,7 @@ class Stage:
         if self.has_loss:
             kept.output_and_loss = outs[0] if self.is_last else None, last[0]
         if keep_graph:
-            kept.ends = ends_of(last)
+            kept.grad_edges = grad_edges_of(last)
         return () if self.is_last else tuple(out.detach() for out in outs)
 
     def recompute(self, micro_batch: int) -> None:
@@ -197,7 +197,7 @@ class Stage:
         kept = self.in_flight[micro_batch]
         self._dropout.seed(micro_batch, kept.acts[0].device)
         out = self._call(kept.acts, kept.buffers)
-        kept.ends = ends_of((self._loss(out, kept.target),) if self.has_loss else unpacked(out))
+        kept.grad_edges = grad_edges_of((self._loss(out, kept.target),) if self.has_loss else unpacked(out))
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
@@ -211,10 +211,10 @@ class Stage:
             Gradients of the floating-point acts, for upstream; empty on stage 0 and where stages learn locally.
         """
         kept = self.in_flight.pop(micro_batch)
-        assert kept.ends is not None, "the schedule recomputes before it goes backward"
+        assert kept.grad_edges is not None, "the schedule recomputes before it goes backward"
         if self._gradient_shrink != 1.0 and not self.has_loss:
             grads = tuple(grad * self._gradient_shrink for grad in grads)
-        if paired := [(end, grad) for end, grad in zip(kept.ends, grads, strict=True) if end is not None]:
+        if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
             ends, grads = zip(*paired, strict=True)
             torch.autograd.backward(ends, grads)
         self.tally.staleness.append(self.version - kept.version)
@@ -260,7 +260,7 @@ class Stage:
         if self._policy is not None:
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
-            graphs = {kept.version for kept in self.in_flight.values() if kept.ends is not None}
+            graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
             with scaled_learning_rates(self.optimizer, self._lr_factor):
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
         self.version += 1

@@ -1,4 +1,4 @@
-"""Which weights a delayed backward sees: the weight policies.
+"""The weight policies: the weights that a delayed backward sees.
 
 A micro-batch that is in flight holds a graph, and the graph holds the parameter tensors of its forward. An
 optimizer steps them in place, so autograd would refuse the backward ("modified by an inplace operation"),
@@ -16,7 +16,7 @@ from adl_dist.errors import ConfigError
 
 
 class _Policy:
-    """What all policies share: the optimizer."""
+    """The optimizer, which all policies share."""
 
     num_copies = 0
 
@@ -24,11 +24,11 @@ class _Policy:
         self._optimizer = optimizer
 
     def gather(self) -> list[nn.Parameter]:
-        """The parameters that the next step is about, each with the whole gradient of the group if it has one."""
+        """Return the parameters of the next step, each with the whole gradient of the group if it has one."""
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def forget(self) -> None:
-        """Drop what micro-batches that are in flight no more have left: there are none now."""
+        """Drop what micro-batches that have left the pipeline kept: none is in flight now."""
 
     def _finish(self, *, skip: bool) -> None:
         if not skip:
@@ -60,7 +60,7 @@ class Stash(_Policy):
 
     An update moves the module and its optimizer on to fresh tensors if the present ones are in use, so all
     micro-batches of one version share one copy, and the last stage, where nothing is in flight at an update,
-    never copies. At most ceil(d / M) versions are alive beside the present one.
+    never copies. At most ceil(d / M) versions are alive in addition to the present one.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -78,20 +78,20 @@ class Stash(_Policy):
 
     @property
     def num_copies(self) -> int:  # type: ignore[override]
-        """Weight versions alive beside the newest."""
+        """The number of weight versions alive in addition to the newest."""
         return len(self._older)
 
     def gather(self) -> list[nn.Parameter]:
         """Move the gradients of older versions to the newest, and return the parameters that have some."""
         for old in self._older.values():
             sums, added = [], []
-            for newest, theirs in zip(self._newest, old, strict=True):
+            for newest, older in zip(self._newest, old, strict=True):
                 if newest.grad is None:
-                    newest.grad = theirs.grad
-                elif theirs.grad is not None:
+                    newest.grad = older.grad
+                elif older.grad is not None:
                     sums.append(newest.grad)
-                    added.append(theirs.grad)
-                theirs.grad = None
+                    added.append(older.grad)
+                older.grad = None
             if sums:
                 torch._foreach_add_(sums, added)  # on a GPU a few kernels, not one for each parameter
         return super().gather()
@@ -143,7 +143,7 @@ class Stash(_Policy):
 
 
 class TwoVersions(Stash):
-    """The module computes with the weights that the schedule names, one update behind: PipeDream-2BW.
+    """Computing with the weights that the schedule names, one update old: PipeDream-2BW.
 
     Two versions are alive, the newest and the one before it, whatever the number of micro-batches in flight.
     """
@@ -153,7 +153,7 @@ class TwoVersions(Stash):
         self._install(self._newest if version == newest else self._older[version])
 
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
-        """Gather the gradients, then make the next version beside ``version``; see :meth:`Stash.step`."""
+        """Gather the gradients, then make the version after ``version``; see :meth:`Stash.step`."""
         self.gather()
         self._forget(keep=in_flight)
         self._older[version] = self._newest
@@ -174,7 +174,7 @@ def weight_policy(name: str, module: nn.Module, optimizer: torch.optim.Optimizer
     """Build the policy called ``name``.
 
     Raises:
-        ConfigError: the optimizer keeps parameters of its own beside ``param_groups`` (LBFGS).
+        ConfigError: the optimizer keeps parameters of its own outside of ``param_groups`` (LBFGS).
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("optimizer: LBFGS evaluates the loss itself, which no pipeline can do; choose another")

@@ -59,7 +59,7 @@ class LocalChannel:
         self._specs = self._agreed.training if training else self._agreed.evaluation
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Queue the tensors themselves, unless they are narrowed: nobody writes to what was sent across, either."""
+        """Queue the tensors themselves, unless they are narrowed; like a sent tensor, they are not written to again."""
         size = self._sizes[micro_batch]
 
         def where() -> str:

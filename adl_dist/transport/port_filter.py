@@ -1,9 +1,9 @@
-"""The ports on which a process waits to be connected. Nobody is let in any more once all its peers are.
+"""Blocks new connections to the ports of a process once all its peers are connected.
 
-torch's transports take in whoever connects. One line of HTTP at the port of the control plane (TensorPipe) ends the
+torch's transports accept every connection. One line of HTTP at the port of the control plane (TensorPipe) ends the
 process in ``std::bad_alloc``, and a thousand silent connections to one of gloo's in ``accept: Too many open files``
-(both seen with torch 2.15). Neither library can be told to stop listening, so the kernel is: a socket filter drops what
-arrives at a listening socket before a connection comes of it. Connections that are there stay as they are.
+(both seen with torch 2.15). Neither library has an option to stop listening, so the kernel does it: a socket filter
+drops what arrives at a listening socket before it becomes a connection. Established connections stay as they are.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ RETURN_CONSTANT = 0x06
 # Linux keeps a process's open files there, and filters its sockets. Elsewhere the ports stay open.
 OPEN_FILES = Path("/proc/self/fd")
 
-_refused: OSError | None = None
+_error: OSError | None = None
 
 
 class _Instruction(ctypes.Structure):
@@ -32,49 +32,49 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
 
 
-def shut(listener: socket.socket) -> None:
-    """Let nobody in any more: an attempt to connect is not answered. Whoever is connected stays so.
+def block(listener: socket.socket) -> None:
+    """Drop new connections: an attempt to connect is not answered. Established connections stay.
 
-    A kernel that takes no filter (gVisor's, or one behind seccomp) leaves the port open: see :func:`refused`.
+    A kernel that takes no filter (gVisor's, or one behind seccomp) leaves the port open: see :func:`error`.
     """
-    global _refused
+    global _error
     if sys.platform == "linux":
         keep_nothing = _Instruction(RETURN_CONSTANT, 0, 0, 0)
         try:
             listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(_Program(1, ctypes.pointer(keep_nothing))))
-        except OSError as error:
-            _refused = error
+        except OSError as caught:
+            _error = caught
 
 
-def refused() -> OSError | None:
-    """Why ports of this process that were to be shut are open; None if they are not."""
-    return _refused
+def error() -> OSError | None:
+    """Return why ports of this process that were to be blocked are open; None if they are not."""
+    return _error
 
 
-def open_again(listener: socket.socket) -> None:
-    """Undo :func:`shut`; who has tried meanwhile gets in when the kernel tries for him again, within a second."""
+def unblock(listener: socket.socket) -> None:
+    """Undo :func:`block`; pending attempts to connect succeed when the kernel repeats them, within a second."""
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # it was not shut
+        with contextlib.suppress(OSError):  # it was not blocked
             listener.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 
 @contextlib.contextmanager
-def shut_behind() -> Iterator[None]:
-    """Shut the TCP ports that this process has begun to listen on inside, once its peers have connected to them there.
+def blocking_new() -> Iterator[None]:
+    """Block the TCP ports that this process begins to listen on inside, where its peers connect to them.
 
-    After an error they are left as they are: the process ends then.
+    After an error they stay as they are: the process ends then.
     """
     before = _listening()
     yield
     for identity, descriptor in _listening().items():
         if identity not in before:
             with _socket_of(descriptor) as listener:
-                shut(listener)
+                block(listener)
 
 
 def _listening() -> dict[str, int]:
-    """A descriptor of each TCP socket on which this process listens, by the kernel's name of the socket."""
-    found = {}
+    """Return a descriptor of each listening TCP socket of this process, by the kernel's name of the socket."""
+    listening = {}
     for name in os.listdir(OPEN_FILES) if OPEN_FILES.is_dir() else ():
         with contextlib.suppress(OSError):  # closed meanwhile
             identity = os.readlink(OPEN_FILES / name)
@@ -83,22 +83,22 @@ def _listening() -> dict[str, int]:
             with _socket_of(int(name)) as one:
                 is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
                 if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[identity] = int(name)
-    return found
+                    listening[identity] = int(name)
+    return listening
 
 
 def _socket_of(descriptor: int) -> socket.socket:
-    """The socket that is somebody's, to be looked at: with a default timeout Python would make it non-blocking for all.
+    """Return a view of an open socket: with a default timeout Python would make it non-blocking for every user.
 
     Raises:
         OSError: it is gone.
     """
-    default, own = socket.getdefaulttimeout(), os.dup(descriptor)
+    default, copy = socket.getdefaulttimeout(), os.dup(descriptor)
     socket.setdefaulttimeout(None)
     try:
-        return socket.socket(fileno=own)
+        return socket.socket(fileno=copy)
     except OSError:
-        os.close(own)
+        os.close(copy)
         raise
     finally:
         socket.setdefaulttimeout(default)

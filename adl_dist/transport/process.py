@@ -21,7 +21,7 @@ from torch import Tensor
 
 from adl_dist.errors import ChannelError
 from adl_dist.schedule.actions import LINKS, receiver
-from adl_dist.transport.port_filter import shut_behind
+from adl_dist.transport.port_filter import blocking_new
 from adl_dist.transport.spec import Specs
 from adl_dist.transport.staging import to_device, to_host
 
@@ -40,7 +40,7 @@ class Edge(NamedTuple):
     backend: str  # "gloo" or "nccl"
 
 
-# Small, and wanted on the CPU by whoever takes them.
+# Small, and their receivers want them on the CPU.
 ON_CPU = ("target", "label", "go")
 
 
@@ -51,10 +51,10 @@ def connect_edges(
 
     Args:
         num_stages: K.
-        links: what is carried, of ``LINKS``.
-        backend: of what stays on ``device``.
-        device: of this rank.
-        timeout: of one message.
+        links: the kinds of links, keys of ``LINKS``.
+        backend: carries the tensors that stay on ``device``.
+        device: this rank's device.
+        timeout: the limit of one message.
 
     Returns:
         Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
@@ -71,7 +71,7 @@ def connect_edges(
             continue
         edge_backend = "gloo" if what in ON_CPU else backend
         # NCCL asks strangers for a number that only its ranks know, and may connect again later.
-        with shut_behind() if edge_backend == "gloo" else nullcontext():
+        with blocking_new() if edge_backend == "gloo" else nullcontext():
             group = dist.new_group(
                 [sender, to],
                 backend=edge_backend,
@@ -99,13 +99,13 @@ class ProcessSender:
         """Take the sending end of ``edge``.
 
         Args:
-            edge: where to.
-            specs: what was agreed for this edge.
+            edge: the edge.
+            specs: the tensors agreed for this edge.
             what: is carried, for messages.
             max_pending: micro-batches sent and not yet known to be taken by the peer before a send waits, in
                 training; no fewer than :func:`max_pending_of` says, or the wait could close a cycle of stages that
                 wait for each other.
-            max_pending_in_evaluation: likewise, where no gradient tells what was taken.
+            max_pending_in_evaluation: the same in evaluation, where no gradient shows what was taken.
         """
         self._edge, self._agreed, self._what = edge, specs, what
         self._limits = max_pending, max_pending_in_evaluation
@@ -124,9 +124,9 @@ class ProcessSender:
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Start to send; return at once unless ``max_pending`` are under way."""
         size, works = self._sizes[micro_batch], []
-        told = partial(self._told, micro_batch)
+        where = partial(self._where, micro_batch)
         for place, (spec, tensor) in enumerate(zip(self._specs, tensors, strict=True)):
-            wire = spec.as_wire(spec.narrow(spec.fit(tensor, size, told)))
+            wire = spec.as_wire(spec.narrow(spec.fit(tensor, size, where)))
             if spec.is_empty:
                 continue
             if self._edge.backend == "gloo" and wire.is_cuda:
@@ -155,13 +155,13 @@ class ProcessSender:
             except RuntimeError as error:
                 raise self._lost(micro_batch) from error
 
-    def _told(self, micro_batch: int) -> str:
+    def _where(self, micro_batch: int) -> str:
         return f"stage {self._edge.sender} -> stage {self._edge.receiver}: {self._what} of micro-batch {micro_batch}"
 
     def _lost(self, micro_batch: int) -> ChannelError:
         return ChannelError(
-            f"{self._told(micro_batch)} could not be sent: stage {self._edge.receiver} is gone or silent; its own log, "
-            f"logs/rank{self._edge.receiver}.log, says why"
+            f"{self._where(micro_batch)} could not be sent: stage {self._edge.receiver} is gone or silent; its own "
+            f"log, logs/rank{self._edge.receiver}.log, says why"
         )
 
 

@@ -1,4 +1,4 @@
-"""What travels on an edge, agreed once at start-up."""
+"""The tensors that travel on an edge, agreed once at start-up."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -17,10 +17,10 @@ class TensorSpec:
     """Shape, dtype and memory format of one tensor, all but the number of samples.
 
     Attributes:
-        shape: of one sample, without the batch dimension, which comes first.
+        shape: one sample's shape, without the batch dimension, which comes first.
         dtype: torch's name, for example ``float32``.
         channels_last: [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion.
-        wire_dtype: that it travels in; None: ``dtype``, which it is handed over in.
+        wire_dtype: dtype on the wire; None: ``dtype``, which it is handed over in.
     """
 
     shape: tuple[int, ...]
@@ -30,20 +30,20 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
-        """The spec of ``tensor`` [B, ...]; where both formats describe it, the plain one counts."""
+        """Return the spec of ``tensor`` [B, ...]; where both formats describe it, the plain one counts."""
         channels_last = (
             tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
         )
         return cls(tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."), channels_last)
 
     def empty(self, size: int, device: torch.device, *, on_wire: bool = False, pinned: bool = False) -> Tensor:
-        """An uninitialised tensor.
+        """Return an uninitialised tensor.
 
         Args:
             size: samples.
-            device: where.
-            on_wire: in the dtype that it travels in.
-            pinned: on the CPU, for fast copies from and to a GPU.
+            device: its device.
+            on_wire: whether in the wire dtype.
+            pinned: whether in pinned memory on the CPU, for fast copies from and to a GPU.
         """
         return torch.empty(
             (size, *self.shape),
@@ -54,19 +54,19 @@ class TensorSpec:
         )
 
     def travelling(self, dtype: torch.dtype | None) -> "TensorSpec":
-        """The same, sent in ``dtype`` if it is of a wider floating-point one."""
+        """Return the same spec, sent in ``dtype`` if that is narrower and both are floating-point."""
         if dtype is None or not self.is_floating_point or self._dtype.itemsize <= dtype.itemsize:
             return self
         return replace(self, wire_dtype=str(dtype).removeprefix("torch."))
 
     def narrow(self, tensor: Tensor) -> Tensor:
-        """What is sent of a tensor in this format."""
+        """Return ``tensor``, which has this format, as it is sent."""
         if self.wire_dtype is None:
             return tensor
         return self.empty(tensor.shape[0], tensor.device, on_wire=True).copy_(tensor)
 
     def widen(self, tensor: Tensor) -> Tensor:
-        """What is handed over of a tensor that came as :meth:`narrow` sent it."""
+        """Return ``tensor``, which came as :meth:`narrow` sent it, as it is handed over."""
         if self.wire_dtype is None:
             return tensor
         return self.empty(tensor.shape[0], tensor.device).copy_(tensor)
@@ -92,7 +92,7 @@ class TensorSpec:
         return self.empty(size, tensor.device).copy_(tensor)
 
     def as_wire(self, tensor: Tensor) -> Tensor:
-        """A plainly contiguous view of a tensor in this format, of real numbers: what gloo accepts."""
+        """Return a contiguous view, of real numbers, of a tensor in this format: what gloo accepts."""
         plain = tensor.permute(0, 2, 3, 1) if self.channels_last else tensor
         return torch.view_as_real(plain) if self._dtype.is_complex else plain
 
@@ -101,9 +101,9 @@ class TensorSpec:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> "TensorSpec":
+    def from_json(cls, values: dict[str, Any]) -> "TensorSpec":
         """Read back :meth:`to_json`."""
-        return cls(**{**told, "shape": tuple(told["shape"])})
+        return cls(**{**values, "shape": tuple(values["shape"])})
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -126,7 +126,7 @@ class TensorSpec:
 
     @cached_property
     def is_empty(self) -> bool:
-        """Whether it has no elements: it tells a shape, and nothing of it is sent."""
+        """Whether it has no elements: it carries a shape, and nothing of it is sent."""
         return 0 in self.shape
 
     @property
@@ -144,20 +144,20 @@ class TensorSpec:
 
 
 class Specs(NamedTuple):
-    """What travels on one edge: a model may send other tensors in evaluation than in training."""
+    """The tensors of one edge: a model may send other ones in evaluation than in training."""
 
     training: tuple[TensorSpec, ...]
     evaluation: tuple[TensorSpec, ...]
 
     @classmethod
     def always(cls, specs: Iterable[TensorSpec]) -> "Specs":
-        """The same in both."""
+        """Return specs that are the same in training and evaluation."""
         return cls(*[tuple(specs)] * 2)
 
     def travelling(self, dtype: torch.dtype | None) -> "Specs":
-        """The same, each sent in ``dtype`` if it is of a wider floating-point one."""
+        """Return the same specs, each sent in ``dtype`` if that is narrower and both are floating-point."""
         return Specs(*(tuple(spec.travelling(dtype) for spec in specs) for specs in self))
 
     def of_gradients(self) -> "Specs":
-        """What comes back for it."""
+        """Return the specs of the gradients that come back."""
         return Specs(*(tuple(spec for spec in specs if spec.takes_gradient) for specs in self))

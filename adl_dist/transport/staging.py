@@ -5,7 +5,7 @@ up behind what has been launched, and the host waits for one copy, never for the
 
 Pinned buffers need no bookkeeping here: a copy that does not block records an event with torch's caching host
 allocator, which does not give the memory of a freed buffer out again before that event (THCCachingHostAllocator.h;
-pytorch#130785). Of device memory the allocator knows one stream only, so the others are told by ``record_stream``.
+pytorch#130785). Of device memory the allocator knows one stream only; ``record_stream`` names the others.
 """
 
 from functools import cache
@@ -16,12 +16,12 @@ from torch import Tensor
 
 @cache
 def copy_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
-    """The stream for copies in one direction, the same for all edges of a process."""
+    """Return the stream for copies in one direction, the same for all edges of a process."""
     return torch.cuda.Stream(device)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A pinned copy of ``tensor``, which is on a GPU; complete when this returns."""
+    """Return a pinned copy of ``tensor``, which is on a GPU; complete when this returns."""
     compute, copies = torch.cuda.current_stream(tensor.device), copy_stream(tensor.device, "out")
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copies.wait_stream(compute)  # what computes the tensor may only be launched by now
@@ -29,13 +29,13 @@ def to_host(tensor: Tensor) -> Tensor:
         host.copy_(tensor, non_blocking=True)
         copied = copies.record_event()
     tensor.record_stream(copies)
-    # The next operations of the compute stream may go on: this is the only thing waited for.
+    # The next operations of the compute stream may run meanwhile: this is the only thing waited for.
     copied.synchronize()
     return host
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on a GPU of ``host``, best pinned; what the compute stream does from here on finds it there."""
+    """Return a copy on a GPU of ``host``, best pinned; complete for all later work of the compute stream."""
     compute, copies = torch.cuda.current_stream(device), copy_stream(device, "in")
     with torch.cuda.stream(copies):
         tensor = host.to(device, non_blocking=True)

@@ -6,32 +6,40 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from adl_dist.cli.bench import command
-from adl_dist.cli.bench.baseline_rank import Task, _batches
-from adl_dist.cli.bench.data import stretched
-from adl_dist.cli.bench.entries import DEFAULT, Host, Traffic, entries
-from adl_dist.cli.bench.measured import seconds_per_update
+from adl_dist.cli.bench.baseline_rank import Task, rank_batches, run
+from adl_dist.cli.bench.entries import DEFAULT, Host, ModelSurvey, Traffic, entries, survey
 from adl_dist.cli.bench.report import baseline, facts_of, ratio, report, rows
-from adl_dist.cli.bench.runner import BenchConfig, Measured, RankPlacement, shares, words_of
-from adl_dist.cli.bench.survey import survey
+from adl_dist.cli.bench.runner import (
+    BenchConfig,
+    Measured,
+    RankPlacement,
+    measure_once,
+    seconds_per_update,
+    stretched,
+    train_argv,
+)
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.schedule import Pipeline
 from tests.support.commands import in_process, left_behind, shows
 
-PLACE = Host(threads=1, num_cores=2, num_gpus=0, warmup=3)
-NOWHERE = {"placing": RankPlacement(cores=None), "log_folder": Path(), "timeout_seconds": 1.0}
+HOST = Host(threads=1, num_cores=2, num_gpus=0, warmup=3)
+NOWHERE = {"placement": RankPlacement(pinned=False), "log_folder": Path(), "timeout_seconds": 1.0}
 TRAFFIC = Traffic(act_bytes=[100, 200], grad_bytes=[100, 200], target_bytes=8, parameter_bytes=12_000)
+SURVEY = ModelSurvey(
+    sizes=[1, 1], granularity="block", overwrites=[], target=None, traffic=TRAFFIC, predicted={"adl": 125.0}
+)
 
 
-def fit(names, *words, place=PLACE):
-    return entries(names.split(","), compose_run(words)[0], place)
+def fit(names, *words, host=HOST):
+    return entries(names.split(","), compose_run(words)[0], host)
 
 
 def ran(name, *speeds, **more):
@@ -89,13 +97,6 @@ def test_who_cannot_run_is_left_out_with_the_reason(name, words, reason):
     shows(left_out[name].replace("\\", ""), [reason.replace("\\", "")])
 
 
-def test_processes_share_the_cores_and_a_single_one_takes_as_many_as_it_has_threads():
-    assert shares([4, 5, 6, 7], 2, 2) == [[4, 5], [6, 7]]
-    assert shares([4, 5, 6], 2, 1) == [[4], [5, 6]]
-    assert shares([4, 5, 6, 7], 1, 1) == [[4]]
-    assert shares([4], 2, 1) is None
-
-
 def test_the_pace_is_that_after_the_warm_up():
     assert seconds_per_update([0.0, 10.0, 11.0, 12.0], warmup=2) == 1.0
     with pytest.raises(ChildFailed, match="2 updates, of which 2 do not count, are too few"):
@@ -123,17 +124,29 @@ def test_ratios_are_to_the_faster_form_of_plain_backpropagation():
         *ran("torch-bp-cores", 400),
         *ran("adl", 260, 240, 250),
     ]
-    table = rows(able, runs, TRAFFIC)
-    assert baseline(table).contender.name == "torch-bp-whole"
+    table = rows(able, runs, SURVEY)
+    assert baseline(table).entry.name == "torch-bp-whole"
     assert [ratio(row, baseline(table)) for row in table] == [0.8, 1.0, 3.2, 2.0]
     assert (table[3].median, facts_of(table[3], table)["least"], facts_of(table[3], table)["most"]) == (250, 240, 260)
     told = report(table, {}, is_gpu=False)
     shows(told, ["250.0", "240.0 .. 260.0", "2.00", "to torch-bp-whole, the faster of torch-bp and torch-bp-whole"])
 
 
+def test_the_prediction_stands_next_to_the_measurement():
+    able, _ = fit("bp,adl")
+    table = rows(able, [*ran("bp", 100), *ran("adl", 260, 240)], SURVEY)
+    bp, adl = (facts_of(row, table) for row in table)
+    assert (adl["predicted_images_per_second"], adl["measured_to_predicted"]) == (125.0, 2.0)
+    assert "predicted_images_per_second" not in bp
+    lines = report(table, {}, is_gpu=False).splitlines()
+    shows(lines[0], ["predicted  measured/predicted"])
+    assert [word for word in lines[2].split() if word in ("125.0", "2.00")] == ["125.0", "2.00"]
+    assert lines[1].split().count("-") == 4  # no ratio, no prediction, no busy share
+
+
 def test_without_the_baseline_there_is_no_ratio():
     able, _ = fit("adl,bp")
-    table = rows(able, ran("adl", 100), TRAFFIC)
+    table = rows(able, ran("adl", 100), SURVEY)
     assert [ratio(row, baseline(table)) for row in table] == [None, None]
     shows(report(table, {}, is_gpu=False), ["there is none, for neither torch-bp nor torch-bp-whole", "not run"])
 
@@ -146,7 +159,7 @@ def test_the_table_shows_the_most_memory_the_busy_share_the_failed_and_the_left_
         replace(ran("adl", 210)[0], peak_memory_bytes=[3 * 2**20, 4 * 2**20], busy_share=[0.7, 0.8]),
         Measured(contender="fdg", repetition=0, num_updates=8, error="the loss is nan"),
     ]
-    told = report(rows(able, runs, TRAFFIC), {"torch-ddp": "no"}, is_gpu=False)
+    told = report(rows(able, runs, SURVEY), {"torch-ddp": "no"}, is_gpu=False)
     adl, fdg = (next(line for line in told.splitlines() if line.startswith(name)) for name in ("adl", "fdg"))
     shows(adl, ["3 5", "80% 80%"])
     shows(fdg, ["failed"])
@@ -165,25 +178,25 @@ def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
         run = Measured(contender=contender.name, repetition=repetition, num_updates=num_updates)
         if contender.name == "fdg":
             return replace(run, error="no")
-        return replace(
-            run, images_per_second=1.0, seconds_per_update={"pilot": 4.0, "adl": 0.5, "bp": 1.0}[contender.name]
-        )
+        return replace(run, images_per_second=1.0, seconds_per_update={"adl": 0.5, "bp": 1.0}[contender.name])
 
     monkeypatch.setattr(command, "measure_once", measure_once)
-    able, _ = fit("bp,fdg,adl")
-    runs = []
-    command._measure(able, None, flags(), runs, lambda: None)
-    # 20 seconds: of the pilot's pace at first, then each of its own.
-    assert asked[1:] == [
-        (0, "bp", 5), (0, "fdg", 5), (0, "adl", 5),
+    able, _ = fit("bp,fdg,adl", "train.batch_size=100")
+    words, runs = ["model=resnet8"], []
+    found = replace(SURVEY, predicted={"bp": 25.0, "adl": 50.0})
+    setting = BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
+    command._measure(able, setting, flags(), runs, lambda: None)
+    # 20 seconds: by the prediction at first, the lowest of all where there is none, then by the own speed.
+    assert asked == [
+        (0, "bp", 5), (0, "fdg", 5), (0, "adl", 10),
         (1, "bp", 20), (1, "adl", 40),
         (2, "bp", 20), (2, "adl", 40),
     ]  # fmt: skip
-    assert [(run.contender, run.repetition) for run in runs] == [(name, i) for i, name, _ in asked[1:]]
+    assert [(run.contender, run.repetition) for run in runs] == [(name, i) for i, name, _ in asked]
 
 
 def test_a_run_is_not_shorter_than_a_few_updates_whatever_is_known_of_its_pace():
-    assert [command._num_updates(20, pace) for pace in (100.0, math.nan, 1e-3)] == [5, 5, 20_000]
+    assert [command.num_updates_in(20, pace) for pace in (100.0, math.nan, 1e-3)] == [5, 5, 20_000]
 
 
 def test_the_data_is_repeated_or_thinned_out_to_the_length_of_the_run():
@@ -193,44 +206,92 @@ def test_the_data_is_repeated_or_thinned_out_to_the_length_of_the_run():
         assert (len(train), len(validation), list(train.indices)[:4]) == (wanted, 1, first)
 
 
+def look(words, *names):
+    """The entries ``names`` of a configuration and their survey, without predictions, which take long to measure."""
+    able, _ = fit(",".join(names), *words)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("adl_dist.cli.bench.entries.predict_speeds", lambda _, __, ___, sizes, *____: (sizes, {}))
+        return able, survey(compose_run(words)[0], words, able, threads=1)
+
+
 @pytest.mark.parametrize(
     ("balance", "granularity", "sizes"),
     [("even", "block", [2, 3]), ("[4,1]", "block", [4, 1]), ("[layer3_0]", "layer", None)],
 )
 def test_all_pipelines_are_cut_at_the_same_place(balance, granularity, sizes):
     words = ["model=resnet8", "data=synthetic", "data.image_size=8", f"partition.balance={balance}"]
-    found = survey(compose_run(words)[0], words, threads=1)
+    able, found = look(words, "gpipe", "torch-gpipe", "adl")
     assert found.granularity == granularity
     assert sizes in (None, found.sizes)
     assert found.traffic.target_bytes == 8
     if sizes == [2, 3]:  # 16 channels of 8 x 8 in float32, there and back
         assert (found.traffic.act_bytes, found.traffic.grad_bytes) == ([4096], [4096])
-    contender, setting = (
-        fit("gpipe")[0][0],
-        BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE),
-    )
+    setting = BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
     cut = f"partition.balance=[{','.join(map(str, found.sizes))}]"
-    assert [w for w in words_of(contender, setting, 9) if w.startswith("partition.balance")] == [cut]
+    for entry in able:
+        assert [w for w in train_argv(entry, setting, 9) if w.startswith("partition.balance")] == [cut]
+
+
+def test_the_speeds_of_our_methods_and_of_torchs_pipelines_are_predicted():
+    words = ["model=resnet8", "data=synthetic", "data.image_size=8", "data.num_samples=64", "train.batch_size=16"]
+    able, _ = fit("torch-bp,torch-ddp,torch-gpipe,torch-gpipe-plain,bp,gpipe,1f1b,fdg,dgl,adl", *words)
+    predicted = survey(compose_run(words)[0], words, able, threads=1).predicted
+    assert list(predicted) == ["torch-gpipe", "bp", "gpipe", "1f1b", "fdg", "adl"]
+    assert predicted["torch-gpipe"] == predicted["gpipe"]
+    assert predicted["adl"] > predicted["gpipe"] > 0
 
 
 def test_a_pipeline_of_torchs_may_run_in_the_only_format_that_gloo_takes():
     words = ["model=resnet56", "data=synthetic", "data.num_samples=64", "runtime.channels_last=true"]
-    found = survey(compose_run(words)[0], words, threads=1)
+    able, found = look(words, "torch-gpipe", "torch-gpipe-plain", "adl")
     setting = BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
-    told = {c.name: compose_run(words_of(c, setting, 9))[0] for c in fit("torch-gpipe,torch-gpipe-plain,adl")[0]}
-    assert [config.runtime.channels_last for config in told.values()] == [True, False, True]
+    configs = [compose_run(train_argv(entry, setting, 9))[0] for entry in able]
+    assert [config.runtime.channels_last for config in configs] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["torch-bp", "torch-gpipe", "bp", "adl"])
+def test_every_contender_gets_the_same_threads_cores_and_environment(name, monkeypatch, tmp_path):
+    words = ["model=resnet8", "data=synthetic", "data.image_size=8", "runtime.threads=1", "runtime.bind_cores=false"]
+    (entry,), found = look(words, name)
+    placement = RankPlacement(pinned=True)
+    setting = BenchConfig(
+        config=compose_run(words)[0], overrides=words, survey=found, **{**NOWHERE, "placement": placement}
+    )
+    started = []
+    monkeypatch.setattr("adl_dist.cli.bench.runner.run_together", lambda children, **_: started.extend(children))
+    with pytest.raises(FileNotFoundError):  # nothing ran, so there are no results
+        measure_once(entry, setting, repetition=0, num_updates=5)
+    config = compose_run(train_argv(entry, setting, 5))[0]
+    assert (config.runtime.threads, config.runtime.bind_cores) == (1, True)
+    K = entry.num_processes
+    own = ("RANK", "LOCAL_RANK", "MASTER_PORT")
+    assert [child.environment["RANK"] for child in started] == [str(rank) for rank in range(K)]
+    assert {name: value for name, value in started[0].environment.items() if name not in own} == {
+        "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(K), "LOCAL_WORLD_SIZE": str(K), "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+
+
+def test_torchs_own_ranks_keep_freed_memory_as_ours_do(monkeypatch):
+    tuned = []
+    monkeypatch.setattr("adl_dist.cli.bench.baseline_rank.tune_malloc", lambda: tuned.append(True))
+    words = ["model=resnet8", "data=synthetic", "data.image_size=8", "data.num_samples=8", "train.batch_size=4"]
+    words += ["train.max_updates=2", "runtime.threads=1", "partition.num_stages=1", "hydra.mode=RUN"]
+    result = run(Task(kind="loop", argv=words, overwrites=[], target={}), rank=0)
+    assert tuned == [True]
+    assert len(result["ends"]) == 2
 
 
 @pytest.mark.parametrize("shuffle", ["true", "false"])
 def test_replicas_share_the_samples_of_each_update(shuffle):
     words = [*("data=synthetic", "data.image_size=2", "data.num_samples=16", f"data.shuffle={shuffle}"), "seed=1"]
-    task = Task(**dict.fromkeys((field.name for field in fields(Task)), None) | {"samples": 8})
-    config, cpu = compose_run(words)[0], torch.device("cpu")
+    config, cpu = compose_run([*words, "train.batch_size=8"])[0], torch.device("cpu")
     together = [
         sorted(image.flatten().tolist() for r in (0, 1) for image in shares_of[r][0])
-        for shares_of in zip(*(_batches(task, config, cpu, 4, rank=r) for r in (0, 1)), strict=True)
+        for shares_of in zip(*(rank_batches("ddp", r, 2, config, cpu) for r in (0, 1)), strict=True)
     ]
-    whole = [sorted(image.flatten().tolist() for image in images) for images, _ in _batches(task, config, cpu, 8)]
+    pipeline = rank_batches("gpipe", 0, 2, config, cpu)
+    whole = [sorted(image.flatten().tolist() for image in images) for images, _ in pipeline]
     assert together == whole
     assert len(whole) == 2
 
@@ -268,7 +329,7 @@ def test_interrupted_before_it_measures_a_bench_does_not_speak_of_checkpoints(tm
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("adl_dist.cli.bench.command.survey", interrupted)
+    monkeypatch.setattr("adl_dist.cli.bench.command._survey_apart", interrupted)
     outcome = in_process("bench", "model=resnet8", "--out", str(tmp_path / "out"))
     assert (outcome.code, outcome.err.strip()) == (130, "adl-dist: interrupted")
 

@@ -266,7 +266,6 @@ def test_the_picture_shows_every_unit(tmp_path):
         (("--nonsense",), ["adl-dist plan", "--nonsense"]),
         (("--stages", "1"), ["--stages 1", "at least 2"]),
         (("--devices", "0"), ["--devices 0 must be at least 1"]),
-        (("--check", "-1"), ["--check -1 must be at least 1"]),
         (("--memory", "infGiB"), ["--memory infGiB", "80GiB"]),
         (("--profile", "/nonexistent/p.json"), ["--profile /nonexistent/p.json", "in a folder that is there"]),
         (("--profile", "/tmp"), ["--profile /tmp", "the name of a file"]),

@@ -18,7 +18,7 @@ from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.distributed.rendezvous import barrier_on_attempt, listen_at, store_on
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.transport import port_filter
-from adl_dist.transport.port_filter import open_again, shut, shut_behind
+from adl_dist.transport.port_filter import block, blocking_new, unblock
 from tests.support.commands import in_process, shows, words
 from tests.support.ports import free_port
 
@@ -50,19 +50,19 @@ def lets_in(listener: socket.socket, *, seconds: float = 0.1) -> bool:
 def test_a_shut_port_answers_nobody_and_keeps_whoever_is_connected() -> None:
     with listening() as listener, socket.create_connection(listener.getsockname()) as friend:
         inside, _ = listener.accept()
-        shut(listener)
+        block(listener)
         assert not lets_in(listener)
         with inside:
             friend.sendall(b"still here")
             assert inside.recv(100) == b"still here"
-        open_again(listener)
+        unblock(listener)
         assert lets_in(listener)
 
 
 @on_linux
 def test_what_begins_to_listen_inside_is_shut_behind_and_nothing_else() -> None:
     with listening() as before:
-        with shut_behind(), contextlib.ExitStack() as opened:
+        with blocking_new(), contextlib.ExitStack() as opened:
             inside = opened.enter_context(listening())
             lasting = opened.pop_all()
         with lasting:
@@ -76,7 +76,7 @@ def test_the_store_of_rank_0_listens_at_one_address_and_serves_whoever_came_befo
         store = store_on(listener, LONG_ENOUGH)
         _, port = listener.getsockname()
         friend = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG_ENOUGH)
-        shut(listener)
+        block(listener)
         store.set("key", "value")
         assert friend.get("key") == b"value"
         with pytest.raises(RuntimeError, match="timed out"):
@@ -85,13 +85,13 @@ def test_the_store_of_rank_0_listens_at_one_address_and_serves_whoever_came_befo
 
 @on_linux
 def test_a_default_timeout_of_the_users_code_leaves_the_sockets_of_others_as_they_are() -> None:
-    with shut_behind(), contextlib.ExitStack() as opened:
+    with blocking_new(), contextlib.ExitStack() as opened:
         both = [opened.enter_context(listening()) for _ in range(2)]
         both[1].setblocking(False)
         lasting = opened.pop_all()
         socket.setdefaulttimeout(5)
     try:
-        with lasting, shut_behind():
+        with lasting, blocking_new():
             assert [os.get_blocking(one.fileno()) for one in both] == [True, False]
             assert socket.getdefaulttimeout() == 5
     finally:
@@ -109,15 +109,15 @@ class Unfiltered(socket.socket):
 def test_a_kernel_that_shuts_no_port_ends_no_training_and_is_told_by_one_process_of_each_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(port_filter, "_refused", None)
+    monkeypatch.setattr(port_filter, "_error", None)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with listening() as listener:
-        shut(listener)
+        block(listener)
     world._tell_of_open_ports(0)
     assert capsys.readouterr().err == ""
     with Unfiltered() as listener:
-        shut(listener)
-        open_again(listener)
+        block(listener)
+        unblock(listener)
     world._tell_of_open_ports(1)
     assert capsys.readouterr().err == ""
     world._tell_of_open_ports(0)

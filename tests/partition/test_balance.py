@@ -312,10 +312,10 @@ def test_more_stages_than_places_to_cut_are_refused_with_the_places():
     units = [UnitCost(name=name, forward=1, backward=2, may_cut=name in "bd") for name in "abcd"]
     for K in (3, 5):
         with pytest.raises(
-            PartitionError, match=rf"num_stages={K} needs .* 4 units .* 1 places .*behind: b\); .*num_stages=2"
+            PartitionError, match=rf"num_stages={K} needs .* 4 units .* 1 places .*after: b\); .*num_stages=2"
         ):
             best_balance(units, num_stages=K, held=adl(K))
-    with pytest.raises(PartitionError, match=r"19 places only \(behind: (unit, ){8}\.\.\.\)"):
+    with pytest.raises(PartitionError, match=r"19 places only \(after: (unit, ){8}\.\.\.\)"):
         best_balance([unit()] * 20, num_stages=21, held=adl(21))
     with pytest.raises(PartitionError, match=r"0 units"):
         best_balance([], num_stages=1, held=adl(1))
@@ -339,7 +339,7 @@ def test_a_limit_that_no_cut_fits_is_refused_with_the_smallest_largest_stage_and
     [
         ([1, 1], r"balance=\[1, 1\] .*2 numbers, each at least 1, that add up to the model's 3 units, got a sum of 2"),
         ([3, 0], r"each at least 1"),
-        ([1, 2], r"right behind 'first', where it cannot be cut"),
+        ([1, 2], r"right after 'first', where it cannot be cut"),
     ],
 )
 def test_a_given_cut_that_cannot_be_is_refused(balance, told):

@@ -410,8 +410,8 @@ class ReadTwice(Net):
 @pytest.mark.parametrize(
     ("make", "message", "even"),
     [
-        (Tied, "cannot be cut behind a: 'a.weight' and 'c.weight' are one and the same tensor", "tanh"),
-        (ReadTwice, "cannot be cut behind mul: 'c.bias'.* would cross it; .* on one stage, or untie", "mul"),
+        (Tied, "cannot be cut after a: 'a.weight' and 'c.weight' are one and the same tensor", "tanh"),
+        (ReadTwice, "cannot be cut after mul: 'c.bias'.* would cross it; .* on one stage, or untie", "mul"),
     ],
 )
 def test_a_tensor_that_two_stages_would_need_is_named_and_an_even_cut_keeps_it_on_one(make, message, even):

@@ -73,8 +73,8 @@ class Watching:
     def __call__(self, runnable):
         for k, context in self.contexts.items():
             kept = context.stage.in_flight.values()
-            graphs = sum(m.ends is not None for m in kept)
-            inputs = sum(m.ends is None for m in kept) + len(context.buffer)
+            graphs = sum(m.grad_edges is not None for m in kept)
+            inputs = sum(m.grad_edges is None for m in kept) + len(context.buffer)
             now = graphs, inputs, context.stage._policy.num_copies if context.stage._policy else 0
             self.most[k] = [max(pair) for pair in zip(self.most[k], now, strict=True)]
         return downstream_first(runnable)

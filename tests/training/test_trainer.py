@@ -266,7 +266,7 @@ def test_a_cut_that_cannot_be_made_is_refused(K, balance, message):
 def test_a_parameter_shared_by_two_stages_is_refused_by_name():
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, NUM_CLASSES))
     model[2].weight = model[0].weight
-    with pytest.raises(PartitionError, match=r"cannot be cut behind 1: '0.weight' and '2.weight' are one and the same"):
+    with pytest.raises(PartitionError, match=r"cannot be cut after 1: '0.weight' and '2.weight' are one and the same"):
         cut(model, num_stages=2, balance=[2, 2])
     assert [len(stage) for stage in cut(model, num_stages=2, balance=[3, 1])] == [3, 1]
     assert [len(stage) for stage in cut(model, num_stages=2)] == [3, 1], "an even cut keeps them together"

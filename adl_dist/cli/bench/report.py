@@ -1,4 +1,4 @@
-"""What ``adl-dist bench`` prints and draws."""
+"""The table and the figure of ``adl-dist bench``."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -6,40 +6,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adl_dist.cli.bench.entries import BASELINE, OF_TORCH, Entry, Traffic
+import matplotlib
+from matplotlib.figure import Figure
+
+from adl_dist.cli.bench.entries import BASELINE, OF_TORCH, Entry, ModelSurvey
 from adl_dist.cli.bench.runner import Measured
-from adl_dist.report.bars import Bar, draw_bars
+from adl_dist.report.curves import COLOURS, STYLE, save_figure
 
 HEAD = (
-    "contender",
-    "K",
-    "M",
-    "threads",
-    "images/s",
-    "least .. most",
-    "ratio",
-    "to our bp",
-    "peak memory (MiB)",
-    "busy",
-    "kB/image",
+    *("contender", "K", "M", "threads", "images/s", "least .. most", "ratio", "predicted", "measured/predicted"),
+    *("peak memory (MiB)", "busy", "kB/image"),
 )
+BAR_INCHES, WIDTH_INCHES = 0.27, 6.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A contender and what its runs have shown.
+    """An entry and the results of its runs.
 
     Attributes:
-        contender: of the row.
+        entry: the entry.
         speeds: images per second of each run.
-        bytes_per_image: that it sends, computed.
-        peak_memory_bytes: of each process, the most of all runs.
-        busy_share: of each stage, the median of all runs; None: it is not known.
-        error: of the run that failed.
+        predicted: images per second; None: not predicted.
+        bytes_per_image: bytes sent, computed.
+        peak_memory_bytes: for each process, the most of all runs.
+        busy_share: for each stage, the median of all runs; None: unknown.
+        error: the error of the run that failed; None: none did.
     """
 
-    contender: Entry
+    entry: Entry
     speeds: Sequence[float]
+    predicted: float | None
     bytes_per_image: float
     peak_memory_bytes: Sequence[int]
     busy_share: Sequence[float] | None
@@ -47,116 +44,138 @@ class Row:
 
     @property
     def median(self) -> float:
-        """Of the speeds, of which there is at least one."""
+        """The median of the speeds, of which there is at least one."""
         return statistics.median(self.speeds)
 
+    @property
+    def accuracy(self) -> float | None:
+        """Measured over predicted images per second; None: one of the two is missing."""
+        return self.median / self.predicted if self.speeds and self.predicted else None
 
-def rows(entries: Sequence[Entry], runs: Sequence[Measured], traffic: Traffic) -> list[Row]:
-    """One row for each contender, in their order."""
-    return [_row(each, [run for run in runs if run.contender == each.name], traffic) for each in entries]
+
+def rows(able: Sequence[Entry], runs: Sequence[Measured], survey: ModelSurvey) -> list[Row]:
+    """Return one row for each entry, in their order."""
+    return [_row(entry, [run for run in runs if run.contender == entry.name], survey) for entry in able]
 
 
 def baseline(table: Sequence[Row]) -> Row | None:
-    """The faster form of plain backpropagation on one device; None: neither was measured."""
-    known = [row for row in table if row.contender.name in BASELINE and row.speeds]
+    """Return the faster form of plain backpropagation on one device; None: neither was measured."""
+    known = [row for row in table if row.entry.name in BASELINE and row.speeds]
     return max(known, key=lambda row: row.median, default=None)
 
 
-def ratio(row: Row, of: Row | None) -> float | None:
-    """Its median over that of another; None: one of the two is not there."""
-    return row.median / of.median if of is not None and of.speeds and row.speeds else None
-
-
-def our_bp(table: Sequence[Row]) -> Row | None:
-    """Backpropagation in our own engine, on one device."""
-    return next((row for row in table if row.contender.name == "bp"), None)
+def ratio(row: Row, reference: Row | None) -> float | None:
+    """Return the ratio of two medians; None: one of the two is missing."""
+    return row.median / reference.median if reference is not None and row.speeds else None
 
 
 def report(table: Sequence[Row], left_out: Mapping[str, str], *, is_gpu: bool) -> str:
-    """The table for people, and what its columns mean."""
-    of, ours = baseline(table), our_bp(table)
-    cells = [list(HEAD), *[_cells(row, ratio(row, of), ratio(row, ours)) for row in table]]
+    """Return the table for people, with an explanation of its columns."""
+    reference = baseline(table)
+    cells = [list(HEAD), *[_cells(row, ratio(row, reference)) for row in table]]
     widths = [max(len(line[column]) for line in cells if column < len(line)) for column in range(len(HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in cells]
-    lines += ["", _told_of_ratio(of)]
-    lines.append(
-        "to our bp: ours keep what the C library would give back to the kernel (adl_dist/distributed/affinity.py), "
-        "torch's do not; this column is without that gain"
-    )
-    lines.append("peak memory: of each process, " + ("allocated on its GPU" if is_gpu else "resident"))
-    does = "launches what its GPU computes" if is_gpu else "computes"
-    lines.append(f"busy: share of the time in which each stage {does}; of torch's it is not known")
-    lines.append(
-        "kB/image: sent by all processes together, computed from the shapes that cross; of DDP as a ring does it, "
-        "2 (K-1)/K of the parameters' bytes per process and update"
-    )
+    if reference is None:
+        lines += ["", f"ratio: there is none, for neither {' nor '.join(BASELINE)} was measured"]
+    else:
+        threads = reference.entry.threads
+        lines += [
+            "",
+            f"ratio: of medians, to {reference.entry.name}, the faster of {' and '.join(BASELINE)} as far as both were "
+            f"measured: one process, {threads} thread{'s' * (threads > 1)}",
+        ]
+    computing = "launches what its GPU computes" if is_gpu else "computes"
+    lines += [
+        "predicted: images/s by the measured costs of each unit and the schedule, as adl-dist plan predicts them",
+        "peak memory: for each process, " + ("allocated on its GPU" if is_gpu else "resident"),
+        f"busy: share of the time in which each stage {computing}; unknown for torch's",
+        "kB/image: sent by all processes together, computed from the shapes that cross; for DDP by its ring, "
+        "2 (K-1)/K of the parameters' bytes per process and update",
+    ]
     lines += [f"left out: {name}: {reason}" for name, reason in left_out.items()]
-    lines += [f"failed: {row.contender.name}: {row.error}" for row in table if row.error is not None]
+    lines += [f"failed: {row.entry.name}: {row.error}" for row in table if row.error is not None]
     return "\n".join(lines)
 
 
 def facts_of(row: Row, table: Sequence[Row]) -> dict[str, Any]:
-    """A row as plain values; what is not known is absent."""
-    contender = row.contender
+    """Return a row as plain values, without those that are unknown."""
+    entry = row.entry
     facts: dict[str, Any] = {
-        "contender": contender.name,
-        "num_processes": contender.num_processes,
-        "accumulation_steps": contender.micro_batches,
-        "threads": contender.threads,
-        "samples_per_update": contender.samples,
-        "warmup_updates": contender.warmup,
+        "contender": entry.name,
+        "num_processes": entry.num_processes,
+        "accumulation_steps": entry.micro_batches,
+        "threads": entry.threads,
+        "samples_per_update": entry.samples,
+        "warmup_updates": entry.warmup,
+        "method": entry.method.settings if entry.kind == "ours" else None,
         "images_per_second": list(row.speeds),
         "bytes_per_image_computed": row.bytes_per_image,
+        "ratio_to_baseline": ratio(row, baseline(table)),
+        "predicted_images_per_second": row.predicted,
+        "measured_to_predicted": row.accuracy,
+        "busy_share": row.busy_share and list(row.busy_share),
+        "error": row.error,
     }
-    if contender.method is not None:
-        facts["method"] = contender.method.settings
     if row.speeds:
         facts |= {"median": row.median, "least": min(row.speeds), "most": max(row.speeds)}
         facts["peak_memory_bytes"] = list(row.peak_memory_bytes)
-    for name, of in (("ratio_to_baseline", baseline(table)), ("ratio_to_our_bp", our_bp(table))):
-        if (times := ratio(row, of)) is not None:
-            facts[name] = times
-    if row.busy_share is not None:
-        facts["busy_share"] = list(row.busy_share)
-    if row.error is not None:
-        facts["error"] = row.error
-    return facts
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def draw(path: Path, table: Sequence[Row], *, title: str) -> None:
-    """Draw the rows that were measured, if there are any."""
-    bars = [
-        Bar(
-            label=row.contender.name,
-            group="torch" if row.contender.name in OF_TORCH else "adl_dist",
-            median=row.median,
-            least=min(row.speeds),
-            most=max(row.speeds),
-        )
-        for row in table
-        if row.speeds
-    ]
-    if bars:
-        of = baseline(table)
-        draw_bars(path, bars, reference=None if of is None else of.median, title=title)
+    """Draw a bar for each measured row: its median, with the least and the most as a whisker; none: no figure."""
+    measured = [row for row in table if row.speeds]
+    if not measured:
+        return
+    places = range(len(measured))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH_INCHES, BAR_INCHES * len(measured) + 1.2), layout="constrained")
+        axes = figure.subplots()
+        for colour, (group, of_torch) in zip(COLOURS, (("torch", True), ("adl_dist", False)), strict=False):
+            bars = [
+                (place, row)
+                for place, row in zip(places, measured, strict=True)
+                if of_torch == (row.entry.name in OF_TORCH)
+            ]
+            if not bars:
+                continue
+            axes.barh(
+                [place for place, _ in bars],
+                [row.median for _, row in bars],
+                xerr=[[r.median - min(r.speeds) for _, r in bars], [max(r.speeds) - r.median for _, r in bars]],
+                color=colour,
+                height=0.7,
+                label=group,
+                error_kw={"ecolor": "#333333", "elinewidth": 1.0, "capsize": 2.0},
+            )
+        if (reference := baseline(table)) is not None:
+            axes.axvline(reference.median, color="#333333", linestyle="--", linewidth=1.0, label="reference")
+        axes.set_yticks(places, [row.entry.name for row in measured])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("images/s, median (least to most)")
+        axes.set_title(title, loc="left", fontsize="medium")
+        axes.legend(frameon=False, fontsize="small")
+    save_figure(figure, path)
 
 
-def _row(contender: Entry, runs: Sequence[Measured], traffic: Traffic) -> Row:
+def _row(entry: Entry, runs: Sequence[Measured], survey: ModelSurvey) -> Row:
     done = [run for run in runs if run.error is None]
     shares = [run.busy_share for run in done if run.busy_share is not None]
     return Row(
-        contender=contender,
+        entry=entry,
         speeds=[run.images_per_second for run in done],
-        bytes_per_image=traffic.per_image(contender),
+        predicted=survey.predicted.get(entry.name),
+        bytes_per_image=survey.traffic.per_image(entry),
         peak_memory_bytes=[max(each) for each in zip(*(run.peak_memory_bytes for run in done), strict=True)],
         busy_share=[statistics.median(each) for each in zip(*shares, strict=True)] if shares else None,
         error=next((run.error for run in runs if run.error is not None), None),
     )
 
 
-def _cells(row: Row, times: float | None, to_ours: float | None) -> list[str]:
-    contender = row.contender
-    head = [contender.name, str(contender.num_processes), str(contender.micro_batches), str(contender.threads)]
+def _cells(row: Row, times: float | None) -> list[str]:
+    entry = row.entry
+    head = [entry.name, str(entry.num_processes), str(entry.micro_batches), str(entry.threads)]
     if not row.speeds:
         return [*head, "failed" if row.error else "not run"]
     return [
@@ -164,17 +183,9 @@ def _cells(row: Row, times: float | None, to_ours: float | None) -> list[str]:
         f"{row.median:,.1f}",
         f"{min(row.speeds):,.1f} .. {max(row.speeds):,.1f}",
         "-" if times is None else f"{times:.2f}",
-        "-" if to_ours is None else f"{to_ours:.2f}",
+        "-" if row.predicted is None else f"{row.predicted:,.1f}",
+        "-" if row.accuracy is None else f"{row.accuracy:.2f}",
         " ".join(f"{each / 2**20:,.0f}" for each in row.peak_memory_bytes),
         "-" if row.busy_share is None else " ".join(f"{share:.0%}" for share in row.busy_share),
         f"{row.bytes_per_image / 1e3:,.1f}",
     ]
-
-
-def _told_of_ratio(of: Row | None) -> str:
-    if of is None:
-        return f"ratio: there is none, for neither {' nor '.join(BASELINE)} was measured"
-    return (
-        f"ratio: of medians, to {of.contender.name}, the faster of {' and '.join(BASELINE)} as far as both were "
-        f"measured: one process, {of.contender.threads} thread{'s' * (of.contender.threads > 1)}"
-    )

@@ -1,4 +1,4 @@
-"""Runs one contender once, in fresh processes, and says how fast it was."""
+"""Runs one contender once, in fresh processes, and reads how fast it was."""
 
 import json
 import math
@@ -8,19 +8,30 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import Dataset, Subset
+
+from adl_dist.checkpoint.run_dir import SUMMARY
 from adl_dist.cli.bench.baseline_rank import Task, result_file
-from adl_dist.cli.bench.entries import Entry
-from adl_dist.cli.bench.measured import seconds_per_update, summary_in, training, update_ends, words_to_measure
-from adl_dist.cli.bench.survey import ModelSurvey
+from adl_dist.cli.bench.entries import Entry, ModelSurvey
+from adl_dist.cli.config import instantiate
+from adl_dist.cli.config.methods import method_words
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
-from adl_dist.schedule import Method
+from adl_dist.distributed.network import GLOO, loopback
+from adl_dist.report.recorder import METRICS
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
+# Decided by the bench; all other overrides of the user reach each run.
+MANAGED_KEYS = (
+    *("method", "partition", "run_dir", "resume", "train.epochs", "train.max_updates", "train.batch_size"),
+    *("runtime.processes", "runtime.threads", "runtime.bind_cores", "runtime.trace", "runtime.memory"),
+    *("runtime.tensorboard", "runtime.checkpoint_every_epochs", "runtime.checkpoint_every_updates", "hydra.mode"),
+)
+# Nothing that would slow our own runs alone.
+UNMEASURED = ("runtime.trace=false", "runtime.memory=false", "runtime.tensorboard=false")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,43 +39,44 @@ class RankPlacement:
     """Where ranks run.
 
     Attributes:
-        cores: that may be used; None: ranks are not bound to any.
-        prefix: words before the command of each rank, in which ``{rank}`` is its number; none: all are local.
-        master_addr: of rank 0, with a prefix.
-        interface: that gloo takes, with a prefix.
+        pinned: whether each of several processes keeps to its share of the cores.
+        prefix: words before the command of each rank, in which ``{rank}`` is its number; none: all ranks are local.
+        master_addr: address of rank 0.
+        interface: network interface for gloo; None: the ranks find one.
     """
 
-    cores: Sequence[int] | None
+    pinned: bool
     prefix: Sequence[str] = ()
-    master_addr: str = ""
+    master_addr: str = "127.0.0.1"
     interface: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What all runs have in common. ``log_folder`` takes what they say; ``timeout_seconds`` is of one run."""
+    """What all runs have in common. ``log_folder`` gets their output; ``timeout_seconds`` is the limit of one run."""
 
     config: RunConfig
     overrides: Sequence[str]
     survey: ModelSurvey
-    placing: RankPlacement
+    placement: RankPlacement
     log_folder: Path
     timeout_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one run has shown.
+    """The result of one run.
 
     Attributes:
-        contender: its name.
-        repetition: which, counted from 0.
-        num_updates: of the run, the first ones among them.
-        images_per_second: over all but the first ones.
-        seconds_per_update: the same.
-        peak_memory_bytes: of each process.
-        busy_share: of each stage; None: it is not known.
-        error: why there is nothing of all that; None: there is.
+        contender: name of the entry.
+        repetition: counted from 0.
+        num_updates: updates of the run, with those of the warm-up.
+        images_per_second: after the warm-up.
+        seconds_per_update: after the warm-up.
+        peak_memory_bytes: for each process.
+        busy_share: for each stage; None: unknown.
+        error: why the run failed; None: it did not.
+        command: the command of rank 0.
     """
 
     contender: str
@@ -75,153 +87,125 @@ class Measured:
     peak_memory_bytes: Sequence[int] = ()
     busy_share: Sequence[float] | None = None
     error: str | None = None
-    command: Sequence[str] = field(default=())
+    command: Sequence[str] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, without those that are unknown."""
+        known = {k: v for k, v in vars(self).items() if v not in (None, ()) and v == v}  # nan differs from itself
+        return {**known, "command": shlex.join(self.command)}
 
 
-def measure_once(contender: Entry, setting: BenchConfig, *, repetition: int, num_updates: int) -> Measured:
-    """Run ``contender`` for ``num_updates``; a failure is a result."""
-    title = f"{contender.name}-{repetition}"
-    bare = Measured(contender=contender.name, repetition=repetition, num_updates=num_updates)
+def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updates: int) -> Measured:
+    """Run ``entry`` for ``num_updates``; a failure is a result."""
+    measured = Measured(contender=entry.name, repetition=repetition, num_updates=num_updates)
+    argv = train_argv(entry, bench, num_updates)
     with tempfile.TemporaryDirectory(prefix="adl-dist-bench-") as name:
+        folder, is_ours = Path(name), entry.kind == "ours"
+        run_dir, task_file = folder / "run", folder / "task.json"
+        if is_ours:
+            quoted = str(run_dir).replace("'", "\\'")
+            command = [sys.executable, "-m", "adl_dist", "train", *argv, f"run_dir='{quoted}'"]
+        else:
+            survey = bench.survey
+            target = survey.target.to_json()
+            Task(kind=entry.kind, argv=argv, overwrites=survey.overwrites, target=target).save(task_file)
+            command = [sys.executable, "-m", "adl_dist.cli.bench.baseline_rank", str(task_file)]
+        log = bench.log_folder / f"{entry.name}-{repetition}"
         try:
-            if contender.kind == "ours":
-                return _ours(contender, setting, Path(name), setting.log_folder / f"{title}.log", bare)
-            return _of_torch(contender, setting, Path(name), setting.log_folder / title, bare)
+            run_together(_ranks(command, entry, bench.placement, log), timeout_seconds=bench.timeout_seconds)
+            result = _read_our_run(run_dir) if is_ours else _read_ranks(task_file, entry.num_processes)
+            seconds = max(seconds_per_update(ends, warmup=entry.warmup) for ends in result.pop("ends"))
         except ChildFailed as failed:
-            return replace(bare, error=str(failed))
+            return replace(measured, error=str(failed))
+    result |= {"images_per_second": entry.samples / seconds, "seconds_per_update": seconds, "command": command}
+    return replace(measured, **result)
 
 
-def words_of(contender: Entry, setting: BenchConfig, num_updates: int) -> list[str]:
-    """Of the command line that configures ``contender``."""
-    in_stages = contender.num_processes > 1 and contender.kind != "ddp"
-    return words_to_measure(
-        setting.config,
-        [*setting.overrides, *contender.settings],
-        method=contender.method or Method(name="bp", accumulation_steps=contender.micro_batches),
-        num_stages=contender.num_processes,
-        cut=(setting.survey.granularity, setting.survey.sizes) if in_stages else None,
-        num_updates=num_updates,
-        samples=contender.samples,
-        threads=contender.threads,
-        bind_cores=setting.placing.cores is not None,
-    )
+def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
+    """Return the overrides that configure a run of ``entry``: one epoch, so that a pipeline is filled only once."""
+    survey = bench.survey
+    argv = [word for word in bench.overrides if not word.lstrip("+~").startswith(MANAGED_KEYS)]
+    argv += [*entry.settings, *method_words(entry.method), f"partition.num_stages={entry.num_processes}"]
+    if entry.is_cut:
+        balance = ",".join(map(str, survey.sizes))
+        argv += [f"partition.granularity={survey.granularity}", f"partition.balance=[{balance}]"]
+    argv += [f"train.max_updates={num_updates}", "train.epochs=1", f"train.batch_size={entry.samples}"]
+    argv += [f"runtime.threads={entry.threads}", f"runtime.bind_cores={str(bench.placement.pinned).lower()}"]
+    argv += [*UNMEASURED, "runtime.checkpoint_every_epochs=0", "hydra.mode=RUN"]
+    # As a node, not as data._target_=, which would start from an empty one and lose the user's keys.
+    argv += [f"data={{_target_:{__name__}.{stretched.__name__}}}"]
+    return [
+        *argv,
+        f"data.bench_target={bench.config.data['_target_']}",
+        f"data.bench_samples={num_updates * entry.samples}",
+    ]
 
 
-def _ours(contender: Entry, setting: BenchConfig, folder: Path, log: Path, bare: Measured) -> Measured:
-    child = replace(training(words_of(contender, setting, bare.num_updates), folder), log=log)
-    children = [child]
-    if setting.placing.prefix:
-        children = _placed(child, setting.placing, contender.num_processes)
-    threads = {"OMP_NUM_THREADS": str(contender.threads)}
-    children = [replace(each, environment={**each.environment, **threads}) for each in children]
-    run_together(children, timeout_seconds=setting.timeout_seconds)
-    summary = summary_in(folder)
-    seconds = seconds_per_update(update_ends(folder), warmup=contender.warmup)
-    return replace(
-        bare,
-        images_per_second=contender.samples / seconds,
-        seconds_per_update=seconds,
-        peak_memory_bytes=[stage["peak_memory_bytes"] for stage in summary["stages"]],
-        busy_share=[stage["busy_share"] for stage in summary["stages"]],
-        command=child.command,
-    )
+def stretched(
+    bench_target: str, bench_samples: int, **arguments: Any
+) -> tuple[Dataset[tuple[Any, Any]], Dataset[tuple[Any, Any]]]:
+    """Return datasets for a run of one epoch: ``data._target_`` while a run is measured.
 
-
-def _of_torch(contender: Entry, setting: BenchConfig, folder: Path, log: Path, bare: Measured) -> Measured:
-    K, placing, survey = contender.num_processes, setting.placing, setting.survey
-    task = Task(
-        kind=contender.kind,
-        words=words_of(contender, setting, bare.num_updates),
-        size=K,
-        sizes=survey.sizes,
-        granularity=survey.granularity,
-        overwrites=survey.overwrites,
-        target=survey.target.to_json(),
-        threads=contender.threads,
-        cores=None if placing.cores is None else shares(placing.cores, K, contender.threads),
-        micro_batches=contender.micro_batches,
-        samples=contender.samples,
-        num_updates=bare.num_updates,
-        rendezvous="env://" if placing.prefix else f"file://{folder / 'rendezvous'}",
-        folder=str(folder),
-    )
-    task.save(folder / "task.json")
-    command = [sys.executable, "-m", "adl_dist.cli.bench.baseline_rank", str(folder / "task.json")]
-    threads = {"OMP_NUM_THREADS": str(contender.threads)}
-    if placing.prefix:
-        children = _placed(Child(command=command, log=log, environment=threads), placing, K)
-        children = [replace(child, command=[*child.command, str(r)]) for r, child in enumerate(children)]
-    else:
-        local = _on_loopback()
-        children = [
-            Child(
-                command=[*command, str(rank)],
-                log=log.with_name(f"{log.name}-rank{rank}.log"),
-                environment={**threads, **local, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(K)},
-            )
-            for rank in range(K)
-        ]
-    run_together(children, timeout_seconds=setting.timeout_seconds)
-    found = [json.loads(result_file(folder, rank).read_text()) for rank in range(K)]
-    seconds = max(seconds_per_update(rank["ends"], warmup=contender.warmup) for rank in found)
-    return replace(
-        bare,
-        images_per_second=contender.samples / seconds,
-        seconds_per_update=seconds,
-        peak_memory_bytes=[rank["peak_memory_bytes"] for rank in found],
-        command=command,
-    )
-
-
-def shares(cores: Sequence[int], num_processes: int, threads: int) -> list[list[int]] | None:
-    """Which cores each process is bound to: as many as a single one has threads, or its share of all.
+    Args:
+        bench_target: the user's ``data._target_``.
+        bench_samples: length of the epoch; the target's samples are repeated or thinned out to it.
+        arguments: the other keys of the data node.
 
     Returns:
-        None: there are fewer cores than processes, so that any binding would be in the way.
+        ``bench_samples`` of the training dataset, and a single sample of the one for validation.
     """
-    K, n = num_processes, len(cores)
-    if K == 1:
-        return [list(cores[:threads])]
-    return None if n < K else [list(cores[rank * n // K : (rank + 1) * n // K]) for rank in range(K)]
+    train, validation = instantiate.datasets({"_target_": bench_target, **arguments})
+    size = len(train)  # type: ignore[arg-type]  # check_dataset has seen that it has a length
+    return Subset(train, [i * size // bench_samples for i in range(bench_samples)]), Subset(validation, [0])
 
 
-def _placed(child: Child, placing: RankPlacement, num_processes: int) -> list[Child]:
-    """``child`` as so many ranks, each with its own prefix, as torchrun would start one on each of several nodes."""
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
-    children = []
-    for rank in range(num_processes):
-        prefix = [word.replace("{rank}", str(rank)) for word in placing.prefix]
-        environment = {
-            **child.environment,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(num_processes),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": placing.master_addr,
-            "MASTER_PORT": str(port),
-            **({INTERFACE: placing.interface} if placing.interface else {}),
-        }
-        children.append(
-            Child(
-                command=[*prefix, *child.command],
-                log=child.log.with_name(f"{child.log.stem}-rank{rank}.log"),
-                environment=environment,
-                ends_with_us=False,
-            )
+def seconds_per_update(ends: Sequence[float], *, warmup: int) -> float:
+    """Return the mean time of an update after ``warmup`` of them, given when each one ended.
+
+    Raises:
+        ChildFailed: the clock has not moved, or there are too few updates.
+    """
+    if len(ends) <= warmup or not ends[-1] > ends[warmup - 1]:
+        raise ChildFailed(f"{len(ends)} updates, of which {warmup} do not count, are too few to be measured")
+    return (ends[-1] - ends[warmup - 1]) / (len(ends) - warmup)
+
+
+def _read_our_run(run_dir: Path) -> dict[str, Any]:
+    stages = json.loads((run_dir / SUMMARY).read_text())["stages"]
+    records = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
+    return {
+        "ends": [[record["elapsed_seconds"] for record in records if record["name"] == "train/loss"]],
+        "peak_memory_bytes": [stage["peak_memory_bytes"] for stage in stages],
+        "busy_share": [stage["busy_share"] for stage in stages],
+    }
+
+
+def _read_ranks(task_file: Path, num_ranks: int) -> dict[str, Any]:
+    results = [json.loads(result_file(task_file, rank).read_text()) for rank in range(num_ranks)]
+    return {name: [result[name] for result in results] for name in ("ends", "peak_memory_bytes")}
+
+
+def _ranks(command: Sequence[str], entry: Entry, placement: RankPlacement, log: Path) -> list[Child]:
+    """Return the processes of a run, each with the environment that torchrun would give it.
+
+    With a prefix each rank is on a node of its own. Locally nothing has to be reachable from outside.
+    """
+    K, is_local = entry.num_processes, not placement.prefix
+    with socket.socket() as unused:
+        unused.bind(("", 0))
+        port = unused.getsockname()[1]
+    shared = {"OMP_NUM_THREADS": str(entry.threads), "WORLD_SIZE": str(K)}
+    shared |= {"LOCAL_WORLD_SIZE": str(K if is_local else 1)}
+    shared |= {"MASTER_ADDR": placement.master_addr, "MASTER_PORT": str(port)}
+    interface = placement.interface or (loopback() if is_local and GLOO not in os.environ else None)
+    if interface is not None:
+        shared[GLOO] = interface
+    return [
+        Child(
+            command=[*(word.replace("{rank}", str(rank)) for word in placement.prefix), *command],
+            log=log.with_name(f"{log.name}-rank{rank}.log"),
+            environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank if is_local else 0)},
+            ends_with_us=is_local,
         )
-    return children
-
-
-def _on_loopback() -> dict[str, str]:
-    """On one machine nothing has to be reachable from outside; a user's own choice stands."""
-    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    return {} if name is None or INTERFACE in os.environ else {INTERFACE: name}
-
-
-def as_json(measured: Measured) -> dict[str, Any]:
-    """Plain values; what is not there is absent."""
-    told = {name: value for name, value in vars(measured).items() if value is not None and value != ()}
-    told["command"] = shlex.join(measured.command)
-    return {name: value for name, value in told.items() if not (isinstance(value, float) and math.isnan(value))}
+        for rank in range(K)
+    ]

@@ -15,7 +15,6 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.methods import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
-from adl_dist.cli.plan.check import check_cases, checked
 from adl_dist.cli.plan.link import measure_link
 from adl_dist.cli.plan.neighbours import neighbours
 from adl_dist.cli.plan.profiler import Profiler
@@ -113,12 +112,6 @@ def _plan(
         _say(f"             {line}")
     if flags.out is not None:
         _say(f"picture      {flags.out}")
-    if flags.check is not None:
-        size, threads = batch // chosen.micro_batches_per_update, measurer.threads
-        samples = size * chosen.micro_batches_per_update
-        chain = measurer.chain
-        cases = check_cases(config, flags.overrides, granularity, chain, machine, samples=samples, threads=threads)
-        _say("\n" + checked(cases, lambda: measurer.profile(size), repetitions=flags.check, samples=samples))
 
 
 def _flags(words: list[str]) -> argparse.Namespace:
@@ -146,7 +139,6 @@ def _flags(words: list[str]) -> argparse.Namespace:
     )
     add("--units", action="store_true", help="also print each unit")
     add("--out", type=Path, metavar="FILE", help="draw what each unit costs: FILE.svg, FILE.png or FILE.pdf")
-    add("--check", type=int, metavar="N", help="also train as predicted, N times, and print what is measured beside it")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_intermixed_args(words)
 
@@ -155,14 +147,12 @@ def _check(flags: argparse.Namespace) -> None:
     """Refuse what would only be found after measuring."""
     if flags.out is not None:
         check_suffix(flags.out)
-    for name, least in (("devices", 1), ("check", 1), ("neighbours", 0)):
+    for name, least in (("devices", 1), ("neighbours", 0)):
         number = getattr(flags, name)
         if number is not None and number < least:
             raise ConfigError(f"--{name} {number} must be at least {least}")
     if flags.profile is not None and (flags.profile.is_dir() or not flags.profile.parent.is_dir()):
         raise ConfigError(f"--profile {flags.profile}: expected the name of a file in a folder that is there")
-    if flags.check and flags.profile is not None:
-        raise ConfigError("--check measures anew each time; leave --profile away")
 
 
 def _machine(flags: argparse.Namespace, device: torch.device) -> Machine:
