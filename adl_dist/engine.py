@@ -97,8 +97,7 @@ def run(
 ) -> None:
     """Execute (stage, action) in the order given: one stage's actions, or an interleaving of several stages.
 
-    While a torch profiler runs in this thread, each action is a range in its timeline, so that it also shows the work
-    of the action on a GPU.
+    If a torch profiler runs when this begins, each action is a range in its timeline, which also shows what a GPU does.
 
     Args:
         order: each action with its stage.
@@ -108,13 +107,10 @@ def run(
     """
     log = log or _NoLog()
     begin, end = log.begin, log.end
+    carry_out = _profiled_step if _profiler_enabled() else step
     for stage, action in order:
         begin(stage, action)
-        if _profiler_enabled():
-            with record_function(f"stage {stage}: {action}"):
-                step(action, contexts[stage])
-        else:
-            step(action, contexts[stage])
+        carry_out(action, contexts[stage])
         end()
         if on_update is not None and action.op is Op.UPDATE:
             on_update(stage, action.number)
@@ -173,6 +169,11 @@ def step(action: Action, context: StageContext) -> None:
             held["act"], held["target"] = context.buffer[b]
         case Op.DROP:
             del context.buffer[b]
+
+
+def _profiled_step(action: Action, context: StageContext) -> None:
+    with record_function(f"stage {context.stage.index}: {action}"):
+        step(action, context)
 
 
 class _NoLog:
