@@ -77,7 +77,7 @@ def engine(num_stages: int, *, seeded: bool = False, recorded: bool = False, tra
         optimizer=sgd,
         method=adl_dist.method("adl", accumulation_steps=M),
         num_stages=num_stages,
-        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
+        processes=adl_dist.ProcessOptions(threads=1),
     )
     with tempfile.TemporaryDirectory() if recorded or traced else nullcontext() as folder:
         done = trainer.fit(

@@ -93,7 +93,7 @@ def ours(method: Method, slow: Slow, num_micro_batches: int) -> float:
         optimizer=sgd,
         method=method,
         num_stages=K,
-        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
+        processes=adl_dist.ProcessOptions(threads=1),
     )
     data = Numbers(num_micro_batches)
     return trainer.fit(data, epochs=1, batch_size=M, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True))[

@@ -129,6 +129,20 @@ def test_random_interleavings_give_the_same_values(per_case):
             assert final_weights(adl, K, group_sizes, at_random(seed)) == expected, f"K={K} {group_sizes} seed={seed}"
 
 
+def test_each_action_is_a_range_of_a_running_torch_profiler():
+    adl = method("adl", accumulation_steps=2)
+    with torch.profiler.profile() as profiled:
+        final_weights(adl, 2, [2], at_random(0))
+    work = training_work(
+        Pipeline(adl, 2),
+        Segment(epoch=0, first_update=0, num_samples=2, micro_batch_size=1, accumulation_steps=2),
+        stages=range(2),
+        seed=0,
+    )
+    expected = [f"stage {k}: {action}" for k in range(2) for action in work[k].actions]
+    assert sorted(event.key for event in profiled.key_averages()) == sorted(expected)
+
+
 OTHERS = [(name, {}) for name in METHODS if name != "adl"] + [
     ("gpipe", {"recompute": "except_last"}),
     ("adl", {"weights": "recompute"}),

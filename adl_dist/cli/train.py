@@ -16,21 +16,18 @@ from adl_dist.cli.config.compose import compose_run, known_run, print_keys, simp
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.control.run_socket import remove_stale
-from adl_dist.distributed import parent_process
+from adl_dist.distributed import parent_process, print_turn
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import AdlError, CheckpointError, DivergedError, StageFailed
+from adl_dist.errors import CheckpointError, DivergedError
 from adl_dist.launch.local import launch_local
 from adl_dist.report import final_table, tell
 from adl_dist.report.files import write_atomically
 
-_setting_up = True  # until this rank meets the others, all ranks find the same errors
-
 
 def train(words: list[str]) -> None:
     """``adl-dist train``: as one rank, as the parent of K ranks, all in one process, or as the parent of a sweep."""
-    global _setting_up
     if "--help" in words or "-h" in words:
         print_keys([word for word in words if word not in ("--help", "-h")])
         return
@@ -56,7 +53,7 @@ def train(words: list[str]) -> None:
         finally:
             remove_stale(Path(config.run_dir))
     trainer = instantiate.trainer(config, handle_signals=not parent_process.is_part_of_more())
-    _setting_up = False
+    print_turn.announce(printed=False)
     train_data, val_data = instantiate.build_data(config) if trainer.needs_data else (None, None)
     try:
         summary = trainer.fit(
@@ -145,27 +142,11 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
         tell(
             sys.stderr,
             f"adl-dist: stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}; saved "
-            f"{stopped['checkpoint']}; the same command goes on{note if stopped['drain_changed_result'] else ''}\n",
+            f"{stopped['checkpoint']}; the same command resumes it{note if stopped['drain_changed_result'] else ''}\n",
         )
     if launched_world_size() is None:
         raise SystemExit(parent_process.STOPPED_CODE)
     parent_process.flag_stopped()
-
-
-def is_told_elsewhere(error: AdlError) -> bool:
-    """Whether another rank tells the user what ``error`` says: the one that failed."""
-    return launched_world_size() is not None and isinstance(error, StageFailed) and not error.is_gone
-
-
-def is_left_to_rank_0(error: AdlError) -> bool:
-    """Whether rank 0 should tell, and another only if it does not.
-
-    So it is with what all ranks find by themselves while they set up, and with a rank that is gone, which rank 0 has
-    found so, and which may be rank 0: it hangs, and others cannot see that.
-    """
-    if launched_world_size() is None:
-        return False
-    return _setting_up or (isinstance(error, StageFailed) and error.is_gone)
 
 
 def _ending(summary: Mapping[str, Any], run_dir: str) -> str:

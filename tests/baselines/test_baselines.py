@@ -113,7 +113,7 @@ def expected():
         partition=adl_dist.PartitionSpec(balance=BALANCE[2]),
         lr_schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
         precision=adl_dist.Precision(dtype=torch.float64),
-        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
+        processes=adl_dist.ProcessOptions(threads=1),
     )
     data = FixedImages(NUM_UPDATES * BATCH, dtype=torch.float64)
     trainer.fit(data, epochs=1, batch_size=BATCH, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True))

@@ -32,7 +32,7 @@ def one_step_of_ours(K):
             num_stages=K,
             partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
             precision=adl_dist.Precision(dtype=torch.float64),
-            processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1, timeout_seconds=30)),
+            processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
         )
         data = FixedImages(M * MICRO_BATCH, dtype=torch.float64)
         trainer.fit(

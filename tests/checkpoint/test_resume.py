@@ -294,7 +294,7 @@ def test_interrupted_while_its_ranks_start_a_run_leaves_one_line_and_no_process(
         run.interrupt()
         run.wait_until_gone(seconds=10)
     assert run.finish() == 130
-    assert run.err.strip() == "adl-dist: interrupted; the same command goes on from the last checkpoint"
+    assert run.err.strip() == "adl-dist: interrupted; the same command resumes from the last checkpoint"
 
 
 # --- signals that ask nicely -----------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_at_a_second_signal_a_run_that_cannot_stop_ends_at_once_and_leaves_one_l
         run.interrupt()
         run.wait_until_gone(seconds=10)
     assert run.finish() == 130
-    assert run.err.strip() == "adl-dist: interrupted; the same command goes on from the last checkpoint"
+    assert run.err.strip() == "adl-dist: interrupted; the same command resumes from the last checkpoint"
     assert left_in_tmp(run) == []
     assert train_here(IMAGES, tmp_path) == 0
     uninterrupted(IMAGES).assert_equal_to(run.run_dir)

@@ -275,7 +275,7 @@ def test_a_run_whose_last_save_fails_says_so_and_goes_on_from_the_one_before(tmp
     assert warning.startswith("adl-dist: warning: update 4 could not be saved in")
     assert error.startswith("adl-dist: error: update 4 could not be saved in")
     assert "No space left on device" in error
-    assert "the same command goes on from the newest checkpoint" in error
+    assert "the same command resumes from the newest checkpoint" in error
     outcome = in_process(*words(tmp_path / "run", "train.epochs=2"))
     assert (outcome.code, names(tmp_path / "run")) == (0, ["update-00000002", "update-00000004"])
     assert "resumed from" in outcome.out

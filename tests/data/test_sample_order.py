@@ -86,7 +86,7 @@ def given(K, M, *, epochs=2, **options):
         method=adl_dist.method("adl", accumulation_steps=M),
         num_stages=K,
         seed=SEED,
-        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
+        processes=adl_dist.ProcessOptions(threads=1),
     )
     trainer.fit(
         Augmented(),

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adl_dist.control import reports, rpc
+from adl_dist.control.messages import Finish
+from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed import device
 from adl_dist.distributed.device import edge_backend
 from adl_dist.distributed.world import connect, disconnect
@@ -83,30 +84,29 @@ def trains_and_ends(planted):
     return summary["updates"]
 
 
-def plant(module, name, *, before=0.0, after=0.0, of=""):
-    """Have ``module``'s function take its time with messages that hold all of ``of``."""
-    take = getattr(module, name)
+def plant(name, *, before=0.0, after=0.0, is_meant):
+    """Have an endpoint's method take its time with the messages that are meant."""
+    take = getattr(JobEndpoint, name)
 
     @functools.wraps(take)
-    def slow(message):
-        is_meant = all(part in message.replace(" ", "") for part in of.split())
-        time.sleep(before if is_meant else 0.0)
-        take(message)
-        time.sleep(after if is_meant else 0.0)
+    def slow(self, message):
+        time.sleep(before if is_meant(message) else 0.0)
+        take(self, message)
+        time.sleep(after if is_meant(message) else 0.0)
 
-    setattr(module, name, slow)
+    setattr(JobEndpoint, name, slow)
 
 
 def rank_0_answers_late(rank):
     if rank == 0:
-        plant(reports, "_take", after=5.0, of='"rank":1 "results"')
+        plant("take_report", after=5.0, is_meant=lambda report: report.rank == 1 and report.results is not None)
 
 
 def rank_2_ends_before_rank_1_is_told(rank):
     rank_0_answers_late(rank)
     if rank > 0:
         late = {"before": 1.0} if rank == 1 else {"after": 60.0}
-        plant(rpc, "_take_command", **late, of='"stop"')
+        plant("take_command", **late, is_meant=lambda command: isinstance(command, Finish))
 
 
 @pytest.mark.parametrize("planted", [rank_0_answers_late, rank_2_ends_before_rank_1_is_told])

@@ -76,7 +76,7 @@ def stage_1_raises():
         loss_fn=torch.nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         num_stages=2,
-        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(timeout_seconds=20)),
+        processes=adl_dist.ProcessOptions(timeout_seconds=20),
     )
     trainer.fit(FixedImages(32), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
 
@@ -102,7 +102,7 @@ def a_head_where_none_can_be():
         optimizer=sgd,
         method=adl_dist.method("dgl"),
         num_stages=2,
-        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(timeout_seconds=20)),
+        processes=adl_dist.ProcessOptions(timeout_seconds=20),
     )
     trainer.fit(FixedImages(16), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
 

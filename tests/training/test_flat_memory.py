@@ -53,7 +53,7 @@ def train_and_watch(run_dir, epochs):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
         method=adl_dist.method("adl", accumulation_steps=M),
         num_stages=K,
-        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
+        processes=adl_dist.ProcessOptions(threads=1),
     )
     trainer.fit(
         Repeated(NUM_MICRO_BATCHES * MICRO_BATCH // epochs),

@@ -29,7 +29,7 @@ def train(method, M, dtype):
         num_stages=K,
         partition=adl_dist.PartitionSpec(balance=UNET_BALANCE[K]),
         precision=adl_dist.Precision(dtype=dtype),
-        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1, timeout_seconds=30)),
+        processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
     )
     summary = trainer.fit(
         FixedImages(11, dtype=dtype),

@@ -213,10 +213,10 @@ def test_the_callers_random_stream_and_threads_are_left_alone(request):
 def test_a_run_keeps_one_tensor_for_equal_loss_weights(monkeypatch):
     stages, weights, run = [], [], engine.run
 
-    def seen(order, contexts):
+    def seen(order, contexts, *rest):
         stages.extend(weakref.ref(context.stage) for context in contexts.values())
         weights.append([id(weight) for weight in contexts[1].loss_grads])
-        run(order, contexts)
+        run(order, contexts, *rest)
 
     monkeypatch.setattr(engine, "run", seen)
     trainer_of(2, M=2).fit(
@@ -239,9 +239,9 @@ def test_a_run_that_fails_keeps_no_stage_alive_either(monkeypatch):
 
     stages, run = [], engine.run
 
-    def seen(order, contexts):
+    def seen(order, contexts, *rest):
         stages.extend(weakref.ref(context.stage) for context in contexts.values())
-        run(order, contexts)
+        run(order, contexts, *rest)
 
     monkeypatch.setattr(engine, "run", seen)
     with pytest.raises(OSError, match="gone"):
@@ -441,7 +441,7 @@ def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
             batch_norm_net(),
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=lambda p: optimizer(p, lr=0.1),
-            processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1)),
+            processes=adl_dist.ProcessOptions(threads=1),
         )
         trainer.fit(
             FixedImages(samples),

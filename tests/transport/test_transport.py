@@ -24,7 +24,7 @@ def train_tuples(K):
         method=adl_dist.method("adl", accumulation_steps=2),
         num_stages=K,
         precision=adl_dist.Precision(dtype=torch.float64),
-        processes=adl_dist.ProcessOptions(one_per_stage=adl_dist.ProcessOptions(threads=1, timeout_seconds=30)),
+        processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
     )
     data = FixedImages(13, dtype=torch.float64)
     trainer.fit(
