@@ -10,17 +10,39 @@ from adl_dist.errors import AdlError
 from adl_dist.schedule import Method, method
 
 if TYPE_CHECKING:
-    from adl_dist.training.trainer import Trainer
+    from adl_dist.training.trainer import (
+        CheckpointPolicy,
+        GradientPolicy,
+        Monitoring,
+        PartitionSpec,
+        Precision,
+        ProcessOptions,
+        Trainer,
+        WatchdogTimeouts,
+    )
 
 __version__ = "0.1.0"
 
-__all__ = ["AdlError", "Method", "Trainer", "__version__", "method"]
+__all__ = [
+    "AdlError",
+    "CheckpointPolicy",
+    "GradientPolicy",
+    "Method",
+    "Monitoring",
+    "PartitionSpec",
+    "Precision",
+    "ProcessOptions",
+    "Trainer",
+    "WatchdogTimeouts",
+    "__version__",
+    "method",
+]
 
 
 def __getattr__(name: str) -> Any:
     # Late, so that schedules can be made, checked and printed without torch.
-    if name == "Trainer":
-        from adl_dist.training.trainer import Trainer
+    if name in __all__:
+        from adl_dist.training import trainer
 
-        return Trainer
+        return getattr(trainer, name)
     raise AttributeError(f"module 'adl_dist' has no attribute '{name}'")

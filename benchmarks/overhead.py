@@ -77,17 +77,15 @@ def engine(num_stages: int, *, seeded: bool = False, recorded: bool = False, tra
         optimizer=sgd,
         method=adl_dist.method("adl", accumulation_steps=M),
         num_stages=num_stages,
-        threads=1,
+        processes=adl_dist.ProcessOptions(threads=1),
     )
     with tempfile.TemporaryDirectory() if recorded or traced else nullcontext() as folder:
         done = trainer.fit(
             OwnDataset() if seeded else ZEROS,
             epochs=1,
             batch_size=M,
-            quiet=True,
+            monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False, trace=traced),
             run_dir=folder,
-            tensorboard=False,
-            trace=traced,
         )
     return float(done["train_seconds"])
 

@@ -93,10 +93,12 @@ def ours(method: Method, slow: Slow, num_micro_batches: int) -> float:
         optimizer=sgd,
         method=method,
         num_stages=K,
-        threads=1,
+        processes=adl_dist.ProcessOptions(threads=1),
     )
     data = Numbers(num_micro_batches)
-    return trainer.fit(data, epochs=1, batch_size=M, shuffle=False, quiet=True)["train_seconds"]
+    return trainer.fit(data, epochs=1, batch_size=M, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True))[
+        "train_seconds"
+    ]
 
 
 def predicted(method: Method, slow: Slow, num_micro_batches: int) -> float:

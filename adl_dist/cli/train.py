@@ -16,20 +16,18 @@ from adl_dist.cli.config.compose import compose_run, known_run, print_keys, simp
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.control.run_socket import remove_stale
-from adl_dist.distributed import parent_process
+from adl_dist.distributed import parent_process, print_turn
+from adl_dist.distributed.device import check_device
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import AdlError, CheckpointError, DivergedError, StageFailed
+from adl_dist.errors import CheckpointError, DivergedError
 from adl_dist.launch.local import launch_local
 from adl_dist.report import final_table, tell
 from adl_dist.report.files import write_atomically
 
-_setting_up = True  # until this rank meets the others, all ranks find the same errors
-
 
 def train(words: list[str]) -> None:
     """``adl-dist train``: as one rank, as the parent of K ranks, all in one process, or as the parent of a sweep."""
-    global _setting_up
     if "--help" in words or "-h" in words:
         print_keys([word for word in words if word not in ("--help", "-h")])
         return
@@ -38,12 +36,11 @@ def train(words: list[str]) -> None:
     config, plain = compose_run(words)
     assert config.run_dir is not None
     instantiate.check_targets(config)
-    instantiate.check_device(config)
+    check_device(config.runtime.device.value)
     RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)
     num_stages = config.partition.num_stages
     if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
         check_named_interfaces()
-        instantiate.trainer(config, processes=False)  # shows that the model can be built and cut
         try:
             raise SystemExit(
                 launch_local(
@@ -55,8 +52,8 @@ def train(words: list[str]) -> None:
             )
         finally:
             remove_stale(Path(config.run_dir))
-    trainer = instantiate.trainer(config)
-    _setting_up = False
+    trainer = instantiate.trainer(config, handle_signals=not parent_process.is_part_of_more())
+    print_turn.announce(printed=False)
     train_data, val_data = instantiate.build_data(config) if trainer.needs_data else (None, None)
     try:
         summary = trainer.fit(
@@ -69,15 +66,8 @@ def train(words: list[str]) -> None:
             max_updates=config.train.max_updates,
             shuffle=config.data.get("shuffle", True),
             num_workers=config.data.get("num_workers", 0),
-            checkpoint_every_epochs=config.runtime.checkpoint_every_epochs,
-            checkpoint_every_updates=config.runtime.checkpoint_every_updates,
-            keep_checkpoints=config.runtime.keep_checkpoints,
-            keep_best=config.runtime.keep_best,
-            async_save=config.runtime.async_save,
-            tensorboard=config.runtime.tensorboard,
-            trace=config.runtime.trace,
-            memory=config.runtime.memory,
-            handle_signals=not parent_process.is_part_of_more(),
+            checkpoints=config.runtime.checkpoints,
+            monitoring=config.runtime.monitoring,
             config=plain,
         )
     except DivergedError as error:
@@ -94,7 +84,7 @@ def evaluate(words: list[str]) -> None:
     options = simple_options(words, command="evaluate", required={"run_dir": "runs/NAME"}, optional=["checkpoint"])
     config = _known_run_here(Path(options["run_dir"]))
     path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
-    trainer = instantiate.trainer(config, num_stages=1, processes=False)
+    trainer = instantiate.evaluator(config)
     trainer.load_checkpoint(path)
     _, val_data = instantiate.build_data(config)
     micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
@@ -115,7 +105,7 @@ def export(words: list[str]) -> None:
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
     config = _known_run_here(Path(options["run_dir"]))
     path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
-    trainer = instantiate.trainer(config, num_stages=1, processes=False)
+    trainer = instantiate.evaluator(config)
     trainer.load_checkpoint(path)
     state = trainer.full_state_dict()
     try:
@@ -152,27 +142,11 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
         tell(
             sys.stderr,
             f"adl-dist: stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}; saved "
-            f"{stopped['checkpoint']}; the same command goes on{note if stopped['drain_changed_result'] else ''}\n",
+            f"{stopped['checkpoint']}; the same command resumes it{note if stopped['drain_changed_result'] else ''}\n",
         )
     if launched_world_size() is None:
         raise SystemExit(parent_process.STOPPED_CODE)
     parent_process.flag_stopped()
-
-
-def is_told_elsewhere(error: AdlError) -> bool:
-    """Whether another rank tells the user what ``error`` says: the one that failed."""
-    return launched_world_size() is not None and isinstance(error, StageFailed) and not error.is_gone
-
-
-def is_left_to_rank_0(error: AdlError) -> bool:
-    """Whether rank 0 should tell, and another only if it does not.
-
-    So it is with what all ranks find by themselves while they set up, and with a rank that is gone, which rank 0 has
-    found so, and which may be rank 0: it hangs, and others cannot see that.
-    """
-    if launched_world_size() is None:
-        return False
-    return _setting_up or (isinstance(error, StageFailed) and error.is_gone)
 
 
 def _ending(summary: Mapping[str, Any], run_dir: str) -> str:

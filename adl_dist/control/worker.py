@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,31 @@ import torch
 from adl_dist import engine
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import load, state_of
-from adl_dist.control.early_stop import RunningSegment, accept_early_stop
-from adl_dist.control.reports import send_part
-from adl_dist.control.requests import Requests
-from adl_dist.control.rpc import Record, Result
+from adl_dist.control.group import Reporter, command_name
+from adl_dist.control.messages import (
+    Command,
+    Done,
+    Evaluate,
+    EvaluateResult,
+    Load,
+    Record,
+    Result,
+    Save,
+    Trace,
+    TraceResult,
+    Train,
+    TrainResult,
+)
+from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
 from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.memory import MemoryMeter, forget_peak, peak_memory_bytes
-from adl_dist.monitor.trace import Instant, write_part
+from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
 from adl_dist.schedule import (
     Action,
+    Op,
     Pipeline,
     Segment,
     StageWork,
@@ -54,7 +66,7 @@ class LocalWorker:
         validation_loader: likewise for evaluation.
         pick_next: which of several local stages goes on; any choice gives the same values.
         meter: measures the memory of the one stage of this process; None: it is not measured.
-        requests: that end a segment of training early, on rank 0; None: none does.
+        stop: where the running segment of training ends early.
         activity: the record of all actions of this process.
     """
 
@@ -67,7 +79,7 @@ class LocalWorker:
     validation_loader: BatchSource | None = None
     pick_next: Choose = downstream_first
     meter: MemoryMeter | None = None
-    requests: Requests | None = None
+    stop: EarlyStop = field(default_factory=EarlyStop)
     activity: ActivityLog = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,29 +92,27 @@ class LocalWorker:
         """This process's stages, in order."""
         return [self.contexts[k].stage for k in sorted(self.contexts)]
 
-    def execute(self, do: str, arguments: dict[str, Any], emit: Callable[[Record], None]) -> list[Result]:
-        """See :class:`adl_dist.control.rpc.Worker`."""
-        match do:
-            case "train":
-                return self._train(Segment(**arguments), emit)
-            case "evaluate":
-                return self._evaluate(**arguments)
-            case "save":
-                state = state_of(self.stages, self.pipeline.num_stages)
-                PartWriter(self.world.rank, partial(send_part, self.world)).write(
-                    Path(arguments.pop("path")), state, **arguments
-                )
-                return [{"stage": stage.index, "rank": self.world.rank} for stage in self.stages]
-            case "load":
-                self._load(**arguments)
-            case "write_trace":
-                folder, origin = Path(arguments["run_dir"]), Instant(*arguments["origin"])
-                return write_part(self.activity, self.world, folder, sorted(self.contexts), origin=origin)
-            case _:
-                raise AssertionError(f"no such command: {do}")
-        return [{"stage": stage.index} for stage in self.stages]
+    def execute(self, command: Command, reporter: Reporter) -> list[Result]:
+        """See :class:`adl_dist.control.group.Worker`."""
+        with self.activity.during(command_name(command)):
+            match command:
+                case Train():
+                    return [*self._train(command.segment, reporter.record)]
+                case Evaluate():
+                    return [*self._evaluate(command.num_samples, command.micro_batch_size)]
+                case Load():
+                    self._load(command.path, command.update)
+                case Save():
+                    part = PartWriter(self.world.rank, reporter.part)
+                    tensors = state_of(self.stages, self.pipeline.num_stages)
+                    part.write(Path(command.path), tensors, token=command.token, background=command.background)
+                case Trace():
+                    folder, stages = Path(command.run_dir), sorted(self.contexts)
+                    parts = write_part(self.activity, self.world, folder, stages, origin=command.origin)
+                    return [TraceResult(stage=part["stage"], part=part) for part in parts]
+        return [Done(stage=stage.index, rank=self.world.rank) for stage in self.stages]
 
-    def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
+    def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[TrainResult]:
         for context in self.contexts.values():
             context.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
         seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
@@ -111,22 +121,24 @@ class LocalWorker:
         reports = _UpdateReports(self.contexts, segment, emit, is_on_gpu=self.world.device.type == "cuda")
         self._run(work, segment, self.train_loader, reports)
         seconds = time.perf_counter() - start
-        results = []
-        for k, activity in sorted(self.activity.stages.items()):
-            result: Result = {
-                "stage": k,
-                "seconds": seconds,
-                "peak_memory_bytes": peak_memory_bytes(),
-                **activity.totals(),
-            }
-            if self.meter is not None:
-                result["peak_tensor_bytes"] = self.meter.peak_bytes
-            if self.activity.keeps_events:
-                result["spent"] = activity.spent(seconds)
-            results.append(result)
-        return results
+        return [
+            TrainResult(
+                stage=k,
+                seconds=seconds,
+                peak_memory_bytes=peak_memory_bytes(),
+                peak_tensor_bytes=self.meter.peak_bytes if self.meter is not None else None,
+                spent=activity.spent(seconds) if self.activity.keeps_events else {},
+                busy_seconds=activity.busy_seconds,
+                staleness_sum=activity.staleness_sum,
+                staleness_max=activity.staleness_max,
+                num_backwards=activity.counts[Op.BACKWARD],
+                num_updates=activity.counts[Op.UPDATE],
+                num_skipped=activity.num_skipped,
+            )
+            for k, activity in sorted(self.activity.stages.items())
+        ]
 
-    def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[Result]:
+    def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[EvaluateResult]:
         # Evaluation has no groups; a segment of groups of one gives the sizes of its micro-batches.
         segment = Segment(
             epoch=0, first_update=0, num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation_steps=1
@@ -135,7 +147,19 @@ class LocalWorker:
             context.stage.begin(0, training=False)
         work = evaluation_work(segment, num_stages=self.pipeline.num_stages, stages=self.contexts)
         self._run(work, segment, self.validation_loader)
-        return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
+        results = []
+        for stage in self.stages:
+            numbers = stage.tally.numbers()
+            correct = numbers.get("num_correct")
+            results.append(
+                EvaluateResult(
+                    stage=stage.index,
+                    num_samples=int(numbers["num_samples"]),
+                    loss_sum=numbers.get("loss_sum", 0.0),
+                    num_correct=None if correct is None else int(correct),
+                )
+            )
+        return results
 
     def _load(self, path: str, update: int) -> None:
         load(Path(path), self.stages)
@@ -169,11 +193,9 @@ class LocalWorker:
                 reports.add(stage, group)
 
         batches = None
-        running = RunningSegment(segment, self.pipeline, self.contexts, self.world)
         if feed is not None:
             batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
-            requests = self.requests if training else None
-            self.contexts[0].batches = batches if requests is None else running.stop_on_request(batches, requests)
+            self.contexts[0].batches = batches
         # Dropout streams are seeded in place; the caller's own streams go on untouched.
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             try:
@@ -184,11 +206,14 @@ class LocalWorker:
                     context.loss_grads = [made[w] for w in weights]
                     context.open(work[k], training=training)
                 self.activity.open(self.contexts, segment, training=training)
-                with (
-                    accept_early_stop(running) if training else contextlib.nullcontext(),
-                    self.meter.segment(self.stages[0]) if training and self.meter else contextlib.nullcontext(),
-                ):
-                    engine.run(self._order(work), self.contexts, self.activity, after_update)
+                order = self._order(work)
+                if training:
+                    is_distributed = self.world.is_distributed
+                    order = self.stop.applied(
+                        order, segment, self.pipeline, self.contexts, is_distributed=is_distributed
+                    )
+                with self.meter.segment(self.stages[0]) if training and self.meter else contextlib.nullcontext():
+                    engine.run(order, self.contexts, self.activity, after_update)
                 if reports is not None:
                     reports.send(keep=0)
                 self.activity.close()

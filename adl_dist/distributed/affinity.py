@@ -59,6 +59,11 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def default_threads(num_stages: int) -> int:
+    """Return the threads of each of ``num_stages`` processes that share this one's cores evenly."""
+    return max(1, num_cores() // num_stages)
+
+
 def cores_here() -> list[int]:
     """Their numbers; empty where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

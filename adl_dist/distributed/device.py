@@ -18,16 +18,25 @@ FOR_EARLY_RECEIVES = {
 }
 
 
+def check_device(device_type: str) -> None:
+    """Look for a GPU without touching it, which the parent of the ranks must not.
+
+    Raises:
+        ConfigError: CUDA is asked for and there is none.
+    """
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
+
+
 def choose_device(device_type: str) -> torch.device:
     """Return the device of this process: ``cpu``, or the GPU with the number of the local rank.
 
     Raises:
         ConfigError: CUDA is asked for and there is none.
     """
+    check_device(device_type)
     if device_type == "cpu":
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
     # Explicit, never left to the backend: torch 2.15's NCCL takes LOCAL_RANK modulo the device count itself.
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     for variable, value in FOR_EARLY_RECEIVES.items():

@@ -110,17 +110,6 @@ class StageActivity:
         spent[OTHER] += seconds - sum(spent.values())
         return spent
 
-    def totals(self) -> dict[str, float]:
-        """Return what the coordinator adds up over segments and stages."""
-        return {
-            "busy_seconds": self.busy_seconds,
-            "staleness_sum": self.staleness_sum,
-            "staleness_max": self.staleness_max,
-            "num_backwards": self.counts[Op.BACKWARD],
-            "num_updates": self.counts[Op.UPDATE],
-            "num_skipped": self.num_skipped,
-        }
-
 
 @dataclass
 class SegmentActivity:

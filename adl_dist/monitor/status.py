@@ -5,9 +5,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -102,16 +101,6 @@ class ProcessStatus:
     saving_at: str = ""
     is_debugged: bool = False
     runs_ahead: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "ProcessStatus":
-        """Return the status of which :meth:`to_json` made ``values``."""
-        stages = [StageStatus(**stage) for stage in values["stages"]]
-        return cls(**{**values, "stages": stages, "loaders": [(pid, state) for pid, state in values["loaders"]]})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,49 +1,48 @@
-"""How long a job may stand still. No torch."""
+"""The times after which a job that makes no progress is reported, and ended. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from adl_dist.errors import ConfigError
 
-ABORT_SECONDS = 600.0  # where nothing else is said
+ABORT_SECONDS = 600.0  # the default with several processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogTimeouts:
-    """Counted from the last thing that any stage did.
+    """Limits on a standstill, counted from the last thing that any stage did.
 
     Attributes:
-        stall_seconds: until all that is known about it is printed.
-        abort_seconds: until the job is ended; None: never.
+        stall_seconds: seconds until what all stages do is printed, and the likely cause.
+        abort_seconds: seconds until the process ends, with exit code 1, unless it is in a debugger; None: never;
+            ``auto``: 600, or never where all stages share the user's own process.
+
+    Raises:
+        ConfigError: a limit is out of range, or the second is not after the first.
     """
 
-    stall_seconds: float
-    abort_seconds: float | None
+    stall_seconds: float = 60.0
+    abort_seconds: float | str | None = "auto"
 
-    @classmethod
-    def of(cls, stall_seconds: float, abort_seconds: float | str | None, *, distributed: bool) -> "WatchdogTimeouts":
-        """As the Python API takes them; ``auto``: a process that is the user's own, as all stages in one are, is kept.
-
-        Raises:
-            ConfigError: see :meth:`check`.
-        """
-        if isinstance(abort_seconds, str):
-            if abort_seconds != "auto":
-                raise ConfigError(f"abort_seconds must be a number, None (never) or 'auto', got '{abort_seconds}'")
-            abort_seconds = max(ABORT_SECONDS, 2 * stall_seconds) if distributed else None
-        limits = cls(stall_seconds=stall_seconds, abort_seconds=abort_seconds)
-        limits.check()
-        return limits
-
-    def check(self) -> None:
-        """Refuse what cannot be.
-
-        Raises:
-            ConfigError: a limit that is out of range, or the second not after the first.
-        """
+    def __post_init__(self) -> None:
         if not self.stall_seconds > 0:
             raise ConfigError(f"runtime.stall_seconds must be above 0, got {self.stall_seconds}")
-        if self.abort_seconds is not None and not self.abort_seconds > self.stall_seconds:
+        if isinstance(self.abort_seconds, str):
+            if self.abort_seconds != "auto":
+                raise ConfigError(f"abort_seconds must be a number, None (never) or 'auto', got '{self.abort_seconds}'")
+        elif self.abort_seconds is not None and not self.abort_seconds > self.stall_seconds:
             raise ConfigError(
                 f"runtime.abort_seconds must be above runtime.stall_seconds={self.stall_seconds}, or null for never, "
                 f"got {self.abort_seconds}"
             )
+
+    def settled(self, *, distributed: bool) -> "WatchdogTimeouts":
+        """Return the limits with a number, or None, for ``auto``."""
+        if self.abort_seconds != "auto":
+            return self
+        return replace(self, abort_seconds=max(ABORT_SECONDS, 2 * self.stall_seconds) if distributed else None)
+
+    @property
+    def abort_after(self) -> float | None:
+        """Seconds until the process ends; None: never. Of settled limits only."""
+        assert not isinstance(self.abort_seconds, str), "settled() replaces auto"
+        return self.abort_seconds

@@ -22,7 +22,7 @@ class Plan:
     accumulation_steps: int
 
     def segment(self, epoch: int, first_sample: int, update: int) -> Segment:
-        """The segment from ``first_sample`` of ``epoch`` and ``update`` on."""
+        """Return the segment from ``first_sample`` of ``epoch`` and ``update`` on."""
         rest = Segment(
             epoch=epoch,
             first_sample=first_sample,
@@ -61,23 +61,24 @@ class Plan:
         return total if self.max_updates is None else min(total, self.max_updates)
 
 
-def check_lengths(
-    *, epochs: int, max_updates: int | None, checkpoint_every_updates: int | None, batch_size: int, steps: int
-) -> int:
+def check_lengths(*, epochs: int, max_updates: int | None) -> None:
     """Refuse lengths that make no run.
 
-    Returns:
-        Samples of a micro-batch, of which ``steps`` make a batch.
-
     Raises:
-        ConfigError: see the message.
+        ConfigError: less than one epoch or one update.
     """
     if epochs < 1:
         raise ConfigError(f"train.epochs must be at least 1, got {epochs}")
     if max_updates is not None and max_updates < 1:
         raise ConfigError(f"train.max_updates must be at least 1, got {max_updates}")
-    if checkpoint_every_updates is not None and checkpoint_every_updates < 1:
-        raise ConfigError(f"runtime.checkpoint_every_updates must be at least 1, got {checkpoint_every_updates}")
+
+
+def micro_batch_size_of(batch_size: int, steps: int) -> int:
+    """Return the samples of a micro-batch, of which ``steps`` make a batch.
+
+    Raises:
+        ConfigError: there is not one sample for each.
+    """
     if batch_size < steps:
         raise ConfigError(
             f"train.batch_size={batch_size} leaves no sample for each of method.accumulation_steps={steps} "

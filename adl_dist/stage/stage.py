@@ -1,21 +1,23 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.stage.calls import DropoutStreams, Tensors, call_of, packed, takes_gradient, unpacked
 from adl_dist.stage.in_flight import InFlight, grad_edges_of
 from adl_dist.stage.learning_rates import scaled_learning_rates, step_schedule
-from adl_dist.stage.nonfinite import GradientPolicy, NonFiniteCheck, buffers_kept_finite, refusal
+from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite, refusal
+from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.weights import TwoVersions, weight_policy
+
+CPU = torch.device("cpu")
 
 
 class Stage:
@@ -34,66 +36,50 @@ class Stage:
     def __init__(
         self,
         module: nn.Module,
-        *,
         index: int,
-        is_last: bool,
-        loss_fn: Callable[[Any, Tensor], Tensor],
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-        weights: str = "stash",
-        gradient_shrink: float = 1.0,
-        lr_factor: float = 1.0,
+        spec: TrainSpec,
+        *,
+        device: torch.device = CPU,
         head: nn.Module | None = None,
-        learns_locally: bool = False,
         overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
-        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        compiled: bool = False,
-        guard: GradientPolicy | None = None,
-        seed: int = 0,
     ) -> None:
         """Take over ``module``.
 
         Args:
             module: called with the act of one micro-batch, [B, ...], or a tuple of several; returns the same.
             index: k.
-            is_last: whether this stage computes the loss.
-            loss_fn: mean over the samples of a micro-batch, from (output, target).
-            optimizer: makes the optimizer of this stage's parameters.
-            weights: the weight policy, a key of ``POLICIES``.
-            gradient_shrink: beta; scales what comes from downstream.
-            lr_factor: scales every learning rate, whatever the schedule says.
+            spec: how it is trained; dropout draws from (seed, epoch, stage, micro-batch).
+            device: where the module is.
             head: (what goes downstream, target, loss_fn) to the stage's own loss; for all stages but the last if
                 they learn locally.
-            learns_locally: no gradient goes upstream.
             overwrites: in training and in evaluation, for each act whether ``module`` writes to it; ``()``: to none.
-            within: what the module, the head and the loss are called in: autocast, or nothing.
-            compiled: call ``module`` through torch.compile.
-            guard: what is done to gradients that are not finite, or too long; None: the run is stopped, nothing.
-            seed: the run's seed; dropout draws from (seed, epoch, stage, micro-batch).
         """
-        self.index, self.is_last = index, is_last
+        pipeline, method, gradients = spec.pipeline, spec.pipeline.method, spec.gradients
+        assert method.weights is not None
+        self.index, self.is_last = index, index == pipeline.num_stages - 1
         self.module, self.head = module, head
         self.version = 0
         self.in_flight: dict[int, InFlight] = {}
-        guard = guard or GradientPolicy()
-        self.tally, self.faults = StepStats(), NonFiniteCheck(guard, stage=index, is_last=is_last)
-        self._clip_norm = guard.clip_norm
-        self._watching_buffers = buffers_kept_finite if guard.skips else nullcontext
+        self.tally, self.faults = StepStats(), NonFiniteCheck(gradients, stage=index, is_last=self.is_last)
+        self._clip_norm = gradients.clip_norm
+        self._watching_buffers = buffers_kept_finite if gradients.skips else nullcontext
         self._gradient_norm: Tensor | None = None  # of the group that is complete
         # What is trained together: the part of the model and what serves only to train it.
         self._trained = module if head is None else nn.ModuleList([module, head])
         parameters = list(self._trained.parameters())
         # A stage of nothing but pooling or activations has no parameters, and torch has no optimizer for it.
-        self.optimizer = optimizer(parameters) if parameters else None
+        self.optimizer = spec.optimizer(parameters) if parameters else None
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
-        self._policy = weight_policy(weights, self._trained, self.optimizer) if self.optimizer else None
+        self._policy = weight_policy(method.weights, self._trained, self.optimizer) if self.optimizer else None
         self._forward_version: int | None = None  # None: the newest
         self._first_version = 0  # of the segment
-        self._loss_fn, self._within = loss_fn, within
-        self._call_module = call_of(module, compiled=compiled)
-        self._gradient_shrink, self._lr_factor, self._learns_locally = gradient_shrink, lr_factor, learns_locally
+        self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
+        self._call_module = call_of(module, compiled=spec.precision.compile)
+        self._gradient_shrink, self._lr_factor = method.gradient_shrink, pipeline.lr_factor(index)
+        self._learns_locally = method.spec.local_losses
         self._epoch = 0
-        self._dropout = DropoutStreams(seed, index)
+        self._dropout = DropoutStreams(spec.seed, index)
         # An in-place operation on what came in would overwrite a leaf, and in one process also what the
         # upstream stage keeps for its backward. The data's own input is nobody else's.
         self._overwrites = overwrites if index > 0 else ((), ())

@@ -1,156 +1,266 @@
-"""Makes one process's worker out of a job: settles the cut and what travels, then builds and joins its stages."""
+"""Builds one process's worker: settles the cut and what travels, then makes its stages and joins them to channels."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
-from adl_dist.schedule import Pipeline, downstream_first
-from adl_dist.stage import GradientPolicy, check_outs
-from adl_dist.training import shape_inference, wiring
+from adl_dist.engine import StageContext
+from adl_dist.errors import ConfigError
+from adl_dist.optim import build_lr_schedule, fast_forward
+from adl_dist.schedule import Method, Pipeline, downstream_first, max_pending_of
+from adl_dist.seeds import stream_seed
+from adl_dist.stage import NORMALISES_SAMPLES, Stage, TrainSpec, build_head, check_outs, to_channels_last
+from adl_dist.training import shape_inference
 from adl_dist.training.input import DeviceLoader, common_sample
 from adl_dist.training.partitioned_model import PartitionedModel
-from adl_dist.training.precision import Precision, to_channels_last
+from adl_dist.transport import LocalChannel, ProcessReceiver, ProcessSender, Receiver, Sender, Specs, TensorSpec
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is trained and how, the same on every rank.
-
-    Attributes:
-        pipeline: the method and K.
-        seed: of data order, augmentation and dropout.
-        loss_fn: (output, target) to the mean loss over the samples.
-        optimizer: makes the optimizer of one stage.
-        precision: how stages compute.
-        guard: what is done to gradients before they are applied.
-        channels_last: whether images are stored so.
-        balance: as asked for.
-        partitioned: the model, and where it is cut.
-    """
-
-    pipeline: Pipeline
-    seed: int
-    loss_fn: LossFn
-    optimizer: OptimizerFactory
-    precision: Precision
-    guard: GradientPolicy
-    channels_last: bool
-    balance: str | list[Any]
-    partitioned: PartitionedModel
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What two ranks, or a run and its continuation, must have in common."""
-        return {
-            "method": self.pipeline.method.settings,
-            "num_stages": self.pipeline.num_stages,
-            "balance": self.balance,
-            "seed": self.seed,
-            **self.precision.settings,
-            **self.guard.settings,
-            "channels_last": self.channels_last,
-            "model": {name: list(shape) for name, shape in self.partitioned.signature.items()},
-        }
+GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
 
 
-def assemble(
-    job: Job,
+def build_worker(
+    spec: TrainSpec,
+    partitioned: PartitionedModel,
     world: World,
     store: dist.Store,
+    loaders: tuple[DeviceLoader | None, DeviceLoader | None],
     *,
-    train_loader: DeviceLoader | None,
-    val_loader: DeviceLoader | None,
     micro_batch_size: int,
     folder: Path | None = None,
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
 ) -> LocalWorker:
-    """The worker of this process; every rank calls it, and they settle through ``store`` what they must agree on.
+    """Build the worker of this process; every rank calls it, and they settle through ``store`` what must be agreed on.
 
     Args:
-        job: to be done.
+        spec: how the model is trained.
+        partitioned: the model.
         world: this process among the others.
         store: shared with the others, fresh for this job.
-        train_loader: micro-batches for training; on stage 0's process only.
-        val_loader: likewise for evaluation.
+        loaders: micro-batches for training and for evaluation; None: there are none, or this is not stage 0's process.
         micro_batch_size: samples that a cut is measured with.
         folder: where measurements are kept; None: nowhere.
-        pick_next: which of several local stages goes on.
+        pick_next: picks the next of several local stages.
 
     Raises:
         ConfigError, PartitionError, DataError: the job cannot be done.
-        StageFailed, ChannelError: another rank has found so, or does not answer.
+        StageFailed, ChannelError: another rank found so, or does not answer.
     """
-    pipeline, method, precision = job.pipeline, job.pipeline.method, job.precision
-    if isinstance(job.loss_fn, nn.Module):
-        job.loss_fn.to(world.device, precision.dtype)
-    sample = common_sample(train_loader, val_loader)
-    job.partitioned.settle(
+    pipeline, precision = spec.pipeline, spec.precision
+    method = pipeline.method
+    if isinstance(spec.loss_fn, nn.Module):
+        spec.loss_fn.to(world.device, precision.dtype)
+    sample = common_sample(*loaders)
+    partitioned.finalize(
         store,
-        pipeline=pipeline,
+        spec,
         sample=sample,
-        feed=train_loader or val_loader,
+        feed=loaders[0] or loaders[1],
         micro_batch_size=micro_batch_size,
-        loss_fn=job.loss_fn,
-        optimizer=job.optimizer,
-        device=world.device,
-        precision=precision,
-        channels_last=job.channels_last,
         folder=folder,
     )
-    modules = job.partitioned.modules
-    for module in modules.values():
+    for module in partitioned.modules.values():
         module.to(world.device)
-        if job.channels_last:
+        if precision.channels_last:
             to_channels_last(module)
-    shape_inference.check_consistent(store, world.rank, world.size, job.settings)
+    shape_inference.check_consistent(store, world.rank, world.size, settings_of(spec, partitioned))
     agreed = shape_inference.infer_shapes(
         store,
-        modules,
+        partitioned.modules,
         num_stages=pipeline.num_stages,
-        loss_fn=job.loss_fn,
+        loss_fn=spec.loss_fn,
         sample=sample,
         device=world.device,
         within=precision.autocasting(world.device),
         check=partial(check_outs, method.head) if method.spec.local_losses else None,
     )
-    wiring.check_targets(method, agreed.target)
+    check_targets(method, agreed.target)
     num_outputs = shape_inference.num_outputs(store, pipeline.num_stages)
     stages = {
-        k: wiring.build_stage(
-            module,
-            k,
-            pipeline=pipeline,
-            loss_fn=job.loss_fn,
-            optimizer=job.optimizer,
-            outs=agreed.acts[k + 1],
-            overwrites=agreed.overwrites[k],
-            num_classes=num_outputs,
-            device=world.device,
-            precision=precision,
-            guard=job.guard,
-            channels_last=job.channels_last,
-            seed=job.seed,
-        )
-        for k, module in modules.items()
+        k: build_stage(module, k, spec, agreed, num_classes=num_outputs, device=world.device)
+        for k, module in partitioned.modules.items()
     }
-    for feed in (train_loader, val_loader):
-        if feed is not None and num_outputs is not None:
-            feed.expect_classes(job.loss_fn, num_outputs)
+    for loader in loaders:
+        if loader is not None and num_outputs is not None:
+            loader.expect_classes(spec.loss_fn, num_outputs)
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
-    contexts = (
-        wiring.process_context(world, stages[world.rank], acts, agreed.target, pipeline=pipeline)
-        if world.is_distributed
-        else wiring.local_contexts(stages, acts, agreed.target, method=method)
-    )
-    return LocalWorker(world, pipeline, job.seed, precision.dtype, contexts, train_loader, val_loader, pick_next)
+    if world.is_distributed:
+        contexts = process_context(world, stages[world.rank], acts, agreed.target, pipeline)
+    else:
+        contexts = local_contexts(stages, acts, agreed.target, method)
+    return LocalWorker(world, pipeline, spec.seed, precision.dtype, contexts, *loaders, pick_next)
+
+
+def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
+    """Return the plain values that two ranks, or a run and its continuation, must have in common."""
+    balance = partitioned.spec.balance
+    return {
+        **spec.settings,
+        "balance": balance if isinstance(balance, str) else list(balance),
+        "model": {name: list(shape) for name, shape in partitioned.signature.items()},
+    }
+
+
+def build_stage(
+    module: nn.Module,
+    k: int,
+    spec: TrainSpec,
+    agreed: shape_inference.Agreed,
+    *,
+    num_classes: int | None,
+    device: torch.device,
+) -> Stage:
+    """Build the stage that trains ``module``.
+
+    Args:
+        module: part k of the model, on its device.
+        k: its index.
+        spec: how it is trained.
+        agreed: the shapes of what travels.
+        num_classes: the number of classes in the model's output, if that is [B, classes].
+        device: where the module is.
+
+    Raises:
+        ConfigError: local losses, but no classes.
+    """
+    pipeline, method, head = spec.pipeline, spec.pipeline.method, None
+    if method.spec.local_losses and pipeline.num_stages > 1 and num_classes is None:  # on every rank alike
+        raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
+    if method.spec.local_losses and k < pipeline.num_stages - 1:
+        assert num_classes is not None
+        seed = stream_seed(spec.seed, "head", k)
+        head = build_head(method.head, agreed.acts[k + 1].training[0], num_classes=num_classes, seed=seed)
+        head = head.to(device, spec.precision.dtype)
+        if spec.precision.channels_last:
+            to_channels_last(head)
+    return Stage(module, k, spec, device=device, head=head, overwrites=agreed.overwrites[k])
+
+
+def schedule_learning_rates(
+    stages: Iterable[Stage],
+    lr_schedule: Callable[..., LRScheduler],
+    *,
+    pipeline: Pipeline,
+    updates_per_epoch: int,
+    total_updates: int,
+) -> None:
+    """Give each stage with an optimizer the schedule that ``lr_schedule`` makes, where the method has it start."""
+    for stage in stages:
+        if stage.optimizer is not None:
+            stage.lr_schedule = build_lr_schedule(
+                lr_schedule, stage.optimizer, updates_per_epoch=updates_per_epoch, total_updates=total_updates
+            )
+            lead = pipeline.lr_lead(stage.index)
+            stage.lr_updates = total_updates - lead
+            fast_forward(stage.lr_schedule, min(lead, total_updates))
+
+
+def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
+    """Refuse micro-batches that a local loss cannot be made of.
+
+    Raises:
+        ConfigError: BatchNorm over the features of one single sample.
+    """
+    method = pipeline.method
+    if method.spec.local_losses and pipeline.num_stages > 1 and method.head in NORMALISES_SAMPLES and 1 in sizes:
+        raise ConfigError(
+            f"a micro-batch of the training data holds a single sample, which BatchNorm in method.head={method.head} "
+            "cannot normalise; choose another train.batch_size, or method.head=linear"
+        )
+
+
+def check_targets(method: Method, target: TensorSpec) -> None:
+    """Refuse targets that a local loss cannot be made of.
+
+    Raises:
+        ConfigError: similarities of targets that are no classes.
+    """
+    if method.spec.local_losses and method.head == "predsim" and (target.is_floating_point or target.shape):
+        raise ConfigError(
+            f"method.head=predsim compares samples by their class, but the targets are {target}; expected one whole "
+            "number per sample: choose another method.head"
+        )
+
+
+def local_contexts(
+    stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: TensorSpec, method: Method
+) -> dict[int, StageContext]:
+    """Build the contexts of all K stages in one process.
+
+    Args:
+        stages: all of them, by k.
+        acts: what arrives at each stage.
+        target: what the loss takes besides the output.
+        method: decides what else travels.
+    """
+    last, targets = max(stages), Specs.always([target])
+    contexts = {k: StageContext(stage, receivers={}, senders={}) for k, stage in stages.items()}
+
+    def join(what: str, source: int, to: int, specs: Specs) -> None:
+        channel = LocalChannel(specs, what=what, edge=f"stage {source} -> stage {to}")
+        contexts[source].senders[what] = contexts[to].receivers[what] = channel  # type: ignore[index]
+
+    for k in range(last):
+        join("act", k, k + 1, acts[k + 1])
+        join("grad", k + 1, k, acts[k + 1].of_gradients())
+        if method.spec.forward_lock:
+            join("go", k + 1, k, GO)
+        if method.spec.local_losses:
+            join("label", k, k + 1, targets)
+    if last > 0:
+        join("target", 0, last, targets)
+    return contexts
+
+
+def process_context(
+    world: World, stage: Stage, acts: Mapping[int, Specs], target: TensorSpec, pipeline: Pipeline
+) -> dict[int, StageContext]:
+    """Build the context of the one stage of this process, connected to its neighbours'."""
+    method, k, last, targets = pipeline.method, world.rank, pipeline.num_stages - 1, Specs.always([target])
+    world.connect_more((["go"] if method.spec.forward_lock else []) + (["label"] if method.spec.local_losses else []))
+    receivers: dict[str, Receiver] = {}
+    senders: dict[str, Sender] = {}
+
+    most, in_evaluation = max_pending_of(pipeline), pipeline.max_pending
+
+    def send(what: str, specs: Specs) -> None:
+        senders[what] = ProcessSender(
+            world.edges[what, k],
+            specs,
+            what=what,
+            max_pending=most[what, k],
+            max_pending_in_evaluation=in_evaluation,
+        )
+
+    def receive(what: str, source: int, specs: Specs) -> None:
+        # Labels travel to the next stage from the CPU; a stage that computes with one moves it.
+        device = torch.device("cpu") if what in ("go", "label") else world.device
+        receivers[what] = ProcessReceiver(world.edges[what, source], specs, what=what, device=device)
+
+    if k < last:
+        send("act", acts[k + 1])
+        receive("grad", k + 1, acts[k + 1].of_gradients())
+    if k > 0:
+        receive("act", k - 1, acts[k])
+        send("grad", acts[k].of_gradients())
+    if k == 0 and last > 0:
+        send("target", targets)
+    if k == last and last > 0:
+        receive("target", 0, targets)
+    if method.spec.forward_lock:
+        if k < last:
+            receive("go", k + 1, GO)
+        if k > 0:
+            send("go", GO)
+    if method.spec.local_losses:
+        if k < last:
+            send("label", targets)
+        if k > 0:
+            receive("label", k - 1, targets)
+    return {k: StageContext(stage, receivers=receivers, senders=senders)}

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from adl_dist.data import Loader, check_dataset
 from adl_dist.errors import DataError
+from adl_dist.stage import Precision
 from adl_dist.transport import TensorSpec
 from adl_dist.transport.staging import to_device
 
@@ -19,18 +20,15 @@ CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 class DeviceLoader:
     """Wraps a :class:`Loader`; yields (input on the device, target on the CPU)."""
 
-    def __init__(
-        self, loader: Loader, *, device: torch.device, dtype: torch.dtype, channels_last: bool, name: str
-    ) -> None:
+    def __init__(self, loader: Loader, *, device: torch.device, precision: Precision, name: str) -> None:
         """Wrap ``loader``; ``name`` says which data it is, for messages."""
-        self._loader, self._device, self._dtype, self._name = loader, device, dtype, name
-        self._channels_last = channels_last
+        self._loader, self._device, self._precision, self._name = loader, device, precision, name
         self._num_classes: int | None = None
         self._ignore_index = -100
 
     @property
     def num_samples(self) -> int:
-        """Of the dataset."""
+        """The number of samples of the dataset."""
         return self._loader.num_samples
 
     def expect_classes(self, loss_fn: Callable[[Tensor, Tensor], Tensor], num_outputs: int) -> None:
@@ -52,10 +50,10 @@ class DeviceLoader:
             # To the device first: a conversion on the CPU would leave the pinned memory that the copy needs.
             input_ = self._on_device(input_)
             if input_.is_floating_point():
-                input_ = input_.to(self._dtype)
+                input_ = input_.to(self._precision.dtype)
             if target.is_floating_point():
-                target = target.to(self._dtype)
-            if self._channels_last and input_.ndim == 4:
+                target = target.to(self._precision.dtype)
+            if self._precision.channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target
 
@@ -66,7 +64,7 @@ class DeviceLoader:
         return to_device(input_, self._device)
 
     def seconds_to_load(self, micro_batch_size: int) -> float:
-        """How long a micro-batch keeps the caller busy, the least of a few; 0 if workers load it."""
+        """Return how long a micro-batch keeps the caller busy, the least of a few; 0 if workers load it."""
         if self._loader.num_workers:
             return 0.0
         times = min(4, self._loader.num_samples)
@@ -87,7 +85,7 @@ class DeviceLoader:
             raise DataError(
                 f"{self._name}: {where} has target {int(target[wrong][0])}, but the model has {num_classes} outputs, "
                 f"so targets must be in [0, {num_classes}); set "
-                "data.num_classes (model.num_classes) to the number of classes, or mend the targets"
+                "data.num_classes (model.num_classes) to the number of classes, or correct the targets"
             )
 
 
@@ -99,22 +97,20 @@ def make_loader(
     shuffle: bool,
     num_workers: int,
     device: torch.device,
-    dtype: torch.dtype,
-    channels_last: bool,
+    precision: Precision,
     min_samples: int = 1,
 ) -> DeviceLoader:
-    """Micro-batches of ``dataset``.
+    """Build the source of micro-batches of ``dataset``.
 
     Args:
         dataset: map-style, of (input, target).
         name: for messages: ``training`` or ``validation``.
-        seed: of the run.
+        seed: the run's seed.
         shuffle: see :class:`Loader`.
         num_workers: likewise.
-        device: of the first stage.
-        dtype: of the run.
-        channels_last: whether images are stored so.
-        min_samples: number of samples that will do.
+        device: where the first stage computes.
+        precision: decides the dtype of inputs and the memory format of images.
+        min_samples: the fewest samples that will do.
 
     Raises:
         DataError: there is none, it is too small, or no dataset.
@@ -124,11 +120,11 @@ def make_loader(
     check_dataset(dataset, name=name, min_samples=min_samples)
     pinned = device.type == "cuda"
     loader = Loader(dataset, seed=seed, shuffle=shuffle, num_workers=num_workers, pin_memory=pinned)
-    return DeviceLoader(loader, device=device, dtype=dtype, channels_last=channels_last, name=f"{name} dataset")
+    return DeviceLoader(loader, device=device, precision=precision, name=f"{name} dataset")
 
 
 def common_sample(train_loader: DeviceLoader | None, val_loader: DeviceLoader | None) -> tuple[Tensor, Tensor] | None:
-    """A sample as both datasets give it, for the agreement on shapes; None where no data is fed."""
+    """Return a sample as both datasets give it, for the agreement on shapes; None where no data is fed."""
     samples = [sample for feed in (train_loader, val_loader) if (sample := _first_sample(feed)) is not None]
     specs = [tuple(str(TensorSpec.of(tensor)) for tensor in sample) for sample in samples]
     if len(set(specs)) > 1:
@@ -140,7 +136,7 @@ def common_sample(train_loader: DeviceLoader | None, val_loader: DeviceLoader | 
 
 
 def _first_sample(feed: DeviceLoader | None) -> tuple[Tensor, Tensor] | None:
-    """Input and target of one sample as stage 0 will get them, for the agreement on shapes."""
+    """Return input and target of one sample as stage 0 will get them."""
     if feed is None:
         return None
     batches = feed.batches(0, [1])

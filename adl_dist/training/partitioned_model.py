@@ -4,15 +4,13 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from adl_dist.checkpoint.state import signature
 from adl_dist.errors import ConfigError, PartitionError
@@ -20,10 +18,10 @@ from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linear
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut
 from adl_dist.partition.profile import Profile
-from adl_dist.schedule import Pipeline
+from adl_dist.stage import TrainSpec, to_channels_last
 from adl_dist.training import shape_inference
 from adl_dist.training.input import DeviceLoader
-from adl_dist.training.precision import Precision, to_channels_last
+from adl_dist.training.options import PartitionSpec
 
 PROFILE = "profile.json"
 SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, and for fragments
@@ -32,56 +30,53 @@ logger = logging.getLogger("adl_dist")
 
 
 class PartitionedModel:
-    """A model, and its cut once that is settled: at once, or, if it is to be measured, before the first step.
+    """A model and its cut, made at once, or, if units are to be measured, before the first step.
 
     Attributes:
         signature: names and shapes of all parameters and buffers of the uncut model.
-        modules: the parts of the model that this process holds, by stage; the whole model until it is settled.
-        sizes: units of each stage; None: not settled.
-        told: what a measured cut came out as, on the rank that measured.
+        modules: the parts of the model that this process holds, by stage; the whole model until it is cut.
+        sizes: units of each stage; None: not cut yet.
+        summary: a measured cut in one line, on the rank that measured; else empty.
+        spec: where to cut.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        num_stages: int,
-        balance: str | Sequence[int] | Sequence[str] | None,
-        granularity: str | None,
-        speeds: Sequence[float] | None,
-        own: Iterable[int],
-    ) -> None:
-        """Read ``model`` as a chain, and cut it unless that takes a measurement; see :class:`Trainer`."""
-        self._num_stages, self._own, self._speeds = num_stages, list(own), speeds
+    def __init__(self, model: nn.Module, num_stages: int, spec: PartitionSpec, *, own: Iterable[int]) -> None:
+        """Read ``model`` as a chain, and cut it unless that takes a measurement.
+
+        Args:
+            model: the uncut model.
+            num_stages: K.
+            spec: where to cut.
+            own: the stages of this process.
+
+        Raises:
+            ConfigError: the speeds do not fit K.
+            PartitionError: the model cannot be cut like that.
+        """
+        self._num_stages, self._own, self.spec = num_stages, list(own), spec
+        speeds, balance = spec.speeds, spec.balance
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
             raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
-        measured = balance == "auto"
-        if speeds is not None and not measured:
-            raise ConfigError("partition.speeds weighs a measured cut; it needs partition.balance=auto")
-        by_name = isinstance(balance, list | tuple) and any(isinstance(entry, str) for entry in balance)
-        self.granularity = granularity or ("layer" if measured or by_name else "block")
         self.signature = signature(model)
         self._model: nn.Module | None = model
         self._chain: Chain | None = None
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
-        self.told = ""
+        self.summary = ""
         self._home: dict[str, tuple[int, torch.dtype]] = {}
-        if num_stages > 1 or not (balance is None or isinstance(balance, str)):
-            self._chain = linearise(model, granularity=self.granularity)
-        if self._chain is None:
-            self._settle([1])
-        elif balance is None or balance == "even":
-            self._settle(even_sizes(self._chain, num_stages))
-        elif not isinstance(balance, str):
-            self._settle(checked_sizes(self._chain, num_stages, balance))
-        elif measured:
+        if num_stages == 1 and isinstance(balance, str):
+            self._cut([1])
+            return
+        self._chain = linearise(model, granularity=spec.units)
+        if not isinstance(balance, str):
+            self._cut(checked_sizes(self._chain, num_stages, balance))
+        elif spec.is_measured:
             even_sizes(self._chain, num_stages)  # shows that it can be cut at all
         else:
-            raise ConfigError(f"partition.balance={balance} is none of auto, even, a list of numbers, a list of names")
+            self._cut(even_sizes(self._chain, num_stages))
 
     def full_state_dict(self, *, distributed: bool) -> dict[str, Tensor]:
-        """Parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it."""
+        """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it."""
         if self._model is not None:
             return {name: _plain(tensor) for name, tensor in self._model.state_dict().items()}
         own = {k: module.state_dict() for k, module in self.modules.items()}
@@ -93,35 +88,26 @@ class PartitionedModel:
             full[name] = tensor
         return {name: full[name] for name in self.signature}
 
-    def settle(
+    def finalize(
         self,
         store: dist.Store,
+        spec: TrainSpec,
         *,
-        pipeline: Pipeline,
         sample: tuple[Tensor, Tensor] | None,
         feed: DeviceLoader | None,
         micro_batch_size: int,
-        loss_fn: Callable[[Any, Tensor], Tensor],
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-        device: torch.device,
-        precision: Precision,
-        channels_last: bool,
         folder: Path | None,
     ) -> None:
         """Cut where it is best for what is measured now, or was in ``folder`` before; the same on every rank.
 
         Args:
             store: shared by all ranks.
-            pipeline: the method to train by, and K.
-            sample: input and target of one sample as the first stage gets them; on its process only, which measures.
-            feed: where it comes from.
-            micro_batch_size: to measure with.
-            loss_fn: of the model.
-            optimizer: makes an optimizer.
-            device: of this process.
-            precision: how it computes.
-            channels_last: whether it stores images so.
-            folder: keeps the measurement; None: nothing does.
+            spec: how the model will be trained.
+            sample: input [1, ...] on the device and target [1, ...] as the first stage gets them; on its process only,
+                which measures.
+            feed: the source of the sample.
+            micro_batch_size: samples of the micro-batches to measure with.
+            folder: keeps the measurement; None: it is not kept.
 
         Raises:
             PartitionError: no cut is possible, or none fits into memory.
@@ -132,37 +118,31 @@ class PartitionedModel:
         assert self._model is not None
         assert self._chain is not None
         if sample is None:
-            self._settle(shape_inference.await_sizes(store))
+            self._cut(shape_inference.await_sizes(store))
             return
+        device = sample[0].device
         self._model.to(device)
-        if channels_last:
+        if spec.precision.channels_last:
             to_channels_last(self._model)
         profile = take_profile(
             self._model,
             self._chain,
-            granularity=self.granularity,
+            spec,
+            granularity=self.spec.units,
             sample=sample,
             micro_batch_size=micro_batch_size,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            device=device,
-            precision=precision,
             kept_in=folder / PROFILE if folder is not None else None,
             load=None if feed is None else lambda: feed.seconds_to_load(micro_batch_size),
         )
-        memory = device_memory(device)
-        balance = best_cut(
-            profile,
-            pipeline,
-            machine=Machine(speeds=self._speeds, memory_bytes=memory),
-        )
+        machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(device))
+        balance = best_cut(profile, spec.pipeline, machine=machine)
         shape_inference.publish_sizes(store, balance.sizes)
         shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in balance.stage_seconds)
-        self.told = f"measured cut: {balance.sizes} units per stage, {shown} ms per micro-batch"
-        logger.info(self.told)
-        self._settle(balance.sizes)
+        self.summary = f"measured cut: {balance.sizes} units per stage, {shown} ms per micro-batch"
+        logger.info(self.summary)
+        self._cut(balance.sizes)
 
-    def _settle(self, sizes: list[int]) -> None:
+    def _cut(self, sizes: list[int]) -> None:
         assert self._model is not None
         pieces = [self._model] if self._num_stages == 1 else self._chain.pieces(sizes)  # type: ignore[union-attr]
         self.sizes = sizes
@@ -177,43 +157,38 @@ class PartitionedModel:
 def take_profile(
     model: nn.Module,
     chain: Chain,
+    spec: TrainSpec,
     *,
     granularity: str,
     sample: tuple[Tensor, Tensor],
     micro_batch_size: int,
-    loss_fn: Callable[[Any, Tensor], Tensor],
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-    device: torch.device,
-    precision: Precision,
     kept_in: Path | None,
     load: Callable[[], float] | None = None,
 ) -> Profile:
-    """Measure what each unit of ``model``, which is on ``device``, costs; or read what was measured before.
+    """Measure what each unit of ``model`` costs, where ``sample`` is; or read what was measured before.
 
     Args:
-        model: of ``chain``.
+        model: the model of ``chain``, on the device of the sample.
         chain: its units.
-        granularity: of the units.
+        spec: how the model will be trained.
+        granularity: size of the units.
         sample: input [1, ...] and target [1, ...]; repeated to a micro-batch.
         micro_batch_size: samples of one.
-        loss_fn: of the model.
-        optimizer: makes an optimizer.
-        device: of the model.
-        precision: how it computes.
-        load: measures how long stage 0 loads a micro-batch; None: it does not.
         kept_in: a file; a measurement of the same thing that it holds is taken, another one is replaced.
+        load: measures how long stage 0 loads a micro-batch; None: it does not.
 
     Raises:
         PartitionError: that file is no profile.
     """
+    device, precision = sample[0].device, spec.precision
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    told = json.dumps([chain.units, shapes, repr(model), repr(loss_fn)])
+    digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
     of = {
         "units": len(chain.units),
         "granularity": granularity,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "model": hashlib.sha256(told.encode()).hexdigest()[:16],
-        "optimizer": type(optimizer([nn.Parameter(torch.zeros(1))])).__name__,
+        "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
+        "optimizer": type(spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
         **precision.settings,
         "micro_batch_size": micro_batch_size,
         "input": list(sample[0].shape[1:]),
@@ -232,8 +207,8 @@ def take_profile(
         chain,
         input_=input_,
         target=target,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
+        loss_fn=spec.loss_fn,
+        optimizer=spec.optimizer,
         of=of,
         within=precision.autocasting(device),
         wire_dtype=precision.wire_dtype,
@@ -246,7 +221,7 @@ def take_profile(
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU that stages may fill; None: of the CPU, whose memory all processes share."""
+    """Return the bytes of a GPU that stages may fill; None for the CPU, whose memory all processes share."""
     return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) if device.type == "cuda" else None
 
 
@@ -255,7 +230,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def micro_batch(sample: tuple[Tensor, Tensor], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Input [size, ...] and target [size, ...] of one sample, repeated."""
+    """Return input [size, ...] and target [size, ...] of one sample, repeated."""
     return _repeated(sample[0], size).to(device), _repeated(sample[1], size).to(device)
 
 

@@ -10,6 +10,7 @@ from adl_dist.partition import cut
 from adl_dist.schedule import method
 from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE
+from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
 
 pytestmark = pytest.mark.ranks
@@ -29,13 +30,14 @@ def one_step_of_ours(K):
             optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
             method=method(name, accumulation_steps=M, **options),
             num_stages=K,
-            balance=BALANCE[K],
-            dtype=torch.float64,
-            threads=1,
-            timeout_seconds=30,
+            partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
+            precision=adl_dist.Precision(dtype=torch.float64),
+            processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
         )
         data = FixedImages(M * MICRO_BATCH, dtype=torch.float64)
-        trainer.fit(data, epochs=1, batch_size=M * MICRO_BATCH, shuffle=False, quiet=True)
+        trainer.fit(
+            data, epochs=1, batch_size=M * MICRO_BATCH, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True)
+        )
         after = trainer.full_state_dict()
         told.append({n: (before[n] - after[n]).detach() for n in before})
     return told
@@ -76,8 +78,9 @@ def _store(K):
     return dist.FileStore(f"{os.environ[RENDEZVOUS_FOLDER]}/theirs", K)
 
 
-@pytest.mark.parametrize("K", [2, 3])
-def test_gpipe_and_1f1b_and_bp_give_the_gradients_of_torch_distributed_pipelining(K):
+@pytest.mark.parametrize("K", [slow(2), 3])
+def test_synchronous_methods_give_the_gradients_of_torchs(K):
+    """GPipe and 1F1B and BP give the gradients of torch.distributed.pipelining."""
     theirs = run_ranks(K, one_step_of_theirs, K, timeout_seconds=60)
     for ours in run_ranks(K, one_step_of_ours, K, timeout_seconds=60)[0]:
         for of_rank in theirs:

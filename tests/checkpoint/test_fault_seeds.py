@@ -18,7 +18,8 @@ SEEDS = 40
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_JOB))
-def test_a_run_that_was_disturbed_ends_as_the_undisturbed_one_or_with_an_error_that_says_why(first: int) -> None:
+def test_a_disturbed_run_ends_undisturbed_or_says_why(first: int) -> None:
+    """A run that was disturbed ends as the undisturbed one or with an error that says why."""
     for seed in range(first, first + SEEDS_PER_JOB):
         story = simulate(seed)
         assert not story.wrong, "\n".join(story.lines)

@@ -22,6 +22,7 @@ from adl_dist.stage import Stage
 from tests.support.commands import in_process, snapshot, words
 from tests.support.saved import saved
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import spec_of, values
 
 MICRO_BATCH, M = 3, 2
 NUM_SAMPLES, PER_EPOCH = 17, 3  # six micro-batches, the last one of 2: three updates
@@ -80,14 +81,17 @@ class Run:
             method=self.method,
             num_stages=K,
             lr_schedule=lr_schedule,
-            dtype=dtype,
-            threads=1,
-            **({} if balance is None else {"balance": balance}),
+            **values(dtype=dtype, threads=1, **{} if balance is None else {"balance": balance}),
         )
 
     def fit(self, run_dir: Path, *, num_samples: int = NUM_SAMPLES, quiet: bool = True, **more: Any) -> "Run":
         data, size = FixedImages(num_samples, dtype=self.dtype), MICRO_BATCH * self.steps
-        self.trainer.fit(data, batch_size=size, run_dir=run_dir, quiet=quiet, tensorboard=False, **more)
+        self.trainer.fit(
+            data,
+            batch_size=size,
+            run_dir=run_dir,
+            **values(quiet=quiet, tensorboard=False, **more),
+        )
         return self
 
     def state(self) -> dict[str, Tensor]:
@@ -190,7 +194,7 @@ def test_a_parameter_of_two_names_keeps_its_momentum_if_the_other_name_comes_fir
     def stage(*names: str, momentum: float) -> Stage:
         layer = nn.Linear(2, 2)
         module = nn.Sequential(OrderedDict((name, layer) for name in names))
-        stage = Stage(module, index=0, is_last=True, loss_fn=nn.CrossEntropyLoss(), optimizer=OPTIMIZERS["sgd"])
+        stage = Stage(module, 0, spec_of(1, OPTIMIZERS["sgd"]))
         assert stage.optimizer is not None
         for parameter in module.parameters():
             stage.optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, momentum)}
@@ -211,7 +215,7 @@ def test_a_run_that_goes_on_with_another_cut_says_so_once_and_its_folder_tells_t
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def noted(balance: list[int], epochs: int) -> list[str]:
-        Run(len(balance), balance).fit(tmp_path, epochs=epochs, quiet=False)
+        Run(len(balance), balance).fit(tmp_path, epochs=epochs, monitoring=adl_dist.Monitoring(quiet=False))
         return [line for line in capsys.readouterr().out.splitlines() if "another cut" in line]
 
     def told() -> list[int]:
@@ -237,7 +241,7 @@ def test_a_checkpoint_of_another_folder_is_told_apart_by_the_cut_that_wrote_it(
         Run(2, stop_after=1).fit(tmp_path / "old", epochs=2)
     (path,) = layout.complete(tmp_path / "old" / "checkpoints")
     for K, told in ((2, 1), (4, 0)):
-        Run(K).fit(tmp_path / f"K{K}", epochs=2, resume=str(path), quiet=False)
+        Run(K).fit(tmp_path / f"K{K}", epochs=2, resume=str(path), monitoring=adl_dist.Monitoring(quiet=False))
         assert capsys.readouterr().out.count("(num_stages was 4 and is 2") == told
 
 

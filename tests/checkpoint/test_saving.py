@@ -24,6 +24,7 @@ from tests.support.commands import in_process, snapshot, words
 from tests.support.runs import trainer_of
 from tests.support.saved import FIRST, OneProcess, position, saved, shards
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import values
 
 UPDATES = 2  # of an epoch: 8 samples by 4
 OTHER = {"model-00009-of-00009.safetensors": Shard({"other": torch.ones(2)})}  # of another process
@@ -33,9 +34,12 @@ def fit(run_dir, *, epochs=3, dataset=None, **options):
     """Train the toy net; return its weights."""
     trainer = trainer_of(batch_norm_net())
     trainer.fit(
-        dataset or FixedImages(8), epochs=epochs, batch_size=4, run_dir=run_dir, quiet=True, tensorboard=False,
-        **{"keep_checkpoints": 9, **options},
-    )  # fmt: skip
+        dataset or FixedImages(8),
+        epochs=epochs,
+        batch_size=4,
+        run_dir=run_dir,
+        **values(quiet=True, tensorboard=False, **{"keep": 9, **options}),
+    )
     return trainer.full_state_dict()
 
 
@@ -166,7 +170,7 @@ class SecondEpoch(FixedImages):
 
 
 def test_training_goes_on_while_a_checkpoint_is_being_written_and_does_not_change_what_is_saved(tmp_path, monkeypatch):
-    fit(tmp_path / "foreground", async_save=False)
+    fit(tmp_path / "foreground", background=False)
     dataset, write, went_on = SecondEpoch(), HashedFile.write, []
 
     def slowly(file, data):
@@ -271,7 +275,7 @@ def test_a_run_whose_last_save_fails_says_so_and_goes_on_from_the_one_before(tmp
     assert warning.startswith("adl-dist: warning: update 4 could not be saved in")
     assert error.startswith("adl-dist: error: update 4 could not be saved in")
     assert "No space left on device" in error
-    assert "the same command goes on from the newest checkpoint" in error
+    assert "the same command resumes from the newest checkpoint" in error
     outcome = in_process(*words(tmp_path / "run", "train.epochs=2"))
     assert (outcome.code, names(tmp_path / "run")) == (0, ["update-00000002", "update-00000004"])
     assert "resumed from" in outcome.out
@@ -339,7 +343,7 @@ class Ballast(SecondEpoch):
 
 def test_a_full_disk_costs_the_checkpoint_of_that_time_and_no_other(small_disk, capfd):
     run_dir = small_disk / "run"
-    got, expected = fit(run_dir, dataset=Ballast(small_disk), async_save=False), fit(None)
+    got, expected = fit(run_dir, dataset=Ballast(small_disk), background=False), fit(None)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert names(run_dir) == ["update-00000002", "update-00000006"]
     for path in layout.complete(run_dir / "checkpoints"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+import adl_dist
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.distributed.world import disconnect, launched_rank
@@ -62,7 +63,12 @@ def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
         HashedFile.write = by_update  # type: ignore[method-assign]
     trainer = trainer_of(batch_norm_net())
     trainer.fit(
-        Flagging(folder), epochs=3, batch_size=4, run_dir=folder, quiet=True, tensorboard=False, keep_checkpoints=9
+        Flagging(folder),
+        epochs=3,
+        batch_size=4,
+        run_dir=folder,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+        checkpoints=adl_dist.CheckpointPolicy(keep=9),
     )
     disconnect()
     return went_on
@@ -125,7 +131,11 @@ def the_loss_is_nan_while_rank_0_writes(folder: Path) -> tuple[str, int, str]:
 def ending(folder: Path, model: Any, epochs: int = 1) -> tuple[str, int, str]:
     with pytest.raises(AdlError) as error:
         trainer_of(model).fit(
-            FixedImages(8), epochs=epochs, batch_size=4, run_dir=folder, quiet=True, tensorboard=False
+            FixedImages(8),
+            epochs=epochs,
+            batch_size=4,
+            run_dir=folder,
+            monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
         )
     return type(error.value).__name__, error.value.exit_code, str(error.value)
 
@@ -156,6 +166,7 @@ def test_the_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Pat
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000002"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_a_second_command_in_the_folder_of_one_that_trains_refuses_and_leaves_it_alone(tmp_path: Path) -> None:
     words = (

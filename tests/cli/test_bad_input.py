@@ -169,7 +169,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("override", "parts"), NONSENSE, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_mistake_on_the_command_line_is_told_before_any_process_starts(override, parts, tmp_path, monkeypatch):
+def test_a_mistake_is_reported_before_any_process_starts(override, parts, tmp_path, monkeypatch):
     def launch(*_, **__):
         raise AssertionError("processes were started")
 
@@ -178,7 +178,7 @@ def test_a_mistake_on_the_command_line_is_told_before_any_process_starts(overrid
     assert snapshot(tmp_path) == {}
 
 
-def test_the_words_that_the_mistakes_are_added_to_are_none_themselves(tmp_path):
+def test_the_words_that_mistakes_are_added_to_are_no_mistakes(tmp_path):
     for name, overrides in {"a": [], "b": [SMALL], "c": [f"data._target_={USER}.images"]}.items():
         outcome = in_process(*words(tmp_path / name, *overrides))
         assert (outcome.code, outcome.err) == (0, "")
@@ -186,7 +186,7 @@ def test_the_words_that_the_mistakes_are_added_to_are_none_themselves(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on")
 @pytest.mark.parametrize("processes", [True, False])
-def test_a_gpu_that_is_not_there_is_told_before_any_process_starts(processes, tmp_path):
+def test_a_missing_gpu_is_reported_before_any_process_starts(processes, tmp_path):
     line = refused(*words(tmp_path / "run", "runtime.device=cuda", processes=processes))
     shows(line, ["runtime.device=cuda", "no CUDA device", "use runtime.device=cpu"])
     assert snapshot(tmp_path) == {}
@@ -207,11 +207,11 @@ def test_a_gpu_that_is_not_there_is_told_before_any_process_starts(processes, tm
     ],
     ids=" ".join,
 )
-def test_a_command_that_is_not_known_or_not_complete_is_told_what_there_is(command, parts):
+def test_an_unknown_or_incomplete_command_lists_what_there_is(command, parts):
     shows(refused(*command), parts)
 
 
-def test_adl_dist_itself_refuses_with_one_line_and_finds_a_target_where_it_is_called(tmp_path):
+def test_adl_dist_refuses_with_one_line_and_finds_a_local_target(tmp_path):
     """Logging and torch's own voice are those of a fresh process only here, and so is the import path."""
     (tmp_path / "mine.py").write_text("def make():\n    raise LookupError('no such weights')\n")
     outcome = as_command(ADL_DIST, *words(tmp_path / "run", "model._target_=mine.make", processes=True), cwd=tmp_path)
@@ -267,7 +267,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("overrides", "parts"), MISFITS)
-def test_a_model_and_data_that_do_not_fit_are_told_before_training(overrides, parts, tmp_path):
+def test_a_model_and_data_that_do_not_fit_are_reported_early(overrides, parts, tmp_path):
     shows(refused(*words(tmp_path / "run", *overrides)), parts)
     assert not list(tmp_path.glob("run/checkpoints/*"))
     assert not (tmp_path / "run/metrics.jsonl").exists()
@@ -282,7 +282,7 @@ def test_a_model_and_data_that_do_not_fit_are_told_before_training(overrides, pa
     ],
     ids=["cifar10", "cifar100", "imagefolder"],
 )
-def test_a_missing_dataset_is_told_with_where_it_was_sought_and_how_to_get_it(overrides, parts, tmp_path):
+def test_a_missing_dataset_says_where_it_was_sought(overrides, parts, tmp_path):
     line = refused(*words(tmp_path / "run", *overrides, f"data.root={tmp_path / 'nowhere'}"))
     shows(line, [*parts, str(tmp_path / "nowhere")])
     assert snapshot(tmp_path) == {}
@@ -311,7 +311,7 @@ def test_a_target_that_is_no_class_is_told_with_where_it_is(overrides, parts, nu
         ([f"loss._target_={USER}.InfiniteLoss"], "stage 1: the loss is inf at update 0 (epoch 0)"),
     ],
 )
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_update_and_stage(overrides, where, tmp_path):
+def test_a_loss_that_is_not_finite_names_update_and_stage(overrides, where, tmp_path):
     line = refused(*words(tmp_path / "run", "lr_schedule=constant", *overrides))
     shows(line, [where, "optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_steps"])
     assert not list(tmp_path.glob("run/checkpoints/*"))
@@ -329,7 +329,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     assert kept.out.partition(": ")[2] == good.out.partition(": ")[2]
 
 
-def test_weights_that_give_no_finite_loss_in_validation_are_never_saved(tmp_path):
+def test_weights_without_a_finite_validation_loss_are_not_saved(tmp_path):
     """One update in each epoch: its loss was still that of the weights before."""
     line = refused(*words(tmp_path / "run", "data.num_samples=16", "optimizer.lr=1e20", "lr_schedule=constant"))
     shows(line, ["stage 1", "validation loss is nan", "update 0 (epoch 0)", "optimizer.lr"])
@@ -375,7 +375,7 @@ def run_dir(finished, tmp_path):
     ids=["seed", "optimizer.lr", "resume=never", "model"],
 )
 @pytest.mark.parametrize("processes", [True, False])
-def test_the_folder_of_another_run_stays_as_it_is_to_the_last_byte(overrides, parts, processes, run_dir, monkeypatch):
+def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, processes, run_dir, monkeypatch):
     monkeypatch.setattr(train, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
     before = snapshot(run_dir)
     model = [] if any(word.startswith("model") for word in overrides) else [SMALL]
@@ -385,7 +385,7 @@ def test_the_folder_of_another_run_stays_as_it_is_to_the_last_byte(overrides, pa
 
 
 @pytest.mark.parametrize("processes", [True, False])
-def test_a_run_folder_that_cannot_be_made_is_told_with_the_reason(processes, tmp_path, monkeypatch):
+def test_a_run_folder_that_cannot_be_made_says_why(processes, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
     (tmp_path / "file").write_text("not a folder")
     before = snapshot(tmp_path)
@@ -395,25 +395,26 @@ def test_a_run_folder_that_cannot_be_made_is_told_with_the_reason(processes, tmp
     assert snapshot(tmp_path) == before
 
 
-def test_a_start_that_fails_does_not_stand_in_the_way_of_the_corrected_command(tmp_path):
+def test_a_start_that_fails_does_not_block_the_corrected_command(tmp_path):
     refused(*words(tmp_path / "run", "data.in_channels=1", "model.in_channels=3"))
     outcome = in_process(*words(tmp_path / "run", "data.in_channels=1"))
     assert (outcome.code, outcome.err) == (0, "")
 
 
-def test_a_checkpoint_of_another_model_does_not_stand_in_the_way_of_the_corrected_command(foreign, tmp_path):
+def test_a_checkpoint_of_another_model_does_not_block_the_fix(foreign, tmp_path):
+    """A checkpoint of another model does not stand in the way of the corrected command."""
     line = refused(*words(tmp_path / "run", SMALL, f"resume={foreign[0]}"))
     shows(line, [f"{foreign[0]} is of another model"])
     outcome = in_process(*words(tmp_path / "run", f"resume={foreign[0]}"))
     assert (outcome.code, outcome.err) == (0, "")
 
 
-def test_a_run_folder_with_an_impossible_name_is_told_with_the_reason(tmp_path):
+def test_a_run_folder_with_an_impossible_name_says_why(tmp_path):
     line = refused(*words(tmp_path / ("r" * 300)))
     shows(line, ["run_dir=", "cannot be made", "File name too long", "choose another run_dir"])
 
 
-def test_going_on_from_an_older_checkpoint_never_writes_over_the_newer_one(run_dir):
+def test_resuming_from_an_older_checkpoint_keeps_the_newer_one(run_dir):
     before = snapshot(run_dir)
     line = refused(*words(run_dir, SMALL, "train.epochs=3", f"resume={run_dir / 'checkpoints' / OLDER}"))
     shows(line, [f"run_dir={run_dir} holds {NEWEST}", "would write over", "choose another run_dir"])
@@ -440,9 +441,7 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize(("launch", "another"), LAUNCHES.values(), ids=list(LAUNCHES))
-def test_what_is_to_be_resumed_is_refused_to_each_attempt_of_another_launch_and_to_none_of_its_own(
-    launch, another, foreign, tmp_path, monkeypatch
-):
+def test_a_resume_is_refused_to_attempts_of_another_launch(launch, another, foreign, tmp_path, monkeypatch):
     """All attempts get the words of the first; torchrun counts from 0 where an agent or a job takes another's place."""
     run_dir = tmp_path / "run"
     for name, value in launch.items():
@@ -536,7 +535,7 @@ IDS += ["another format", "other files"]
 
 
 @pytest.mark.parametrize(("name", "damage", "parts"), DAMAGES, ids=IDS)
-def test_a_damaged_checkpoint_is_told_with_what_is_wrong_and_how_to_go_on(name, damage, parts, run_dir, tmp_path):
+def test_a_damaged_checkpoint_says_what_is_wrong_and_the_way_on(name, damage, parts, run_dir, tmp_path):
     newest = run_dir / "checkpoints" / NEWEST
     damage(newest / name)
     out, before = tmp_path / "model.pt", snapshot(run_dir / "checkpoints")
@@ -567,13 +566,13 @@ def test_where_no_checkpoint_is_good_nothing_is_changed(damage, run_dir):
     assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
 
 
-def test_a_checkpoint_of_a_newer_format_is_told_with_both_formats(run_dir):
+def test_a_newer_checkpoint_format_is_refused_with_both_formats(run_dir):
     edited(format=4, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
     line = refused(*words(run_dir, SMALL, "train.epochs=3"))
     shows(line, [NEWEST, "has format 4", "reads format 3"])
 
 
-def test_a_checkpoint_of_another_model_is_told_with_the_first_difference(run_dir, foreign, tmp_path):
+def test_a_checkpoint_of_another_model_names_the_difference(run_dir, foreign, tmp_path):
     parts = [f"{foreign[0]} is of another model", "0.1.bias is [8] in this model and missing in the checkpoint"]
     before = snapshot(run_dir / "checkpoints"), snapshot(foreign[0])
     shows(refused(*words(tmp_path / "new", SMALL, "train.epochs=3", f"resume={foreign[0]}")), parts)
@@ -585,7 +584,7 @@ def test_a_checkpoint_of_another_model_is_told_with_the_first_difference(run_dir
 
 
 @pytest.mark.parametrize("garbage", ["a: [1", "- 1", "\udcff"], ids=["no yaml", "a list", "no text"])
-def test_a_run_folder_whose_configuration_cannot_be_read_is_told_so(garbage, run_dir):
+def test_an_unreadable_configuration_is_reported(garbage, run_dir):
     (run_dir / "config.yaml").write_bytes(garbage.encode(errors="surrogateescape"))
     before = snapshot(run_dir)
     shows(refused(*words(run_dir, SMALL, "train.epochs=3")), ["config.yaml cannot be read", "another run_dir"])
@@ -599,7 +598,8 @@ def test_evaluate_refuses_a_configuration_that_is_none(garbage, run_dir):
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["export", "out={out}"]], ids=["evaluate", "export"])
-def test_evaluate_and_export_refuse_a_folder_that_is_no_run_or_has_no_checkpoint(command, run_dir, tmp_path):
+def test_evaluate_and_export_refuse_a_folder_that_is_no_run(command, run_dir, tmp_path):
+    """Evaluate and export refuse a folder that is no run or has no checkpoint."""
     command = [word.format(out=tmp_path / "model.pt") for word in command]
     shows(refused(*command, f"run_dir={tmp_path}"), [f"run_dir={tmp_path} is not a run folder", "no config.yaml"])
     shows(refused(*command, f"run_dir={tmp_path / 'none'}"), ["is not a run folder", "train first"])
@@ -639,7 +639,7 @@ def test_export_never_writes_over_what_is_there(run_dir, tmp_path):
     ],
     ids=["empty", "text", "cut", "list", "whole module", "nested", "another model"],
 )
-def test_initial_weights_that_cannot_be_taken_are_told_with_what_the_file_holds(content, parts, foreign, tmp_path):
+def test_initial_weights_that_do_not_fit_say_what_the_file_holds(content, parts, foreign, tmp_path):
     path = tmp_path / "state.pt"
     match content:
         case bytes():

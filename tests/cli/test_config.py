@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from adl_dist.cli.config.compose import compose_run, config_folder
-from adl_dist.cli.config.schema import MethodConfig, RunConfig
+from adl_dist.cli.config.schema import Grain, MethodConfig, RunConfig
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Method, method
 
@@ -58,10 +58,10 @@ def test_every_key_of_the_schema_is_read_by_the_commands():
         if section.type is MethodConfig:  # handed on as a whole; see the next tests
             continue
         keys = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else []
-        together = [  # handed on by a property of the section
-            inspect.getsource(of.fget)
+        together = [  # handed on by a property or a method of the section
+            inspect.getsource(getattr(of, "fget", of))
             for name, of in (vars(section.type) if keys else {}).items()
-            if isinstance(of, property) and f"config.{section.name}.{name}" in sources
+            if (isinstance(of, property) or inspect.isfunction(of)) and f"config.{section.name}.{name}" in sources
         ]
         for key in keys:
             is_read = f"config.{section.name}.{key.name}" in sources
@@ -77,7 +77,8 @@ def test_the_keys_of_a_method_are_those_of_the_method_itself():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_file_of_a_method_lists_what_means_something_to_it_with_its_own_defaults(name):
+def test_the_file_of_a_method_lists_its_keys_and_defaults(name):
+    """The file of a method lists what means something to it with its own defaults."""
     written = yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text())
     assert written == method(name).settings
 
@@ -146,7 +147,8 @@ def test_a_target_of_ones_own_starts_from_an_empty_node():
     assert config.optimizer["momentum"] == 0.9
 
 
-def test_the_wheel_carries_the_configuration_and_composes_it_outside_of_a_checkout(tmp_path):
+def test_the_wheel_carries_and_composes_the_configuration(tmp_path):
+    """The wheel carries the configuration and composes it outside of a checkout."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
         cwd=CONF.parent, check=True, capture_output=True, timeout=60,
@@ -163,3 +165,10 @@ def test_the_wheel_carries_the_configuration_and_composes_it_outside_of_a_checko
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
     )  # fmt: skip
     assert done.stdout.split() == [str(tmp_path / "site/adl_dist/conf"), "runs/digits-resnet8-adl-k2-m4-seed0"]
+
+
+def test_partition_grain_is_another_name_of_partition_granularity():
+    config, plain = compose_run(["partition.grain=layer"])
+    assert config.partition.granularity is Grain.layer
+    assert plain["partition"]["granularity"] == "layer"
+    assert "grain" not in plain["partition"]

@@ -111,7 +111,7 @@ def test_an_experiment_is_the_runs_of_its_table(experiment):
     assert str(request.run_dir) == f"runs/{experiment}-{table.of}"
 
 
-def test_the_memory_of_the_other_methods_is_measured_as_that_of_table_4():
+def test_other_methods_memory_is_measured_as_table_4_says():
     runs = [run for name in ("table4", "memory") for run in planned(name)]
     for of in ("model", "data", "partition", "train", "optimizer", "runtime"):
         assert all(getattr(run.config, of) == getattr(runs[0].config, of) for run in runs), of
@@ -152,7 +152,8 @@ def test_the_cut_of_an_experiment_is_that_of_the_authors_code(experiment):
 
 
 @pytest.mark.parametrize("experiment", FILES)
-def test_the_header_of_an_experiment_gives_commands_that_work_and_the_page_agrees(experiment):
+def test_the_header_of_an_experiment_gives_working_commands(experiment):
+    """The header of an experiment gives commands that work and the page agrees."""
     head = re.match(r"# @package _global_\n((?:#.*\n)+)", FILES[experiment].read_text())[1]
     commands = re.findall(r"^#.*?adl-dist train (.*)", head, re.MULTILINE)
     assert all(f"experiment={experiment}" in command for command in commands)
@@ -170,6 +171,6 @@ def test_the_header_of_an_experiment_gives_commands_that_work_and_the_page_agree
         assert "# Ours:  " in head
 
 
-def test_two_networks_of_torchvision_have_run_folders_of_their_own():
+def test_two_networks_of_torchvision_have_their_own_run_folders():
     names = [compose_run(["model=torchvision", f"model.name={name}"])[0].run_dir for name in ("resnet18", "vgg11")]
     assert names == [f"runs/digits-torchvision-{name}-adl-k2-m4-seed0" for name in ("resnet18", "vgg11")]

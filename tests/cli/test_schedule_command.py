@@ -57,7 +57,7 @@ def test_out_writes_a_picture_and_names_it(tmp_path):
     assert path.read_text().startswith("<?xml")
 
 
-def test_json_stays_alone_on_standard_output_when_a_picture_is_made(tmp_path):
+def test_json_stays_alone_on_standard_output(tmp_path):
     json.loads(done(*SMALL, "--json", "--out", str(tmp_path / "a.png")))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

@@ -69,7 +69,7 @@ def swept(tmp_path_factory):
 
 
 @needs_proc
-def test_an_interrupted_sweep_leaves_no_process_behind_and_says_how_to_go_on(swept):
+def test_an_interrupted_sweep_leaves_no_process_behind(swept):
     assert swept.interrupted == 128 + signal.SIGINT
     assert swept.left == []
     shows(swept.message, ["interrupted", "the same command goes on"])
@@ -88,7 +88,7 @@ def test_a_run_that_was_interrupted_goes_on_from_its_checkpoint(swept):
     shows((swept.run_dir / SECOND / sweep.LOG).read_text(), ["resumed from", "update-00000016"])
 
 
-def test_a_complete_sweep_writes_the_comparison_again_and_runs_nothing(swept):
+def test_a_complete_sweep_writes_the_comparison_and_runs_nothing(swept):
     before = snapshot(swept.run_dir)
     for name in ("comparison.md", "comparison.csv", "curves.svg", "curves.png"):
         (swept.run_dir / name).unlink()
@@ -98,7 +98,7 @@ def test_a_complete_sweep_writes_the_comparison_again_and_runs_nothing(swept):
     assert snapshot(swept.run_dir) == before
 
 
-def test_the_table_for_programs_says_what_the_summaries_of_the_runs_say(swept):
+def test_the_table_for_programs_says_what_the_summaries_say(swept):
     rows = [row for row in swept.rows() if row["status"] == "complete"]
     assert [(row["label"], row["num_stages"], row["seed"]) for row in rows] == [
         ("bp M=4 optimizer.lr=0.1", "2", "0"),
@@ -123,7 +123,7 @@ def test_the_table_for_people_holds_the_median_of_the_summaries(swept):
     shows(text, ["adl-dist train --multirun", "seeds 0, 1", "torch"])
 
 
-def test_a_run_that_diverges_is_a_result_and_the_others_are_there(swept):
+def test_a_run_that_diverges_is_a_result(swept):
     assert [row["status"] for row in swept.rows()] == ["complete", "complete", "diverged", "diverged"]
     where = json.loads((swept.run_dir / "wild/k2-seed1/diverged.json").read_text())
     log = (swept.run_dir / "wild/k2-seed1" / sweep.LOG).read_text()
@@ -187,7 +187,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "parts"), REFUSED, ids=lambda words: words[-1])
-def test_a_sweep_that_cannot_be_run_is_refused_before_any_run_starts(words, parts, tmp_path, monkeypatch):
+def test_a_sweep_that_cannot_run_is_refused_before_any_run(words, parts, tmp_path, monkeypatch):
     def never(*_, **__):
         raise AssertionError("a run was started")
 
@@ -196,7 +196,7 @@ def test_a_sweep_that_cannot_be_run_is_refused_before_any_run_starts(words, part
     assert list(tmp_path.iterdir()) == []
 
 
-def test_words_replace_what_the_experiment_sweeps_over_the_same_key():
+def test_words_replace_what_the_experiment_sweeps():
     asked = sweep.requested(["experiment=compare", "seed=range(5,8)"])
     ran = {(job.config.partition.num_stages, job.config.seed) for job in asked.jobs}
     assert ran == {(K, seed) for K in (2, 4) for seed in (5, 6, 7)}
@@ -267,12 +267,12 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path):
         pass
 
 
-def test_what_blocks_inside_a_sweep_is_not_taken_for_another_sweep(tmp_path):
+def test_what_blocks_inside_a_sweep_is_not_another_sweep(tmp_path):
     with pytest.raises(BlockingIOError), sweep._locked(tmp_path):
         raise BlockingIOError
 
 
-def test_a_variant_that_settles_on_one_k_meets_the_seeds_but_not_the_other_ks():
+def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
     words = ["--multirun", "partition.num_stages=2,3", "seed=0,1", "runtime.processes=false"]
     one, all_ = (
         '++sweep.variants.bp=["method=bp","partition.num_stages=1"]',

@@ -313,14 +313,9 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
     assert (upper.counts, upper.last) == ({"F": 1, "B": 1, "SA": 1}, {"F": 0, "B": 0, "SA": 1})
     assert (upper.epoch, upper.micro_batch, upper.staleness_mean, lower.staleness_mean) == (4, 0, 0.0, 1.0)
     assert (upper.busy_share, lower.busy_share) == (pytest.approx(5 / 10.5), pytest.approx(2 / 10.5))
-    assert log.stages[1].totals() == {
-        "busy_seconds": 2.0,
-        "staleness_sum": 1,
-        "staleness_max": 1,
-        "num_backwards": 1,
-        "num_updates": 1,
-        "num_skipped": 0,
-    }
+    done = log.stages[1]
+    assert (done.busy_seconds, done.staleness_sum, done.staleness_max, done.num_skipped) == (2.0, 1, 1, 0)
+    assert (done.counts[Op.BACKWARD], done.counts[Op.UPDATE]) == (1, 1)
     spent = {share: seconds for share, seconds in log.stages[0].spent(10.5).items() if seconds}
     assert spent == {"forward": 2.0, "backward": 3.0, "send": 3.0, "other": 2.5}
     assert process_status(log).stages[0].doing == "wait for the next command"
@@ -382,10 +377,17 @@ def test_all_stages_of_a_run_in_one_process_tell_what_they_are_at(tmp_path):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         method=adl_dist.method("adl", accumulation_steps=2),
         num_stages=2,
-        threads=1,
+        processes=adl_dist.ProcessOptions(threads=1),
     )
     data, then = FixedImages(40), FixedImages(4)
-    trainer.fit(data, epochs=2, batch_size=4, val_dataset=then, run_dir=tmp_path, quiet=True, tensorboard=False)
+    trainer.fit(
+        data,
+        epochs=2,
+        batch_size=4,
+        val_dataset=then,
+        run_dir=tmp_path,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+    )
     first, last = (answer["stages"] for answer in (answers[3], answers[-1]))
     assert [row["stage"] for row in last] == [0, 1]
     assert {row["doing"].split()[0] for row in last} == {"forward", "wait"}

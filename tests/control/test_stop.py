@@ -8,10 +8,10 @@ from torch import nn
 
 import adl_dist
 from adl_dist.checkpoint import layout
-from adl_dist.control import rpc
 from adl_dist.control.requests import Ask
 from adl_dist.errors import ConfigError, DivergedError
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import values
 
 NUM_SAMPLES, MICRO_BATCH, EPOCHS = 60, 2, 3
 
@@ -22,11 +22,12 @@ class Asking(FixedImages):
     def __init__(self, at=0, what=Ask.STOP):
         super().__init__(NUM_SAMPLES)
         self.at, self.what, self.num_served, self.answer = at, what, 0, None
+        self.trainer = None
 
     def __getitem__(self, index):
         self.num_served += 1
         if self.num_served == self.at:
-            self.answer = rpc.requests.ask(self.what, "a test")
+            self.answer = self.trainer.requests.ask(self.what, "a test")
         return super().__getitem__(index)
 
 
@@ -39,10 +40,16 @@ def fitted(K, *, data=None, name="adl", M=3, run_dir=None, options=None, **of_fi
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         method=adl_dist.method(name, accumulation_steps=M, **(options or {})),
         num_stages=K,
-        threads=1,
+        processes=adl_dist.ProcessOptions(threads=1),
     )
-    settings = {"epochs": EPOCHS, "batch_size": MICRO_BATCH * M, "run_dir": run_dir, "quiet": True}
-    summary = trainer.fit(data, **settings, val_dataset=FixedImages(6, seed=1), tensorboard=False, **of_fit)
+    data.trainer = trainer
+    settings = {"epochs": EPOCHS, "batch_size": MICRO_BATCH * M, "run_dir": run_dir}
+    summary = trainer.fit(
+        data,
+        **settings,
+        val_dataset=FixedImages(6, seed=1),
+        **values(tensorboard=False, quiet=True, **of_fit),
+    )
     return data, trainer.full_state_dict(), summary
 
 
@@ -89,7 +96,7 @@ def test_where_gradients_are_stale_a_stop_is_the_same_as_max_updates_there_and_s
 
 @pytest.mark.parametrize("at", [70, 90])
 def test_with_planned_checkpoints_a_stop_waits_for_the_next_and_leaves_no_trace(at, tmp_path):
-    every = {"checkpoint_every_updates": 4}
+    every = {"every_updates": 4}
     _, expected, _ = fitted(3, **every)
     _, otherwise, _ = fitted(3)
     _, _, summary = fitted(3, data=Asking(at=at), run_dir=tmp_path, **every)
@@ -103,7 +110,7 @@ def test_with_planned_checkpoints_a_stop_waits_for_the_next_and_leaves_no_trace(
 
 
 def test_checkpoints_come_where_they_are_planned_and_evaluations_only_between_epochs(tmp_path):
-    fitted(2, run_dir=tmp_path, checkpoint_every_updates=4, keep_checkpoints=99)
+    fitted(2, run_dir=tmp_path, every_updates=4, keep=99)
     saved = [layout.read_manifest(path)["update"] for path in layout.complete(tmp_path / "checkpoints")]
     assert saved == [4, 8, 10, 14, 18, 20, 24, 28, 30]
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -112,14 +119,14 @@ def test_checkpoints_come_where_they_are_planned_and_evaluations_only_between_ep
 
 
 def test_planned_checkpoints_of_another_distance_belong_to_another_run(tmp_path):
-    fitted(2, run_dir=tmp_path, checkpoint_every_updates=4, max_updates=4)
-    with pytest.raises(ConfigError, match="checkpoint_every_updates is 4 there and 5 here"):
-        fitted(2, run_dir=tmp_path, checkpoint_every_updates=5)
+    fitted(2, run_dir=tmp_path, every_updates=4, max_updates=4)
+    with pytest.raises(ConfigError, match="every_updates is 4 there and 5 here"):
+        fitted(2, run_dir=tmp_path, every_updates=5)
 
 
 def test_asked_for_a_checkpoint_a_run_saves_where_it_is_and_goes_on_to_its_end(tmp_path):
     _, expected, _ = fitted(1)
-    data, state, summary = fitted(1, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path, keep_checkpoints=99)
+    data, state, summary = fitted(1, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path, keep=99)
     assert data.answer.result(0) == str(tmp_path / "checkpoints" / "update-00000012")
     assert layout.read_manifest(tmp_path / "checkpoints" / "update-00000012")["update"] == 12
     assert "stopped" not in summary
@@ -167,7 +174,7 @@ def test_what_is_asked_of_a_run_that_fails_is_answered_and_not_left_for_the_next
     with pytest.raises(DivergedError):
         fitted(1, data=data, M=30)
     assert str(data.answer.exception(0)) == "the run has ended, at update 0"
-    assert not rpc.requests.any_open
+    assert not data.trainer.requests.any_open
 
 
 def test_a_run_without_a_folder_logs_no_longer_into_that_of_the_run_before(tmp_path):
@@ -177,15 +184,16 @@ def test_a_run_without_a_folder_logs_no_longer_into_that_of_the_run_before(tmp_p
     assert (tmp_path / "logs" / "rank0.log").read_text() == log != ""
 
 
-def test_what_was_asked_after_a_run_had_ended_is_answered_and_does_not_stop_the_next_one():
-    late = rpc.requests.ask(Ask.STOP, "a test")
+def test_what_is_asked_after_a_run_has_ended_is_answered_and_does_not_stop_the_next_one():
+    data, _, _ = fitted(1, max_updates=2)
+    late = data.trainer.requests.ask(Ask.STOP, "a test")
+    assert str(late.exception(0)) == "the run has ended, at update 2"
     _, _, summary = fitted(1)
     assert (summary["updates"], "stopped" in summary) == (30, False)
-    assert str(late.exception(0)) == "no run was there to do it"
 
 
 def test_a_checkpoint_of_mid_epoch_claims_no_evaluation_and_does_not_cost_the_best_one(tmp_path):
-    options = {"checkpoint_every_updates": 4, "keep_checkpoints": 1, "keep_best": True}
+    options = {"every_updates": 4, "keep": 1, "keep_best": True}
     _, _, summary = fitted(2, data=Asking(at=90), run_dir=tmp_path, **options)
     metrics = {path.name: layout.read_manifest(path)["metrics"] for path in layout.complete(tmp_path / "checkpoints")}
     assert summary["stopped"]["update"] == 18

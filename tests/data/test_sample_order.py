@@ -86,15 +86,21 @@ def given(K, M, *, epochs=2, **options):
         method=adl_dist.method("adl", accumulation_steps=M),
         num_stages=K,
         seed=SEED,
-        threads=1,
+        processes=adl_dist.ProcessOptions(threads=1),
     )
-    trainer.fit(Augmented(), epochs=epochs, batch_size=BATCH_SIZE, quiet=True, tensorboard=False, **options)
+    trainer.fit(
+        Augmented(),
+        epochs=epochs,
+        batch_size=BATCH_SIZE,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+        **options,
+    )
     return writing.given
 
 
 @pytest.mark.parametrize("K", [1, 2, 3])
 @pytest.mark.parametrize("M", [1, 2, 3, 4])
-def test_no_number_of_stages_and_no_size_of_micro_batches_changes_a_sample(K, M, expected):
+def test_no_number_of_stages_or_size_changes_a_sample(K, M, expected):
     assert given(K, M) == expected
 
 

@@ -63,7 +63,8 @@ def test_several_nodes_train_to_the_bits_of_one(nodes, processes, cluster, folde
     assert_same_end(folder / "run", alone(DIGITS, nodes * processes, folder))
 
 
-def test_after_a_node_is_cut_off_the_job_names_it_and_ends_elsewhere_with_the_same_bits(cluster, folder):
+def test_after_a_lost_node_the_job_ends_elsewhere_with_its_bits(cluster, folder):
+    """After a node is cut off the job names it and ends elsewhere with the same bits."""
     job = held(cluster, folder)
     first = cluster.nodes_of(job)
     cluster.call("cut", first[1])
@@ -80,7 +81,7 @@ def test_after_a_node_is_cut_off_the_job_names_it_and_ends_elsewhere_with_the_sa
 
 
 @pytest.mark.parametrize("to", [(), ("--batch",), ("--full",)], ids=["steps", "script", "both"])
-def test_a_signal_saves_and_the_job_goes_on_by_itself_to_the_same_bits(to, cluster, folder):
+def test_a_signal_saves_and_slurm_continues_to_the_same_bits(to, cluster, folder):
     job = held(cluster, folder, "runtime.checkpoint_every_updates=4")
     job.signal(*to)
     time.sleep(1)  # no data come, so the run cannot end before it has heard
@@ -115,14 +116,14 @@ def test_a_job_array_trains_a_run_for_each_seed(cluster, folder):
     assert_same_end(runs[3], alone((*DIGITS, "seed=3"), 2, folder))
 
 
-def test_an_interface_that_a_node_does_not_have_is_said_with_those_that_it_has(cluster, folder):
+def test_a_missing_interface_is_named_with_those_there_are(cluster, folder):
     job = cluster.submit(DIGITS, folder=folder, options=["--nodes=2"], variables={"INTERFACE": "ib7"})
     with pytest.raises(AssertionError, match="FAILED"):
         job.finish()
     shows(job.said, ["ib7", "give INTERFACE, one of: lo eth0"])
 
 
-def test_the_commands_of_compose_yaml_train_together_on_two_hosts(cluster, folder):
+def test_the_commands_of_compose_yaml_train_on_two_hosts(cluster, folder):
     services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
     hosts, running = folder / "hosts", []
     hosts.write_text("".join(f"10.79.0.{i + 1} {name}\n" for i, name in enumerate(services)))

@@ -12,6 +12,7 @@ from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import predict
 from adl_dist.schedule import Pipeline, method
 from tests.support.ranks import run_ranks
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.ranks
 
@@ -35,11 +36,12 @@ def peaks(sizes, name):
         optimizer=sgd,
         method=method(name, accumulation_steps=M),
         num_stages=len(sizes),
-        balance=sizes,
-        granularity="layer",
+        partition=adl_dist.PartitionSpec(balance=sizes, granularity="layer"),
     )
     data, _ = synthetic(num_samples=6 * MICRO_BATCH * M, num_validation=1)
-    summary = trainer.fit(data, epochs=1, batch_size=MICRO_BATCH * M, quiet=True, memory=True)
+    summary = trainer.fit(
+        data, epochs=1, batch_size=MICRO_BATCH * M, monitoring=adl_dist.Monitoring(quiet=True, memory=True)
+    )
     return [stage["peak_tensor_bytes"] for stage in summary["stages"]]
 
 
@@ -57,7 +59,7 @@ def profile():
     )
 
 
-@pytest.mark.parametrize(("name", "K"), [("adl", 4), ("gpipe", 2)])
+@pytest.mark.parametrize(("name", "K"), [("adl", 4), slow("gpipe", 2)])
 def test_each_stage_holds_what_was_predicted_within_10_percent(name, K, profile):
     """Of ResNet-18, cut evenly."""
     first, more = divmod(len(profile.units), K)

@@ -12,6 +12,7 @@ from adl_dist.monitor.activity import KINDS
 from adl_dist.schedule import Op, Segment
 from tests.support import traces
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import values
 
 K, M, MICRO_BATCH, NUM_SAMPLES, NUM_VALIDATION = 3, 2, 2, 11, 5
 
@@ -23,7 +24,7 @@ def trainer_of(name="adl", *, M=M, lr=0.1, **options):
         optimizer=lambda p: torch.optim.SGD(p, lr=lr),
         method=adl_dist.method(name, accumulation_steps=M, **options),
         num_stages=K,
-        threads=1,
+        processes=adl_dist.ProcessOptions(threads=1),
     )
 
 
@@ -34,9 +35,7 @@ def run(trainer, run_dir, *, epochs=2, data=None, **options):
         batch_size=MICRO_BATCH * M,
         val_dataset=FixedImages(NUM_VALIDATION, seed=1),
         run_dir=run_dir,
-        quiet=True,
-        tensorboard=False,
-        **options,
+        **values(quiet=True, tensorboard=False, **options),
     )
 
 

@@ -27,8 +27,7 @@ def train_traced(run_dir, seconds_off):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         method=adl_dist.method("adl", accumulation_steps=M),
         num_stages=2,
-        threads=1,
-        timeout_seconds=30,
+        processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
     )
     if seconds_off and not trainer.needs_data:
         true = time.perf_counter
@@ -39,9 +38,7 @@ def train_traced(run_dir, seconds_off):
         epochs=1,
         batch_size=MICRO_BATCH * M,
         run_dir=run_dir,
-        quiet=True,
-        tensorboard=False,
-        trace=True,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False, trace=True),
     )
 
 

@@ -50,7 +50,7 @@ def runs(tmp_path):
     return Runs(tmp_path)
 
 
-def test_a_row_has_median_range_and_number_of_seeds_and_the_difference_to_bp(runs):
+def test_a_row_has_median_range_seeds_and_difference_to_bp(runs):
     for seed, value in enumerate((0.95, 0.91, 0.92)):
         runs.add("adl", 0.1, value, seed=seed)
         runs.add("bp", 0.1, value + 0.01, seed=seed)
@@ -75,7 +75,8 @@ def test_a_method_is_compared_with_bp_of_the_same_accumulation(runs):
     assert [rows[label][1] for label in ("adl M=4", "fdg", "adl M=2")] == ["+0.00", "+20.00", "\u221210.00"]
 
 
-def test_runs_that_diverged_are_counted_in_the_table_and_are_no_part_of_the_median(runs):
+def test_runs_that_diverged_are_counted_but_not_in_the_median(runs):
+    """Runs that diverged are counted in the table and are no part of the median."""
     runs.add("bp", 0.9)
     runs.add("fdg", 0.5, math.nan, seed=0, diverged=(11, 1))
     runs.add("fdg", 0.5, 0.8, seed=1)
@@ -89,7 +90,7 @@ def test_runs_that_diverged_are_counted_in_the_table_and_are_no_part_of_the_medi
     assert sum(",diverged,11,1,,0.5," in line for line in written) == 1
 
 
-def test_a_variant_that_was_not_run_with_some_k_is_compared_with_bp_of_any_k(runs):
+def test_a_variant_not_run_with_a_k_is_compared_with_bp_of_any_k(runs):
     runs.add("bp", 0.9)
     runs.add("adl", 0.9, K=4)
     assert runs.table()[1]["adl"] == ["not run", ".", "90.00 % (90.00 to 90.00, 1)", "+0.00"]
@@ -122,7 +123,7 @@ def test_runs_that_all_diverged_still_give_a_table_and_a_figure(runs):
     assert (runs.folder / "curves.png").stat().st_size > 1000
 
 
-def test_what_each_stage_held_is_a_table_of_its_own_if_it_was_measured(runs):
+def test_what_each_stage_held_is_a_table_of_its_own(runs):
     runs.add("bp", 0.5)
     runs.add("adl", 0.5)
     summary = {"validation_accuracy": 0.5, "epochs": EPOCHS, "updates": 9}

@@ -71,7 +71,7 @@ def test_what_is_copied_off_a_gpu_keeps_its_order():
     assert _underway([]) == []
 
 
-def test_a_stage_without_loss_and_parameters_has_nothing_to_look_at():
+def test_a_stage_without_loss_and_parameters_checks_nothing():
     faults = NonFiniteCheck(GradientPolicy(), stage=0, is_last=False)
     faults.judge(StepStats(), (), update=0, epoch=0)
     faults.check()
@@ -86,4 +86,4 @@ def test_no_segment_ends_before_its_last_loss_was_looked_at():
         num_stages=2,
     )
     with pytest.raises(DivergedError, match="stage 1: the loss is inf at update 0 "):
-        trainer.fit(FixedImages(8), epochs=1, batch_size=8, quiet=True)
+        trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))

@@ -15,6 +15,7 @@ from adl_dist.models import torchvision_model
 from adl_dist.partition import Chain, even_sizes, linearise
 from adl_dist.stage import Stage
 from adl_dist.stage.stage import Tensors
+from tests.support.values import spec_of
 
 NUM_STAGES, BATCH, CLASSES = 4, 2, 10
 # Pixels: as few as each network takes, for the operations are the same.
@@ -146,10 +147,8 @@ def cut_step(model: nn.Module, pieces: Sequence[nn.Module], x: Tensor) -> tuple[
     def stage(k: int, acts: Tensors, *, training: bool) -> Stage:
         made = Stage(
             pieces[k],
-            index=k,
-            is_last=k == len(pieces) - 1,
-            loss_fn=loss_fn,
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            k,
+            spec_of(len(pieces), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn),
             overwrites=([True] * len(acts),) * 2,  # in the trainer a trial finds out which ones
         )
         made.begin(0, training=training)

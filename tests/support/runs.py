@@ -1,7 +1,7 @@
 """One way to run the trainer for the equality tests, in one process or as one of K ranks."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import adl_dist
-from adl_dist.schedule import downstream_first
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import values
 
 MICRO_BATCH, NUM_SAMPLES, EPOCHS = 3, 32, 3  # 11 micro-batches: no multiple of 2, 3, 4; the last one holds 2
 BALANCE = {1: [7], 2: [3, 4], 3: [2, 4, 1], 4: [1, 3, 2, 1]}
@@ -43,8 +43,6 @@ def trained(
     method: str = "adl",
     options: Mapping[str, Any] | None = None,
     dropout: float = 0.0,
-    channels_last: bool = False,
-    pick_next: Callable[[Sequence[int]], int] = downstream_first,
     optimizer: Callable[..., torch.optim.Optimizer] = sgd,
     shuffle: bool = False,
     epochs: int = EPOCHS,
@@ -55,7 +53,7 @@ def trained(
     """Train the toy net, with a fault that ``plant`` has planted in it or its data.
 
     Returns:
-        The trainer, which takes ``of_trainer`` too, and the summary.
+        The trainer, which takes ``of_trainer`` too, by names of fields of its values, and the summary.
     """
     model, data = batch_norm_net(dropout=dropout), FixedImages(NUM_SAMPLES, dtype=dtype)
     if plant is not None:
@@ -66,13 +64,8 @@ def trained(
         optimizer=optimizer,
         method=adl_dist.method(method, accumulation_steps=M, **(options or {})),
         num_stages=K,
-        balance=BALANCE[K],
         lr_schedule=warm_up_schedule,
-        dtype=dtype,
-        channels_last=channels_last,
-        threads=1,
-        timeout_seconds=30,
-        **of_trainer,
+        **values(balance=BALANCE[K], dtype=dtype, threads=1, timeout_seconds=30, **of_trainer),
     )
     summary = trainer.fit(
         data,
@@ -80,9 +73,8 @@ def trained(
         batch_size=MICRO_BATCH * M,
         val_dataset=FixedImages(10, seed=1, dtype=dtype),
         shuffle=shuffle,
-        pick_next=pick_next,
         run_dir=run_dir,
-        quiet=True,
+        monitoring=adl_dist.Monitoring(quiet=True),
     )
     return trainer, summary
 
@@ -93,6 +85,5 @@ def trainer_of(model, **options):
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         num_stages=2,
-        threads=1,
-        **options,
+        **values(threads=1, **options),
     )

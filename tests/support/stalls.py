@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import adl_dist
+from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.checkpoint.run_dir import RunFolder
-from adl_dist.control.worker import LocalWorker
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import values
 
 STALL_SECONDS, ASLEEP_SECONDS = 0.8, 2.0
 NUM_SAMPLES = 48  # 12 updates of 2 micro-batches of 2 samples
@@ -82,10 +83,8 @@ def trainer_of(
         optimizer=lambda p: optimizer(p, lr=0.1),
         method=adl_dist.method(method, accumulation_steps=2),
         num_stages=num_stages,
-        threads=1,
-        timeout_seconds=30,
-        stall_seconds=stall_seconds,
-        abort_seconds=abort_seconds,
+        processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
+        timeouts=adl_dist.WatchdogTimeouts(stall_seconds=stall_seconds, abort_seconds=abort_seconds),
     )
 
 
@@ -96,9 +95,7 @@ def fit(trainer: adl_dist.Trainer, run_dir: Path, data: Any = None, **options: A
         epochs=1,
         batch_size=4,
         run_dir=run_dir,
-        quiet=True,
-        tensorboard=False,
-        **options,
+        **values(quiet=True, tensorboard=False, **options),
     )
 
 
@@ -130,18 +127,18 @@ def all_stalls(run_dir: Path) -> None:
                 asleep("load of stage 0")()
             return super().__getitem__(index)
 
-    execute, write_summary = LocalWorker.execute, RunFolder.write_summary
+    write_part, write_summary = PartWriter.write, RunFolder.write_summary
 
-    def slow_save(self: LocalWorker, do: str, *args: Any) -> Any:
-        if do == "save" and os.environ["RANK"] == "2":
+    def slow_save(self: PartWriter, *args: Any, **more: Any) -> None:
+        if os.environ["RANK"] == "2":
             asleep("save of stage 2")()
-        return execute(self, do, *args)
+        write_part(self, *args, **more)
 
     def slow_summary(self: RunFolder, summary: Any) -> None:
         asleep("summary of the coordinator")()
         write_summary(self, summary)
 
-    LocalWorker.execute, RunFolder.write_summary = slow_save, slow_summary  # type: ignore[method-assign]
+    PartWriter.write, RunFolder.write_summary = slow_save, slow_summary  # type: ignore[method-assign]
     run_dir.mkdir(exist_ok=True)
     stage_1 = At(3, asleep("forward of stage 1"))
     stage_2 = AtBackward(15, asleep("backward of stage 2"))
@@ -179,7 +176,7 @@ def killed_in_save(run_dir: Path) -> None:
 
     # The first forward is where shapes are agreed on; a checkpoint follows update 4.
     # With limits as usual the doctor looks but once in a second.
-    fit(trainer_of([(5, At(12, act))], num_stages=3, stall_seconds=60), run_dir, checkpoint_every_updates=4)
+    fit(trainer_of([(5, At(12, act))], num_stages=3, stall_seconds=60), run_dir, every_updates=4)
 
 
 def _slow_write(rank: str, seconds: float) -> None:

@@ -53,16 +53,15 @@ def train_and_watch(run_dir, epochs):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
         method=adl_dist.method("adl", accumulation_steps=M),
         num_stages=K,
-        threads=1,
+        processes=adl_dist.ProcessOptions(threads=1),
     )
     trainer.fit(
         Repeated(NUM_MICRO_BATCHES * MICRO_BATCH // epochs),
         epochs=epochs,
         batch_size=M * MICRO_BATCH,
         run_dir=run_dir,
-        quiet=True,
-        tensorboard=False,
-        checkpoint_every_epochs=0,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+        checkpoints=adl_dist.CheckpointPolicy(every_epochs=0),
     )
     return resident, pending[0]
 

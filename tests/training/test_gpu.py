@@ -8,6 +8,7 @@ import torch
 from adl_dist.schedule import METHODS
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,13 +30,12 @@ def trained(K, device, *, name="adl", dropout=0.0, dtype=torch.float64, epochs=2
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         method=adl_dist.method(name, accumulation_steps=2, **options),
         num_stages=K,
-        device=device,
-        dtype=dtype,
-        timeout_seconds=60,
-        **(of_trainer or {}),
+        **values(device=device, timeout_seconds=60, dtype=dtype, **of_trainer or {}),
     )
     data = FixedImages(32, dtype=dtype)
-    summary = trainer.fit(data, epochs=epochs, batch_size=6, val_dataset=data, quiet=True)
+    summary = trainer.fit(
+        data, epochs=epochs, batch_size=6, val_dataset=data, monitoring=adl_dist.Monitoring(quiet=True)
+    )
     return trainer.full_state_dict(), summary
 
 

@@ -15,6 +15,7 @@ from adl_dist.schedule.replay import downstream_first
 from tests.support.runs import BALANCE, sgd, warm_up_schedule
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.tuples import tuple_net
+from tests.support.values import values
 
 K = 4
 VARIANTS = [
@@ -35,25 +36,29 @@ def told(variant):
     return " ".join([name, *map(str, options.values())])
 
 
-def trainer_of(name, options, M, K=K):
+def trainer_of(name, options, M, K=K, **of_trainer):
     return adl_dist.Trainer(
         batch_norm_net(dropout=0.2),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=sgd,
         method=method(name, accumulation_steps=M, **options),
         num_stages=K,
-        balance=BALANCE[K],
         lr_schedule=warm_up_schedule,
+        **values(balance=BALANCE[K], **of_trainer),
     )
 
 
 @pytest.mark.parametrize("M", [3, 4])
 @pytest.mark.parametrize("variant", VARIANTS, ids=told)
-def test_recorded_staleness_is_the_predicted_one_for_every_micro_batch(variant, M, tmp_path):
+def test_recorded_staleness_is_the_predicted_one(variant, M, tmp_path):
     name, options = variant
     N = 26
     trainer_of(name, options, M).fit(
-        FixedImages(N * 2), epochs=1, batch_size=2 * M, run_dir=tmp_path, quiet=True, tensorboard=False
+        FixedImages(N * 2),
+        epochs=1,
+        batch_size=2 * M,
+        run_dir=tmp_path,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
     )
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     chosen = method(name, accumulation_steps=M, **options)
@@ -67,8 +72,8 @@ def test_recorded_staleness_is_the_predicted_one_for_every_micro_batch(variant, 
 class Watching:
     """Looks at what the stages hold between any two actions of a run in one process."""
 
-    def __init__(self, trainer):
-        self.trainer, self.contexts = trainer, {}
+    def __init__(self):
+        self.contexts = {}
         self.most = {k: [0, 0, 0] for k in range(K)}
 
     def __call__(self, runnable):
@@ -83,20 +88,20 @@ class Watching:
 
 @pytest.mark.parametrize("M", [1, 2, 4])
 @pytest.mark.parametrize("variant", VARIANTS, ids=told)
-def test_graphs_inputs_and_weight_copies_held_are_those_that_the_schedule_predicts(variant, M, monkeypatch):
+def test_what_is_held_is_what_the_schedule_predicts(variant, M, monkeypatch):
     """Memory follows from these three (2(K-1-k)+1 graphs and ceil(d/M) copies of the weights for ADL)."""
     name, options = variant
     if name == "2bw" and M < K - 1:
         pytest.skip("2bw needs M of at least the delay of stage 0")
-    trainer = trainer_of(name, options, M)
-    watching = Watching(trainer)
-    from adl_dist.training import wiring
+    watching = Watching()
+    trainer = trainer_of(name, options, M, pick_next=watching)
+    from adl_dist.training import build
 
-    make = wiring.local_contexts
+    make = build.local_contexts
     monkeypatch.setattr(
-        wiring, "local_contexts", lambda *a, **o: watching.contexts.update(make(*a, **o)) or watching.contexts
+        build, "local_contexts", lambda *a, **o: watching.contexts.update(make(*a, **o)) or watching.contexts
     )
-    trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, pick_next=watching, quiet=True)
+    trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, monitoring=adl_dist.Monitoring(quiet=True))
     chosen = method(name, accumulation_steps=M, **options)
     for figure in figures(Pipeline(chosen, K), num_micro_batches=24):
         expected = [figure.graphs, figure.inputs, figure.weight_copies]
@@ -136,17 +141,18 @@ class StageFootprint:
 def activation_bytes(name, M, *, batch, stage, **options):
     """The most bytes that the graphs of one stage hold at a time."""
     from adl_dist.schedule import actions_of_all
-    from adl_dist.stage import Stage
+    from adl_dist.stage import Stage, TrainSpec
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
     made = Stage(
         module,
-        index=1,
-        is_last=False,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
-        weights=method(name, accumulation_steps=M, **options).weights,
+        1,
+        TrainSpec(
+            pipeline=Pipeline(method(name, accumulation_steps=M, **options), K),
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+        ),
     )
     made.begin(0, training=True)
     alive = Alive(module.parameters())
@@ -164,7 +170,7 @@ def activation_bytes(name, M, *, batch, stage, **options):
 
 
 @pytest.mark.parametrize("stage", range(K - 1))
-def test_activation_memory_is_2_k_minus_1_minus_k_plus_1_over_m_of_a_batch(stage):
+def test_activation_memory_is_graphs_over_m_of_a_batch(stage):
     """ADL at K = M = 4: 1.75, 1.25, 0.75 of what BP keeps of a whole batch; M divides memory, too."""
     whole = activation_bytes("bp", 1, batch=64, stage=stage)
     share = (2 * (K - 1 - stage) + 1) / 4
@@ -193,7 +199,9 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(variant, tmp_path):
 
     def fit(data, run_dir):
         trainer = trainer_of(name, options, 3)
-        trainer.fit(data, epochs=3, batch_size=9, run_dir=run_dir, quiet=True, tensorboard=False)
+        trainer.fit(
+            data, epochs=3, batch_size=9, run_dir=run_dir, monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False)
+        )
         return trainer.full_state_dict()
 
     expected = fit(FixedImages(29), tmp_path / "straight")
@@ -206,7 +214,13 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(variant, tmp_path):
 
 def test_heads_are_saved_but_are_no_part_of_the_model(tmp_path):
     trainer = trainer_of("dgl", {}, 2)
-    trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, quiet=True, tensorboard=False)
+    trainer.fit(
+        FixedImages(16),
+        epochs=1,
+        batch_size=8,
+        run_dir=tmp_path,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+    )
     assert trainer.full_state_dict().keys() == batch_norm_net().state_dict().keys()
     (path,) = (tmp_path / "checkpoints").glob("update-*")
     assert all(key.startswith("head0:") for key in load_file(path / "heads-00001-of-00004.safetensors"))
@@ -219,26 +233,36 @@ def test_heads_are_saved_but_are_no_part_of_the_model(tmp_path):
     assert torch.equal(plain.full_state_dict()["1.conv.weight"], trainer.full_state_dict()["1.conv.weight"])
 
 
-def test_a_micro_batch_of_one_sample_is_refused_by_heads_that_normalise_samples():
+def test_a_micro_batch_of_one_is_refused_by_normalising_heads():
     with pytest.raises(ConfigError, match=r"single sample.*method.head=mlp_sr.*choose another train.batch_size"):
-        trainer_of("dgl", {}, 1).fit(FixedImages(17), epochs=1, batch_size=8, quiet=True)
-    trainer_of("dgl", {"head": "linear"}, 1).fit(FixedImages(17), epochs=1, batch_size=8, quiet=True)
+        trainer_of("dgl", {}, 1).fit(
+            FixedImages(17), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True)
+        )
+    trainer_of("dgl", {"head": "linear"}, 1).fit(
+        FixedImages(17), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True)
+    )
 
 
 def test_local_losses_are_recorded_of_each_stage_but_the_last(tmp_path):
     trainer = trainer_of("dgl", {"head": "linear"}, 2)
-    trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, quiet=True, tensorboard=False)
+    trainer.fit(
+        FixedImages(16),
+        epochs=1,
+        batch_size=8,
+        run_dir=tmp_path,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+    )
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {r["stage"] for r in records if r["name"] == "stage/local_loss"} == {0, 1, 2}
     assert {r["stage"] for r in records if r["name"] == "train/loss"} == {3}
 
 
-def test_a_head_needs_one_tensor_of_images_or_features_and_a_model_with_classes():
+def test_a_head_needs_one_tensor_and_a_model_with_classes():
     def fit(model, data, loss_fn=None):
         trainer = adl_dist.Trainer(
             model, loss_fn=loss_fn or nn.CrossEntropyLoss(), optimizer=sgd, method=method("dgl"), num_stages=2
         )
-        trainer.fit(data, epochs=1, batch_size=8, quiet=True)
+        trainer.fit(data, epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
 
     with pytest.raises(ConfigError, match=r"stage 0 sends on.*found \['B', 3, 6, 6\], \['B', 4\], \['B'\]"):
         fit(tuple_net(), FixedImages(16))
@@ -247,24 +271,33 @@ def test_a_head_needs_one_tensor_of_images_or_features_and_a_model_with_classes(
         fit(nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 1)), pixels)
 
 
-def test_a_loss_belongs_to_the_update_that_its_micro_batch_enters_also_with_a_delay_on_the_last_stage(tmp_path):
+def test_a_loss_belongs_to_the_update_of_its_micro_batch(tmp_path):
+    """A loss belongs to the update that its micro-batch enters also with a delay on the last stage."""
     trainer = trainer_of("adl", {"delay": [4, 3]}, 2, K=2)
-    trainer.fit(FixedImages(24), epochs=1, batch_size=4, run_dir=tmp_path, quiet=True, tensorboard=False)
+    trainer.fit(
+        FixedImages(24),
+        epochs=1,
+        batch_size=4,
+        run_dir=tmp_path,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+    )
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [(r["update"], r["num_samples"]) for r in records if r["name"] == "train/loss"]
     assert losses == [(update, 4) for update in range(6)]
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest", "2bw"])
-def test_after_an_error_the_module_holds_the_weights_that_the_optimizer_steps(weights):
+def test_after_an_error_the_module_holds_the_optimizers_weights(weights):
     trainer = trainer_of("adl", {"weights": weights, "delay": "minimal"}, 3, K=3)
     made = []
-    make = trainer._job.optimizer
-    trainer._job = replace(trainer._job, optimizer=lambda p: made.append(make(p)) or made[-1])
+    make = trainer._spec.optimizer
+    trainer._spec = replace(trainer._spec, optimizer=lambda p: made.append(make(p)) or made[-1])
     with pytest.raises(Exception, match="unplugged"):
-        trainer.fit(Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, quiet=True)
+        trainer.fit(
+            Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True)
+        )
     stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
-    assert {id(p) for module in trainer._job.partitioned.modules.values() for p in module.parameters()} <= stepped
+    assert {id(p) for module in trainer._partitioned.modules.values() for p in module.parameters()} <= stepped
 
 
 def test_a_stage_without_parameters_has_a_head_of_the_runs_dtype():
@@ -274,17 +307,17 @@ def test_a_stage_without_parameters_has_a_head_of_the_runs_dtype():
         optimizer=sgd,
         method=method("dgl", head="linear"),
         num_stages=2,
-        dtype=torch.float64,
+        precision=adl_dist.Precision(dtype=torch.float64),
     )
-    trainer.fit(FixedImages(8, dtype=torch.float64), epochs=1, batch_size=4, quiet=True)
+    trainer.fit(FixedImages(8, dtype=torch.float64), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
 
 
-def test_convolving_heads_want_images_and_similarities_want_classes():
+def test_convolving_heads_want_images():
     def fit(head, targets, loss_fn):
         model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5))
         trainer = adl_dist.Trainer(model, loss_fn=loss_fn, optimizer=sgd, method=method("dgl", head=head), num_stages=2)
         data = [(torch.ones(2, 6, 6), target) for target in targets]
-        trainer.fit(data, epochs=1, batch_size=4, quiet=True)
+        trainer.fit(data, epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
 
     with pytest.raises(
         ConfigError, match=r"method.head=cnn convolves images, but stage 0 sends on features \['B', 72\]"
@@ -300,7 +333,12 @@ def test_local_losses_of_another_cut_are_refused_by_name(tmp_path):
         trainer = trainer_of("dgl", {"head": "linear"}, 2, K=K)
         config = {"the": "same"}
         trainer.fit(
-            FixedImages(16), epochs=epochs, batch_size=8, run_dir=tmp_path, quiet=True, tensorboard=False, config=config
+            FixedImages(16),
+            epochs=epochs,
+            batch_size=8,
+            run_dir=tmp_path,
+            monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+            config=config,
         )
 
     fit(2, 1)

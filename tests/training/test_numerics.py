@@ -6,6 +6,7 @@ from torch import nn
 
 import adl_dist
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import values
 
 cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
@@ -25,19 +26,22 @@ class Witness(nn.Module):
 
 def seen_and_left(**options):
     model = nn.Sequential(*batch_norm_net(), Witness())
-    trainer = adl_dist.Trainer(model, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, num_stages=2, **options)
-    trainer.fit(FixedImages(8), epochs=1, batch_size=8, quiet=True)
+    trainer = adl_dist.Trainer(
+        model, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, num_stages=2, **values(**options)
+    )
+    trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
     return model[-1].seen, flags()
 
 
 @pytest.mark.parametrize(("tf32", "benchmark"), [(False, False), (True, False), (False, True)])
-def test_tf32_and_the_choice_of_kernels_are_as_said_while_stages_compute_and_as_before_afterwards(tf32, benchmark):
+def test_tf32_and_kernels_are_as_said_while_stages_compute(tf32, benchmark):
+    """TF32 and the choice of kernels are as said while stages compute and as before afterwards."""
     before = flags()
     seen, left = seen_and_left(tf32=tf32, cudnn_benchmark=benchmark)
     assert seen == ([tf32] * 3, tf32, tf32, benchmark)
     assert left == before
 
 
-def test_full_precision_is_the_default_whatever_torch_itself_takes():
+def test_full_precision_is_the_default():
     assert cudnn.allow_tf32
     assert seen_and_left()[0] == ([False] * 3, False, False, False)

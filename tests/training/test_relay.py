@@ -27,17 +27,16 @@ def train(method, M, dtype):
         optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         method=adl_dist.method(method, accumulation_steps=M),
         num_stages=K,
-        balance=UNET_BALANCE[K],
-        dtype=dtype,
-        threads=1,
-        timeout_seconds=30,
+        partition=adl_dist.PartitionSpec(balance=UNET_BALANCE[K]),
+        precision=adl_dist.Precision(dtype=dtype),
+        processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
     )
     summary = trainer.fit(
         FixedImages(11, dtype=dtype),
         epochs=2,
         batch_size=3 * M,
         val_dataset=FixedImages(7, seed=1, dtype=dtype),
-        quiet=True,
+        monitoring=adl_dist.Monitoring(quiet=True),
     )
     return trainer.full_state_dict(), summary
 
@@ -46,7 +45,7 @@ def train_all():
     return [train(*case) for case in CASES]
 
 
-def test_skips_masks_and_shapes_that_travel_through_processes_change_no_bit():
+def test_skips_and_masks_through_processes_change_no_bit():
     """Over its cuts go the input itself, a tensor for three stages, booleans, and shapes without a byte."""
     by_rank = run_ranks(K, train_all, timeout_seconds=110)
     for place, case in enumerate(CASES):

@@ -18,6 +18,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition import cut, even_balance
 from adl_dist.schedule import Pipeline, work
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+from tests.support.values import values
 
 
 def trainer_of(K, M=2, model=None, **options):
@@ -27,8 +28,7 @@ def trainer_of(K, M=2, model=None, **options):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
         method=adl_dist.method("adl", accumulation_steps=M),
         num_stages=K,
-        threads=1,
-        **options,
+        **values(threads=1, **options),
     )
 
 
@@ -37,10 +37,14 @@ def records_of(run_dir):
 
 
 @pytest.mark.parametrize(("K", "M"), [(1, 2), (2, 4), (3, 1), (4, 3), (4, 4)])
-def test_recorded_staleness_is_that_of_the_formula_for_every_micro_batch(K, M, tmp_path):
+def test_recorded_staleness_is_that_of_the_formula(K, M, tmp_path):
     N = 26
     trainer_of(K, M).fit(
-        FixedImages(N * 2 - 1), epochs=2, batch_size=2 * M, run_dir=tmp_path, quiet=True, tensorboard=False
+        FixedImages(N * 2 - 1),
+        epochs=2,
+        batch_size=2 * M,
+        run_dir=tmp_path,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
     )
     seen = [r for r in records_of(tmp_path) if r["name"] == "stage/staleness"]
     num_updates = -(-N // M)
@@ -77,27 +81,31 @@ class Recording(Dataset):
         return image, label
 
 
-def test_k_and_m_do_not_change_which_samples_come_in_which_order_with_which_augmentation():
+def test_k_and_m_do_not_change_samples_order_or_augmentation():
+    """K and m do not change which samples come in which order with which augmentation."""
     given = {}
     for K in (1, 2, 3, 4):
         for M in (1, 2, 4):
             data = Recording(22)
-            trainer_of(K, M, seed=5).fit(data, epochs=3, batch_size=8, quiet=True)
+            trainer_of(K, M, seed=5).fit(data, epochs=3, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
             given[K, M] = data.given[1:]  # the first is the sample that shapes are agreed with
     reference = given[1, 1]
     assert len(reference) == 3 * 22
     assert [i for i, _ in reference[:22]] != [i for i, _ in reference[22:44]], "each epoch has an order of its own"
     assert all(sequence == reference for sequence in given.values())
     another = Recording(22)
-    trainer_of(1, 1, seed=6).fit(another, epochs=3, batch_size=8, quiet=True)
+    trainer_of(1, 1, seed=6).fit(another, epochs=3, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
     assert another.given[1:] != reference
 
 
 @pytest.mark.parametrize("K", [1, 3])
-def test_evaluation_in_the_pipeline_counts_every_sample_once_and_equals_the_uncut_model(K):
+def test_pipelined_evaluation_counts_every_sample_once(K):
+    """Evaluation in the pipeline counts every sample once and equals the uncut model."""
     data, validation = FixedImages(20), FixedImages(17, seed=3)
     trainer = trainer_of(K)
-    summary = trainer.fit(data, epochs=2, batch_size=8, val_dataset=validation, quiet=True)
+    summary = trainer.fit(
+        data, epochs=2, batch_size=8, val_dataset=validation, monitoring=adl_dist.Monitoring(quiet=True)
+    )
     model = batch_norm_net(seed=9)
     model.load_state_dict(trainer.full_state_dict(), strict=True)
     model.eval()
@@ -111,15 +119,19 @@ def test_evaluation_in_the_pipeline_counts_every_sample_once_and_equals_the_uncu
 
 def test_evaluation_leaves_the_training_as_it_was():
     plain, evaluated = trainer_of(2), trainer_of(2)
-    plain.fit(FixedImages(20), epochs=3, batch_size=8, quiet=True)
-    evaluated.fit(FixedImages(20), epochs=3, batch_size=8, val_dataset=FixedImages(7), quiet=True)
+    plain.fit(FixedImages(20), epochs=3, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+    evaluated.fit(
+        FixedImages(20), epochs=3, batch_size=8, val_dataset=FixedImages(7), monitoring=adl_dist.Monitoring(quiet=True)
+    )
     a, b = plain.full_state_dict(), evaluated.full_state_dict()
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
 def test_batch_norm_statistics_move_once_per_micro_batch():
     trainer = trainer_of(3)
-    trainer.fit(FixedImages(22), epochs=2, batch_size=8, quiet=True)  # micro-batches of 4: 6 per epoch
+    trainer.fit(
+        FixedImages(22), epochs=2, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True)
+    )  # micro-batches of 4: 6 per epoch
     counts = {n: int(t) for n, t in trainer.full_state_dict().items() if n.endswith("num_batches_tracked")}
     assert len(counts) == 5
     assert set(counts.values()) == {12}
@@ -127,7 +139,12 @@ def test_batch_norm_statistics_move_once_per_micro_batch():
 
 def test_the_run_folder_holds_what_the_design_says(tmp_path):
     summary = trainer_of(2).fit(
-        FixedImages(20), epochs=2, batch_size=8, val_dataset=FixedImages(7), run_dir=tmp_path, quiet=True
+        FixedImages(20),
+        epochs=2,
+        batch_size=8,
+        val_dataset=FixedImages(7),
+        run_dir=tmp_path,
+        monitoring=adl_dist.Monitoring(quiet=True),
     )
     names = {"config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "logs", "checkpoints", "lock"}
     assert {p.name for p in tmp_path.iterdir()} == names
@@ -138,10 +155,17 @@ def test_the_run_folder_holds_what_the_design_says(tmp_path):
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     records = records_of(tmp_path)
     assert {r["name"] for r in records} == {
-        "train/loss", "train/accuracy", "train/learning_rate", "train/samples_per_second",
-        "validation/loss", "validation/accuracy", "stage/staleness", "stage/busy_share", "stage/peak_memory",
+        "train/loss",
+        "train/accuracy",
+        "train/learning_rate",
+        "train/samples_per_second",
+        "validation/loss",
+        "validation/accuracy",
+        "stage/staleness",
+        "stage/busy_share",
+        "stage/peak_memory",
         "stage/gradient_norm",
-    }  # fmt: skip
+    }
     for r in records:
         assert {"name", "value", "update", "epoch"} <= r.keys()
     for stage in summary["stages"]:
@@ -151,11 +175,18 @@ def test_the_run_folder_holds_what_the_design_says(tmp_path):
     assert {"validation_accuracy", "validation_loss", "samples_per_second", "seconds"} <= summary.keys()
 
 
-def test_the_loss_that_is_logged_is_the_mean_over_the_samples_of_the_group(tmp_path):
+def test_the_logged_loss_is_the_mean_over_the_groups_samples(tmp_path):
     """The first group meets the initial weights, so its loss can be had from the uncut model."""
     data, model = FixedImages(7), batch_norm_net()
     trainer = trainer_of(1, M=3)
-    trainer.fit(FixedImages(7), epochs=1, batch_size=6, run_dir=tmp_path, quiet=True, shuffle=False, tensorboard=False)
+    trainer.fit(
+        FixedImages(7),
+        epochs=1,
+        batch_size=6,
+        run_dir=tmp_path,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+        shuffle=False,
+    )
     model.train()
     losses = [
         nn.functional.cross_entropy(model(data.images[i:j]), torch.tensor(data.labels[i:j])).item() * (j - i)
@@ -166,19 +197,20 @@ def test_the_loss_that_is_logged_is_the_mean_over_the_samples_of_the_group(tmp_p
     assert first["num_samples"] == 6
 
 
-def test_the_callers_random_stream_and_threads_are_left_alone():
+def test_the_callers_random_stream_and_threads_are_left_alone(request):
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     trainer = trainer_of(2, model=batch_norm_net(dropout=0.5))
     torch.manual_seed(3)
-    trainer.fit(Recording(12), epochs=1, batch_size=4, quiet=True)
+    trainer.fit(Recording(12), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
     assert torch.equal(torch.rand(3), expected)
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
 
 
-def test_a_run_keeps_one_tensor_for_equal_loss_weights_and_afterwards_no_stage(monkeypatch):
+def test_a_run_keeps_one_tensor_for_equal_loss_weights(monkeypatch):
     stages, weights, run = [], [], engine.run
 
     def seen(order, contexts, *rest):
@@ -187,7 +219,9 @@ def test_a_run_keeps_one_tensor_for_equal_loss_weights_and_afterwards_no_stage(m
         run(order, contexts, *rest)
 
     monkeypatch.setattr(engine, "run", seen)
-    trainer_of(2, M=2).fit(FixedImages(2 * 2 * 10 + 1), epochs=1, batch_size=4, quiet=True)
+    trainer_of(2, M=2).fit(
+        FixedImages(2 * 2 * 10 + 1), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True)
+    )
     gc.collect()
     assert len(stages) == 2
     assert [ref() for ref in stages] == [None, None]
@@ -211,16 +245,16 @@ def test_a_run_that_fails_keeps_no_stage_alive_either(monkeypatch):
 
     monkeypatch.setattr(engine, "run", seen)
     with pytest.raises(OSError, match="gone"):
-        trainer_of(2, M=2).fit(Broken(40), epochs=1, batch_size=4, quiet=True)
+        trainer_of(2, M=2).fit(Broken(40), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
     gc.collect()
     assert [ref() for ref in stages] == [None, None]
 
 
 def test_a_second_fit_goes_on_from_the_weights_of_the_first():
     trainer = trainer_of(2)
-    trainer.fit(FixedImages(20), epochs=1, batch_size=8, quiet=True)
+    trainer.fit(FixedImages(20), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
     before = trainer.full_state_dict()
-    trainer.fit(FixedImages(20), epochs=1, batch_size=8, quiet=True, max_updates=1)
+    trainer.fit(FixedImages(20), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True), max_updates=1)
     after = trainer.full_state_dict()
     change = max((before[n].double() - after[n].double()).abs().max() for n in before if "weight" in n)
     assert 0 < change < 0.1
@@ -287,7 +321,7 @@ class Doubling(nn.Sequential):
         return super().forward(2 * x)
 
 
-def test_a_sequential_with_a_forward_of_its_own_is_cut_as_that_says():
+def test_a_sequential_with_its_own_forward_is_cut_as_that_says():
     model, x = Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
     stages = cut(model, num_stages=2, balance=["1"])
     assert [[*stage.state_dict()] for stage in stages] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
@@ -298,30 +332,30 @@ def test_a_sequential_with_a_forward_of_its_own_is_cut_as_that_says():
 # --- What must not leak, and what must be refused --------------------------------------------------------------
 
 
-def test_gradients_left_by_an_interrupted_group_do_not_reach_the_next_fit():
+def test_gradients_of_an_interrupted_group_do_not_reach_the_next():
     left, fresh = trainer_of(2, model=(model := batch_norm_net())), trainer_of(2)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
     for trainer in (left, fresh):
-        trainer.fit(FixedImages(12), epochs=1, batch_size=4, quiet=True)
+        trainer.fit(FixedImages(12), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
     a, b = left.full_state_dict(), fresh.full_state_dict()
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_a_second_fit_equals_a_fresh_trainer_on_the_weights_of_the_first():
+def test_a_second_fit_equals_a_fresh_trainer():
     trainer = trainer_of(3)
-    trainer.fit(FixedImages(20), epochs=1, batch_size=8, quiet=True)
+    trainer.fit(FixedImages(20), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
     model = batch_norm_net(seed=5)
     model.load_state_dict(trainer.full_state_dict())
     fresh = trainer_of(3, model=model)
     for one in (trainer, fresh):
-        one.fit(FixedImages(20), epochs=2, batch_size=8, quiet=True)
+        one.fit(FixedImages(20), epochs=2, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
     a, b = trainer.full_state_dict(), fresh.full_state_dict()
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_stages_that_start_in_place_or_hold_no_parameter_train_like_the_uncut_model(channels_last):
+def test_stages_that_start_in_place_train_like_the_uncut_model(channels_last):
     """Cut into single units: one is a ReLU that overwrites its input, two have nothing to train. lr = 0 compares."""
 
     def states(K):
@@ -330,11 +364,18 @@ def test_stages_that_start_in_place_or_hold_no_parameter_train_like_the_uncut_mo
             nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, NUM_CLASSES)
         )
         trainer = adl_dist.Trainer(
-            model, loss_fn=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.0), num_stages=K,
-            dtype=torch.float64, channels_last=channels_last, threads=1,
-        )  # fmt: skip
+            model,
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
+            num_stages=K,
+            **values(dtype=torch.float64, channels_last=channels_last, threads=1),
+        )
         summary = trainer.fit(
-            FixedImages(20, dtype=torch.float64), epochs=1, batch_size=8, val_dataset=FixedImages(9), quiet=True
+            FixedImages(20, dtype=torch.float64),
+            epochs=1,
+            batch_size=8,
+            val_dataset=FixedImages(9),
+            monitoring=adl_dist.Monitoring(quiet=True),
         )
         return trainer.full_state_dict(), summary["validation_loss"]
 
@@ -344,16 +385,19 @@ def test_stages_that_start_in_place_or_hold_no_parameter_train_like_the_uncut_mo
         torch.testing.assert_close(cut_up[name], uncut[name], rtol=1e-12, atol=1e-12)
 
 
-def test_a_three_dimensional_net_trains_with_channels_last_as_the_command_line_sets_it():
+def test_a_three_dimensional_net_trains_with_channels_last():
+    """A three dimensional net trains with channels last as the command line sets it."""
     model = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 2, (2, 3, 3)), nn.Flatten(), nn.Linear(32, NUM_CLASSES))
-    trainer_of(2, model=model, channels_last=True).fit(FixedImages(8), epochs=1, batch_size=4, quiet=True)
+    trainer_of(2, model=model, channels_last=True).fit(
+        FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"resume": "runs/elsewhere"}, "resume=runs/elsewhere needs a run_dir"),
-        ({"keep_checkpoints": 0}, "keep_checkpoints must be at least 1"),
+        ({"keep": 0}, "keep_checkpoints must be at least 1"),
         ({"val_dataset": FixedImages(4, dtype=torch.float64)}, None),
         ({"batch_size": 1}, "leaves no sample for each"),
         ({"epochs": 0}, "train.epochs must be at least 1"),
@@ -362,19 +406,21 @@ def test_a_three_dimensional_net_trains_with_channels_last_as_the_command_line_s
 def test_arguments_of_fit_are_checked_before_anything_happens(arguments, message):
     options = {"epochs": 1, "batch_size": 4, "quiet": True, **arguments}
     if message is None:  # float64 images are taken in the run's dtype, so they do fit
-        trainer_of(2).fit(FixedImages(8), **options)
+        trainer_of(2).fit(FixedImages(8), **values(**options))
         return
     with pytest.raises(adl_dist.AdlError, match=message):
-        trainer_of(2).fit(FixedImages(8), **options)
+        trainer_of(2).fit(FixedImages(8), **values(**options))
 
 
-def test_validation_data_of_another_shape_is_refused_before_training():
+def test_validation_data_of_another_shape_is_refused():
     class Larger(FixedImages):
         def __getitem__(self, index):
             return torch.zeros(2, 7, 7), self.labels[index]
 
     with pytest.raises(adl_dist.AdlError, match=r"validation dataset: its samples are float32\[B, 2, 7, 7\]"):
-        trainer_of(2).fit(FixedImages(8), epochs=1, batch_size=4, val_dataset=Larger(4), quiet=True)
+        trainer_of(2).fit(
+            FixedImages(8), epochs=1, batch_size=4, val_dataset=Larger(4), monitoring=adl_dist.Monitoring(quiet=True)
+        )
 
 
 def test_a_loss_that_is_a_sum_is_refused():
@@ -384,7 +430,7 @@ def test_a_loss_that_is_a_sum_is_refused():
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
     )
     with pytest.raises(adl_dist.AdlError, match="the loss is a sum; expected the mean"):
-        trainer.fit(FixedImages(8), epochs=1, batch_size=4, quiet=True)
+        trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
 
 
 def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
@@ -392,12 +438,19 @@ def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
 
     def fit(samples=12, optimizer=torch.optim.SGD, epochs=2, resume="auto"):
         trainer = adl_dist.Trainer(
-            batch_norm_net(), loss_fn=nn.CrossEntropyLoss(), optimizer=lambda p: optimizer(p, lr=0.1), threads=1
+            batch_norm_net(),
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=lambda p: optimizer(p, lr=0.1),
+            processes=adl_dist.ProcessOptions(threads=1),
         )
         trainer.fit(
-            FixedImages(samples), epochs=epochs, batch_size=4, run_dir=tmp_path, resume=resume, quiet=True,
-            tensorboard=False,
-        )  # fmt: skip
+            FixedImages(samples),
+            epochs=epochs,
+            batch_size=4,
+            run_dir=tmp_path,
+            resume=resume,
+            **values(quiet=True, tensorboard=False),
+        )
 
     fit()
     saved = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
@@ -411,10 +464,12 @@ def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
         assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == saved
 
 
-def test_a_script_that_its_launcher_starts_again_goes_on_whatever_it_was_told_to_resume(tmp_path, monkeypatch):
+def test_a_script_started_again_by_its_launcher_resumes(tmp_path, monkeypatch):
+    """A script that its launcher starts again continues whatever it was told to resume."""
+
     def fit(epochs):
         told = {"run_dir": tmp_path, "resume": "never", "quiet": True, "tensorboard": False}
-        return trainer_of(2).fit(FixedImages(8), epochs=epochs, batch_size=4, **told)["updates"]
+        return trainer_of(2).fit(FixedImages(8), epochs=epochs, batch_size=4, **values(**told))["updates"]
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
     assert [fit(epochs=1), fit(epochs=2)] == [2, 4]
@@ -423,9 +478,15 @@ def test_a_script_that_its_launcher_starts_again_goes_on_whatever_it_was_told_to
         fit(epochs=3)
 
 
-def test_bytes_that_changed_in_a_checkpoint_end_in_one_readable_error(tmp_path):
+def test_changed_bytes_in_a_checkpoint_end_in_one_readable_error(tmp_path):
     trainer = trainer_of(2)
-    trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=tmp_path, quiet=True, tensorboard=False)
+    trainer.fit(
+        FixedImages(8),
+        epochs=1,
+        batch_size=4,
+        run_dir=tmp_path,
+        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+    )
     (path,) = (tmp_path / "checkpoints").iterdir()
     data = path / "model-00001-of-00002.safetensors"
     data.write_bytes(bytes(255 - b for b in data.read_bytes()))

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support.toys import batch_norm_net
+from tests.support.values import spec_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,7 @@ def slowly(value):
     return x[:1024] + value
 
 
-def test_what_is_still_being_computed_is_copied_out_as_it_will_be():
+def test_what_is_still_being_computed_is_copied_out_right():
     from adl_dist.transport.staging import to_host
 
     copies = [to_host(slowly(value)) for value in range(8)]  # the tensors themselves are freed at once
@@ -29,7 +29,7 @@ def test_what_is_still_being_computed_is_copied_out_as_it_will_be():
         assert bool((host == value).all())
 
 
-def test_a_pinned_buffer_is_not_used_again_before_it_was_copied_in():
+def test_a_pinned_buffer_is_not_used_before_it_was_copied_in():
     from adl_dist.transport.staging import to_device
 
     device, tensors = torch.device("cuda", torch.cuda.current_device()), []
@@ -47,10 +47,9 @@ def test_forward_backward_and_update_never_wait_for_the_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
     stage = Stage(
         batch_norm_net().to(device),
-        index=0,
-        is_last=True,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        0,
+        spec_of(1, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        device=device,
     )
     stage.begin(0, training=True)
     images = [torch.randn(4, 2, 6, 6, device=device) for _ in range(8)]

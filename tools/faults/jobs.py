@@ -1,6 +1,7 @@
 """What the simulation trains: tiny networks in float64 by any method, a few milliseconds per epoch."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 
 import adl_dist
 from adl_dist.schedule import METHODS, Method, Pipeline
+from tests.support.values import values
 
 WIDTH, NUM_CLASSES = 4, 3
 MICRO_BATCH = 2
@@ -83,11 +85,13 @@ class Job:
     def stops_as_planned(self) -> bool:
         """Whether it stops only where it saves anyway, so that in the end nothing tells of it."""
         is_stale = not Pipeline(self.method, self.num_stages).drain_is_exact
-        saves_where_epochs_end = self.options.get("checkpoint_every_epochs", 1) == 1
-        return is_stale and "checkpoint_every_updates" in self.options and saves_where_epochs_end
+        saves_where_epochs_end = self.options.get("every_epochs", 1) == 1
+        return is_stale and "every_updates" in self.options and saves_where_epochs_end
 
-    def train(self, run_dir: Path) -> tuple[adl_dist.Trainer, dict[str, Any]]:
-        """Train, or go on training, in ``run_dir``; return the trainer that has the weights, and the summary."""
+    def train(
+        self, run_dir: Path, begin: Callable[[adl_dist.Trainer], None]
+    ) -> tuple[adl_dist.Trainer, dict[str, Any]]:
+        """Train, or resume, in ``run_dir``; return the trainer, which ``begin`` gets first, and the summary."""
         trainer = adl_dist.Trainer(
             network(),
             loss_fn=nn.CrossEntropyLoss(),
@@ -95,17 +99,15 @@ class Job:
             method=self.method,
             num_stages=self.num_stages,
             lr_schedule=falling,
-            dtype=torch.float64,
-            threads=1,
+            **values(dtype=torch.float64, threads=1),
         )
+        begin(trainer)
         summary = trainer.fit(
             Points(self.num_samples, noise=0.1),
             batch_size=MICRO_BATCH * self.method.micro_batches_per_update,
             val_dataset=Points(5, noise=0.0),
             run_dir=run_dir,
-            tensorboard=False,
-            quiet=True,
-            **self.options,
+            **values(tensorboard=False, quiet=True, **self.options),
         )
         return trainer, summary
 
@@ -125,16 +127,16 @@ def draw_job(number: int) -> Job:
     epochs = _one_of(rng, {2: 4, 3: 1})
     fit: dict[str, Any] = {
         "epochs": epochs,
-        "checkpoint_every_epochs": _one_of(rng, {1: 4, 2: 1, 0: 1}),
-        "keep_checkpoints": rng.randint(1, 3),
+        "every_epochs": _one_of(rng, {1: 4, 2: 1, 0: 1}),
+        "keep": rng.randint(1, 3),
         "keep_best": rng.random() < 0.3,
-        "async_save": rng.random() < 0.5,
+        "background": rng.random() < 0.5,
         "shuffle": rng.random() < 0.8,
     }
     if rng.random() < 0.2:
         fit["max_updates"] = epochs * updates - 1  # ends in the middle of an epoch
     if rng.random() < 0.3:
-        fit["checkpoint_every_updates"] = rng.randint(1, updates - 1)
+        fit["every_updates"] = rng.randint(1, updates - 1)
     return Job(
         method=method,
         num_stages=num_stages,

@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 from adl_dist import Trainer, engine
 from adl_dist.checkpoint import async_save
-from adl_dist.control import rpc, run_socket, worker
+from adl_dist.control import run_socket, worker
 from adl_dist.control.requests import Ask
 from adl_dist.engine import StageContext
 from adl_dist.schedule import Action
-from adl_dist.training import wiring
+from adl_dist.training import build
 from tools.faults.background import Background
 from tools.faults.disk import Died, Disk, DiskFault, Event
 from tools.faults.jobs import Job
@@ -42,13 +42,16 @@ class Process:
         with ExitStack() as stack:
             stack.enter_context(patch.object(engine, "step", self._stepping(engine.step)))
             stack.enter_context(patch.object(worker, "replay", clock.replay))
-            stack.enter_context(patch.object(wiring, "LocalChannel", WatchedChannel))
+            stack.enter_context(patch.object(build, "LocalChannel", WatchedChannel))
             stack.enter_context(patch.object(async_save, "threading", self._background.threading))
             # Nobody asks this run anything, and its listener takes a twentieth of a second to end.
             stack.enter_context(patch.object(run_socket.LiveControl, "start", lambda self: None))
             stack.enter_context(redirect_stderr(io.StringIO()))  # warnings
             stack.enter_context(self._disk.watched())
-            return self._job.train(self._run_dir)
+            return self._job.train(self._run_dir, self._begin)
+
+    def _begin(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
     def bury(self) -> None:
         """Leave the folder as it was when the process died."""
@@ -86,7 +89,7 @@ class Process:
                     case Step.RAISES:
                         raise StageBroke(f"stage {context.stage.index} at {action}")
                     case Step.ASKED_TO_STOP:
-                        rpc.requests.ask(Ask.STOP, "the simulation")
+                        self._trainer.requests.ask(Ask.STOP, "the simulation")
             step(action, context)
 
         return stepped

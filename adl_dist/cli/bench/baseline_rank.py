@@ -26,7 +26,7 @@ from adl_dist.errors import AdlError
 from adl_dist.monitor.memory import peak_memory_bytes
 from adl_dist.optim import build_lr_schedule
 from adl_dist.partition import cut
-from adl_dist.training.precision import to_channels_last
+from adl_dist.stage import to_channels_last
 from adl_dist.transport import TensorSpec
 
 

@@ -30,6 +30,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.distributed.affinity import num_cores
+from adl_dist.distributed.device import check_device
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
 from adl_dist.distributed.world import launched_world_size
 from adl_dist.errors import ConfigError
@@ -48,9 +49,9 @@ def bench(argv: list[str]) -> None:
     config, _ = compose_run([*flags.overrides, "hydra.mode=RUN"])
     _check_precision(config)
     instantiate.check_targets(config)
-    instantiate.check_device(config)
+    check_device(config.runtime.device.value)
     host = Host(
-        threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
+        threads=config.threads,
         num_cores=num_cores(),
         num_gpus=torch.cuda.device_count() if config.runtime.device is Device.cuda else 0,
         warmup=flags.warmup,

@@ -21,9 +21,10 @@ from adl_dist.errors import AdlError, ConfigError, PartitionError
 from adl_dist.partition import Machine, checked_sizes, even_sizes, linearise
 from adl_dist.partition.predict import best_cut, predict
 from adl_dist.schedule import METHODS, Method, Pipeline
+from adl_dist.schedule.run_plan import micro_batch_size_of
+from adl_dist.stage import to_channels_last
 from adl_dist.training.dry_run import dry_run
 from adl_dist.training.input import DeviceLoader, common_sample, make_loader
-from adl_dist.training.precision import to_channels_last
 from adl_dist.transport import Specs, TensorSpec
 
 Kind = Literal["loop", "ddp", "gpipe", "1f1b", "ours"]
@@ -151,15 +152,13 @@ def _our_entry(name: str, config: RunConfig, host: Host) -> Entry:
         method = replace(method, delay="minimal")
     pipeline = Pipeline(method, 1 if name == "bp" else config.partition.num_stages)
     M = method.micro_batches_per_update
-    if config.train.batch_size < M:
-        raise ConfigError(f"train.batch_size={config.train.batch_size} leaves no sample for each of {M} micro-batches")
     return Entry(
         name=name,
         kind="ours",
         num_processes=pipeline.num_stages,
         threads=host.threads,
         method=method,
-        samples=config.train.batch_size // M * M,
+        samples=micro_batch_size_of(config.train.batch_size, M) * M,
         warmup=max(host.warmup, pipeline.updates_to_fill),
     )
 
@@ -235,9 +234,7 @@ def survey(config: RunConfig, overrides: Sequence[str], able: Sequence[Entry], *
     if config.runtime.channels_last:
         to_channels_last(model)
     K, balance = config.partition.num_stages, config.partition.balance
-    is_fine = balance == "auto" or (isinstance(balance, list) and isinstance(balance[0], str))
-    chosen = config.partition.granularity
-    granularity = chosen.value if chosen else ("layer" if is_fine else "block")
+    granularity = config.partition.chosen().units
     stages: list[nn.Module] = [model]
     sizes: list[int] | None = [1]
     if K > 1:
@@ -338,6 +335,5 @@ def device_loader(
         shuffle=config.data.get("shuffle", True) if shuffle is None else shuffle,
         num_workers=config.data.get("num_workers", 0),
         device=device,
-        dtype=getattr(torch, config.dtype.value),
-        channels_last=config.runtime.channels_last,
+        precision=instantiate.precision(config),
     )

@@ -66,6 +66,7 @@ def compose_run(words: Sequence[str]) -> tuple[RunConfig, Plain]:
     Raises:
         ConfigError: an unknown or misspelt key, a wrong type, an impossible value, a missing one.
     """
+    words = [word.replace("partition.grain=", "partition.granularity=", 1) for word in words]  # its former name
     words = allow_extra_keys(words)
     composed = composed_of(words)
     choices = composed.hydra.runtime.choices

@@ -4,6 +4,7 @@ import difflib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from torch.utils.data import Dataset
 
 from adl_dist.checkpoint.state import read_weights
 from adl_dist.checkpoint.storage import SUFFIX
-from adl_dist.cli.config.schema import Device, Dtype, NarrowDtype, RunConfig
-from adl_dist.distributed.affinity import num_cores
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.schedule import Method
-from adl_dist.training.precision import Precision
+from adl_dist.stage import GradientPolicy, Precision, TrainSpec
+from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.trainer import Trainer
 
 # Keys of data.* that speak to us; the two that describe the data reach its target only if that takes them.
@@ -32,66 +33,85 @@ OF_THE_LOADER, OF_THE_MODEL = ("shuffle", "num_workers"), ("num_classes", "in_ch
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it also raises
 
 
-def trainer(config: RunConfig, *, num_stages: int | None = None, processes: bool | None = None) -> Trainer:
+def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
     """Build the model and its trainer. Changes no file and starts no process.
-
-    Args:
-        config: of the run.
-        num_stages: another K than the configured, for evaluating: the cut is then even, and the method none.
-        processes: another way to run than the configured.
 
     Raises:
         ConfigError, PartitionError, CheckpointError: see the message.
     """
-    method = config.method.chosen()
-    if num_stages is not None:
-        method = Method(name="bp", accumulation_steps=method.micro_batches_per_update)
     return Trainer(
         build_model(config),
         loss_fn=build_loss(config),
         optimizer=build_optimizer(config),
-        method=method,
-        num_stages=config.partition.num_stages if num_stages is None else num_stages,
-        balance=config.partition.balance if num_stages is None else "even",
-        granularity=config.partition.granularity.value if config.partition.granularity and num_stages is None else None,
-        speeds=config.partition.speeds if num_stages is None else None,
+        method=config.method.chosen(),
+        num_stages=config.partition.num_stages,
+        partition=config.partition.chosen(),
         lr_schedule=lr_schedule(config),
-        **config.train.guard,
+        precision=precision(config),
+        gradients=gradients(config),
+        processes=config.runtime.process_options(threads=config.threads, handle_signals=handle_signals),
+        timeouts=config.runtime.timeouts,
         seed=config.seed,
-        device=config.runtime.device.value,
-        channels_last=config.runtime.channels_last,
-        **vars(precision(config)),
-        # As many as each process of the run had, or sums would be rounded otherwise.
-        threads=config.runtime.threads or max(1, num_cores() // config.partition.num_stages),
-        processes=config.runtime.processes if processes is None else processes,
-        bind_cores=config.runtime.bind_cores,
-        timeout_seconds=config.runtime.timeout_seconds,
-        stall_seconds=config.runtime.stall_seconds,
-        abort_seconds=config.runtime.abort_seconds,
     )
+
+
+def evaluator(config: RunConfig) -> Trainer:
+    """Build the model and a trainer of one stage in this process, which evaluates as the run did."""
+    return Trainer(
+        build_model(config),
+        loss_fn=build_loss(config),
+        optimizer=build_optimizer(config),
+        method=Method(name="bp"),
+        precision=precision(config),
+        # As many threads as each process of the run had, or sums would be rounded otherwise.
+        processes=replace(config.runtime.process_options(threads=config.threads), one_per_stage=False),
+        seed=config.seed,
+    )
+
+
+def train_spec(config: RunConfig) -> TrainSpec:
+    """Return what the run trains by.
+
+    Raises:
+        ConfigError: a value is out of range, or does not fit the method.
+    """
+    return TrainSpec(
+        pipeline=config.pipeline,
+        loss_fn=build_loss(config),
+        optimizer=build_optimizer(config),
+        precision=precision(config),
+        gradients=gradients(config),
+        seed=config.seed,
+    )
+
+
+def check_cut(config: RunConfig) -> None:
+    """Build the model and cut it, to see whether that is possible.
+
+    Raises:
+        ConfigError, PartitionError, CheckpointError: see the message.
+    """
+    PartitionedModel(build_model(config), config.partition.num_stages, config.partition.chosen(), own=[0])
 
 
 def precision(config: RunConfig) -> Precision:
-    """In which precision and by what means is computed.
-
-    Raises:
-        ConfigError: what cannot be.
-    """
-    chosen = Precision(
+    """Return the number formats and kernels of the run."""
+    return Precision(
         dtype=getattr(torch, config.dtype.value),
-        autocast=torch_dtype(config.runtime.autocast),
-        wire_dtype=torch_dtype(config.runtime.wire_dtype),
+        autocast=getattr(torch, config.runtime.autocast.value) if config.runtime.autocast else None,
+        wire_dtype=getattr(torch, config.runtime.wire_dtype.value) if config.runtime.wire_dtype else None,
         compile=config.runtime.compile,
         tf32=config.runtime.tf32,
         cudnn_benchmark=config.runtime.cudnn_benchmark,
+        channels_last=config.runtime.channels_last,
     )
-    chosen.check(config.method.chosen())
-    return chosen
 
 
-def torch_dtype(chosen: Dtype | NarrowDtype | None) -> torch.dtype | None:
-    """The dtype of that name."""
-    return None if chosen is None else getattr(torch, chosen.value)
+def gradients(config: RunConfig) -> GradientPolicy:
+    """Return what is done to gradients before they are applied."""
+    return GradientPolicy(
+        clip_norm=config.train.clip_norm, non_finite=config.train.non_finite.value, max_skipped=config.train.max_skipped
+    )
 
 
 def build_model(config: RunConfig) -> nn.Module:
@@ -115,7 +135,7 @@ def build_data(config: RunConfig) -> tuple[Dataset[Any], Dataset[Any]]:
 
     Raises:
         ConfigError: the target cannot be called like that, or returns no pair.
-        DataError: what the target has to say.
+        DataError: raised by the target.
     """
     return datasets(config.data)
 
@@ -132,38 +152,32 @@ def datasets(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Check the arguments of all open nodes, and try out optimizer and schedule on a parameter of no run.
+    """Check all that can be checked without building the model or reading data.
+
+    The arguments of all open nodes are checked against their targets' signatures; optimizer and schedule are tried out
+    on a parameter of no run.
 
     Raises:
-        ConfigError: a target that is not there, or an argument that it does not take.
+        ConfigError: a target that is not there, an argument that it does not take, or values that do not fit the
+            method.
     """
     for name, node in (("data", data_arguments(config.data)), ("model", config.model), ("loss", config.loss)):
         _bind(name, node)
-    optimizer = build_optimizer(config)([nn.Parameter(torch.zeros(1))])
+    optimizer = train_spec(config).optimizer([nn.Parameter(torch.zeros(1))])
     epoch = 1000  # any length will do: the data is not there yet
     total = epoch * config.train.epochs
     build_lr_schedule(lr_schedule(config), optimizer, updates_per_epoch=epoch, total_updates=total)
 
 
-def check_device(config: RunConfig) -> None:
-    """Look for a GPU without touching it, which the parent of the ranks must not.
-
-    Raises:
-        ConfigError: CUDA is asked for and there is none.
-    """
-    if config.runtime.device is Device.cuda and not torch.cuda.is_available():
-        raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
-
-
 def data_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The data node without what is not meant for its target."""
+    """Return the data node without what is not meant for its target."""
     node = {k: v for k, v in node.items() if k not in OF_THE_LOADER}
     taken = _parameters(_locate("data", node))
     return {k: v for k, v in node.items() if k not in OF_THE_MODEL or taken is None or k in taken}
 
 
 def build_loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss, from (output, target) to its mean over the samples.
+    """Build the loss, from (output, target) to its mean over the samples.
 
     Raises:
         ConfigError: the target cannot be called like that, or returns nothing to call.
@@ -178,7 +192,7 @@ def build_loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def build_optimizer(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """What makes the optimizer of some parameters.
+    """Return what makes the optimizer of some parameters.
 
     Raises:
         ConfigError: the target cannot be called like that; later, that it refuses its arguments.
@@ -201,7 +215,7 @@ def build_optimizer(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], Opt
 
 
 def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
-    """What makes the LR scheduler of an optimizer, from it and from how long the run is."""
+    """Return what makes the LR scheduler of an optimizer, from it and from how long the run is."""
     given = ("optimizer", "updates_per_epoch", "total_updates")
     taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or ()
     target, arguments = _bind("lr_schedule", config.lr_schedule, *(name for name in given if name in taken))
@@ -219,7 +233,7 @@ def _call(name: str, node: Mapping[str, Any]) -> Any:
 
 
 def _bind(name: str, node: Mapping[str, Any], *given: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The target of ``node`` and its arguments, which together with those ``given`` later suffice."""
+    """Return the target of ``node`` and its arguments, which together with those ``given`` later suffice."""
     target = _locate(name, node)
     arguments = {k: v for k, v in node.items() if k != "_target_"}
     signature = _signature(target)
@@ -262,7 +276,7 @@ def _locate(name: str, node: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def _parameters(target: Callable[..., Any]) -> set[str] | None:
-    """The names that ``target`` takes; None if it takes any, or does not say."""
+    """Return the names that ``target`` takes; None if it takes any, or does not say."""
     signature = _signature(target)
     if signature is None or any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return None

@@ -4,13 +4,16 @@ import enum
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from adl_dist.checkpoint.policy import CheckpointPolicy
+from adl_dist.distributed.affinity import default_threads
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Method, Pipeline
+from adl_dist.schedule.run_plan import check_lengths, micro_batch_size_of
+from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 
-LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
-MOST_THREADS = 1024  # per process; torch dies of very many without a word
-LARGEST_SEED = 2**63 - 1  # that torch takes
+MOST_THREADS = 1024  # per process; torch ends without a message if there are very many
+LARGEST_SEED = 2**63 - 1  # the largest that torch takes
 
 
 class Device(enum.Enum):
@@ -21,20 +24,20 @@ class Device(enum.Enum):
 
 
 class Dtype(enum.Enum):
-    """Of parameters and inputs."""
+    """The dtype of parameters and inputs."""
 
     float32 = "float32"
     float64 = "float64"
 
 
 class NarrowDtype(enum.Enum):
-    """That keeps float32's range, so that no loss scale is needed."""
+    """A dtype that keeps float32's range, so that no loss scale is needed."""
 
     bfloat16 = "bfloat16"
 
 
 class NonFinite(enum.Enum):
-    """What a loss or gradient that is not finite does."""
+    """The reaction to a loss or gradient that is not finite."""
 
     stop = "stop"
     skip = "skip"
@@ -75,7 +78,7 @@ class MethodConfig:
         self.chosen()
 
     def chosen(self) -> Method:
-        """The method itself.
+        """Return the method itself.
 
         Raises:
             ConfigError: a value that it cannot run with.
@@ -94,12 +97,12 @@ class PartitionConfig:
 
     def __post_init__(self) -> None:
         _at_least("partition.num_stages", self.num_stages, 1)
-        kinds = {type(entry) for entry in self.balance} if isinstance(self.balance, list) else set()
-        if self.balance not in ("even", "auto") and kinds not in ({int}, {str}):
-            raise ConfigError(
-                f"partition.balance={self.balance!r} is none of 'auto', 'even', a list of units per stage, like [3,2], "
-                "and a list of the units where stages 1.. begin, like [layer2.0]"
-            )
+        self.chosen()
+
+    def chosen(self) -> PartitionSpec:
+        """Return the value that the trainer takes."""
+        granularity = self.granularity.value if self.granularity else None
+        return PartitionSpec(balance=self.balance, granularity=granularity, speeds=self.speeds)
 
 
 @dataclass(kw_only=True)
@@ -115,14 +118,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _at_least("train.batch_size", self.batch_size, 1)
-        _at_least("train.epochs", self.epochs, 1)
-        if self.max_updates is not None:
-            _at_least("train.max_updates", self.max_updates, 1)
-
-    @property
-    def guard(self) -> dict[str, Any]:
-        """What is done to gradients before they are applied; see :class:`adl_dist.stage.GradientPolicy`."""
-        return {"clip_norm": self.clip_norm, "non_finite": self.non_finite.value, "max_skipped": self.max_skipped}
+        check_lengths(epochs=self.epochs, max_updates=self.max_updates)
 
 
 @dataclass(kw_only=True)
@@ -157,16 +153,40 @@ class RuntimeConfig:
             _at_least("runtime.threads", self.threads, 1)
             if self.threads > MOST_THREADS:
                 raise ConfigError(f"runtime.threads must be at most {MOST_THREADS}, got {self.threads}")
-        if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT:
-            raise ConfigError(
-                f"runtime.timeout_seconds must be above 0 and at most {LONGEST_TIMEOUT}, got {self.timeout_seconds}"
-            )
-        WatchdogTimeouts(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds).check()
         _at_least("runtime.max_restarts", self.max_restarts, 0)
-        _at_least("runtime.checkpoint_every_epochs", self.checkpoint_every_epochs, 0)
-        if self.checkpoint_every_updates is not None:
-            _at_least("runtime.checkpoint_every_updates", self.checkpoint_every_updates, 1)
-        _at_least("runtime.keep_checkpoints", self.keep_checkpoints, 1)
+        _ = self.timeouts, self.checkpoints, self.process_options(threads=self.threads)  # each checks its values
+
+    @property
+    def timeouts(self) -> WatchdogTimeouts:
+        """The value that the trainer takes."""
+        return WatchdogTimeouts(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds)
+
+    @property
+    def checkpoints(self) -> CheckpointPolicy:
+        """The value that the trainer takes."""
+        return CheckpointPolicy(
+            every_epochs=self.checkpoint_every_epochs,
+            every_updates=self.checkpoint_every_updates,
+            keep=self.keep_checkpoints,
+            keep_best=self.keep_best,
+            background=self.async_save,
+        )
+
+    @property
+    def monitoring(self) -> Monitoring:
+        """The value that the trainer takes."""
+        return Monitoring(tensorboard=self.tensorboard, trace=self.trace, memory=self.memory)
+
+    def process_options(self, *, threads: int | None, handle_signals: bool = False) -> ProcessOptions:
+        """Return the value that the trainer takes."""
+        return ProcessOptions(
+            one_per_stage=self.processes,
+            device=self.device.value,
+            threads=threads,
+            bind_cores=self.bind_cores,
+            timeout_seconds=self.timeout_seconds,
+            handle_signals=handle_signals,
+        )
 
 
 @dataclass(kw_only=True)
@@ -193,23 +213,23 @@ class RunConfig:
         if self.seed > LARGEST_SEED:
             raise ConfigError(f"seed must be at most {LARGEST_SEED} (2**63 - 1), got {self.seed}")
         if self.run_dir == "":
-            raise ConfigError("run_dir is empty; name a folder, like run_dir=runs/NAME, or leave it away")
+            raise ConfigError("run_dir is empty; name a folder, like run_dir=runs/NAME, or omit it")
         shuffle, num_workers = self.data.get("shuffle", True), self.data.get("num_workers", 0)
         if type(shuffle) is not bool:
             raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
         if type(num_workers) is not int or num_workers < 0:
             raise ConfigError(f"data.num_workers must be a whole number of at least 0, got {num_workers!r}")
-        steps = self.pipeline.micro_batches_per_update
-        if self.train.batch_size < steps:
-            raise ConfigError(
-                f"train.batch_size={self.train.batch_size} leaves no sample for each of "
-                f"method.accumulation_steps={steps} micro-batches; use train.batch_size>={steps}"
-            )
+        micro_batch_size_of(self.train.batch_size, self.pipeline.micro_batches_per_update)
 
     @property
     def pipeline(self) -> Pipeline:
         """The method and K."""
         return Pipeline(self.method.chosen(), self.partition.num_stages)
+
+    @property
+    def threads(self) -> int:
+        """The threads of each process."""
+        return self.runtime.threads or default_threads(self.partition.num_stages)
 
 
 def _at_least(name: str, value: int, smallest: int) -> None:

@@ -18,7 +18,8 @@ from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import measure_link
 from adl_dist.cli.plan.profiler import BackgroundLoad, Profiler
 from adl_dist.cli.plan.report import facts_of, line_to_paste, report
-from adl_dist.distributed.affinity import num_cores
+from adl_dist.distributed.affinity import default_threads, num_cores
+from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Machine, checked_sizes
 from adl_dist.partition.advice import advise, alternative
@@ -27,6 +28,7 @@ from adl_dist.partition.predict import Prediction, predict
 from adl_dist.partition.profile import Profile
 from adl_dist.report.costs import check_suffix, draw_costs
 from adl_dist.schedule import Method, Pipeline
+from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.training.partitioned_model import device_memory
 
 PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs by default: a cautious PCIe 4
@@ -39,13 +41,12 @@ def plan(words: list[str]) -> None:
     flags = _flags(words)
     config, _ = compose_run(flags.overrides)
     instantiate.check_targets(config)
-    instantiate.check_device(config)
+    check_device(config.runtime.device.value)
     _check(flags)
     methods = [method_named(name, config, flag="--methods") for name in dict.fromkeys(flags.methods.split(","))]
     batch = config.train.batch_size
-    if wanting := [m for m in (*methods, config.method.chosen()) if m.micro_batches_per_update > batch]:
-        M = wanting[0].micro_batches_per_update
-        raise ConfigError(f"train.batch_size={batch} leaves no sample for each of {M} micro-batches")
+    for each in (*methods, config.method.chosen()):
+        micro_batch_size_of(batch, each.micro_batches_per_update)  # refuses too small a batch
     num_devices = flags.devices or _devices(config)
     stages = _stages(flags.stages, config, num_devices)
     granularity = config.partition.granularity.value if config.partition.granularity else "layer"
@@ -53,7 +54,7 @@ def plan(words: list[str]) -> None:
     settings: dict[str, Any] = {
         "shape": None if flags.input is None else _numbers("--input", flags.input),
         "granularity": granularity,
-        "threads": config.runtime.threads or max(1, num_cores() // max(stages)),
+        "threads": config.runtime.threads or default_threads(max(stages)),
     }
     chosen = config.method.chosen()
     num = flags.neighbours

@@ -28,10 +28,10 @@ from adl_dist.partition import linearise
 from adl_dist.partition.advice import Throughput
 from adl_dist.partition.measure import pace
 from adl_dist.partition.profile import Profile
+from adl_dist.stage import Precision, to_channels_last
 from adl_dist.training.dry_run import dry_run
 from adl_dist.training.input import DeviceLoader, common_sample, make_loader
 from adl_dist.training.partitioned_model import micro_batch, take_profile
-from adl_dist.training.precision import to_channels_last
 from adl_dist.transport import Specs, TensorSpec
 
 READY = "ready"
@@ -142,18 +142,20 @@ class Profiler:
         self._load = load or BackgroundLoad([])
         self._device = torch.device(config.runtime.device.value)
         tune_malloc()  # as training does
-        self._precision = instantiate.precision(config)
-        self._autocast = self._precision.autocasting(self._device)
-        self._model = instantiate.build_model(config).to(self._device, self._precision.dtype)
-        if config.runtime.channels_last:
+        self._spec = instantiate.train_spec(config)
+        precision = self._spec.precision
+        self._autocast = precision.autocasting(self._device)
+        self._model = instantiate.build_model(config).to(self._device, precision.dtype)
+        if precision.channels_last:
             to_channels_last(self._model)
-        self._loss_fn, self._optimizer = instantiate.build_loss(config), instantiate.build_optimizer(config)
-        self._loader = _loader(config, self._device) if shape is None else None
+        self._loader = _loader(config, precision, self._device) if shape is None else None
         sample = common_sample(self._loader, None) if shape is None else _random_sample(shape, config, self._device)
         assert sample is not None
         self._sample = sample
-        input_, target = (TensorSpec.of(tensor) for tensor in sample)
-        dry_run(self._model, 0, Specs.always([input_]), target, self._loss_fn, self._device, within=self._autocast)
+        arriving, target = (TensorSpec.of(tensor) for tensor in sample)
+        dry_run(
+            self._model, 0, Specs.always([arriving]), target, self._spec.loss_fn, self._device, within=self._autocast
+        )
         self.chain = linearise(self._model, granularity=granularity)
 
     def profile(self, micro_batch_size: int) -> Profile:
@@ -168,17 +170,14 @@ class Profiler:
             loaded = "-loaded" if self._load.is_at_work else ""
             kept_in = kept_in.with_name(f"{kept_in.stem}-{micro_batch_size}{loaded}{kept_in.suffix}")
         self._say(f"measuring {len(self.chain.units)} units with {micro_batch_size} samples")
-        with self._precision.apply(threads=self.threads):
+        with self._spec.precision.apply(threads=self.threads):
             return take_profile(
                 self._model,
                 self.chain,
+                self._spec,
                 granularity=self.granularity,
                 sample=self._sample,
                 micro_batch_size=micro_batch_size,
-                loss_fn=self._loss_fn,
-                optimizer=self._optimizer,
-                device=self._device,
-                precision=self._precision,
                 kept_in=kept_in,
                 load=None if self._loader is None else partial(self._loader.seconds_to_load, micro_batch_size),
             )
@@ -191,9 +190,9 @@ class Profiler:
     def pace(self, samples: int) -> Throughput:
         """Measure the uncut model with so many samples at once on one device."""
         self._say(f"measuring the whole model with {samples} samples")
-        with self._precision.apply(threads=self.threads):
+        with self._spec.precision.apply(threads=self.threads):
             forward, backward = pace(
-                self._model, *micro_batch(self._sample, samples, self._device), self._loss_fn, self._autocast
+                self._model, *micro_batch(self._sample, samples, self._device), self._spec.loss_fn, self._autocast
             )
             load = 0.0 if self._loader is None else self._loader.seconds_to_load(samples)
         return Throughput(samples=samples, forward=load + forward, backward=backward)
@@ -203,7 +202,7 @@ class Profiler:
             sys.stderr.write(f"{text}{', the other cores at work' if self._load.is_at_work else ''} ...\n")
 
 
-def _loader(config: RunConfig, device: torch.device) -> DeviceLoader:
+def _loader(config: RunConfig, precision: Precision, device: torch.device) -> DeviceLoader:
     try:
         train, _ = instantiate.build_data(config)
     except DataError as error:
@@ -215,8 +214,7 @@ def _loader(config: RunConfig, device: torch.device) -> DeviceLoader:
         shuffle=True,
         num_workers=config.data.get("num_workers", 0),
         device=device,
-        dtype=getattr(torch, config.dtype.value),
-        channels_last=config.runtime.channels_last,
+        precision=precision,
     )
 
 

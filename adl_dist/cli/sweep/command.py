@@ -27,6 +27,7 @@ from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.subprocesses import LOOK_SECONDS, end_all
 from adl_dist.cli.sweep.request import Job, Sweep, naming, requested
 from adl_dist.distributed.affinity import num_cores
+from adl_dist.distributed.device import check_device
 from adl_dist.distributed.parent_process import LAUNCHER
 from adl_dist.errors import ConfigError
 from adl_dist.report.comparison import write_comparison
@@ -79,8 +80,8 @@ def _check(sweep: Sweep) -> None:
                 cuts.add(cut)
                 instantiate.check_targets(job.config)
                 if not sweep.launcher:  # which GPUs there are elsewhere is not known here
-                    instantiate.check_device(job.config)
-                instantiate.trainer(job.config, processes=False)
+                    check_device(job.config.runtime.device.value)
+                instantiate.check_cut(job.config)
 
 
 def _status(job: Job) -> str:
@@ -183,7 +184,7 @@ def _run_numbered(jobs: Sequence[Job], folder: str, _: Any) -> None:
 
 
 def _threads(config: RunConfig) -> int:
-    return config.runtime.threads or max(1, num_cores() // config.partition.num_stages)
+    return config.threads
 
 
 def _default_side_by_side(configs: Sequence[RunConfig]) -> int:

@@ -15,15 +15,19 @@ from adl_dist.schedule import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What a run decides about its arithmetic.
+    """The number formats and kernels of a run.
 
     Attributes:
-        dtype: of parameters and floating-point inputs.
-        autocast: of the operations that torch.autocast lowers, in forward and loss; None: all compute in ``dtype``.
-        wire_dtype: that wider activations and gradients are sent in between stages; None: as they are.
+        dtype: dtype of parameters and floating-point inputs.
+        autocast: dtype of the operations that torch.autocast lowers, in forward and loss; only ``torch.bfloat16``;
+            None: all compute in ``dtype``.
+        wire_dtype: dtype in which wider activations and gradients travel between stages; only ``torch.bfloat16``;
+            None: as they are.
         compile: whether torch.compile compiles each stage.
         tf32: whether a GPU may round float32 to 10 bits of mantissa in matrix products and convolutions.
-        cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest, on every run anew.
+        cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest; no seed repeats
+            that.
+        channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C].
     """
 
     dtype: torch.dtype = torch.float32
@@ -32,6 +36,7 @@ class Precision:
     compile: bool = False
     tf32: bool = False
     cudnn_benchmark: bool = False
+    channels_last: bool = False
 
     def check(self, method: Method) -> None:
         """Refuse what cannot be computed, or would not be what it says.
@@ -57,7 +62,7 @@ class Precision:
             )
 
     def autocasting(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-        """What forward and loss run in on ``device``, a fresh one each time."""
+        """Return what makes the context of a forward or a loss on ``device``."""
         # Around each call alone: what autocast remembers of lowered weights must not outlive an update.
         return nullcontext if self.autocast is None else partial(torch.autocast, device.type, dtype=self.autocast)
 
@@ -85,12 +90,13 @@ class Precision:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What two ranks, or a run and its continuation, must have in common."""
+        """The plain values that two ranks, or a run and its continuation, must have in common."""
         return {
             "dtype": _named(self.dtype),
             "autocast": _named(self.autocast),
             "wire_dtype": _named(self.wire_dtype),
             "tf32": self.tf32,
+            "channels_last": self.channels_last,
         }
 
 
@@ -99,7 +105,7 @@ def _named(dtype: torch.dtype | None) -> str | None:
 
 
 def to_channels_last(module: nn.Module) -> None:
-    """Store the weights of convolutions as [out, H, W, in]."""
+    """Store the weights of convolutions as [out, H, W, in], in place."""
     for parameter in module.parameters():
         if parameter.ndim == 4:  # the others have no such format
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,37 @@
+"""When to save, what to keep. No torch."""
+
+from dataclasses import dataclass
+
+from adl_dist.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPolicy:
+    """When a run saves, and which of its checkpoints it keeps.
+
+    Attributes:
+        every_epochs: save after so many epochs; 0: only at the end.
+        every_updates: also save after so many updates of an epoch, with an empty pipeline, which is part of what the
+            run computes; None: only between epochs.
+        keep: how many of the newest to keep.
+        keep_best: also keep the one with the best validation accuracy or, where there is none, loss.
+        background: train on while a checkpoint is being written; costs a copy of the state in host memory.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    every_epochs: int = 1
+    every_updates: int | None = None
+    keep: int = 2
+    keep_best: bool = False
+    background: bool = True
+
+    def __post_init__(self) -> None:
+        for key, value, least in (
+            ("checkpoint_every_epochs", self.every_epochs, 0),
+            ("checkpoint_every_updates", self.every_updates, 1),
+            ("keep_checkpoints", self.keep, 1),
+        ):
+            if value is not None and value < least:
+                raise ConfigError(f"runtime.{key} must be at least {least}, got {value}")

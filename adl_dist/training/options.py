@@ -1,0 +1,107 @@
+"""How a run is cut, run and shown, as the user asks for it. No torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from adl_dist.distributed.affinity import default_threads
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import downstream_first
+
+LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionSpec:
+    """How a model is cut into stages.
+
+    Attributes:
+        balance: ``even``; ``auto``: measured before the first step, once; the number of units of each stage; or the
+            names of the units where stages 1..K-1 begin.
+        granularity: ``layer``, also inside blocks, or ``block``; None: ``layer`` if ``balance`` is ``auto`` or names,
+            else ``block``.
+        speeds: speeds of the stages' devices relative to the one that measures; None: all equal.
+
+    Raises:
+        ConfigError: none of these.
+    """
+
+    balance: str | Sequence[int] | Sequence[str] = "even"
+    granularity: str | None = None
+    speeds: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        kinds = {type(entry) for entry in self.balance} if isinstance(self.balance, list | tuple) else set()
+        if self.balance not in ("even", "auto") and kinds not in ({int}, {str}):
+            raise ConfigError(
+                f"partition.balance={self.balance!r} is none of 'auto', 'even', a list of units per stage, like [3,2], "
+                "and a list of the units where stages 1.. begin, like [layer2.0]"
+            )
+        if self.speeds is not None and not self.is_measured:
+            raise ConfigError("partition.speeds weighs a measured cut; it needs partition.balance=auto")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether units are measured before the cut is made."""
+        return self.balance == "auto"
+
+    @property
+    def units(self) -> str:
+        """The granularity, settled: ``layer`` or ``block``."""
+        by_name = not isinstance(self.balance, str) and isinstance(self.balance[0], str)
+        return self.granularity or ("layer" if self.is_measured or by_name else "block")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """How the stages are run.
+
+    Attributes:
+        one_per_stage: one process per stage; None: if torchrun started this script.
+        device: ``cpu`` or ``cuda`` (the GPU of the local rank).
+        threads: threads of each process; None: cores / K, whether the stages share a process or not, because sums over
+            several threads round differently.
+        bind_cores: with one process per stage on CPUs, each computes on its own share of the node's cores, if there is
+            at least one for each.
+        timeout_seconds: how long to wait for one message of a peer.
+        handle_signals: at SIGTERM, SIGINT or SIGUSR1 empty the pipeline, save and return; at a second one end the
+            process. For the calling thread only if it is the main one.
+        pick_next: with all stages in one process, picks the stage that continues; any choice gives the same values.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    one_per_stage: bool | None = None
+    device: str = "cpu"
+    threads: int | None = None
+    bind_cores: bool = True
+    timeout_seconds: float = 300.0
+    handle_signals: bool = False
+    pick_next: Callable[[Sequence[int]], int] = downstream_first
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT:
+            raise ConfigError(
+                f"runtime.timeout_seconds must be above 0 and at most {LONGEST_TIMEOUT}, got {self.timeout_seconds}"
+            )
+
+    def num_threads(self, num_stages: int) -> int:
+        """Return the threads of each process."""
+        return self.threads or default_threads(num_stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Monitoring:
+    """What a run records and shows besides ``metrics.jsonl``.
+
+    Attributes:
+        tensorboard: write ``run_dir/tensorboard``.
+        trace: write ``run_dir/trace.json``, what each stage did and when, and the shares of its time.
+        memory: measure the most bytes of tensors that each stage's process held; slows the first updates.
+        quiet: no live line.
+    """
+
+    tensorboard: bool = True
+    trace: bool = False
+    memory: bool = False
+    quiet: bool = False

@@ -1,0 +1,50 @@
+"""The values that a trainer takes, from the names of their fields: for helpers that hand options on."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.schedule import Pipeline
+from adl_dist.stage import TrainSpec
+
+KINDS = {
+    "partition": adl_dist.PartitionSpec,
+    "precision": adl_dist.Precision,
+    "gradients": adl_dist.GradientPolicy,
+    "processes": adl_dist.ProcessOptions,
+    "timeouts": adl_dist.WatchdogTimeouts,
+    "checkpoints": adl_dist.CheckpointPolicy,
+    "monitoring": adl_dist.Monitoring,
+}
+
+
+def values(**options: Any) -> dict[str, Any]:
+    """Put each option into the value that has a field of its name; return the values, and all other options as given.
+
+    Example:
+        >>> values(epochs=2, quiet=True)
+        {'epochs': 2, 'monitoring': Monitoring(quiet=True)}
+    """
+    arguments = {}
+    for key, kind in KINDS.items():
+        own = {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
+        if own:
+            arguments[key] = kind(**own)
+    return arguments | options
+
+
+def spec_of(
+    K: int,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    *,
+    seed: int = 0,
+    **method: Any,
+) -> TrainSpec:
+    """Return how a stage of K is trained by ADL with the options of ``method``."""
+    pipeline = Pipeline(adl_dist.method("adl", **method), K)
+    return TrainSpec(pipeline=pipeline, loss_fn=loss_fn or nn.CrossEntropyLoss(), optimizer=optimizer, seed=seed)
