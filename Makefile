@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 help:
 	@echo "make train [ARGS='key=value ...']   train; by default digits as 2 processes: below a minute, once installed"
 	@echo "make test  [ARGS='-k name']         run the tests but those of the tiers below, JOBS=2 at a time"
-	@echo "make test-slow                      tests that start whole runs again and again; some minutes"
+	@echo "make test-slow                      other launchers, kills and signals, all sizes of each property; some minutes"
 	@echo "make test-zoo                       cut every classification network of torchvision: half an hour, 12 GB"
 	@echo "make test-long                      20,000 micro-batches: does memory stay flat? some minutes"
 	@echo "make test-fuzz                      strangers knock at every port of a run for a minute; some minutes"

@@ -1,11 +1,13 @@
-"""Carries out a schedule: for each action, do it. The only loop, and it holds no policy."""
+"""The loop that carries out a schedule, one action after the other. It holds no policy."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled
+from torch.profiler import record_function
 
 from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import RECEIVES
@@ -16,7 +18,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class BatchSource(Protocol):
-    """Where stage 0 takes its micro-batches from."""
+    """The source of stage 0's micro-batches."""
 
     def batches(
         self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0
@@ -25,19 +27,31 @@ class BatchSource(Protocol):
         ...
 
 
+class ActionLog(Protocol):
+    """The record of which stage did which action when."""
+
+    def begin(self, stage: int, action: Action) -> None:
+        """Note that ``stage`` begins ``action`` now."""
+        ...
+
+    def end(self) -> None:
+        """Note that the action begun last is done now."""
+        ...
+
+
 @dataclass
 class StageContext:
     """A stage with all that it touches during one segment.
 
     Attributes:
-        stage: does the mathematics.
-        receivers: by what arrives; see ``LINKS``.
-        senders: by what leaves.
+        stage: the mathematics.
+        receivers: the receiver of each kind of message that arrives; see ``LINKS``.
+        senders: the sender of each kind of message that leaves.
         work: what the stage does in this segment.
         last_of_groups: the micro-batches whose backward completes the gradients of a group.
         batches: (input, target) of each micro-batch in order; on stage 0 only.
         loss_grads: the weight of each micro-batch in its group; where there is a loss.
-        held: what one action leaves for the next, by what it is.
+        held: the tensors that one action leaves for the next, by kind.
         buffer: acts and target of earlier micro-batches, for replay.
     """
 
@@ -59,13 +73,13 @@ class StageContext:
         self.buffer.clear()
         for sender in self.senders.values():
             sender.open(work.sizes, training=training)
-        for what, receiver in self.receivers.items():
-            order = [a.number for a in work.actions if a.op in RECEIVES and RECEIVES[a.op].what == what]
-            from_upstream = what in ("act", "label")
+        for kind, receiver in self.receivers.items():
+            order = [a.number for a in work.actions if a.op in RECEIVES and RECEIVES[a.op].what == kind]
+            from_upstream = kind in ("act", "label")
             receiver.open(work.sizes_upstream if from_upstream else work.sizes, order, training=training)
 
     def shorten(self, num_micro_batches: int) -> None:
-        """Expect no more than the first ``num_micro_batches`` of the segment from the others."""
+        """Expect no more than the first ``num_micro_batches`` of the segment from the other stages."""
         for receiver in self.receivers.values():
             receiver.shorten(num_micro_batches)
 
@@ -75,10 +89,31 @@ class StageContext:
             sender.drain()
 
 
-def run(order: Iterable[tuple[int, Action]], contexts: Mapping[int, StageContext]) -> None:
-    """Execute (stage, action) in the order given: the list of one stage, or a replay of several."""
+def run(
+    order: Iterable[tuple[int, Action]],
+    contexts: Mapping[int, StageContext],
+    log: ActionLog | None = None,
+    on_update: Callable[[int, int], None] | None = None,
+) -> None:
+    """Execute (stage, action) in the order given: one stage's actions, or an interleaving of several stages.
+
+    If a torch profiler runs when this begins, each action is a range in its timeline, which also shows what a GPU does.
+
+    Args:
+        order: each action with its stage.
+        contexts: the stages by number, opened.
+        log: records when each action begins and ends.
+        on_update: called with (stage, group) after each update, between two actions.
+    """
+    log = log or _NoLog()
+    begin, end = log.begin, log.end
+    carry_out = _profiled_step if _profiler_enabled() else step
     for stage, action in order:
-        step(action, contexts[stage])
+        begin(stage, action)
+        carry_out(action, contexts[stage])
+        end()
+        if on_update is not None and action.op is Op.UPDATE:
+            on_update(stage, action.number)
 
 
 def step(action: Action, context: StageContext) -> None:
@@ -134,3 +169,16 @@ def step(action: Action, context: StageContext) -> None:
             held["act"], held["target"] = context.buffer[b]
         case Op.DROP:
             del context.buffer[b]
+
+
+def _profiled_step(action: Action, context: StageContext) -> None:
+    with record_function(f"stage {context.stage.index}: {action}"):
+        step(action, context)
+
+
+class _NoLog:
+    def begin(self, stage: int, action: Action) -> None:
+        pass
+
+    def end(self) -> None:
+        pass

@@ -10,11 +10,14 @@ AdlError
 ├── DivergedError     a loss or a gradient is not finite
 ├── ScheduleError     a list of actions cannot be carried out (a bug, never the user's fault)
 ├── ChannelError      a peer sent something else, too late, or nothing at all
-└── StageFailed       another process failed, and said why
+└── StageFailed       another process failed
 
 ConfigError to CheckpointError and DivergedError are the user's to fix and end a command with exit code 2. The cause of
 a ChannelError is in the peer's own log.
 """
+
+import logging
+import traceback
 
 
 class AdlError(Exception):
@@ -54,9 +57,15 @@ class SaveError(AdlError, RuntimeError):
 
 
 class DivergedError(AdlError, ArithmeticError):
-    """A loss or a gradient is not finite."""
+    """A loss or a gradient is not finite.
+
+    Attributes:
+        update: the update that it was computed for.
+        epoch: the epoch of that update, counted from 0.
+    """
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
+        self.stage, self.update, self.epoch = stage, update, epoch
         super().__init__(
             f"stage {stage}: {what} at update {update} (epoch {epoch}); the last checkpoint is kept. Lower "
             "optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the "
@@ -77,13 +86,21 @@ class ChannelError(AdlError, RuntimeError):
 
 
 class StageFailed(AdlError, RuntimeError):
-    """Another process failed. It tells the user why by itself, unless it is gone.
+    """Another process failed; the text is its error.
 
     Attributes:
-        is_victim: it failed for want of yet another one, of which nothing is known.
-        is_gone: it cannot say anything, since it has died or is stuck: rank 0 found it so and tells in its place.
+        is_victim: whether it failed only because yet another one did, of which nothing is known.
+        is_gone: whether it has died or is stuck, as rank 0 found.
     """
 
     def __init__(self, text: str, *, exit_code: int, is_victim: bool = False, is_gone: bool = False) -> None:
         super().__init__(text)
         self.exit_code, self.is_victim, self.is_gone = exit_code, is_victim, is_gone
+
+
+def describe(error: BaseException) -> str:
+    """Return the text for an error that was not raised on purpose: in one line, if its traceback is in a log."""
+    handlers = logging.getLogger("adl_dist").handlers
+    log = next((handler.baseFilename for handler in handlers if isinstance(handler, logging.FileHandler)), None)
+    where = f"the traceback is in {log}" if log else "".join(traceback.format_exception(error))
+    return f"unexpected {type(error).__name__}: {' '.join(str(error).split())}; {where}"

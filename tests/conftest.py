@@ -2,16 +2,20 @@
 
 import hypothesis
 import pytest
+import torch
 
 # The same examples in every run. A limit in wall-clock time would fail whenever something else has the cores, and
 # pytest-timeout ends what hangs.
 hypothesis.settings.register_profile("adl_dist", derandomize=True, database=None, deadline=None)
 hypothesis.settings.load_profile("adl_dist")
 
+# Trainers of tests have one thread, and sums over several round differently; of small tensors several take longer.
+torch.set_num_threads(1)
+
 LEFT_OUT = {
     "fuzz": "strangers for minutes: make test-fuzz",
     "long": "long runs take minutes: make test-long",
-    "slow": "starts whole runs again and again: make test-slow",
+    "slow": "another launcher, kill, signal or size: make test-slow",
     "slurm": "needs root and a SLURM cluster: make test-slurm",
     "zoo": "all of torchvision takes half an hour: make test-zoo",
 }

@@ -1,4 +1,4 @@
-"""The engine under 10,000 interleavings, with symbols in place of tensors: exact, and fast enough for so many."""
+"""The engine under thousands of interleavings, with symbols in place of tensors: exact, and fast enough for so many."""
 
 import math
 import weakref
@@ -18,6 +18,7 @@ from adl_dist.schedule.replay import at_random
 from adl_dist.stage import Stage
 from adl_dist.training.dry_run import dry_run
 from adl_dist.transport import Specs, TensorSpec
+from tests.support.tiers import slow
 from tests.support.values import spec_of
 
 
@@ -117,13 +118,29 @@ def final_weights(chosen, K, group_sizes, pick_next):
     return [contexts[k].stage.weights for k in range(K)]
 
 
-def test_ten_thousand_random_interleavings_give_the_same_values():
+@pytest.mark.parametrize("per_case", [250, slow(2500)])
+def test_random_interleavings_give_the_same_values(per_case):
+    """1,000 by default, 10,000 in make test-slow."""
     cases = [(2, 2, [2, 2, 1]), (3, 1, [1] * 6), (4, 3, [3, 3, 1]), (5, 2, [2, 2])]
     for K, M, group_sizes in cases:
         adl = method("adl", accumulation_steps=M)
         expected = final_weights(adl, K, group_sizes, at_random(0))
-        for seed in range(2500):
+        for seed in range(per_case):
             assert final_weights(adl, K, group_sizes, at_random(seed)) == expected, f"K={K} {group_sizes} seed={seed}"
+
+
+def test_each_action_is_a_range_of_a_running_torch_profiler():
+    adl = method("adl", accumulation_steps=2)
+    with torch.profiler.profile() as profiled:
+        final_weights(adl, 2, [2], at_random(0))
+    work = training_work(
+        Pipeline(adl, 2),
+        Segment(epoch=0, first_update=0, num_samples=2, micro_batch_size=1, accumulation_steps=2),
+        stages=range(2),
+        seed=0,
+    )
+    expected = [f"stage {k}: {action}" for k in range(2) for action in work[k].actions]
+    assert sorted(event.key for event in profiled.key_averages()) == sorted(expected)
 
 
 OTHERS = [(name, {}) for name in METHODS if name != "adl"] + [
@@ -136,7 +153,7 @@ OTHERS = [(name, {}) for name in METHODS if name != "adl"] + [
 
 
 @pytest.mark.parametrize(("name", "options"), OTHERS, ids=[" ".join([n, *map(str, o.values())]) for n, o in OTHERS])
-def test_every_method_gives_the_same_values_in_300_random_interleavings(name, options):
+def test_every_method_gives_the_same_values_in_any_order(name, options):
     chosen = method(name, **{"accumulation_steps": 3, **options})
     expected = final_weights(chosen, 4, [3, 3, 3, 1], at_random(0))
     for seed in range(300):
@@ -145,7 +162,7 @@ def test_every_method_gives_the_same_values_in_300_random_interleavings(name, op
 
 @settings(max_examples=200)
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 5), st.data())
-def test_any_interleaving_that_hypothesis_finds_gives_the_same_values(K, M, num_groups, data):
+def test_any_interleaving_of_hypothesis_gives_the_same_values(K, M, num_groups, data):
     adl, sizes = method("adl", accumulation_steps=M), [M] * (num_groups - 1) + [data.draw(st.integers(1, M))]
     got = final_weights(adl, K, sizes, lambda runnable: data.draw(st.sampled_from(list(runnable))))
     assert got == final_weights(adl, K, sizes, at_random(0))
@@ -220,7 +237,8 @@ def note(versions, stage):
 
 
 @pytest.mark.parametrize(("K", "M"), [(4, 1), (4, 2), (4, 4), (3, 3)])
-def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive_beside_the_present_one(K, M):
+def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive(K, M):
+    """At most ceil of delay over m weight copies are alive next to the present one."""
     delay = Pipeline(method("adl", accumulation_steps=M), K).delays[0]
     stage = conv_stage("stash")
     stage.begin(0, training=True)
@@ -238,7 +256,7 @@ def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive_beside_the_present
     assert most == math.ceil(delay / M) + 1
 
 
-def test_nothing_is_copied_where_nothing_is_in_flight_at_an_update():
+def test_nothing_is_copied_where_nothing_is_in_flight():
     stage = conv_stage("stash")
     stage.begin(0, training=True)
     before = list(stage.module.parameters())
@@ -281,7 +299,7 @@ def test_what_went_downstream_is_not_kept_for_the_backward():
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_a_segment_that_was_broken_off_leaves_no_gradient_to_the_next(weights):
+def test_a_broken_off_segment_leaves_no_gradient_to_the_next(weights):
     def updated(stage):
         stage.begin(0, training=True)
         stage.forward(0, (x,), None)
@@ -301,7 +319,7 @@ def test_a_segment_that_was_broken_off_leaves_no_gradient_to_the_next(weights):
     assert all(map(torch.equal, updated(broken_off), updated(fresh)))
 
 
-def test_dropout_is_a_function_of_seed_epoch_stage_and_micro_batch_alone():
+def test_dropout_depends_on_seed_epoch_stage_and_micro_batch():
     def masks(seed, epoch, index):
         stage = Stage(
             nn.Dropout(0.5),
@@ -319,7 +337,7 @@ def test_dropout_is_a_function_of_seed_epoch_stage_and_micro_batch_alone():
     assert not torch.equal(reference[0], reference[1])
 
 
-def test_a_module_that_starts_in_place_leaves_the_tensor_that_came_in_alone():
+def test_a_module_that_starts_in_place_leaves_its_input_alone():
     module, spec = nn.Sequential(nn.ReLU(inplace=True)), Specs.always([TensorSpec((2,), "float32")])
     found = dry_run(module, 1, spec, None, nn.CrossEntropyLoss(), torch.device("cpu"))
     stage = Stage(
@@ -337,7 +355,7 @@ def test_a_module_that_starts_in_place_leaves_the_tensor_that_came_in_alone():
     assert torch.equal(dx, torch.tensor([[0.0, 1.0]]))
 
 
-def test_a_parameter_used_twice_within_a_stage_stays_one_parameter():
+def test_a_parameter_used_twice_in_a_stage_stays_one_parameter():
     shared = nn.Linear(3, 3, bias=False).double()
     stage = Stage(
         nn.Sequential(shared, nn.Tanh(), shared),

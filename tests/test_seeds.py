@@ -8,7 +8,7 @@ import numpy as np
 from adl_dist.seeds import stream_seed, stream_seeds
 
 
-def test_a_stream_is_that_of_numpys_seed_sequence_over_seed_purpose_and_indices():
+def test_a_stream_is_that_of_numpys_seed_sequence():
     draw = random.Random(0)
     numbers = [0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63 - 1]
     for _ in range(2000):

@@ -1,1 +1,1 @@
-"""Checkpoints: folders on disk, what is in them, saving beside training."""
+"""Checkpoints: their folders and files, the state in them, saving while training continues."""

@@ -1,121 +1,132 @@
-"""Saves while training goes on: each process writes its part, and rank 0 makes a checkpoint of all parts.
+"""Saves while training continues: each process writes its part, and rank 0 makes a checkpoint of all parts.
 
 A part is copied at once, where the pipeline is empty, and written by a thread of its own. What rank 0 needs to know of
-it travels by RPC; no thread but the main one issues data-plane communication. A save that fails is told and leaves
-nothing behind: training and the older checkpoints are worth more than it.
+it travels as a :class:`PartReport`, by a callable that the control plane hands in; no thread but the main one issues
+data-plane communication. A save that fails is reported and leaves nothing behind: training and the older checkpoints
+are worth more than it.
 """
 
-import json
 import logging
 import queue
 import shutil
 import threading
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed.rpc as rpc
 from torch import Tensor
 
 from adl_dist.checkpoint import layout, storage
-from adl_dist.distributed.world import COORDINATOR_RANK, World, name_of
+from adl_dist.checkpoint.storage import Shard
 from adl_dist.errors import StageFailed
 from adl_dist.report import warn
 
 logger = logging.getLogger("adl_dist")
 
-# The names of the threads that save beside training: one writes the part of its process, one on rank 0 makes it whole.
+# The names of the threads that save: one writes the part of its process, one on rank 0 makes a checkpoint of all parts.
 SAVING, COMMITTING = "saving", "committing"
 LAST_SAVE_SECONDS = 60.0  # how long a run that ends with an error waits for the save that is under way
 
-_parts: "queue.SimpleQueue[str]" = queue.SimpleQueue()
 
+@dataclass(frozen=True, kw_only=True)
+class PartReport:
+    """The end of one process's part of a save.
 
-def _take_part(message: str) -> None:
-    _parts.put(message)
+    Attributes:
+        rank: the process.
+        token: the save; "" for a process that is gone.
+        files: names of the files written, with their sizes and checksums.
+        failure: why the part could not be written; "" if it was.
+        is_gone: whether the process has died, so that its part of any save will not come; ``failure`` names it.
+    """
 
-
-def report_gone(rank: int, text: str) -> None:
-    """On rank 0: tell the save that is under way, if there is one, that the part of ``rank`` will not come."""
-    _parts.put(json.dumps({"rank": rank, "gone": text}))
+    rank: int
+    token: str = ""
+    files: dict[str, Any] = field(default_factory=dict)
+    failure: str = ""
+    is_gone: bool = False
 
 
 class PartWriter:
-    """Writes what this process has of a checkpoint, and tells rank 0 when it is there."""
+    """The writer of this process's part of a checkpoint; it reports to rank 0 when the part is written."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, rank: int, report: Callable[[PartReport], None]) -> None:
+        """Write as ``rank``; ``report`` is called once per part, from any thread, and must not raise."""
+        self._rank, self._report = rank, report
 
-    def write(self, path: Path, state: Mapping[str, Tensor], *, token: str, background: bool) -> None:
-        """Write ``state``; if in the background, copy it and return.
+    def write(self, path: Path, shards: Mapping[str, Shard], *, token: str, background: bool) -> None:
+        """Write ``shards``; if in the background, copy them and return.
 
         Args:
             path: the unfinished checkpoint.
-            state: tensors of this process's stages, their own.
-            token: of this save.
-            background: whether ``state`` may change as soon as this returns.
+            shards: the state of this process's stages by name of the file; the tensors are the stages' own.
+            token: names this save.
+            background: whether tensors may change as soon as this returns.
         """
         if not background:
-            self._write(path, state, token)
+            self._write(path, shards, token)
             return
         try:
-            copy = _copied(state)
-        except Exception as error:  # of memory; torch raises errors of its own for it
-            self._tell_failure(path, token, error)
+            copy = _copied(shards)
+        except Exception as error:  # no memory, for which torch raises errors of its own
+            self._report_failure(path, token, error)
             return
         threading.Thread(target=self._write, args=(path, copy, token), name=SAVING, daemon=True).start()
 
-    def _write(self, path: Path, state: Mapping[str, Tensor], token: str) -> None:
+    def _write(self, path: Path, shards: Mapping[str, Shard], token: str) -> None:
         try:
-            files = storage.write(path, state, rank=self._world.rank)
-        except Exception as error:  # torch wraps those of the disk in its own
-            self._tell_failure(path, token, error)
+            files = storage.write(path, shards)
+        except Exception as error:
+            self._report_failure(path, token, error)
         else:
-            self._tell(path, token, files=files)
+            self._report(PartReport(rank=self._rank, token=token, files=files))
 
-    def _tell_failure(self, path: Path, token: str, error: Exception) -> None:
+    def _report_failure(self, path: Path, token: str, error: Exception) -> None:
         logger.error("%s could not be written", path, exc_info=error)
-        self._tell(path, token, failed=f"rank {self._world.rank}: {_reason(error)}")
+        self._report(PartReport(rank=self._rank, token=token, failure=f"rank {self._rank}: {_reason(error)}"))
 
-    def _tell(self, path: Path, token: str, **told: Any) -> None:
-        rank = self._world.rank
-        message = json.dumps({"token": token, "rank": rank, **told})
-        if rank == COORDINATOR_RANK:
-            _take_part(message)
-            return
-        try:
-            rpc.rpc_sync(name_of(COORDINATOR_RANK), _take_part, args=(message,))
-        except RuntimeError as error:
-            logger.warning("could not tell rank 0 that its part of %s is written: %s", path, _reason(error))
+
+class WriteParts(Protocol):
+    """Has every process write its part into ``path``; see :meth:`PartWriter.write`."""
+
+    def __call__(self, path: Path, *, token: str, background: bool) -> Collection[int]:
+        """Return the ranks that write; their reports reach :meth:`Saver.take_part`."""
+        ...
 
 
 class Saver:
-    """Rank 0's side: at most one save is under way, and it knows how the last one ended.
+    """Rank 0's side of saves: at most one is under way, and how the last one ended is known.
 
     Attributes:
-        failure: why the last save failed; None: it did not.
-        lost: the process that is gone without having written its part; None: there is none.
+        failure: why the last save failed; None: it did not fail.
+        lost: the process that has died without having written its part; None: none has.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_best: bool, background: bool) -> None:
         """Save into ``folder``.
 
         Args:
-            folder: of checkpoints.
-            keep: how many of the newest.
-            keep_best: the best one besides.
-            background: go on before it is written.
+            folder: holds the checkpoints.
+            keep: how many of the newest to keep.
+            keep_best: keep the best one as well.
+            background: return before a checkpoint is written.
         """
         self._folder, self._keep, self._keep_best, self._background = folder, keep, keep_best, background
+        self._parts: queue.SimpleQueue[PartReport] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
         self.failure: str | None = None
         self.lost: StageFailed | None = None
 
-    def save(self, call: Callable[..., list[dict[str, Any]]], manifest: Mapping[str, Any]) -> None:
-        """Save what the stages hold now; wait for the save before. ``call`` has every stage carry out a command."""
+    def take_part(self, part: PartReport) -> None:
+        """Take the report of one process; called by any thread."""
+        self._parts.put(part)
+
+    def save(self, write_parts: WriteParts, manifest: Mapping[str, Any]) -> None:
+        """Save what the stages hold now; wait for the save before."""
         self.wait()
         self._saved = self.failure = None
         try:
@@ -124,8 +135,7 @@ class Saver:
             self._fail(manifest, _reason(error))
             return
         token = uuid.uuid4().hex
-        results = call("save", path=str(path), token=token, background=self._background)
-        ranks = {result["rank"] for result in results}
+        ranks = write_parts(path, token=token, background=self._background)
         if self._background:
             arguments = (path, manifest, ranks, token)
             self._thread = threading.Thread(target=self._finish, args=arguments, name=COMMITTING, daemon=True)
@@ -134,7 +144,7 @@ class Saver:
             self._finish(path, manifest, ranks, token)
 
     def wait(self, seconds: float | None = None) -> Path | None:
-        """Wait until no save is under way, at most so long.
+        """Wait until no save is under way, at most ``seconds``.
 
         Returns:
             The checkpoint that the last one made; None: it failed, or there was none, or it is not done.
@@ -145,18 +155,18 @@ class Saver:
 
     def _finish(self, path: Path, manifest: Mapping[str, Any], ranks: Collection[int], token: str) -> None:
         try:
-            parts = _collected(ranks, token)  # of all, also if one failed: then nobody writes there any more
+            parts = self._collect(ranks, token)  # all, also if one failed: then no process writes there any more
         except StageFailed as error:
             # The others may still write there, so it stays until the next start. This run is over.
             self.lost = error
             self._fail(manifest, str(error))
             return
         try:
-            if failed := [part["failed"] for part in parts if "failed" in part]:
-                raise OSError("; ".join(failed))
-            files = {name: told for part in parts for name, told in part["files"].items()}
-            layout.check_sizes(path, files)  # first, because it tells a folder that is not shared as that
-            files |= storage.join(path, ranks)
+            if failures := [part.failure for part in parts if part.failure]:
+                raise OSError("; ".join(failures))
+            files = {name: digest for part in parts for name, digest in part.files.items()}
+            layout.check_sizes(path, files)  # first, because it reports a folder that is not shared as that
+            files |= storage.write_index(path, files)
             self._saved = layout.commit(path, manifest, files)
         except Exception as error:
             logger.exception("%s could not be completed", path)
@@ -169,47 +179,48 @@ class Saver:
         except OSError as error:
             warn(f"{self._folder}: an old checkpoint could not be removed: {_reason(error)}")
 
+    def _collect(self, ranks: Collection[int], token: str) -> list[PartReport]:
+        """Return the parts of all ``ranks``; raise StageFailed if one is gone before it has reported its own."""
+        parts: dict[int, PartReport] = {}
+        while len(parts) < len(ranks):
+            part = self._parts.get()
+            if part.is_gone:
+                if part.rank in ranks and part.rank not in parts:
+                    raise StageFailed(part.failure, exit_code=1, is_gone=True)
+            elif part.token == token:  # else of a save that an error has cut off
+                parts[part.rank] = part
+        return [parts[rank] for rank in sorted(parts)]
+
     def _fail(self, manifest: Mapping[str, Any], reason: str) -> None:
         self.failure = f"update {manifest['update']} could not be saved in {self._folder}: {reason}"
         warn(f"{self.failure}; the checkpoints before it are untouched")
 
 
-def _collected(ranks: Collection[int], token: str) -> list[dict[str, Any]]:
-    """The parts of all ``ranks``; raises StageFailed if one is gone before it has told of its own."""
-    parts: dict[int, dict[str, Any]] = {}
-    while len(parts) < len(ranks):
-        part = json.loads(_parts.get())
-        rank = part["rank"]
-        if "gone" in part:
-            if rank in ranks and rank not in parts:
-                raise StageFailed(part["gone"], exit_code=1, is_gone=True)
-        elif part["token"] == token:  # not of a save that an error has cut off
-            parts[rank] = part
-    return [parts[rank] for rank in sorted(parts)]
+def _copied(shards: Mapping[str, Shard]) -> dict[str, Shard]:
+    """Return copies on the CPU, complete when this returns."""
+    devices: set[torch.device] = set()
 
-
-def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU, complete when this returns."""
-    copies = {}
-    device = None
-    for key, tensor in state.items():
+    def copied(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
-            copies[key] = tensor.clone()
-        else:
-            device = tensor.device
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # which the GPU fills at full speed
-            copies[key] = host.copy_(tensor, non_blocking=True)
-    if device is not None:
+            return tensor.clone()
+        devices.add(tensor.device)
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # which the GPU fills at full speed
+        return host.copy_(tensor, non_blocking=True)
+
+    copies = {
+        file: replace(shard, tensors={name: copied(tensor) for name, tensor in shard.tensors.items()})
+        for file, shard in shards.items()
+    }
+    for device in devices:
         torch.cuda.current_stream(device).synchronize()
     return copies
 
 
 def _reason(error: BaseException) -> str:
-    """What the operating system said, if it is the cause; else the error itself."""
+    """Return what the operating system said, if it is the cause; else the error itself."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    told = cause or error
-    text = " ".join(str(told).split())
-    return text if isinstance(told, OSError) else f"{type(told).__name__}: {text}"
+    text = " ".join(str(cause or error).split())
+    return text if cause else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""What the position in a checkpoint refers to: whether a run may go on from it, and what it must say when it does."""
+"""Decide whether a run may continue from a checkpoint, and what it must report when it does."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ from adl_dist.schedule.run_plan import Plan
 
 
 def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
-    """What must be the same where a run goes on, but for ``total_updates``."""
+    """Return what must be the same where a run continues, except for ``total_updates``."""
     return {
         "num_samples": plan.num_samples,
         "micro_batch_size": plan.micro_batch_size,
@@ -20,24 +20,24 @@ def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
 
 
 def check_identity(path: Path, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
-    """Compare what :func:`identity_of` tells.
+    """Compare the identity of a checkpoint with that of this run; see :func:`identity_of`.
 
     Args:
         path: the checkpoint.
-        theirs: what its manifest tells.
-        mine: of this run.
+        theirs: the identity in its manifest.
+        mine: the identity of this run.
 
     Returns:
-        What its user should know; None: nothing.
+        A note for the user; None: there is nothing to say.
 
     Raises:
-        CheckpointError: it is of another run.
+        CheckpointError: the checkpoint belongs to another run.
     """
     for name, value in mine.items():
         if name != "total_updates" and theirs.get(name) != value:
             raise CheckpointError(
                 f"{path} is of another run: {name} is {theirs.get(name)} there and {value} here; give the run's own "
-                "data, batch size and optimizer, or start anew in another run_dir (init_from= takes its weights)"
+                "data, batch size and optimizer, or start a new run in another run_dir (init_from= takes its weights)"
             )
     if theirs.get("total_updates") == mine["total_updates"]:
         return None
@@ -48,13 +48,12 @@ def check_identity(path: Path, theirs: Mapping[str, Any], mine: Mapping[str, Any
 
 
 def partition_change_note(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
-    """What the user of a run that goes on with another cut should know; None: it is the same."""
-    # An older checkpoint does not say how it was cut.
+    """Return a note for the user of a run that continues with another cut; None: the cut is the same."""
     differing = [name for name in mine if name in theirs and theirs[name] != mine[name]]
     if not differing:
         return None
     shown = ", ".join(f"{name} was {theirs[name]} and is {mine[name]}" for name in differing)
     return (
-        f"the run goes on with another cut ({shown}); weights and optimizer state are carried over exactly, but "
+        f"the run continues with another cut ({shown}); weights and optimizer state are carried over exactly, but "
         "staleness and dropout streams are now those of the new cut, and values follow them"
     )

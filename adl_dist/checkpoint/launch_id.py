@@ -1,9 +1,9 @@
-"""Which launch a process belongs to: one command, with all that its launcher or scheduler starts again for it.
+"""Identify the launch: one user command including every restart of it.
 
-Whoever starts ranks again gives them the words of the first attempt. Were ``resume=never`` or ``resume=PATH`` among
-these, each restart would be refused, or go back. A run folder therefore tells which launch claimed it last, and that
-launch goes on from what it has saved there. (How often torchrun has started its ranks tells less: it also starts again
-what was refused; and a requeued job, or an agent in the place of a lost one, counts from 0.)
+A launcher restarts ranks with the arguments of the first attempt. With ``resume=never`` or ``resume=PATH`` among them
+each restart would be refused, or go back. A run folder therefore says which launch claimed it last, and that launch
+continues from what it has saved there. (torchrun's count of restarts says less: it also counts attempts that were
+refused; and a requeued job, or an agent in the place of a lost one, counts from 0.)
 """
 
 import os
@@ -17,18 +17,18 @@ UNNAMED = "none"  # torchrun's --rdzv-id where none is given: the same in all co
 
 
 def launch_id() -> str | None:
-    """The same in all attempts of one launch, and in no other launch; None: nobody starts this process again."""
+    """Return an id shared by all attempts of one launch and no other; None: this process is never restarted."""
     if LAUNCH_ID in os.environ:
         return os.environ[LAUNCH_ID]
-    told = os.environ.get("TORCHELASTIC_RUN_ID")
-    if told != UNNAMED:
-        return told
-    agent = os.getppid()  # it stays where it starts its ranks again; on several nodes each has one of its own
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id != UNNAMED:
+        return run_id
+    agent = os.getppid()  # it stays when it restarts its ranks; on several nodes each has one of its own
     return f"torchrun {machine()} {agent} {start_time(agent)}"
 
 
 def write_launch_id(folder: Path) -> None:
-    """Write down that this launch goes on in ``folder``.
+    """Write down that this launch continues the run in ``folder``.
 
     Raises:
         OSError: it cannot be written.
@@ -41,7 +41,7 @@ def write_launch_id(folder: Path) -> None:
 
 
 def is_this_launch(folder: Path) -> bool:
-    """Whether it was this launch that wrote there last."""
+    """Return whether it was this launch that wrote there last."""
     try:
         return (folder / FILE).read_text() == launch_id()
     except OSError:

@@ -1,12 +1,12 @@
-"""Checkpoints as files: complete or not there, and checked by content before anything goes on from them.
+"""Checkpoints as files: complete or not there, and verified by content before a run continues from them.
 
     checkpoints/update-00000042/     complete: it appears by one rename
         manifest.json                position, metrics, size and SHA-256 of every file, and a SHA-256 of itself
-        .metadata  __0_0.distcp ...  what torch.distributed.checkpoint writes; one file of tensors for each process
-    checkpoints/.saving-...          unfinished (.removing-...: half removed); gone at the next start
-    checkpoints/rejected-update-...  damaged, and passed over for an older one; kept for whoever wants to look
+        model-00001-of-00004.safetensors ...  tensors of stage 0, see :mod:`adl_dist.checkpoint.storage`
+    checkpoints/.saving-...          unfinished (.removing-...: half removed); removed at the next start
+    checkpoints/rejected-update-...  damaged, and passed over for an older one; kept for the user to look at
 
-What the tensors are is the matter of :mod:`adl_dist.checkpoint.state`.
+:mod:`adl_dist.checkpoint.state` says which tensors there are.
 """
 
 import hashlib
@@ -16,26 +16,40 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from adl_dist.checkpoint.io_progress import PIECE_BYTES, checksum_of, progress
 from adl_dist.errors import CheckpointError, UnusableError
 from adl_dist.report import warn
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer  # of collections.abc from Python 3.12 on
+    from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 # Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
 # "of" is what the position refers to: sizes of data and batches, length of the run, optimizer; and the cut.
 FIELDS = {"update": int, "epochs": int, "sample": int, "metrics": dict, "of": dict, "files": dict}
+# Large files are written and read in pieces of this size; a piece is on disk before the next one is written.
+PIECE_BYTES = 2**26
 
-Told = dict[str, Any]  # of one file: {"bytes", "sha256"}
+Digest = dict[str, Any]  # {"bytes", "sha256"} of a file
+
+
+class Progress:
+    """The number of pieces that this process has written and read, so that the watchdog sees a slow disk move."""
+
+    num_pieces = 0
+
+    def count(self) -> None:
+        """Add one. Threads need no lock: what matters is that the number changes."""
+        self.num_pieces += 1
+
+
+progress = Progress()
 
 
 class HashedFile(io.BufferedWriter):
-    """A new file that knows what was written to it, and is on disk once it is closed."""
+    """A new file that knows size and checksum of what was written to it, and is on disk once it is closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
@@ -59,7 +73,7 @@ class HashedFile(io.BufferedWriter):
         return view.nbytes
 
     def close(self) -> None:
-        """Close it when its content has reached the disk."""
+        """Close the file once its content has reached the disk."""
         if self.closed:
             return
         try:
@@ -74,48 +88,51 @@ class HashedFile(io.BufferedWriter):
         progress.count()
 
     @property
-    def told(self) -> Told:
+    def digest(self) -> Digest:
         """Size and checksum of what was written."""
         return {"bytes": self._size, "sha256": self._hash.hexdigest()}
 
 
 def place(folder: Path, update: int) -> Path:
-    """Where the complete checkpoint of ``update`` is."""
+    """Return where the complete checkpoint of ``update`` is."""
     return folder / f"update-{update:08d}"
 
 
 def begin(folder: Path, update: int) -> Path:
-    """A fresh place for an unfinished checkpoint of ``update``."""
+    """Make an empty folder for an unfinished checkpoint of ``update``."""
     path = folder / f".saving-{update:08d}"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
 
 
-def check_sizes(path: Path, files: Mapping[str, Told]) -> None:
-    """Look from here, on rank 0, at what all processes have written to ``path``.
+def check_sizes(path: Path, files: Mapping[str, Digest]) -> None:
+    """Compare, on rank 0, the files in ``path`` with what the processes that wrote them have reported.
 
     Raises:
-        OSError: a file is not what the process that wrote it has told.
+        OSError: a file is missing here, or has another size.
     """
-    for name, told in files.items():
-        if (there := _size(path / name)) != told["bytes"]:
+    for name, digest in files.items():
+        if (size := _size(path / name)) != digest["bytes"]:
             raise OSError(
-                f"{path / name} should hold {told['bytes']} bytes, found {there}; run_dir must lie on a file system "
+                f"{path / name} should hold {digest['bytes']} bytes, found {size}; run_dir must lie on a file system "
                 "that all nodes share"
             )
 
 
-def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Told]) -> Path:
+def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> Path:
     """Turn an unfinished checkpoint into a complete one by one rename.
 
     Args:
         path: from :func:`begin`, with all files in it; see :func:`check_sizes`.
         manifest: position and metrics.
-        files: what the process that wrote a file knows of it.
+        files: size and checksum of each file, from the process that wrote it.
+
+    Returns:
+        The complete checkpoint.
 
     Raises:
-        OSError: it could not be, and no complete checkpoint has changed.
+        OSError: it could not be completed; no complete checkpoint has changed.
     """
     text = {"format": FORMAT, **manifest, "files": dict(files)}
     with HashedFile(path / MANIFEST) as out:
@@ -133,13 +150,13 @@ def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Told]) -
     path.rename(final)
     try:
         _sync_folder(final.parent)
-    except OSError as error:  # whoever is told that it was not saved must not find it later
+    except OSError as error:  # to report that it was not saved would be wrong: it may well be found later
         warn(f"{final} is saved, but may not survive a power failure: its folder cannot be synced: {error.strerror}")
     return final
 
 
 def complete(folder: Path) -> list[Path]:
-    """All complete checkpoints in a ``checkpoints`` folder, oldest first."""
+    """Return all complete checkpoints in a ``checkpoints`` folder, oldest first."""
     return sorted(path for path in folder.glob("update-*") if path.is_dir())
 
 
@@ -149,19 +166,19 @@ def prune(folder: Path, *, keep: int, keep_best: bool) -> None:
     best = best_of(saved) if keep_best else None
     for path in saved[:-keep]:
         if path != best:
-            # Gone by one rename, as it came, so no reader finds half of it.
-            going = path.with_name(f".removing-{path.name}")
-            path.rename(going)
-            shutil.rmtree(going)
+            # It disappears by one rename, as it appeared, so no reader finds half of it.
+            hidden = path.with_name(f".removing-{path.name}")
+            path.rename(hidden)
+            shutil.rmtree(hidden)
 
 
 def best_of(saved: Sequence[Path]) -> Path | None:
-    """The one with the highest validation accuracy or, where there is none, the lowest loss; the newest of equals."""
+    """Return the checkpoint of highest validation accuracy, else of lowest loss; the newest of equals."""
     scores = {}
     for path in saved:
         try:
             metrics = read_manifest(path)["metrics"]
-        except (CheckpointError, OSError):  # damaged, or gone meanwhile
+        except (CheckpointError, OSError):  # damaged, or removed meanwhile
             continue
         if "validation_loss" in metrics:
             scores[path] = metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
@@ -169,7 +186,7 @@ def best_of(saved: Sequence[Path]) -> Path | None:
 
 
 def reject(path: Path) -> Path:
-    """Move a checkpoint out of the way, so that nothing takes it for a good one, and keep it."""
+    """Keep a checkpoint under a name by which nothing takes it for a good one; return its new place."""
     aside = path.with_name(f"rejected-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -186,8 +203,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Read a checkpoint's manifest and compare it with itself and with the sizes of the files.
 
     Raises:
-        UnusableError: damaged.
-        CheckpointError: not a checkpoint, or one of another format.
+        UnusableError: the checkpoint is damaged.
+        CheckpointError: ``path`` is not a checkpoint, or has another format.
     """
     try:
         text = (path / MANIFEST).read_bytes()
@@ -205,7 +222,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError) as error:
         raise damaged(path, f"its {MANIFEST} cannot be read ({error})") from None
     expected = manifest.pop("sha256", None)
-    is_as_written = expected is None or _checksum(manifest) == expected  # that of format 1 has none
+    is_as_written = expected is None or _checksum(manifest) == expected  # format 1 had no checksum
     if manifest.get("format", FORMAT) != FORMAT and is_as_written:
         raise CheckpointError(
             f"{path} has format {manifest.get('format')}; this version of adl_dist reads format {FORMAT}: use the "
@@ -214,28 +231,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
     for name, kind in FIELDS.items():
         if type(manifest.get(name)) is not kind:
             found = repr(manifest[name]) if name in manifest else "nothing"
-            raise damaged(path, f"its {MANIFEST} should tell '{name}' as {kind.__name__}, found {found}")
+            raise damaged(path, f"its {MANIFEST} should give '{name}' as {kind.__name__}, found {found}")
     if expected is None or not is_as_written:
-        raise damaged(path, f"its {MANIFEST} does not have the checksum that it tells")
-    for name, told in manifest["files"].items():
+        raise damaged(path, f"its {MANIFEST} does not have the checksum that it gives")
+    for name, digest in manifest["files"].items():
         if Path(name).name != name or name in ("", ".."):
             raise damaged(path, f"its {MANIFEST} names a file elsewhere, {name}")
-        if not isinstance(told, dict) or "bytes" not in told or not isinstance(told.get("sha256"), str):
-            raise damaged(path, f"its {MANIFEST} should tell 'bytes' and 'sha256' of {name}, found {told!r}")
-        if (there := _size(path / name)) != told["bytes"]:
-            raise damaged(path, f"{name} should hold {told['bytes']} bytes, found {there}")
+        if not isinstance(digest, dict) or "bytes" not in digest or not isinstance(digest.get("sha256"), str):
+            raise damaged(path, f"its {MANIFEST} should give 'bytes' and 'sha256' of {name}, found {digest!r}")
+        if (size := _size(path / name)) != digest["bytes"]:
+            raise damaged(path, f"{name} should hold {digest['bytes']} bytes, found {size}")
     return manifest
 
 
 def newest_whole(saved: Sequence[Path]) -> Path:
-    """The newest of ``saved`` whose manifest and sizes are in order, without reading it.
+    """Return the newest of ``saved`` whose manifest and file sizes are in order, without reading the files.
 
     Args:
         saved: complete checkpoints, oldest first; at least one.
 
     Raises:
-        UnusableError: of the newest, if none is.
-        CheckpointError: one is of another format.
+        UnusableError: none is; says what is wrong with the newest.
+        CheckpointError: one has another format.
     """
     errors = []
     for path in reversed(saved):
@@ -257,27 +274,35 @@ def verify(path: Path) -> dict[str, Any]:
         UnusableError, CheckpointError: see :func:`read_manifest`.
     """
     manifest = read_manifest(path)
-    for name, told in manifest["files"].items():
+    for name, digest in manifest["files"].items():
         try:
             with (path / name).open("rb") as file:
-                found = checksum_of(file)
+                checksum = _checksum_of(file)
         except OSError as error:
             raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
-        if found != told["sha256"]:
-            raise damaged(path, f"{name} should have the SHA-256 {told['sha256'][:12]}..., found {found[:12]}...")
+        if checksum != digest["sha256"]:
+            raise damaged(path, f"{name} should have the SHA-256 {digest['sha256'][:12]}..., found {checksum[:12]}...")
     return manifest
 
 
-def damaged(path: Path, what: str) -> UnusableError:
-    """The error that says so, and how to go on."""
+def damaged(path: Path, reason: str) -> UnusableError:
+    """Return the error that says why the checkpoint ``path`` cannot be used, and what to do."""
     others = [other.name for other in complete(path.parent) if other != path]
     way_out = (
-        f"{others[-1]} beside it may be good: train takes the newest good one with resume=auto, evaluate and export "
+        f"{others[-1]} next to it may be good: train takes the newest good one with resume=auto, evaluate and export "
         f"take checkpoint={path.parent / others[-1]}"
         if others
         else "start again with another run_dir"
     )
-    return UnusableError(f"{path} is damaged: {what}; {way_out}")
+    return UnusableError(f"{path} is damaged: {reason}; {way_out}")
+
+
+def _checksum_of(file: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while piece := file.read(PIECE_BYTES):
+        digest.update(piece)
+        progress.count()
+    return digest.hexdigest()
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

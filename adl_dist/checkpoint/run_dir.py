@@ -1,5 +1,6 @@
-"""The one folder that a run leaves behind, and whose run it is."""
+"""The one folder that a run leaves behind, and which run it belongs to."""
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -12,20 +13,22 @@ from typing import Any
 import yaml
 
 from adl_dist.checkpoint import launch_id, layout
-from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.report import tell, warn
+from adl_dist.report.files import write_atomically
 
 logger = logging.getLogger("adl_dist")
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
+DIVERGED = "diverged.json"
 LOCK = "lock"
 
-# What says where the model is cut: settings of the Python API, and keys of partition.* on the command line.
+# Settings that say where the model is cut, in the Python API and under partition.* on the command line.
 CUT = ("num_stages", "balance", "granularity", "speeds")
-# What may differ when a run goes on: how long, where, how it is watched, and how it is cut. (Another device, number of
-# threads or choice of kernels may move the last bits; a schedule that depends on the length of the run follows the new
-# length, and another cut has a staleness of its own: of these two the run says so.)
+# Settings that may differ when a run continues: its length and place, how it is watched, and how it is cut. (Another
+# device, number of threads or choice of kernels may move the last bits. A schedule that depends on the run's length
+# follows the new length, and another cut has a staleness of its own: these two the run reports.)
 FREE_TO_CHANGE = {
     *("run_dir", "resume", "init_from", "train.epochs", "train.max_updates"),
     *("data.root", "data.download", "data.num_workers"),
@@ -43,9 +46,10 @@ FREE_TO_CHANGE = {
 
 
 class RunFolder:
-    """Holds config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json, lock, and launch.
+    """The folder of config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json and locks.
 
-    Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl`` and the checkpoint's own files.
+    Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl``, the checkpoint's own files, and
+    ``diverged.json``, which the rank that has diverged writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,11 +61,11 @@ class RunFolder:
         """Refuse a folder that this run must not write to. Changes nothing, so every rank may call it.
 
         Args:
-            config: what defines the run, as plain nested values.
+            config: the settings that define the run, as plain nested values.
             resume: ``auto``, ``never``, or the path of a checkpoint.
 
         Returns:
-            What to resume: ``auto`` where this launch has saved before, which it was started again to go on from.
+            What to resume: ``auto`` if this launch has saved here before, since then it is a restart.
 
         Raises:
             ConfigError: the folder belongs to a run of another configuration.
@@ -74,7 +78,7 @@ class RunFolder:
         if resume == "never" and saved:
             raise CheckpointError(
                 f"run_dir={self.path} already holds a run ({saved[-1].name}) and resume=never would write over it; "
-                "use resume=auto to go on with it, or another run_dir"
+                "use resume=auto to continue it, or another run_dir"
             )
         if self.is_claimed:
             self._recognise(self.path / CONFIG, config)
@@ -87,11 +91,11 @@ class RunFolder:
             layout.read_manifest(Path(resume))
             if saved and Path(resume).resolve() != saved[-1].resolve():
                 raise CheckpointError(
-                    f"run_dir={self.path} holds {saved[-1].name}, and going on from resume={resume} would write "
-                    "over it; choose another run_dir to go on from there"
+                    f"run_dir={self.path} holds {saved[-1].name}, and continuing from resume={resume} would write "
+                    "over it; choose another run_dir to continue from there"
                 )
         elif saved:
-            # The content is for rank 0 to read, once. But where nothing is even whole, all can know it at once.
+            # Rank 0 reads the content, once. But where no checkpoint is even whole, all ranks find it out at once.
             layout.newest_whole(saved)
         return resume
 
@@ -107,10 +111,10 @@ class RunFolder:
             )
 
     def open(self, *, resume: str) -> list[Path]:
-        """Make the folder, keep others out, and say where to start from; on rank 0, after :meth:`check`.
+        """Make the folder, keep others out, and find out where to start from; on rank 0, after :meth:`check`.
 
         Returns:
-            The checkpoints to continue from, the first of them that is good; none for a fresh start.
+            The checkpoints of which the first good one is to be continued from; none for a fresh start.
 
         Raises:
             ConfigError: the folder cannot be made, or another process is training there.
@@ -127,14 +131,15 @@ class RunFolder:
         return [Path(resume)]
 
     def claim(self, config: Mapping[str, Any]) -> None:
-        """Write down whose run this is, and which launch goes on with it.
+        """Write down which run the folder belongs to, and which launch continues it.
 
         Raises:
             ConfigError: it cannot be written.
         """
         try:
             launch_id.write_launch_id(self.path)
-            _write(self.path / CONFIG, yaml.safe_dump(dict(config), sort_keys=False))
+            with write_atomically(self.path / CONFIG) as unfinished:
+                unfinished.write_text(yaml.safe_dump(dict(config), sort_keys=False))
         except OSError as error:
             raise ConfigError(
                 f"run_dir={self.path} cannot be written: {error.strerror}; make room, or choose another run_dir"
@@ -142,7 +147,7 @@ class RunFolder:
 
     @property
     def is_claimed(self) -> bool:
-        """Whether it says whose run it is."""
+        """Whether the folder says which run it belongs to."""
         return (self.path / CONFIG).is_file()
 
     def close(self) -> None:
@@ -153,7 +158,7 @@ class RunFolder:
 
     @property
     def summarised_updates(self) -> int | None:
-        """After how many updates the run of summary.json ended; None: there is none that can be read."""
+        """The number of updates after which the run of summary.json ended; None: no summary can be read."""
         try:
             return int(json.loads((self.path / SUMMARY).read_text())["updates"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -162,9 +167,16 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all; a disk that fails now must not make the run a failed one."""
         try:
-            _write(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+            with write_atomically(self.path / SUMMARY) as unfinished:
+                unfinished.write_text(json.dumps(summary, indent=1) + "\n")
         except OSError as error:
             warn(f"{self.path / SUMMARY} could not be written: {error.strerror}; the run itself is complete and saved")
+
+    def write_divergence(self, error: DivergedError) -> None:
+        """Write ``diverged.json``, which ``adl-dist compare`` reads; called by the rank that found the divergence."""
+        # A disk that fails now hides nothing: the error itself is reported anyway.
+        with contextlib.suppress(OSError), write_atomically(self.path / DIVERGED) as unfinished:
+            unfinished.write_text(json.dumps({"update": error.update, "epoch": error.epoch}) + "\n")
 
     def _recognise(self, known: Path, config: Mapping[str, Any]) -> None:
         try:
@@ -172,7 +184,7 @@ class RunFolder:
         except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(
-                f"{known} cannot be read ({reason}), so whose run this is cannot be told; choose another run_dir"
+                f"{known} cannot be read ({reason}), so it is unknown which run this is; choose another run_dir"
             ) from error
         mine = flatten(config)
         names = [n for n in sorted(mine.keys() | theirs.keys()) if n not in FREE_TO_CHANGE]
@@ -182,7 +194,7 @@ class RunFolder:
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise ConfigError(
                 f"run_dir={self.path} belongs to another run: {shown}{more}; choose another run_dir, "
-                "or give the run's own settings to go on with it"
+                "or give the run's own settings to continue it"
             )
 
 
@@ -198,7 +210,7 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to(path: Path | None) -> None:
-    """Send this process's log to a file of its own, and no longer to that of a run before; None: to none."""
+    """Send this process's log to the file ``path``, and no longer to that of an earlier run; None: to no file."""
     if path is not None:
         make_folder(path.parent)
     for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
@@ -219,7 +231,7 @@ def log_to(path: Path | None) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make ``path`` and what lies above it.
+    """Make the folder ``path`` and the folders above it.
 
     Raises:
         ConfigError: it cannot be made.
@@ -231,16 +243,16 @@ def make_folder(path: Path) -> None:
 
 
 def lock(folder: Path) -> int | None:
-    """Keep others out of ``folder``, on all nodes that share it.
+    """Lock ``folder`` against other processes, on all nodes that share it.
 
-    A file and not the folder itself: NFS has no locks of folders, where they would hold on one node only, and locks a
-    file only for who may write it. The file stays: were it removed, two could hold locks of two files of that name.
+    A file is locked and not the folder itself: NFS would lock a folder on one node only, and locks a file only for
+    those who may write it. The file stays: if it were removed, two processes could lock two files of that name.
 
     Returns:
-        What to close to let others in, which the kernel does when this process ends; None if somebody holds it.
+        The descriptor to close to unlock, which the kernel does when this process ends; None if it is locked.
 
     Raises:
-        ConfigError: the file system lets nobody lock.
+        ConfigError: the file system has no locks.
     """
     descriptor = None
     try:
@@ -258,20 +270,20 @@ def lock(folder: Path) -> int | None:
 
 
 def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
-    """The checkpoint that is wanted of a run.
+    """Return a checkpoint of a run.
 
     Args:
-        run_dir: of the run.
-        wanted: ``best`` by validation; the path of one, or of another run; None: the newest.
+        run_dir: the run's folder.
+        wanted: ``best`` by validation; the path of a checkpoint, or of another run; None: the newest.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such checkpoint.
     """
     if wanted == "best":
         best = layout.best_of(layout.complete(run_dir / "checkpoints"))
         if best is None:
             raise CheckpointError(
-                f"checkpoint=best: {run_dir} holds no checkpoint with a validation loss; leave it away for the newest"
+                f"checkpoint=best: {run_dir} holds no checkpoint with a validation loss; omit it for the newest"
             )
         return best
     path = Path(wanted or run_dir)
@@ -284,7 +296,7 @@ def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted names."""
+    """Return nested mappings as one, with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -292,9 +304,3 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.saving")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)

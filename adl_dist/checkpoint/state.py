@@ -1,19 +1,24 @@
-"""What is saved of the stages, under the uncut model's own names, and how it gets back into them.
+"""The state of the stages as tensors of a checkpoint, under names that do not depend on the cut, and back.
 
-How the model was cut leaves no trace in the tensors' names, see :mod:`adl_dist.checkpoint.stage_state`; the manifest
-tells it. Learning rates are not stored: a schedule is a function of the update index and of the cut in use.
+model-*        parameters and buffers, by the uncut model's names
+optimizer-*    `<parameter>.<key>` of the optimizer's state; what is no tensor there is JSON in the file's metadata
+heads-*        heads of local losses, by their prefixed names; the metadata says behind which unit each of them stands
+
+Only the names of the files depend on the cut, and the manifest says what it was. Learning rates are not stored: a
+schedule is a function of the update index and of the cut in use.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parameter import is_lazy
 
-from adl_dist.checkpoint import layout, stage_state, storage
+from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint.storage import HEADS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
 from adl_dist.stage import Stage
 
@@ -21,10 +26,10 @@ Signature = dict[str, list[int]]
 
 
 def signature(model: nn.Module) -> Signature:
-    """Names and shapes of all parameters and buffers of the uncut model.
+    """Return names and shapes of all parameters and buffers of the uncut model.
 
     Raises:
-        ConfigError: its state holds something that is no tensor.
+        ConfigError: its state holds something that cannot be saved.
     """
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
@@ -35,27 +40,44 @@ def signature(model: nn.Module) -> Signature:
             raise ConfigError(
                 f"{name} of the model's state is a {type(value).__name__}, no tensor, and cannot be saved"
             )
+        if reason := storage.why_unstorable(value):
+            raise ConfigError(f"{name} of the model cannot be saved: {reason}")
     return {name: list(tensor.shape) for name, tensor in state.items()}
 
 
-def state_of(stages: Iterable[Stage]) -> dict[str, Tensor]:
-    """All that is to be saved of this process's stages; the tensors are their own."""
-    return {key: value for stage in stages for key, value in stage_state.saved(stage).items()}
+def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
+    """Return all that is to be saved of this process's stages, by name of the file; the tensors are the stages' own.
+
+    Raises:
+        ConfigError: an optimizer remembers something that cannot be saved.
+    """
+    shards = {}
+    for stage in stages:
+        parts = {MODEL: Shard(stage.module.state_dict()), OPTIMIZER: _optimizer_state(stage)}
+        if stage.head is not None:
+            parts[HEADS] = Shard(_head_tensors(stage), {stage.head_prefix: _end_of(stage)})
+        for kind, shard in parts.items():
+            if shard.tensors or shard.metadata or kind == MODEL:
+                shards[storage.file_name(kind, stage.index, num_stages)] = shard
+    return shards
 
 
-def load(path: Path, stages: Iterable[Stage]) -> None:
+def load(path: Path, stages: Sequence[Stage]) -> None:
     """Read the state of this process's stages from a complete checkpoint, whatever cut wrote it.
 
     Raises:
         CheckpointError: it cannot be read, or holds local losses that do not fit.
     """
-    stages = list(stages)
-    stored = _stored(path)
-    stage_state.check_heads(path, stages, stored)
+    files = layout.read_manifest(path)["files"]
+    model, _ = storage.scan(path, MODEL, files)
+    optimizer, values = storage.scan(path, OPTIMIZER, files)
+    heads, places = storage.scan(path, HEADS, files)
+    _check_heads(path, stages, heads, places)
     with _explained(path):
-        state = stage_state.wanted(stages, stored)
-        storage.read(path, state)
-        stage_state.restore_optimizers(stages, state)
+        for stage in stages:
+            _fill(stage.module.state_dict(), model)
+            _fill(_head_tensors(stage), heads)
+            restore_optimizer(stage, optimizer, values)
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
@@ -64,14 +86,27 @@ def load_weights(path: Path, module: nn.Module) -> None:
     Raises:
         CheckpointError: it cannot be read.
     """
+    stored = _stored_model(path)
     with _explained(path):
-        storage.read(path, {f"model.{name}": tensor for name, tensor in module.state_dict().items()})
+        _fill(module.state_dict(), stored)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read all parameters and buffers of a complete checkpoint, after comparing it with its checksums.
+
+    Raises:
+        CheckpointError: it is damaged, or not a checkpoint.
+    """
+    layout.verify(path)
+    stored = _stored_model(path)
+    with _explained(path):
+        return dict(storage.read(stored))
 
 
 def newest_good(
     candidates: Sequence[Path], expected: Signature
 ) -> tuple[Path, dict[str, Any], list[tuple[Path, UnusableError]]]:
-    """The first of ``candidates`` that is whole and of this model. Changes nothing.
+    """Find the first of ``candidates`` that is whole and of this model; change nothing.
 
     Args:
         candidates: complete checkpoints, the newest first; at least one.
@@ -81,7 +116,7 @@ def newest_good(
         It, its manifest, and those before it with what is wrong with each.
 
     Raises:
-        CheckpointError: none is, or one is of another format.
+        CheckpointError: none is, or one has another format.
     """
     rejected: list[tuple[Path, UnusableError]] = []
     for path in candidates:
@@ -104,41 +139,123 @@ def check_signature(path: Path, expected: Signature) -> None:
     """Refuse a checkpoint of another model.
 
     Raises:
-        UnusableError: names the first parameter or buffer that differs.
+        UnusableError: names the first parameter or buffer that differs, or a file that cannot be read.
     """
-    stored = _stored(path)
-    found = {k.removeprefix("model."): list(v.size) for k, v in stored.items() if k.startswith("model.")}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            here, there = expected.get(name, "missing"), found.get(name, "missing")
+    saved = {name: stored.shape for name, stored in _stored_model(path).items()}
+    for name in sorted(expected.keys() | saved.keys()):
+        if expected.get(name) != saved.get(name):
             raise UnusableError(
-                f"{path} is of another model: {name} is {here} in this model and {there} in the checkpoint; "
-                "use the run's own model= and data=, or another run_dir"
+                f"{path} is of another model: {name} is {expected.get(name, 'missing')} in this model and "
+                f"{saved.get(name, 'missing')} in the checkpoint; use the run's own model= and data=, or another "
+                "run_dir"
             )
+
+
+def restore_optimizer(stage: Stage, tensors: Mapping[str, Stored], values: Mapping[str, str]) -> None:
+    """Give the optimizer of ``stage`` what was saved for its parameters, wherever they were then.
+
+    Args:
+        stage: the stage.
+        tensors: where the tensors of all optimizers' state are, by name.
+        values: what of the state is no tensor, as JSON, by name.
+    """
+    if stage.optimizer is None:
+        return
+    numbers = {id(p): n for n, p in enumerate(p for group in stage.optimizer.param_groups for p in group["params"])}
+    number_of = {name: numbers[id(p)] for name, p in _named_parameters(stage) if id(p) in numbers}
+    wanted = {key: stored for key, stored in tensors.items() if key.rpartition(".")[0] in number_of}
+    restored: dict[int, dict[str, Any]] = {}
+    plain = ((key, json.loads(text)) for key, text in values.items() if key.rpartition(".")[0] in number_of)
+    for key, value in (*storage.read(wanted), *plain):
+        name, _, state_key = key.rpartition(".")
+        restored.setdefault(number_of[name], {})[state_key] = value
+    # torch knows which state belongs on which device, and which counters stay on the CPU.
+    groups = stage.optimizer.state_dict()["param_groups"]
+    stage.optimizer.load_state_dict({"state": restored, "param_groups": groups})
+
+
+def _stored_model(path: Path) -> dict[str, Stored]:
+    return storage.scan(path, MODEL, layout.read_manifest(path)["files"])[0]
+
+
+def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
+    for name, tensor in tensors.items():
+        if name not in stored or stored[name].shape != list(tensor.shape):
+            shape = stored[name].shape if name in stored else "missing"
+            raise ValueError(f"{name} should have shape {list(tensor.shape)}, found {shape}")
+    for name, value in storage.read({name: stored[name] for name in tensors}):
+        tensors[name].copy_(value)
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong into one readable error."""
+    """Turn whatever goes wrong while tensors are restored into one readable error."""
     try:
         yield
-    except CheckpointException as failed:  # a BaseException, and it wraps the cause
-        cause = failed.failures[min(failed.failures)][0]
-        raise _unreadable(path, cause) from failed
-    except Exception as error:  # sizes and dtypes that no tensor can have, state that an optimizer refuses
-        raise _unreadable(path, error) from error
+    except Exception as error:  # a file that was changed meanwhile, state that an optimizer refuses
+        raise CheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}; an older checkpoint next "
+            "to it, if there is one, is untouched"
+        ) from error
 
 
-def _unreadable(path: Path, cause: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"{path} cannot be read: {type(cause).__name__}: {' '.join(str(cause).split())}; an older checkpoint beside "
-        "it, if there is one, is untouched"
-    )
+def _optimizer_state(stage: Stage) -> Shard:
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, str] = {}
+    states = {} if stage.optimizer is None else stage.optimizer.state
+    for parameter_name, parameter in stage.named_parameters():
+        for key, value in states.get(parameter, {}).items():
+            name = f"{parameter_name}.{key}"
+            if isinstance(value, Tensor):
+                tensors[name] = value
+                continue
+            try:
+                values[name] = json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{name} of the optimizer's state cannot be saved: {error}; expected tensors, numbers, and lists "
+                    "of numbers"
+                ) from None
+    return Shard(tensors, values)
 
 
-def _stored(path: Path) -> dict[str, Any]:
-    try:
-        return dict(storage.read_index(path / storage.INDEX).state_dict_metadata)
-    except Exception as error:  # what is no pickle, or not of an index, can raise anything
-        what = f"its {storage.INDEX} cannot be read ({type(error).__name__}: {error})"
-        raise layout.damaged(path, what) from None
+def _check_heads(path: Path, stages: Sequence[Stage], heads: Mapping[str, Stored], places: Mapping[str, str]) -> None:
+    """Refuse heads of another kind, and those that stood elsewhere, which may well have the same shapes.
+
+    Raises:
+        CheckpointError: names the first that does not fit.
+    """
+    misfits = [
+        f"{name} does not fit"
+        for stage in stages
+        for name, tensor in _head_tensors(stage).items()
+        if name not in heads or heads[name].shape != list(tensor.shape)
+    ]
+    for stage in (stage for stage in stages if stage.head is not None):
+        here = _end_of(stage)
+        if (saved := places.get(stage.head_prefix, here)) != here:
+            misfits.append(f"{stage.head_prefix} stood after {saved}, and would now stand after {here}")
+    if misfits:
+        raise CheckpointError(
+            f"{path} holds local losses of another cut or head ({misfits[0]}); continue with the partition and "
+            "method.head that it was made with, or start a new run with init_from= in another run_dir"
+        )
+
+
+def _head_tensors(stage: Stage) -> dict[str, Tensor]:
+    state = stage.head.state_dict() if stage.head is not None else {}
+    return {f"{stage.head_prefix}{name}": tensor for name, tensor in state.items()}
+
+
+def _end_of(stage: Stage) -> str:
+    """Return the unit of the uncut model behind which the head of ``stage`` stands."""
+    modules = [name for name, _ in stage.module.named_modules(remove_duplicate=False)]
+    # The stage of a traced model knows its units, some of which are no modules.
+    units: list[str] = getattr(stage.module, "unit_names", modules)
+    return units[-1]
+
+
+def _named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter by all its names: the cut decides under which of them its state was saved."""
+    yield from stage.named_parameters()
+    yield from stage.module.named_parameters(remove_duplicate=False)

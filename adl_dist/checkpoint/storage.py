@@ -1,193 +1,183 @@
-"""torch.distributed.checkpoint's files, written by each process alone and read without trusting a pickle.
+"""The tensors of a checkpoint as safetensors files, and the index by which other programs find them.
 
-Every stage's tensors are whole and its own, so there is nothing to plan together: each process writes its file and an
-index of it, and one of them joins the indexes. No collective is called, which a failing or slow disk could hold up.
-
-The indexes are pickles (torch 2.15). They are read with a list of what may be made of them; tensor data are read by
-``torch.load(weights_only=True)``, and other data are refused.
+A file holds the tensors of one stage and of one kind. Files are read by the safetensors library and written here, as
+its format prescribes: 8 bytes with the length of a JSON header, the header, the tensors. The library's own writers do
+not fit: `save_file` writes any number of bytes in one call, during which a slow disk looks like a dead one, and
+`serialize` copies all tensors and holds up the interpreter, and with it training, until it has.
 """
 
-import dataclasses
-import io
+import json
 import math
-import pickle
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from os import PathLike, fspath
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 
-from adl_dist.checkpoint.layout import HashedFile, Told
+from adl_dist.checkpoint.layout import Digest, HashedFile, damaged, progress
 
-INDEX = ".metadata"
-OF_DCP = "torch.distributed.checkpoint"
-# All that the index of a checkpoint of tensors consists of, besides dtypes.
-MAY_BE_MADE = {
-    *((f"{OF_DCP}.metadata", name) for name in ("Metadata", "StorageMeta", "MetadataIndex", "ChunkStorageMetadata")),
-    *((f"{OF_DCP}.metadata", name) for name in ("TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
-    (f"{OF_DCP}.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
+SUFFIX = ".safetensors"
+INDEX = f"model{SUFFIX}.index.json"
+MODEL, OPTIMIZER, HEADS = "model", "optimizer", "heads"
+# In the order in which the library puts them into a file: so every tensor begins at a multiple of the size of its
+# elements, and the file has the bytes that the library would write.
+CODES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
+ORDER = {dtype: place for place, dtype in enumerate(CODES)}
 
 
-def write(path: Path, state: Mapping[str, Tensor], *, rank: int) -> dict[str, Told]:
-    """Write the tensors of one process and their index, ``__{rank}_0.distcp`` and ``__{rank}.metadata``.
+@dataclass(frozen=True)
+class Shard:
+    """The content of one file: tensors by name, and text by name."""
+
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor of a checkpoint is, and how many bytes it has."""
+
+    file: Path
+    shape: list[int]
+    num_bytes: int
+
+
+def file_name(kind: str, stage: int, num_stages: int) -> str:
+    """Return the name of a stage's file of one kind; ``stage`` counts from 0, names count from 1."""
+    return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}{SUFFIX}"
+
+
+def why_unstorable(tensor: Tensor) -> str | None:
+    """Return why no safetensors file can hold ``tensor``; None: one can."""
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}, and safetensors files hold dense tensors only"
+    if tensor.dtype not in CODES:
+        return f"its dtype is {tensor.dtype}, which safetensors files cannot hold"
+    return None
+
+
+def write(path: Path, shards: Mapping[str, Shard]) -> dict[str, Digest]:
+    """Write files of a checkpoint.
+
+    Args:
+        path: the unfinished checkpoint.
+        shards: content by name of the file.
 
     Returns:
-        Size and checksum of the file of tensors.
+        Size and checksum of each file.
 
     Raises:
-        OSError, RuntimeError: they could not be written.
+        OSError: a file could not be written.
+        ValueError: a tensor is of a kind that no such file can hold.
     """
-    writer, planner = _Writer(path), dcp.DefaultSavePlanner()
-    planner.set_up_planner(dict(state), is_coordinator=True)
-    writer.set_up_storage_writer(True, rank=rank, use_collectives=False)
-    plans, index = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(index, [results])
-    return {name: told for name, told in writer.fs.told.items() if INDEX not in name}
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"{path}, which rank 0 has made, is not there; run_dir must lie on a file system that all nodes share"
+        )
+    return {name: write_file(path / name, shard) for name, shard in shards.items()}
 
 
-def join(path: Path, ranks: Collection[int]) -> dict[str, Told]:
-    """Make one index of those that the ranks have written.
+def write_file(path: Path, shard: Shard) -> Digest:
+    """Write one file; see :func:`write`."""
+    with HashedFile(path) as file:
+        for data in _encoded(shard):
+            file.write(data)
+    return file.digest
+
+
+def write_index(path: Path, files: Iterable[str]) -> dict[str, Digest]:
+    """Write the index that tells other programs which of ``files`` holds which parameter or buffer.
 
     Returns:
-        Size and checksum of it.
+        Size and checksum of the index.
 
     Raises:
         OSError: it could not be written.
+        UnusableError: one of the files cannot be read.
     """
-    parts = [path / f"__{rank}{INDEX}" for rank in sorted(ranks)]
-    indexes = [read_index(part) for part in parts]
-    joined = dataclasses.replace(
-        indexes[0],
-        state_dict_metadata=_union(index.state_dict_metadata for index in indexes),
-        planner_data=_union(index.planner_data for index in indexes),
-        storage_data=_union(index.storage_data for index in indexes),
-    )
+    tensors, _ = scan(path, MODEL, files)
+    index = {
+        "metadata": {"total_size": sum(stored.num_bytes for stored in tensors.values())},
+        "weight_map": {name: stored.file.name for name, stored in sorted(tensors.items())},
+    }
     with HashedFile(path / INDEX) as out:
-        pickle.dump(joined, out)
-    for part in parts:
-        part.unlink()
-    return {INDEX: out.told}
+        out.write(json.dumps(index, indent=1).encode())
+    return {INDEX: out.digest}
 
 
-def read(path: Path, state: dict[str, Tensor]) -> None:
-    """Fill the tensors of ``state`` from a complete checkpoint; those of this process alone.
+def scan(path: Path, kind: str, files: Iterable[str]) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Read the headers of all of ``files`` that are of one kind.
 
-    Raises:
-        CheckpointException: torch's, around whatever went wrong.
-    """
-    with warnings.catch_warnings():
-        # With no_dist=True one process reads alone, which is what is wanted.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=_Reader(path), planner=_TensorsOnly(), no_dist=True)
-
-
-def read_index(file: Path) -> Metadata:
-    """Read an index without making anything but an index of it.
+    Returns:
+        Where each tensor is, and all metadata.
 
     Raises:
-        Exception: a damaged or malicious one can raise any.
+        UnusableError: a file cannot be read; nothing was allocated for what its header promises.
     """
-    # From memory, because a file is read into as many bytes as the pickle says that it will need.
-    index = _Unpickler(io.BytesIO(file.read_bytes())).load()
-    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise pickle.UnpicklingError("it is no index")
-    told = 0
-    for name, entry in index.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise pickle.UnpicklingError(f"{name} is no tensor")
-        told += _num_bytes(name, entry)
-    # Who reads makes tensors of these sizes first.
-    if told > (there := sum(data.stat().st_size for data in file.parent.glob("*.distcp"))):
-        raise pickle.UnpicklingError(f"it tells of {told:,} bytes of tensors, and the files hold {there:,}")
-    for info in index.storage_data.values():
-        if Path(info.relative_path).name != info.relative_path:
-            raise pickle.UnpicklingError(f"it leads to {info.relative_path}")
-    return index
+    tensors: dict[str, Stored] = {}
+    metadata: dict[str, str] = {}
+    sizes = {code: dtype.itemsize for dtype, code in CODES.items()}
+    for file in (path / name for name in files if name.startswith(f"{kind}-")):
+        try:
+            # Not by mapping it into memory: a disk that fails would kill the process.
+            with safe_open(file, "pt", backend="pread") as content:
+                metadata |= content.metadata() or {}
+                for name in content.keys():  # noqa: SIM118 (no mapping)
+                    part = content.get_slice(name)
+                    shape = part.get_shape()
+                    tensors[name] = Stored(file, shape, math.prod(shape) * sizes[part.get_dtype()])
+        except (SafetensorError, OSError, KeyError) as error:
+            raise damaged(path, f"{file.name} cannot be read ({type(error).__name__}: {error})") from error
+    return tensors, metadata
 
 
-def _union(parts: Iterable[Mapping[Any, Any]]) -> dict[Any, Any]:
-    return {key: value for part in parts for key, value in part.items()}
+def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+    """Read tensors, one after the other, into memory of their own; each file is opened once.
 
-
-def _num_bytes(name: str, entry: TensorStorageMetadata) -> int:
-    size, dtype = entry.size, entry.properties.dtype
-    if not isinstance(size, torch.Size) or not isinstance(dtype, torch.dtype) or any(length < 0 for length in size):
-        raise pickle.UnpicklingError(f"{name} has size {size} and dtype {dtype}, which no tensor has")
-    return math.prod(size) * dtype.itemsize
-
-
-class _Unpickler(pickle._Unpickler):
-    """Makes an index and changes nothing that was there before.
-
-    Python's, not C's, so that instructions can be refused; nor does its memory grow with the numbers in a pickle.
+    Raises:
+        SafetensorError, OSError: one cannot be read.
     """
-
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # would make as many bytes as it says
-
-    def _build(self) -> None:
-        """Give attributes to the parts of an index alone: a class or a member of an enumeration is everybody's."""
-        if not dataclasses.is_dataclass(type(self.stack[-2])):
-            raise pickle.UnpicklingError(f"it changes {self.stack[-2]!r}")
-        pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
-
-    dispatch[pickle.BUILD[0]] = _build
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in MAY_BE_MADE:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint of tensors needs")
+    for file in sorted({stored.file for stored in tensors.values()}):
+        with safe_open(file, "pt", backend="pread") as content:
+            for name in (name for name, stored in tensors.items() if stored.file == file):
+                yield name, content.get_tensor(name)
+                progress.count()
 
 
-class _Files(FileSystem):
-    """The local files, hashed while they are written."""
-
-    def __init__(self) -> None:
-        self.told: dict[str, Told] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        assert mode == "wb"
-        with HashedFile(Path(path)) as stream:
-            yield stream
-        self.told[Path(fspath(path)).name] = stream.told
-
-    def exists(self, path: str | PathLike[str]) -> bool:
-        return False  # the folder is new; what torch would warn of there is the index of another rank
-
-
-class _Writer(dcp.FileSystemWriter):
-    def __init__(self, path: Path) -> None:
-        # The files sync themselves. To copy ahead would need a stream, which in this thread is that of GPU 0.
-        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
-        self.fs: _Files = _Files()
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # not the place where it was written
-
-
-class _Reader(dcp.FileSystemReader):
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return read_index(Path(self.path) / INDEX)
-
-
-class _TensorsOnly(dcp.DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # torch's own would unpickle them.
-        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
+def _encoded(shard: Shard) -> Iterator[bytes | memoryview]:
+    for name, tensor in shard.tensors.items():
+        if reason := why_unstorable(tensor):
+            raise ValueError(f"{name} cannot be saved: {reason}")
+    tensors = sorted(shard.tensors.items(), key=lambda item: (ORDER[item[1].dtype], item[0]))
+    header: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **shard.metadata}.items()))}
+    end = 0
+    for name, tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in tensors:
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        yield plain.reshape(-1).view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""The flags of commands that take more than settings. No torch."""
+"""Parse the flags of commands that take more than settings. No torch."""
 
 import argparse
 from typing import NoReturn
@@ -7,10 +7,10 @@ from adl_dist.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, whose refusals are the project's: one line, exit code 2."""
+    """An argparse parser that refuses as the project does: one line, exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse.
+        """Refuse the command line.
 
         Raises:
             ConfigError: always.

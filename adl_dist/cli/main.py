@@ -7,12 +7,11 @@ import logging
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 
 from adl_dist.distributed.parent_process import end_with_launcher, end_with_torchrun
-from adl_dist.errors import AdlError, ConfigError
+from adl_dist.errors import AdlError, ConfigError, describe
 
 USAGE = """\
 adl-dist COMMAND [KEY=VALUE ...]
@@ -20,21 +19,20 @@ adl-dist COMMAND [KEY=VALUE ...]
   train       train; every key has a default, so `adl-dist train` runs as it is
   evaluate    evaluate a checkpoint:       adl-dist evaluate run_dir=runs/NAME
   export      write one plain state_dict:  adl-dist export run_dir=runs/NAME out=model.pt
+  compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
   bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
   status      what a running job is at:    adl-dist status runs/NAME [--json]
   checkpoint  have it save now:            adl-dist checkpoint runs/NAME
   stop        have it save now and end:    adl-dist stop runs/NAME
-  launch      submit a run to SLURM:       adl-dist launch slurm --nodes 2 --processes-per-node 4 model=resnet56
 
 adl-dist train --help lists the keys, also those of another method: adl-dist train --help method=fr
 adl-dist train --multirun KEY=A,B runs all combinations and compares them
+On SLURM: sbatch launch/slurm.sbatch KEY=VALUE ... from a checkout
 adl-dist schedule --help lists its flags: pictures, JSON, predicted speed
 Under torchrun, `python -m adl_dist train ...` is one rank of K.
 """
-
-_ANOTHER_TELLS_WITHIN_SECONDS = 10.0
 
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file nobody listens, and logging would then print tracebacks on standard error by itself.
@@ -42,7 +40,7 @@ logger.addHandler(logging.NullHandler())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 done, 2 the user can mend it, 1 a peer or we failed, 75 stopped, 130 interrupted."""
+    """Run one command and exit: 0 done, 2 the user can fix it, 1 a peer or we failed, 75 stopped, 130 interrupted."""
     ending: list[int] = []
     if arguments is None:
         atexit.register(_end_without_clearing_up, ending)  # first, so that it comes after what others register
@@ -51,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Read when torch is loaded: its networking layers narrate, with stack traces, what they also raise.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())  # as `python -m adl_dist` does: the user's _target_ lies beside the command
+        sys.path.insert(
+            0, os.getcwd()
+        )  # as `python -m adl_dist` does: the user's _target_ lies where the command is called
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
     _flush()
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _end_without_clearing_up(code: Sequence[int]) -> None:
     """End a process that is done: for Python to take torch's modules apart costs a third of what loading them has."""
-    if code:  # else it ends by an error of our own, which is Python's to tell
+    if code:  # else it ends by an error of our own, which Python prints
         logging.shutdown()
         _flush()
         os._exit(code[0])
@@ -74,7 +74,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # nobody reads it any more, and Python itself would fail over it at its end
+        except (OSError, ValueError):  # its reader is gone, and Python itself would fail over it at its end
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -84,7 +84,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.write(USAGE)
         return 0 if words else 2
     command = _commands().get(words[0])
-    if command and words[0] not in ("train", "schedule", "plan", "bench", "launch") and {"-h", "--help"} & set(words):
+    if command and words[0] not in ("train", "schedule", "plan", "bench") and {"-h", "--help"} & set(words):
         sys.stdout.write(USAGE)
         return 0
     try:
@@ -94,10 +94,11 @@ def _run(words: list[str]) -> int:
         return 0
     except AdlError as error:
         logger.error("%s\n%s", error, traceback.format_exc())
-        _tell(error)
+        prefix = "" if os.environ.get("RANK", "0") == "0" else _rank()
+        _print_error(f"error: {prefix}{' '.join(str(error).split())}")
         return error.exit_code
     except KeyboardInterrupt:
-        way_on = "; the same command goes on from the last checkpoint" if words[0] == "train" else ""
+        way_on = "; the same command resumes from the last checkpoint" if words[0] == "train" else ""
         sys.stderr.write(f"\nadl-dist: interrupted{way_on}\n")
         return 128 + signal.SIGINT
     except SystemExit as done:
@@ -106,39 +107,26 @@ def _run(words: list[str]) -> int:
         return 1
     except Exception as error:
         logger.error("unexpected: %s", traceback.format_exc())
-        where = _log_file()
-        detail = f"the traceback is in {where}" if where else traceback.format_exc()
-        said = " ".join(str(error).split())
-        sys.stderr.write(f"adl-dist: {_rank()}unexpected {type(error).__name__}: {said}; {detail}\n")
+        _print_error(f"{_rank()}{describe(error)}")
         return 1
 
 
-def _tell(error: AdlError) -> None:
-    where = ""
+def _print_error(text: str) -> None:
+    """Print what ends this command; of several ranks one does."""
     if "RANK" in os.environ:  # else it need not wait for torch
-        from adl_dist.cli.train import is_left_to_rank_0, is_told_elsewhere
+        from adl_dist.distributed import print_turn
 
-        is_told, is_rank_0s = is_told_elsewhere(error), is_left_to_rank_0(error) and os.environ["RANK"] != "0"
-        if is_told or is_rank_0s:
-            # The launcher, torchrun or ours, ends all ranks as soon as one has failed, so the one that tells has to be
-            # the first. Where there is none nobody is ended, and who need not tell need not wait.
-            try:
-                time.sleep(_ANOTHER_TELLS_WITHIN_SECONDS if is_rank_0s or "TORCHELASTIC_RUN_ID" in os.environ else 0)
-            except KeyboardInterrupt:
-                return
-            if is_told:
-                return
-            where = _rank()  # that has found what rank 0 has not, or finds rank 0 unable to tell
-    text = " ".join(str(error).split())
-    sys.stderr.write(f"adl-dist: error: {where}{text}\n")
+        with contextlib.suppress(KeyboardInterrupt):
+            if print_turn.is_mine():
+                sys.stderr.write(f"adl-dist: {text}\n")
+                _flush()
+                print_turn.announce(printed=True)
+        return
+    sys.stderr.write(f"adl-dist: {text}\n")
 
 
 def _rank() -> str:
     return f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-
-
-def _log_file() -> str | None:
-    return next((h.baseFilename for h in logger.handlers if isinstance(h, logging.FileHandler)), None)
 
 
 def _commands() -> dict[str, Callable[[list[str]], None]]:
@@ -146,13 +134,13 @@ def _commands() -> dict[str, Callable[[list[str]], None]]:
         "train": _late("train", "train"),
         "evaluate": _late("train", "evaluate"),
         "export": _late("train", "export"),
+        "compare": _late("compare", "compare"),
         "schedule": _late("schedule", "schedule"),
         "plan": _late("plan.command", "plan"),
         "bench": _late("bench.command", "bench"),
         "status": _late("status", "status"),
         "checkpoint": _late("status", "checkpoint"),
         "stop": _late("status", "stop"),
-        "launch": _late("slurm", "launch"),
     }
 
 

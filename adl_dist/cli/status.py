@@ -1,4 +1,4 @@
-"""``adl-dist status``, ``checkpoint`` and ``stop``: what a running job is asked from outside. No torch."""
+"""``adl-dist status``, ``checkpoint`` and ``stop``: requests to a running job from outside. No torch."""
 
 import json
 import sys
@@ -9,33 +9,32 @@ from typing import Any
 from adl_dist.control.requests import Ask
 from adl_dist.control.run_socket import ask_run
 from adl_dist.errors import ConfigError
+from adl_dist.report.tables import text_table
 
 HEAD = ("stage", "host:pid", "epoch", "update", "micro-batch", "images/s", "busy", "staleness", "memory", "now")
 
 
 def status(words: list[str]) -> None:
-    """``adl-dist status RUN_DIR [--json]``: what each stage is at."""
+    """Run ``adl-dist status RUN_DIR [--json]``: print what each stage does."""
     as_json = "--json" in words
     answer = ask_run(_run_dir("status", [word for word in words if word != "--json"], more=" [--json]"), "status")
     _say(json.dumps(answer) if as_json else table(answer))
 
 
 def checkpoint(words: list[str]) -> None:
-    """``adl-dist checkpoint RUN_DIR``: save now, and go on."""
+    """Run ``adl-dist checkpoint RUN_DIR``: save now, and continue."""
     _say(str(ask_run(_run_dir("checkpoint", words), Ask.CHECKPOINT.value)["done"]))
 
 
 def stop(words: list[str]) -> None:
-    """``adl-dist stop RUN_DIR``: save now, and end."""
+    """Run ``adl-dist stop RUN_DIR``: save now, and end."""
     _say(str(ask_run(_run_dir("stop", words), Ask.STOP.value)["done"]))
 
 
 def table(answer: Mapping[str, Any]) -> str:
-    """The answer to ``status``, one line per stage."""
+    """Format the answer to ``status``, one line per stage."""
     rows = [HEAD, *(_row(stage) for stage in answer["stages"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, f"coordinator  {answer['coordinator']}"])
+    return "\n".join([*text_table(rows), f"coordinator  {answer['coordinator']}"])
 
 
 def _row(stage: Mapping[str, Any]) -> Sequence[str]:

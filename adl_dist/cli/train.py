@@ -1,6 +1,5 @@
 """What each command does."""
 
-import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,26 +8,26 @@ from typing import Any
 
 import torch
 
+from adl_dist.checkpoint import storage
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
+from adl_dist.checkpoint.storage import Shard
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run, known_run, print_keys, simple_options
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.control.run_socket import remove_stale
-from adl_dist.distributed import parent_process
+from adl_dist.distributed import parent_process, print_turn
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import AdlError, CheckpointError, StageFailed
+from adl_dist.errors import CheckpointError, DivergedError
 from adl_dist.launch.local import launch_local
 from adl_dist.report import final_table, tell
-
-_setting_up = True  # until this rank meets the others, all ranks find the same errors
+from adl_dist.report.files import write_atomically
 
 
 def train(words: list[str]) -> None:
     """``adl-dist train``: as one rank, as the parent of K ranks, all in one process, or as the parent of a sweep."""
-    global _setting_up
     if "--help" in words or "-h" in words:
         print_keys([word for word in words if word not in ("--help", "-h")])
         return
@@ -54,22 +53,26 @@ def train(words: list[str]) -> None:
         finally:
             remove_stale(Path(config.run_dir))
     trainer = instantiate.trainer(config, handle_signals=not parent_process.is_part_of_more())
-    _setting_up = False
+    print_turn.announce(printed=False)
     train_data, val_data = instantiate.build_data(config) if trainer.needs_data else (None, None)
-    summary = trainer.fit(
-        train_data,
-        epochs=config.train.epochs,
-        batch_size=config.train.batch_size,
-        val_dataset=val_data,
-        run_dir=config.run_dir,
-        resume=config.resume,
-        max_updates=config.train.max_updates,
-        shuffle=config.data.get("shuffle", True),
-        num_workers=config.data.get("num_workers", 0),
-        checkpoints=config.runtime.checkpoints,
-        monitoring=config.runtime.monitoring,
-        config=plain,
-    )
+    try:
+        summary = trainer.fit(
+            train_data,
+            epochs=config.train.epochs,
+            batch_size=config.train.batch_size,
+            val_dataset=val_data,
+            run_dir=config.run_dir,
+            resume=config.resume,
+            max_updates=config.train.max_updates,
+            shuffle=config.data.get("shuffle", True),
+            num_workers=config.data.get("num_workers", 0),
+            checkpoints=config.runtime.checkpoints,
+            monitoring=config.runtime.monitoring,
+            config=plain,
+        )
+    except DivergedError as error:
+        RunFolder(Path(config.run_dir)).write_divergence(error)
+        raise
     if launched_rank() == 0:
         _say(_ending(summary, config.run_dir))
     if "stopped" in summary:
@@ -91,9 +94,9 @@ def evaluate(words: list[str]) -> None:
 
 
 def export(words: list[str]) -> None:
-    """``adl-dist export``: one plain state_dict with the uncut model's own names."""
+    """``adl-dist export``: one plain state_dict with the uncut model's own names, as safetensors or for torch.load."""
     options = simple_options(
-        words, command="export", required={"run_dir": "runs/NAME", "out": "model.pt"}, optional=["checkpoint"]
+        words, command="export", required={"run_dir": "runs/NAME", "out": "model.safetensors"}, optional=["checkpoint"]
     )
     out = Path(options["out"])
     if os.path.lexists(out):
@@ -105,16 +108,18 @@ def export(words: list[str]) -> None:
     trainer = instantiate.evaluator(config)
     trainer.load_checkpoint(path)
     state = trainer.full_state_dict()
-    unfinished = out.with_name(f".{out.name}.saving")
     try:
-        with unfinished.open("wb") as file:
-            torch.save(state, file)
-        unfinished.rename(out)
+        with write_atomically(out) as unfinished:
+            unfinished.unlink(missing_ok=True)  # from an export that was killed
+            if out.suffix == storage.SUFFIX:
+                storage.write_file(unfinished, Shard(state))
+            else:
+                with unfinished.open("wb") as file:
+                    torch.save(state, file)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
-    _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict(torch.load('{out}')) takes them")
+    loader = "safetensors.torch.load_file" if out.suffix == storage.SUFFIX else "torch.load"
+    _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
 
 
 def _known_run_here(run_dir: Path) -> RunConfig:
@@ -137,27 +142,11 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
         tell(
             sys.stderr,
             f"adl-dist: stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}; saved "
-            f"{stopped['checkpoint']}; the same command goes on{note if stopped['drain_changed_result'] else ''}\n",
+            f"{stopped['checkpoint']}; the same command resumes it{note if stopped['drain_changed_result'] else ''}\n",
         )
     if launched_world_size() is None:
         raise SystemExit(parent_process.STOPPED_CODE)
     parent_process.flag_stopped()
-
-
-def is_told_elsewhere(error: AdlError) -> bool:
-    """Whether another rank tells the user what ``error`` says: the one that failed."""
-    return launched_world_size() is not None and isinstance(error, StageFailed) and not error.is_gone
-
-
-def is_left_to_rank_0(error: AdlError) -> bool:
-    """Whether rank 0 should tell, and another only if it does not.
-
-    So it is with what all ranks find by themselves while they set up, and with a rank that is gone, which rank 0 has
-    found so, and which may be rank 0: it hangs, and others cannot see that.
-    """
-    if launched_world_size() is None:
-        return False
-    return _setting_up or (isinstance(error, StageFailed) and error.is_gone)
 
 
 def _ending(summary: Mapping[str, Any], run_dir: str) -> str:

@@ -1,4 +1,4 @@
-"""Decides what all stages do next. It sees them as a crew and knows nothing of where they are."""
+"""The coordinator: decides what all stages do next. It sees them as a group and knows nothing of where they are."""
 
 import logging
 import math
@@ -9,14 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from adl_dist.checkpoint import layout, state
-from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, Saver
+from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport, Saver
 from adl_dist.checkpoint.compatibility import check_identity, identity_of, partition_change_note
 from adl_dist.checkpoint.run_dir import RunFolder
+from adl_dist.control.group import WorkerGroup
+from adl_dist.control.messages import (
+    Done,
+    Evaluate,
+    EvaluateResult,
+    Load,
+    Record,
+    Save,
+    Summary,
+    Trace,
+    TraceResult,
+    Train,
+    TrainResult,
+)
 from adl_dist.control.requests import Ask, Request, Requests
-from adl_dist.control.rpc import Record, Result, WorkerGroup
 from adl_dist.control.totals import RunTotals
-from adl_dist.errors import DivergedError, SaveError
-from adl_dist.monitor.chrome_trace import TRACE, merge_parts
+from adl_dist.errors import DivergedError, SaveError, StageFailed
+from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.schedule.run_plan import Plan
 
@@ -30,9 +43,18 @@ LEAVES_TRACE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Where and how often to save, and from what to go on. ``every_epochs`` = 0: only at the end. ``cut``: as made.
+    """How a run is saved and resumed.
 
-    With ``trace`` the stages record what they do, and it is written down at the end.
+    Attributes:
+        folder: the run folder.
+        config: what the folder is recognised by when it is used again.
+        resume: the checkpoint to resume from: ``auto``, ``never`` or a path.
+        every_epochs: epochs between two checkpoints; 0: only at the end.
+        saver: makes the checkpoints.
+        signature: the model's tensors.
+        optimizer: the name of its class.
+        cut: the partition, as made.
+        trace: whether the stages record what they do, to be written at the end.
     """
 
     folder: RunFolder
@@ -47,11 +69,10 @@ class Saving:
 
 
 class Coordinator:
-    """Trains epoch by epoch: segment, evaluation, checkpoint. In between it does what is asked for from outside."""
+    """Trains epoch by epoch: segment, evaluation, checkpoint. In between it carries out requests from outside."""
 
     def __init__(
         self,
-        workers: WorkerGroup,
         plan: Plan,
         *,
         saving: Saving | None,
@@ -60,11 +81,11 @@ class Coordinator:
         requests: Requests | None = None,
         drain_changes_result: bool = False,
     ) -> None:
-        """Take the workers; ``drain_changes_result``: whether draining where ``plan`` does not changes values."""
-        self._crew, self._plan, self._saving = workers, plan, saving
+        """Prepare; ``drain_changes_result``: whether draining where ``plan`` does not changes values."""
+        self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
-        self._requests, self._drains_leave_traces = requests or Requests(), drain_changes_result
-        # Where the run stands: whole epochs done, samples of the next one done, updates done.
+        self._requests, self._drain_changes_result = requests or Requests(), drain_changes_result
+        # The position of the run: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
         self._last_epoch = self._last_stage = 0
         self._saved_at: int | None = None
@@ -72,19 +93,30 @@ class Coordinator:
         self._metrics: dict[str, Any] = {}
         self._totals = RunTotals()
 
-    def train(self) -> Result:
-        """Run to the end and return the summary."""
+    def train(self, workers: WorkerGroup) -> Summary:
+        """Train to the end and return the summary."""
+        self._workers = workers
         try:
             return self._train()
         except BaseException as error:
             if self._saving is not None:
                 # A process that is gone, which is what makes victims, will not write its part either.
-                is_gone = getattr(error, "is_victim", False) or getattr(error, "is_gone", False)
-                self._saving.saver.wait(1.0 if is_gone else LAST_SAVE_SECONDS)
+                is_lost = isinstance(error, StageFailed) and (error.is_victim or error.is_gone)
+                self._saving.saver.wait(1.0 if is_lost else LAST_SAVE_SECONDS)
             raise
 
-    def _train(self) -> Result:
-        started, origin = time.monotonic(), time.perf_counter()
+    def take_record(self, record: Record) -> None:
+        """Write down a record of a stage, and show it; called in the thread that trains."""
+        self._recorder.write(record)
+        self._progress.update(record)
+
+    def take_part(self, part: PartReport) -> None:
+        """Hand the report of a process on its part of a save to the save; called by any thread."""
+        if self._saving is not None:
+            self._saving.saver.take_part(part)
+
+    def _train(self) -> Summary:
+        started, origin = time.monotonic(), Instant.now()
         try:
             self._resume()
             stopped = None
@@ -97,8 +129,8 @@ class Coordinator:
                     self._save()
                 stopped = self._carry_out_requests()
         finally:
-            self._requests.answer(self._requests.take(), f"the run has ended, at update {self._update}", failed=True)
-        summary: Result = {
+            self._requests.close(f"the run has ended, at update {self._update}")
+        summary: Summary = {
             **self._metrics,
             "epochs": self._epoch,
             "updates": self._update,
@@ -106,15 +138,16 @@ class Coordinator:
             **self._totals.summary(),
             **({"stopped": stopped} if stopped else {}),
         }
-        # That of a run that is over is kept, for it tells of the training; but it may be missing, or of an earlier end.
+        # The summary of a run that was over is kept, with its training times; it may be missing or of an earlier end.
         if self._saving and (self._totals.num_samples or self._saving.folder.summarised_updates != self._update):
             self._saving.folder.write_summary(summary)
         if self._saving and self._saving.trace and self._totals.num_samples:
             self._write_trace(self._saving.folder.path, origin)
         return summary
 
-    def evaluate(self) -> Result:
+    def evaluate(self, workers: WorkerGroup) -> Summary:
         """Evaluate the present weights and return accuracy and loss."""
+        self._workers = workers
         self._evaluate()
         return self._metrics
 
@@ -127,12 +160,12 @@ class Coordinator:
         every = self._saving.every_epochs if self._saving else 0
         return self._plan.ends_at(self._sample) and (self._sample > 0 or (every > 0 and self._epoch % every == 0))
 
-    def _carry_out_requests(self) -> Result | None:
+    def _carry_out_requests(self) -> dict[str, Any] | None:
         """Save, with the pipeline empty, if that was asked for; return where the run stops if it was asked to."""
         if not (asked := self._requests.take()):
             return None
         why = [request.why for request in asked if request.what is Ask.STOP]
-        drain_changed_result = not self._is_over and self._drains_leave_traces and not self._plan.ends_at(self._sample)
+        drain_changed_result = not self._is_over and self._drain_changes_result and not self._plan.ends_at(self._sample)
         if drain_changed_result and not why:
             self._record("checkpoint/drain_changed_result", 1.0)
             self._note(f"a checkpoint was asked for; {LEAVES_TRACE.format(update=self._update)}")
@@ -164,7 +197,7 @@ class Coordinator:
         if self._saving is not None:
             candidates = self._saving.folder.open(resume=self._saving.resume)
             if candidates:
-                path = self._go_on_from(candidates, self._saving)
+                path = self._load_newest(candidates, self._saving)
             # Only now that all stages agree and the checkpoint has been read: a start that failed must not stand in
             # the way of the corrected command. A run that is over keeps the settings that it was made with.
             if not (self._is_over and self._saving.folder.is_claimed):
@@ -173,28 +206,28 @@ class Coordinator:
         if path is not None:
             self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
 
-    def _go_on_from(self, candidates: Sequence[Path], saving: Saving) -> Path:
+    def _load_newest(self, candidates: Sequence[Path], saving: Saving) -> Path:
         path, manifest, rejected = state.newest_good(candidates, saving.signature)
         note = check_identity(path, manifest["of"], identity_of(self._plan, saving.optimizer))
-        self._crew.call("load", path=str(path), update=manifest["update"])
+        self._workers.call(Load(str(path), manifest["update"]), Done)
         self._note(note)
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
         if not self._is_over:
             self._note(partition_change_note(manifest["of"].get("cut", {}), saving.cut))
         for bad, error in rejected:
-            warn(f"{error}; going on from {path.name}, {bad.name} is kept as {layout.reject(bad).name}")
+            warn(f"{error}; resuming from {path.name}; {bad.name} is kept as {layout.reject(bad).name}")
         return path
 
     def _train_one(self) -> None:
         self._metrics = {}  # of weights that are no more; a checkpoint or summary must not take them for its own
         segment = self._plan.segment(self._epoch, self._sample, self._update)
-        goes_on = self._sample > 0 and self._totals.num_samples > 0  # with an epoch that this process has begun
+        goes_on = self._sample > 0 and self._totals.num_samples > 0  # this process has begun the epoch
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
         start = time.perf_counter()
-        results = self._crew.call("train", **vars(segment))
+        results = self._workers.call(Train(segment), TrainResult)
         seconds = time.perf_counter() - start
-        (num_updates,) = {result["num_updates"] for result in results}  # fewer if something was asked for meanwhile
+        (num_updates,) = {result.num_updates for result in results}  # fewer if it was ended early
         segment = segment.first_updates(num_updates)
         self._sample += segment.num_samples
         self._update += segment.num_updates
@@ -203,23 +236,21 @@ class Coordinator:
         self._last_epoch = segment.epoch
         self._totals.add(segment, results, seconds)
         for result in results:
-            stage = result["stage"]
-            self._record("stage/busy_share", result["busy_seconds"] / result["seconds"], stage=stage)
-            self._record("stage/peak_memory", result["peak_memory_bytes"], unit="bytes", stage=stage)
+            self._record("stage/busy_share", result.busy_seconds / result.seconds, stage=result.stage)
+            self._record("stage/peak_memory", result.peak_memory_bytes, unit="bytes", stage=result.stage)
         self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
 
     def _evaluate(self) -> None:
         if not self._plan.num_validation:
             self._progress.end(None, None)
             return
-        results = self._crew.call(
-            "evaluate", num_samples=self._plan.num_validation, micro_batch_size=self._plan.micro_batch_size
-        )
-        last, self._last_stage = results[-1], results[-1]["stage"]
-        assert last["num_samples"] == self._plan.num_validation, "every sample is evaluated exactly once"
-        self._metrics = {"validation_loss": last["loss_sum"] / last["num_samples"]}
-        if "num_correct" in last:
-            self._metrics["validation_accuracy"] = last["num_correct"] / last["num_samples"]
+        command = Evaluate(self._plan.num_validation, self._plan.micro_batch_size)
+        last = self._workers.call(command, EvaluateResult)[-1]
+        self._last_stage = last.stage
+        assert last.num_samples == self._plan.num_validation, "every sample is evaluated exactly once"
+        self._metrics = {"validation_loss": last.loss_sum / last.num_samples}
+        if last.num_correct is not None:
+            self._metrics["validation_accuracy"] = last.num_correct / last.num_samples
         for name, value in self._metrics.items():
             self._record(name.replace("_", "/"), value)
         self._progress.end(self._metrics["validation_loss"], self._metrics.get("validation_accuracy"))
@@ -244,10 +275,13 @@ class Coordinator:
         }
         saver = self._saving.saver
         self._finish_saving(saver)
-        saver.save(self._crew.call, manifest)
+        saver.save(self._write_parts, manifest)
         self._saved_at = self._update
         if self._is_over:
             self._finish_last_save(saver, "training is over, but its last weights are lost")
+
+    def _write_parts(self, path: Path, *, token: str, background: bool) -> set[int]:
+        return {result.rank for result in self._workers.call(Save(str(path), token, background), Done)}
 
     def _finish_saving(self, saver: Saver) -> Path | None:
         path = saver.wait()
@@ -262,13 +296,13 @@ class Coordinator:
         path = self._finish_saving(saver)
         if saver.failure is not None:
             raise SaveError(
-                f"{saver.failure}; {so}. Make room, or mend what is wrong; the same command goes on from the newest "
+                f"{saver.failure}; {so}. Make room, or fix what is wrong; the same command resumes from the newest "
                 "checkpoint"
             )
         return path
 
-    def _write_trace(self, run_dir: Path, origin: float) -> None:
-        results = self._crew.call("write_trace", run_dir=str(run_dir), origin=origin)
+    def _write_trace(self, run_dir: Path, origin: Instant) -> None:
+        results = [dict(result.part) for result in self._workers.call(Trace(str(run_dir), origin), TraceResult)]
         try:
             path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
         except OSError as error:
@@ -288,9 +322,3 @@ class Coordinator:
     def _record(self, name: str, value: float, **more: Any) -> None:
         where = {"update": self._update - 1, "epoch": self._last_epoch}
         self._recorder.write({"name": name, "value": value, **where, **more})
-
-
-def record_to(recorder: Recorder, progress: Progress, record: Record) -> None:
-    """Take one record from a stage: write it down and show it."""
-    recorder.write(record)
-    progress.update(record)

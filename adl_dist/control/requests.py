@@ -1,4 +1,4 @@
-"""What is asked of a running job from outside, by a signal or over its socket. Held on rank 0."""
+"""What is asked of a running job from outside, by a signal or over its socket. Held on rank 0. No torch."""
 
 import enum
 import threading
@@ -10,24 +10,24 @@ from adl_dist.errors import AdlError
 
 
 class Ask(enum.Enum):
-    """What can be asked. Both empty the pipeline and save; ``STOP`` ends the run then."""
+    """The two requests. Both empty the pipeline and save; ``STOP`` then ends the run."""
 
     CHECKPOINT = "checkpoint"
     STOP = "stop"
 
 
 class NotDoneError(AdlError, RuntimeError):
-    """What was asked of a run has not been done; it says why."""
+    """A request to a run has not been carried out; the text says why."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One thing asked.
+    """One request.
 
     Attributes:
-        what: is wanted.
-        why: who asked, for messages: ``SIGTERM``, ``adl-dist stop``.
-        done: the path of the checkpoint once it is there; or :class:`NotDoneError`.
+        what: what is wanted.
+        why: its origin, for messages: ``SIGTERM``, ``adl-dist stop``.
+        done: the path of the checkpoint once it is saved; or :class:`NotDoneError`.
     """
 
     what: Ask
@@ -36,35 +36,45 @@ class Request:
 
 
 class Requests:
-    """Taken by the coordinator where the pipeline is empty; asked by any thread."""
+    """The open requests of one job: put by any thread, taken by the coordinator where the pipeline is empty."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: list[Request] = []
+        self._closed = ""
 
     def ask(self, what: Ask, why: str) -> "Future[str]":
         """Ask for ``what``; return at once."""
         request = Request(what, why)
         with self._lock:
-            self._open.append(request)
+            if not self._closed:
+                self._open.append(request)
+        if self._closed:
+            self.answer([request], self._closed, failed=True)
         return request.done
 
     @property
     def any_open(self) -> bool:
-        """Whether something has been asked and not yet been taken."""
+        """Whether there is a request that has not been taken."""
         return bool(self._open)
 
     def take(self) -> list[Request]:
-        """All that has been asked since the last time, oldest first."""
+        """Take all requests since the last time, oldest first."""
         with self._lock:
             taken, self._open = self._open, []
         return taken
 
+    def close(self, why: str) -> None:
+        """Answer all requests, and those that are yet to come, that they are not carried out."""
+        with self._lock:
+            self._closed = why
+        self.answer(self.take(), why, failed=True)
+
     @staticmethod
-    def answer(taken: Iterable[Request], said: str, *, failed: bool = False) -> None:
-        """Tell those who asked; ``failed``: that it has not been done, and why."""
+    def answer(taken: Iterable[Request], text: str, *, failed: bool = False) -> None:
+        """Answer requests; ``failed``: they have not been carried out, and ``text`` says why."""
         for request in taken:
             if failed:
-                request.done.set_exception(NotDoneError(said))
+                request.done.set_exception(NotDoneError(text))
             else:
-                request.done.set_result(said)
+                request.done.set_result(text)

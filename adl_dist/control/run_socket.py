@@ -51,7 +51,7 @@ class LiveControl:
         self._server: _Server | None = None
 
     def start(self) -> None:
-        """Listen, if the run folder lets us and no other run listens there; training goes on without it otherwise."""
+        """Listen, if the run folder lets us and no other run listens there; else training continues without it."""
         try:
             self._folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             # The socket that is there may be that of a run which was killed, or of one that trains here now.
@@ -68,13 +68,13 @@ class LiveControl:
         ).start()
 
     def close(self) -> None:
-        """Listen no more, and leave no file."""
+        """Stop listening, and remove the socket file."""
         self._over.set()
-        # The doctor may close it too, when it ends the job.
+        # The watchdog may close it too, when it ends the job.
         (server, self._server), (folder, self._folder) = (self._server, None), (self._folder, None)
         if server is not None:
             try:
-                self._path.unlink(missing_ok=True)  # first: whoever sees the file may connect
+                self._path.unlink(missing_ok=True)  # first: a client that sees the file may connect
             finally:
                 server.shutdown()
                 server.server_close()
@@ -118,7 +118,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """An answer is due while inside."""
+        """Count an answer as due while inside."""
         with self._answered:
             self._num_due += 1
         try:
@@ -142,7 +142,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             os.umask(umask)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that fails is nobody's concern but its own."""
+        """Log that a client failed; no other client is affected."""
         logger.info("a client of live control failed", exc_info=True)
 
 
@@ -214,7 +214,7 @@ def ask_run(run_dir: Path, ask: str) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"run_dir={run_dir}: no run is training there on this machine ({_reason(path, error)}); mend the path, or "
+            f"run_dir={run_dir}: no run is training there on this machine ({_reason(path, error)}); check the path, or "
             "ask on the machine of its rank 0"
         ) from None
     if not line:

@@ -1,153 +1,122 @@
-"""What stands beside a job while it runs: beacons in all processes, on rank 0 the doctor and live control."""
+"""Supervision of a running job: on rank 0 the watchdog and the run's socket, elsewhere the heartbeat monitor."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from adl_dist.checkpoint import async_save
-from adl_dist.control import reports
-from adl_dist.control.requests import Requests
-from adl_dist.control.rpc import Record, Result, Worker, WorkerGroup
+from adl_dist.checkpoint.async_save import PartReport
+from adl_dist.control.group import Policy, TrackedGroup
+from adl_dist.control.messages import Failure, Report
+from adl_dist.control.rpc import ControlPlane
 from adl_dist.control.run_socket import LiveControl
-from adl_dist.distributed.world import COORDINATOR_RANK, World
-from adl_dist.monitor.activity import ActivityRecorder, user_frame
-from adl_dist.monitor.heartbeat import HeartbeatMonitor, activate, deactivate
+from adl_dist.distributed.world import COORDINATOR_RANK
+from adl_dist.monitor.activity import ActivityLog
+from adl_dist.monitor.heartbeat import HeartbeatMonitor
 from adl_dist.monitor.status import CoordinatorStatus, RankStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.watchdog import Watchdog
 
 
 class Supervisor:
-    """Over one job, in one of its processes."""
+    """The supervision of one job in one of its processes.
+
+    Attributes:
+        group: the stages as the coordinator commands them; None: it has not begun.
+    """
 
     def __init__(
         self,
-        world: World,
-        beacon: ActivityRecorder,
-        limits: WatchdogTimeouts,
+        plane: ControlPlane,
+        activity: ActivityLog,
+        timeouts: WatchdogTimeouts,
         *,
         run_dir: Path | None,
-        requests: Requests,
+        policy: Policy,
     ) -> None:
-        """Prepare; see :meth:`kept`.
+        """Prepare; see :meth:`running`.
 
         Args:
-            world: of all processes.
-            beacon: of this one.
-            limits: of a standstill.
-            run_dir: where live control listens; None: nowhere.
-            requests: where it puts what it is asked.
+            plane: this process's way to the others.
+            activity: what this process does.
+            timeouts: how long nothing may move.
+            run_dir: where the run's socket is; None: nowhere.
+            policy: the coordinator.
         """
-        self._world, self._beacon, self._limits = world, beacon, limits
-        self._crew: _TrackedGroup | None = None
-        self._live = LiveControl(run_dir, self._status, requests) if run_dir is not None else None
-        self._doctor: Watchdog | None = None
+        self._plane, self._policy, self._activity, self._timeouts = plane, policy, activity, timeouts
+        self.group: TrackedGroup | None = None
+        self._watchdog = Watchdog(
+            plane.world.size,
+            plane,
+            activity,
+            self._coordination,
+            timeouts,
+            on_gone=self._report_gone,
+            on_end=self._close,
+        )
+        self._live: LiveControl | None = None
+        if run_dir is not None and plane.world.rank == COORDINATOR_RANK:
+            self._live = LiveControl(run_dir, self._status, plane.endpoint.requests)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Watch while inside."""
-        activate(self._beacon)
-        limits = vars(self._limits)
-        if self._world.rank != COORDINATOR_RANK:
-            deputy = HeartbeatMonitor(self._world.rank, **limits)
-            deputy.start()
+    def running(self) -> Iterator[None]:
+        """Supervise while inside."""
+        heartbeat, world = self._plane.endpoint.heartbeat, self._plane.world
+        heartbeat.activate(self._activity)
+        if world.rank != COORDINATOR_RANK:
+            monitor = HeartbeatMonitor(heartbeat, world.rank, self._timeouts)
+            monitor.start()
             try:
                 yield
             finally:
-                deputy.stop()
-            deactivate()
+                monitor.stop()
+            heartbeat.deactivate()
             return
-        self._doctor = Watchdog(
-            self._world, self._beacon, self._coordination, on_gone=_report_gone, on_end=self._close, **limits
-        )
-        self._doctor.start()
+        self._watchdog.start()
         try:
             if self._live is not None:
                 self._live.start()
             yield
         finally:
-            self._doctor.stop()  # before anything that may fail: nobody is left whom it could look after
-            self._doctor.join()
+            self._watchdog.stop()  # before anything that may fail: there is nothing left to look after
+            self._watchdog.join()
             self._close()
-            if not self._world.is_distributed:  # or others may yet ask what it failed at
-                deactivate()
-        deactivate()
+            if not world.is_distributed:  # else other processes may yet ask what it failed at
+                heartbeat.deactivate()
+        heartbeat.deactivate()
 
-    def followed(self, workers: WorkerGroup) -> WorkerGroup:
-        """``workers``, watched; to be called in the thread that will command it."""
-        self._crew = _TrackedGroup(workers)
-        return self._crew
+    def stop(self) -> None:
+        """From now on take no notice of what happens to the other processes."""
+        self._watchdog.stop()
 
-    def rest(self) -> None:
-        """What happens to the other processes from now on is no news."""
-        if self._doctor is not None:
-            self._doctor.stop()
-
-    def cause(self) -> str | None:
-        """On rank 0: who holds up the others, by name; None: no process in particular."""
-        return self._doctor.cause() if self._doctor is not None else None
+    @property
+    def held_up_by(self) -> Callable[[], str | None]:
+        """On rank 0: names the process that holds up the others; None: no process in particular."""
+        return self._watchdog.cause
 
     def _coordination(self, *, closely: bool = False) -> CoordinatorStatus:
-        return self._crew.tell(closely=closely) if self._crew is not None else CoordinatorStatus()
+        return self.group.status(closely=closely) if self.group is not None else CoordinatorStatus()
 
     def _status(self) -> dict[str, Any]:
-        assert self._doctor is not None, "live control starts after it"
         coordination = self._coordination()
         return {
             "coordinator": f"{coordination.doing} since {coordination.seconds:.1f} s",
-            "stages": stage_rows(self._doctor.statuses(closely=False)),
+            "stages": stage_rows(self._watchdog.statuses(closely=False)),
         }
+
+    def _report_gone(self, rank: int, text: str) -> None:
+        """Report, in place of ``rank``, that it is gone: to the coordinator, and to a save that waits for its part."""
+        failure = Failure(rank=rank, text=text, traceback=text, is_gone=True)
+        self._plane.endpoint.take_report(Report(rank=rank, failure=failure))
+        self._policy.take_part(PartReport(rank=rank, failure=text, is_gone=True))
 
     def _close(self) -> None:
         if self._live is not None:
             self._live.close()
 
 
-def _report_gone(rank: int, text: str) -> None:
-    reports.report_gone(rank, text)
-    async_save.report_gone(rank, text)
-
-
-class TrackedWorker:
-    """Tells the beacon which command it carries out."""
-
-    def __init__(self, worker: Worker, beacon: ActivityRecorder) -> None:
-        self._worker, self._beacon = worker, beacon
-
-    def execute(self, do: str, arguments: dict[str, Any], emit: Callable[[Record], None]) -> list[Result]:
-        """See :class:`adl_dist.control.rpc.Worker`."""
-        with self._beacon.during(do):
-            return self._worker.execute(do, arguments, emit)
-
-
-class _TrackedGroup:
-    """Remembers what the coordinator has told it last."""
-
-    def __init__(self, workers: WorkerGroup) -> None:
-        self._crew = workers
-        self._thread = threading.get_ident()
-        self._now = ("", False, time.monotonic())
-
-    def call(self, do: str, **arguments: Any) -> list[Result]:
-        """See :class:`adl_dist.control.rpc.WorkerGroup`."""
-        self._now = (do, True, time.monotonic())
-        try:
-            return self._crew.call(do, **arguments)
-        finally:
-            self._now = (do, False, time.monotonic())
-
-    def tell(self, *, closely: bool) -> CoordinatorStatus:
-        """What the coordinator is at."""
-        command, is_waiting, since = self._now
-        at = user_frame(self._thread) if closely else ""
-        return CoordinatorStatus(command, is_waiting, time.monotonic() - since, at)
-
-
 def stage_rows(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
-    """What ``adl-dist status`` tells of each stage."""
+    """Return what ``adl-dist status`` shows of each stage."""
     return [
         {
             "stage": stage.stage,
@@ -162,10 +131,10 @@ def stage_rows(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
             "memory_bytes": seen.memory_bytes,
             "doing": stage.doing,
             "seconds": stage.seconds,
-            "silent_seconds": member.silent_seconds,
+            "silent_seconds": known.silent_seconds,
             "saving": seen.saving,
         }
-        for member in statuses
-        if (seen := member.seen) is not None
+        for known in statuses
+        if (seen := known.seen) is not None
         for stage in seen.stages
     ]

@@ -1,9 +1,9 @@
-"""What a run has come to, summed over its segments: the figures of ``summary.json``."""
+"""The totals of a run over its segments: the figures of ``summary.json``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from adl_dist.control.rpc import Result
+from adl_dist.control.messages import Summary, TrainResult
 from adl_dist.schedule import Segment
 
 
@@ -18,50 +18,42 @@ class RunTotals:
 
     def __init__(self) -> None:
         self.num_samples, self.seconds, self.num_skipped = 0, 0.0, 0
-        self._of_stages: dict[int, dict[str, float]] = {}
-        self._spent: dict[int, dict[str, float]] = {}
+        self._of_stages: dict[int, list[TrainResult]] = {}
 
-    def add(self, segment: Segment, results: Sequence[Result], seconds: float) -> None:
-        """Take what all stages reported of ``segment``."""
+    def add(self, segment: Segment, results: Sequence[TrainResult], seconds: float) -> None:
+        """Add the results of all stages for ``segment``, which took ``seconds``."""
         self.seconds += seconds
         self.num_samples += segment.num_samples
-        self.num_skipped += results[-1]["num_skipped"]
+        self.num_skipped += results[-1].num_skipped
         for result in results:
-            self._add(result)
+            self._of_stages.setdefault(result.stage, []).append(result)
 
-    def _add(self, result: Mapping[str, Any]) -> None:
-        totals = self._of_stages.setdefault(result["stage"], {})
-        for name in ("seconds", "busy_seconds", "staleness_sum", "num_backwards"):
-            totals[name] = totals.get(name, 0) + result[name]
-        for name in ("staleness_max", "peak_memory_bytes", "peak_tensor_bytes"):
-            if name in result:
-                totals[name] = max(totals.get(name, 0), result[name])
-        for name, seconds in result.get("spent", {}).items():
-            spent = self._spent.setdefault(result["stage"], {})
-            spent[name] = spent.get(name, 0.0) + seconds
-
-    def summary(self) -> Result:
-        """By the names of ``summary.json``."""
-        told: Result = {
+    def summary(self) -> Summary:
+        """Return them by the names of ``summary.json``."""
+        summary: Summary = {
             "skipped_updates": self.num_skipped,
             "train_seconds": self.seconds,
             "num_samples": self.num_samples,
         }
         if self.seconds:
-            told["samples_per_second"] = self.num_samples / self.seconds
-        told["stages"] = [
-            {
-                "stage": k,
-                "staleness_mean": t["staleness_sum"] / t["num_backwards"],
-                "staleness_max": int(t["staleness_max"]),
-                "busy_share": t["busy_seconds"] / t["seconds"],
-                "peak_memory_bytes": int(t["peak_memory_bytes"]),
-                **({"peak_tensor_bytes": int(t["peak_tensor_bytes"])} if "peak_tensor_bytes" in t else {}),
-                **({"shares": self._shares(k, t["seconds"])} if k in self._spent else {}),
-            }
-            for k, t in sorted(self._of_stages.items())
-        ]
-        return told
+            summary["samples_per_second"] = self.num_samples / self.seconds
+        summary["stages"] = [_of_stage(k, results) for k, results in sorted(self._of_stages.items())]
+        return summary
 
-    def _shares(self, stage: int, seconds: float) -> dict[str, float]:
-        return {name: spent / seconds for name, spent in self._spent[stage].items()}
+
+def _of_stage(stage: int, results: Sequence[TrainResult]) -> dict[str, Any]:
+    seconds = sum(result.seconds for result in results)
+    tensor_bytes = [result.peak_tensor_bytes for result in results if result.peak_tensor_bytes is not None]
+    row: dict[str, Any] = {
+        "stage": stage,
+        "staleness_mean": sum(r.staleness_sum for r in results) / sum(r.num_backwards for r in results),
+        "staleness_max": max(result.staleness_max for result in results),
+        "busy_share": sum(result.busy_seconds for result in results) / seconds,
+        "peak_memory_bytes": max(result.peak_memory_bytes for result in results),
+    }
+    if tensor_bytes:
+        row["peak_tensor_bytes"] = max(tensor_bytes)
+    if any(result.spent for result in results):
+        names = dict.fromkeys(name for result in results for name in result.spent)
+        row["shares"] = {name: sum(r.spent.get(name, 0.0) for r in results) / seconds for name in names}
+    return row

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,27 @@ import torch
 from adl_dist import engine
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import load, state_of
-from adl_dist.control.early_stop import RunningSegment, accept_early_stop
-from adl_dist.control.requests import Requests
-from adl_dist.control.rpc import Record, Result
+from adl_dist.control.group import Reporter, command_name
+from adl_dist.control.messages import (
+    Command,
+    Done,
+    Evaluate,
+    EvaluateResult,
+    Load,
+    Record,
+    Result,
+    Save,
+    Trace,
+    TraceResult,
+    Train,
+    TrainResult,
+)
+from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
-from adl_dist.monitor.activity import ActivityRecorder
-from adl_dist.monitor.chrome_trace import write_part
+from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.memory import MemoryMeter, forget_peak, peak_memory_bytes
-from adl_dist.monitor.trace import Tracer
+from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
 from adl_dist.schedule import (
     Action,
@@ -53,10 +65,9 @@ class LocalWorker:
         train_loader: micro-batches for training; on stage 0's process only.
         validation_loader: likewise for evaluation.
         pick_next: which of several local stages goes on; any choice gives the same values.
-        tracer: records when each action began and ended; None: nobody does.
-        meter: measures the memory of the one stage of this process; None: nobody does.
-        requests: that end a segment of training early, on rank 0; None: none does.
-        beacon: shows what this process does now.
+        meter: measures the memory of the one stage of this process; None: it is not measured.
+        stop: where the running segment of training ends early.
+        activity: the record of all actions of this process.
     """
 
     world: World
@@ -67,14 +78,13 @@ class LocalWorker:
     train_loader: BatchSource | None = None
     validation_loader: BatchSource | None = None
     pick_next: Choose = downstream_first
-    tracer: Tracer | None = None
     meter: MemoryMeter | None = None
-    requests: Requests | None = None
-    beacon: ActivityRecorder = field(init=False)
+    stop: EarlyStop = field(default_factory=EarlyStop)
+    activity: ActivityLog = field(init=False)
 
     def __post_init__(self) -> None:
         on_device = self.world.is_distributed and self.world.backend == "nccl"
-        self.beacon = ActivityRecorder(self.pipeline.num_stages, device=self.world.device, runs_ahead=on_device)
+        self.activity = ActivityLog(self.pipeline.num_stages, device=self.world.device, runs_ahead=on_device)
         forget_peak(self.world.device)
 
     @property
@@ -82,57 +92,53 @@ class LocalWorker:
         """This process's stages, in order."""
         return [self.contexts[k].stage for k in sorted(self.contexts)]
 
-    def execute(self, do: str, arguments: dict[str, Any], emit: Callable[[Record], None]) -> list[Result]:
-        """See :class:`adl_dist.control.rpc.Worker`."""
-        match do:
-            case "train":
-                return self._train(Segment(**arguments), emit)
-            case "evaluate":
-                return self._evaluate(**arguments)
-            case "save":
-                state = state_of(self.stages)
-                PartWriter(self.world).write(Path(arguments.pop("path")), state, **arguments)
-                return [{"stage": stage.index, "rank": self.world.rank} for stage in self.stages]
-            case "load":
-                self._load(**arguments)
-            case "write_trace":
-                assert self.tracer is not None
-                return write_part(
-                    self.tracer, Path(arguments["run_dir"]), sorted(self.contexts), origin=arguments["origin"]
-                )
-            case _:
-                raise AssertionError(f"no such command: {do}")
-        return [{"stage": stage.index} for stage in self.stages]
+    def execute(self, command: Command, reporter: Reporter) -> list[Result]:
+        """See :class:`adl_dist.control.group.Worker`."""
+        with self.activity.during(command_name(command)):
+            match command:
+                case Train():
+                    return [*self._train(command.segment, reporter.record)]
+                case Evaluate():
+                    return [*self._evaluate(command.num_samples, command.micro_batch_size)]
+                case Load():
+                    self._load(command.path, command.update)
+                case Save():
+                    part = PartWriter(self.world.rank, reporter.part)
+                    tensors = state_of(self.stages, self.pipeline.num_stages)
+                    part.write(Path(command.path), tensors, token=command.token, background=command.background)
+                case Trace():
+                    folder, stages = Path(command.run_dir), sorted(self.contexts)
+                    parts = write_part(self.activity, self.world, folder, stages, origin=command.origin)
+                    return [TraceResult(stage=part["stage"], part=part) for part in parts]
+        return [Done(stage=stage.index, rank=self.world.rank) for stage in self.stages]
 
-    def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[Result]:
+    def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[TrainResult]:
         for context in self.contexts.values():
             context.stage.begin(segment.epoch, training=True, first_micro_batch=segment.first_micro_batch)
         seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
         work = training_work(self.pipeline, segment, stages=self.contexts, seed=seed)
-        totals = {k: _Totals() for k in self.contexts}
         start = time.perf_counter()
-        order = self._watched(self._order(work), segment, totals, start, emit)
-        if self.meter is not None:
-            order = self.meter.measured(order, self.stages[0])
-        try:
-            order = self.beacon.followed(self._traced(order, segment, training=True), self.contexts, segment, totals)
-            self._run(order, work, segment, self.train_loader, training=True)
-        finally:
-            if self.meter is not None:
-                self.meter.stop()
+        reports = _UpdateReports(self.contexts, segment, emit, is_on_gpu=self.world.device.type == "cuda")
+        self._run(work, segment, self.train_loader, reports)
         seconds = time.perf_counter() - start
-        results = [
-            {"stage": k, "seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **totals[k].result()}
-            for k in sorted(self.contexts)
+        return [
+            TrainResult(
+                stage=k,
+                seconds=seconds,
+                peak_memory_bytes=peak_memory_bytes(),
+                peak_tensor_bytes=self.meter.peak_bytes if self.meter is not None else None,
+                spent=activity.spent(seconds) if self.activity.keeps_events else {},
+                busy_seconds=activity.busy_seconds,
+                staleness_sum=activity.staleness_sum,
+                staleness_max=activity.staleness_max,
+                num_backwards=activity.counts[Op.BACKWARD],
+                num_updates=activity.counts[Op.UPDATE],
+                num_skipped=activity.num_skipped,
+            )
+            for k, activity in sorted(self.activity.stages.items())
         ]
-        for result in results:
-            if self.meter is not None:
-                result["peak_tensor_bytes"] = self.meter.peak_bytes
-            if self.tracer is not None:
-                result["spent"] = self.tracer.spent(result["stage"], seconds)
-        return results
 
-    def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[Result]:
+    def _evaluate(self, num_samples: int, micro_batch_size: int) -> list[EvaluateResult]:
         # Evaluation has no groups; a segment of groups of one gives the sizes of its micro-batches.
         segment = Segment(
             epoch=0, first_update=0, num_samples=num_samples, micro_batch_size=micro_batch_size, accumulation_steps=1
@@ -140,11 +146,20 @@ class LocalWorker:
         for context in self.contexts.values():
             context.stage.begin(0, training=False)
         work = evaluation_work(segment, num_stages=self.pipeline.num_stages, stages=self.contexts)
-        order = self.beacon.followed(
-            self._traced(self._order(work), segment, training=False), self.contexts, segment, {}
-        )
-        self._run(order, work, segment, self.validation_loader, training=False)
-        return [{"stage": stage.index, **stage.tally.numbers()} for stage in self.stages]
+        self._run(work, segment, self.validation_loader)
+        results = []
+        for stage in self.stages:
+            numbers = stage.tally.numbers()
+            correct = numbers.get("num_correct")
+            results.append(
+                EvaluateResult(
+                    stage=stage.index,
+                    num_samples=int(numbers["num_samples"]),
+                    loss_sum=numbers.get("loss_sum", 0.0),
+                    num_correct=None if correct is None else int(correct),
+                )
+            )
+        return results
 
     def _load(self, path: str, update: int) -> None:
         load(Path(path), self.stages)
@@ -161,26 +176,26 @@ class LocalWorker:
         ((stage, of_stage),) = work.items()
         return ((stage, action) for action in of_stage.actions)
 
-    def _traced(
-        self, order: Iterator[tuple[int, Action]], segment: Segment, *, training: bool
-    ) -> Iterator[tuple[int, Action]]:
-        return order if self.tracer is None else self.tracer.traced(order, self.contexts, segment, training=training)
-
     def _run(
         self,
-        order: Iterable[tuple[int, Action]],
         work: Mapping[int, StageWork],
         segment: Segment,
         feed: BatchSource | None,
-        *,
-        training: bool,
+        reports: "_UpdateReports | None" = None,
     ) -> None:
+        """Carry out ``work``, and report each update; None: this is evaluation."""
+        training = reports is not None
+
+        def after_update(stage: int, group: int) -> None:
+            if self.meter is not None:
+                self.meter.count_update()
+            if reports is not None:
+                reports.add(stage, group)
+
         batches = None
-        running = RunningSegment(segment, self.pipeline, self.contexts, self.world)
         if feed is not None:
             batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
-            requests = self.requests if training else None
-            self.contexts[0].batches = batches if requests is None else running.stop_on_request(batches, requests)
+            self.contexts[0].batches = batches
         # Dropout streams are seeded in place; the caller's own streams go on untouched.
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             try:
@@ -190,8 +205,18 @@ class LocalWorker:
                     made = {w: torch.tensor(w, dtype=self.dtype, device=self.world.device) for w in set(weights)}
                     context.loss_grads = [made[w] for w in weights]
                     context.open(work[k], training=training)
-                with accept_early_stop(running) if training else contextlib.nullcontext():
-                    engine.run(order, self.contexts)
+                self.activity.open(self.contexts, segment, training=training)
+                order = self._order(work)
+                if training:
+                    is_distributed = self.world.is_distributed
+                    order = self.stop.applied(
+                        order, segment, self.pipeline, self.contexts, is_distributed=is_distributed
+                    )
+                with self.meter.segment(self.stages[0]) if training and self.meter else contextlib.nullcontext():
+                    engine.run(order, self.contexts, self.activity, after_update)
+                if reports is not None:
+                    reports.send(keep=0)
+                self.activity.close()
                 for k in sorted(self.contexts, reverse=True):  # of one fault the stage nearest the loss knows most
                     self.contexts[k].stage.faults.check()
                     self.contexts[k].drain()
@@ -201,43 +226,43 @@ class LocalWorker:
                 if batches is not None:
                     batches.close()
 
-    def _watched(
+
+class _UpdateReports:
+    """The records of each update: its loss, its gradient's norm, its staleness."""
+
+    def __init__(
         self,
-        order: Iterable[tuple[int, Action]],
+        contexts: Mapping[int, StageContext],
         segment: Segment,
-        totals: "dict[int, _Totals]",
-        start: float,
         emit: Callable[[Record], None],
-    ) -> Iterator[tuple[int, Action]]:
-        """Hand ``order`` through; after each update, report the group that it closed."""
-        closed: deque[tuple[Iterator[Record], Record]] = deque()
-        # The figures of a GPU are read an update later: to read them at once would be to wait for all that is launched.
-        lag = len(self.contexts) if self.world.device.type == "cuda" else 0
+        *,
+        is_on_gpu: bool,
+    ) -> None:
+        self._contexts, self._segment, self._emit = contexts, segment, emit
+        self._start = time.perf_counter()
+        self._pending: deque[tuple[Iterator[Record], Record]] = deque()
+        # A GPU's figures are read an update later: reading them at once would wait for all that is launched.
+        self._lag = len(contexts) if is_on_gpu else 0
 
-        def report(but: int) -> None:
-            while len(closed) > but:
-                records, where = closed.popleft()
-                for record in records:  # read from the tally now, not when the group was closed
-                    emit({**record, **where})
+    def add(self, k: int, group: int) -> None:
+        """Take the figures of stage ``k``'s update with ``group``, and let it begin to count the next one's."""
+        stage, stats = self._contexts[k].stage, self._contexts[k].stage.tally
+        stage.tally = StepStats()
+        where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}
+        seconds = time.perf_counter() - self._start
+        self._pending.append((_records(stats, seconds, is_last=stage.is_last), where))
+        self.send(keep=self._lag)
 
-        for k, action in order:
-            if action.op is not Op.UPDATE:
-                yield k, action
-            else:
-                stage = self.contexts[k].stage
-                learning_rate = stage.learning_rate
-                yield k, action
-                tally, stage.tally = stage.tally, StepStats()
-                totals[k].add(tally)
-                where = {"stage": k, "update": segment.first_update + action.number, "epoch": segment.epoch}
-                seconds = time.perf_counter() - start
-                closed.append((_records(tally, learning_rate, seconds, is_last=stage.is_last), where))
-                report(but=lag)
-        report(but=0)
+    def send(self, *, keep: int) -> None:
+        """Report all but the last ``keep`` updates."""
+        while len(self._pending) > keep:
+            records, where = self._pending.popleft()
+            for record in records:  # read from the figures now, not when the update was made
+                self._emit({**record, **where})
 
 
-def _records(tally: StepStats, learning_rate: float | None, seconds: float, *, is_last: bool) -> Iterator[Record]:
-    by_offset = tally.staleness
+def _records(stats: StepStats, seconds: float, *, is_last: bool) -> Iterator[Record]:
+    by_offset = stats.staleness
     yield {
         "name": "stage/staleness",
         "value": sum(by_offset) / len(by_offset),
@@ -245,11 +270,11 @@ def _records(tally: StepStats, learning_rate: float | None, seconds: float, *, i
         "max": max(by_offset),
         "by_offset": by_offset,
     }
-    if tally.skipped is not None:
-        if is_last:  # loss and hits of what is thrown away would be no figures of the run
-            yield {"name": "train/skipped_updates", "value": 1, "unit": "updates", "why": tally.skipped}
+    if stats.skipped is not None:
+        if is_last:  # loss and hits of a skipped update are not figures of the run
+            yield {"name": "train/skipped_updates", "value": 1, "unit": "updates", "why": stats.skipped}
         return
-    numbers = tally.numbers()
+    numbers = stats.numbers()
     if "gradient_norm" in numbers:
         yield {"name": "stage/gradient_norm", "value": numbers["gradient_norm"]}
     if "loss_sum" in numbers and not is_last:
@@ -257,37 +282,7 @@ def _records(tally: StepStats, learning_rate: float | None, seconds: float, *, i
     elif "loss_sum" in numbers:
         n = numbers["num_samples"]
         yield {"name": "train/loss", "value": numbers["loss_sum"] / n, "num_samples": n, "elapsed_seconds": seconds}
-        if learning_rate is not None:
-            yield {"name": "train/learning_rate", "value": learning_rate}
+        if stats.learning_rate is not None:
+            yield {"name": "train/learning_rate", "value": stats.learning_rate}
         if "num_correct" in numbers:
             yield {"name": "train/accuracy", "value": numbers["num_correct"] / n}
-
-
-class _Totals:
-    """Sums over a segment of what the stage counted per group."""
-
-    def __init__(self) -> None:
-        self._busy_seconds = 0.0
-        self._staleness_sum = 0
-        self._staleness_max = 0
-        self._num_backwards = 0
-        self._num_updates = 0
-        self._num_skipped = 0
-
-    def add(self, tally: StepStats) -> None:
-        self._busy_seconds += tally.busy_seconds
-        self._staleness_sum += sum(tally.staleness)
-        self._staleness_max = max(self._staleness_max, *tally.staleness)
-        self._num_backwards += len(tally.staleness)
-        self._num_updates += 1
-        self._num_skipped += tally.skipped is not None
-
-    def result(self) -> Result:
-        return {
-            "busy_seconds": self._busy_seconds,
-            "staleness_sum": self._staleness_sum,
-            "staleness_max": self._staleness_max,
-            "num_backwards": self._num_backwards,
-            "num_updates": self._num_updates,
-            "num_skipped": self._num_skipped,
-        }

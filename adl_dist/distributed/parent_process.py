@@ -1,4 +1,4 @@
-"""What a rank owes to its launcher, ours or torchrun. No torch: it has to hold while torch is still being loaded."""
+"""The ties of a process to its launcher, ours or torchrun. No torch: they hold while torch is still being loaded."""
 
 import contextlib
 import ctypes
@@ -8,33 +8,34 @@ import sys
 from pathlib import Path
 
 # Set by the launcher: a folder for a store that listens on no port at all, its process id, and a name for this launch,
-# which whoever starts torchrun may give, too.
+# which a script that starts torchrun may give, too.
 RENDEZVOUS_FOLDER = "ADL_DIST_RENDEZVOUS"
 LAUNCHER = "ADL_DIST_LAUNCHER"
 LAUNCH_ID = "ADL_DIST_LAUNCH_ID"
 
 PR_SET_PDEATHSIG = 1
 
-# Exit code of a run that was asked to stop and has saved; EX_TEMPFAIL of sysexits.h: the same command goes on.
+# Exit code of a run that was asked to stop and has saved; EX_TEMPFAIL of sysexits.h: the same command resumes it.
 STOPPED_CODE = 75
 # Files in the launcher's folder: the process id of rank 0 while it can be asked to stop (by SIGUSR1), the name of the
 # signal that the launcher got, and that the run has stopped.
 LISTENS, ASKED, STOPPED = "listens", "asked", "stopped"
-# Set by who starts torchrun, whose exit code does not tell: a file that each rank makes whose run has stopped.
+# Set by a script that starts torchrun, whose exit code does not show it: a file that a rank makes if its run has
+# stopped.
 STOPPED_FILE = "ADL_DIST_STOPPED_FILE"
 
-_is_part_of_more = False
+# Set by a process for itself: its id, if another command of ours has started it.
+PART_OF_COMMAND = "ADL_DIST_PART_OF_COMMAND"
 
 
 def end_with_launcher() -> None:
-    """Die at Ctrl-C without a word, since the launcher has one, and (on Linux) if the launcher is killed."""
-    global _is_part_of_more
+    """Die silently at Ctrl-C, which the launcher reports, and (on Linux) if the launcher is killed."""
     if LAUNCHER not in os.environ:
         return
     if "RANK" in os.environ:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks to stop, which means nothing but while training
     else:
-        _is_part_of_more = True
+        os.environ[PART_OF_COMMAND] = str(os.getpid())
     # Python's own handler would wait for a message that never comes, and print a traceback. A shell that starts a job
     # in the background has its signals ignored, and that stands.
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -61,19 +62,19 @@ def _end_with_parent() -> None:
 
 
 def is_part_of_more() -> bool:
-    """Whether this command was started by another one of ours, like a sweep, which has ways of its own to go on."""
-    return _is_part_of_more
+    """Return whether another command of ours, like a sweep, has started this one and decides how to continue."""
+    return os.environ.get(PART_OF_COMMAND) == str(os.getpid())
 
 
 def set_flag(name: str, text: str = "") -> None:
-    """Tell our launcher something, if it is ours; only rank 0 does."""
+    """Set a flag for our own launcher, if there is one; only rank 0 does."""
     folder = os.environ.get(RENDEZVOUS_FOLDER)
     if folder and os.environ.get("RANK", "0") == "0":
         write_flag(Path(folder), name, text)
 
 
 def flag_stopped() -> None:
-    """Tell whoever has started this rank that the run has stopped and is not complete."""
+    """Let the launcher of this rank know that the run has stopped and is not complete."""
     set_flag(STOPPED)
     if path := os.environ.get(STOPPED_FILE):
         with contextlib.suppress(OSError):  # the run has stopped and is saved all the same
@@ -81,22 +82,22 @@ def flag_stopped() -> None:
 
 
 def clear_flag(name: str) -> None:
-    """Take it back."""
+    """Remove a flag; only rank 0 does."""
     folder = os.environ.get(RENDEZVOUS_FOLDER)
     if folder and os.environ.get("RANK", "0") == "0":
         (Path(folder) / name).unlink(missing_ok=True)
 
 
 def read_flag(name: str, folder: Path | None = None) -> str | None:
-    """What launcher or rank 0 has told the other in ``folder`` (the environment's); None: nothing."""
-    told = folder or os.environ.get(RENDEZVOUS_FOLDER)
+    """Return the text of a flag in ``folder``, by default the environment's; None: it is not set."""
+    place = folder or os.environ.get(RENDEZVOUS_FOLDER)
     with contextlib.suppress(FileNotFoundError):
-        return (Path(told) / name).read_text() if told else None
+        return (Path(place) / name).read_text() if place else None
     return None
 
 
 def write_flag(folder: Path, name: str, text: str) -> None:
-    """Write it whole or not at all; what it says is of use, but nothing to end a run for."""
+    """Write a flag whole or not at all; a run does not end because it cannot be written."""
     unfinished = folder / f".{name}"
     with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it; the disk is full
         unfinished.write_text(text)

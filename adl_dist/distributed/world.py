@@ -1,7 +1,7 @@
 """The processes of one run: who they are and how they reach each other.
 
 Rank k is stage k. The data plane is gloo or NCCL point-to-point (transport/), the control plane is RPC
-(control.py); both meet through one store (meeting.py). Once all are connected nobody else is let in.
+(control/rpc.py); both meet through one store (rendezvous.py). Once all are connected, new connections are dropped.
 """
 
 import atexit
@@ -51,6 +51,8 @@ class World:
         cores: this process's share of those of its node; None: whichever there are.
         listener: on which this process hosts the store, if it does and is shut.
         owns_group: whether the default process group was made here; else it is the user's.
+        is_rank_0_informed: whether rank 0 knows the error that ends this process, as far as can be seen from here.
+        num_jobs: jobs begun so far; the number of the last one, the same on all processes.
     """
 
     rank: int
@@ -64,7 +66,8 @@ class World:
     listener: socket.socket | None = None
     owns_group: bool = True
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
-    _num_jobs: int = 0
+    num_jobs: int = 0
+    is_rank_0_informed: bool = True
 
     @property
     def is_distributed(self) -> bool:
@@ -100,8 +103,8 @@ class World:
 
     def fresh_store(self) -> dist.Store:
         """The store of the next job; what one before it settled must not answer for it."""
-        self._num_jobs += 1
-        return dist.PrefixStore(f"job{self._num_jobs}", self.store)
+        self.num_jobs += 1
+        return dist.PrefixStore(f"job{self.num_jobs}", self.store)
 
 
 def launched_world_size() -> int | None:
@@ -118,7 +121,7 @@ def check_world_size(num_stages: int, *, processes: bool) -> None:
     """Refuse a number of processes that does not fit the number of stages.
 
     Raises:
-        ConfigError: with both ways to mend it.
+        ConfigError: with both ways to fix it.
     """
     started = launched_world_size()
     expected = num_stages if processes else 1
@@ -135,8 +138,14 @@ def single_process(device: torch.device) -> World:
     return World(0, 1, device, dist.HashStore())
 
 
+# As torch's default process group and its RPC, which this is: one of each in a process.
 _connected: World | None = None
-_left = False  # after an error, which the others may not have met
+_left: World | None = None  # after an error, which the others may not have met
+
+
+def world_of_process() -> World | None:
+    """Return the world that this process has joined, also if it has left it after an error; None: it has not."""
+    return _connected or _left
 
 
 def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> World:
@@ -155,7 +164,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
                 f"trainer in them cannot be {num_stages} on {device_type}"
             )
         return _connected
-    if _left:
+    if _left is not None:
         raise ConfigError("this process has left the others after an error; start the script again")
     owns_group = not dist.is_initialized()
     if not owns_group:
@@ -164,7 +173,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = choose_device(device_type)
     choose_interface(size=size)
-    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # who connects when he has something to say finds the door shut
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # connect eagerly: after start-up new connections are dropped
     end_with_torchrun()  # the command line has done so long ago, a user's own script has not
     try:
         meeting = Rendezvous(rank, size, timeout)
@@ -208,7 +217,7 @@ def disconnect(*, in_order: bool = True) -> None:
     global _connected, _left
     if _connected is None:
         return
-    world, _connected, _left = _connected, None, not in_order
+    world, _connected, _left = _connected, None, None if in_order else _connected
     if in_order and dist.is_initialized():  # unless the user has destroyed a group of his own, and ours with it
         with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
             dist.barrier()

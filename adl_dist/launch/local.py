@@ -1,4 +1,4 @@
-"""Starts the K local processes of a run with torch's elastic launcher, without opening a port.
+"""The launcher of the K local processes of a run: torch's elastic launcher, without opening a port.
 
 The launcher's rendezvous and the processes' own store are files in a private folder, so nothing listens
 beyond the loopback connections of the data and control planes.
@@ -22,7 +22,7 @@ from adl_dist.distributed.parent_process import LAUNCH_ID, LAUNCHER, RENDEZVOUS_
 from adl_dist.launch.scratch_dir import launch_folder
 from adl_dist.launch.signals import STOPPING, SignalEscalation
 
-USER_CAN_MEND = 2  # exit code of a rank that would only fail again
+USER_ERROR = 2  # exit code of a rank that would only fail again
 ENDING = (signal.SIGHUP, signal.SIGQUIT)  # handled by the agent, which ends its ranks then
 
 
@@ -31,17 +31,17 @@ def launch_local(
 ) -> int:
     """Run ``python -m adl_dist *arguments`` as ``num_processes`` ranks and wait for them.
 
-    After a failure that the user cannot mend all ranks are started again, at most ``max_restarts`` times.
+    After a failure that the user cannot fix all ranks are started again, at most ``max_restarts`` times.
 
     Args:
-        arguments: of the ranks' command line.
+        arguments: the ranks' command line.
         num_processes: K.
         max_restarts: see above.
         passes_stops_on: ask the ranks to stop at the first SIGTERM, SIGINT or SIGUSR1, once they train, rather than
             end them as at the second.
 
     Returns:
-        The exit code of the run: 0, or 75 if it was stopped, or that of a rank whose user can mend the cause (2), or
+        The exit code of the run: 0, or 75 if it was stopped, or 2 if the user can fix the cause, or
         1; 128 + n if signal n ended it.
 
     Raises:
@@ -55,7 +55,7 @@ def launch_local(
     os.environ[LAUNCH_ID] = uuid.uuid4().hex
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks rendezvous in their folder
     handlers = {number: signal.getsignal(number) for number in (*ENDING, *STOPPING)}
-    stopping = _Stopping(passes_stops_on)
+    stopping = StopHandler(passes_stops_on)
     for number in STOPPING:
         if handlers[number] != signal.SIG_IGN:  # as a shell sets SIGINT for a job in the background
             signal.signal(number, stopping.handle)
@@ -66,8 +66,8 @@ def launch_local(
             try:
                 return parent_process.STOPPED_CODE if _run_ranks(arguments, num_processes, stopping) else 0
             except ChildFailedError as failed:
-                code = 2 if USER_CAN_MEND in (f.exitcode for f in failed.failures.values()) else 1
-                restarts = code != USER_CAN_MEND and attempt <= max_restarts and stopping.asked_by is None
+                code = 2 if USER_ERROR in (f.exitcode for f in failed.failures.values()) else 1
+                restarts = code != USER_ERROR and attempt <= max_restarts and stopping.asked_by is None
                 _report(failed, f"restart {attempt} of {max_restarts}" if restarts else None)
                 if not restarts:
                     return code
@@ -84,22 +84,23 @@ def launch_local(
             os.environ.pop(name, None)
 
 
-class _Stopping:
-    """What the launcher does at SIGTERM, SIGINT and SIGUSR1.
+class StopHandler:
+    """The handler of SIGTERM, SIGINT and SIGUSR1 in the launcher.
 
     The first goes to rank 0 if that listens; ranks have sessions of their own, so a Ctrl-C at the terminal reaches the
     launcher alone. Otherwise, and at the second, the agent is made to end its ranks at once.
     """
 
     def __init__(self, passes_on: bool) -> None:
-        self._passes_on, self._patience = passes_on, SignalEscalation()
+        self._passes_on, self._escalation = passes_on, SignalEscalation()
         self.folder: Path | None = None  # of the ranks
         self.asked_by: signal.Signals | None = None
         self.ended_by: signal.Signals | None = None
 
     def handle(self, number: int, frame: object) -> None:
+        """Ask rank 0 to stop, or end the ranks by SignalException; called by Python's signal module."""
         name = signal.Signals(number)
-        if self._passes_on and not self._patience.ends_with(number):
+        if self._passes_on and not self._escalation.ends_with(number):
             if self._reaches_rank_0(name):
                 self.asked_by = self.asked_by or name
             if self.asked_by is not None:  # also while the ranks that have stopped come to their end
@@ -117,7 +118,7 @@ class _Stopping:
         return True
 
 
-def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: _Stopping) -> bool:
+def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: StopHandler) -> bool:
     """Run them once; return whether they were asked to stop and did."""
     # A folder for each attempt, or the ranks would read the addresses of their dead predecessors.
     with launch_folder() as folder:
@@ -131,7 +132,7 @@ def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: _Stopping
             rdzv_backend="c10d",
             rdzv_endpoint=str(folder / "agent"),
             rdzv_configs={"store_type": "file"},
-            max_restarts=0,  # its own restarts tell nobody, and repeat what can only fail again
+            max_restarts=0,  # its own restarts are silent, and repeat what can only fail again
             monitor_interval=0.1,
             local_addr="127.0.0.1",
             signals_to_handle=",".join(n.name for n in ENDING if signal.getsignal(n) != signal.SIG_IGN),  # nohup stands
@@ -145,14 +146,14 @@ def _run_ranks(arguments: Sequence[str], num_processes: int, stopping: _Stopping
 
 
 def _report(failed: ChildFailedError, restart: str | None) -> None:
-    """Say which rank was killed, which nobody else can, and what happens now."""
+    """Print which rank was killed, which no other process can, and what happens now."""
     first, _ = failed.get_first_failure()
     killed = []
     for rank, failure in sorted(failed.failures.items()):
         ended_by_agent = failure.exitcode == -signal.SIGTERM and rank != first
         if failure.exitcode < 0 and not ended_by_agent:
             killed.append(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}")
-    for what in killed or ["a rank failed"] * (restart is not None):
+    for reason in killed or ["a rank failed"] * (restart is not None):
         way_on = "the same command resumes the run" if restart is None else f"starting all ranks again ({restart})"
-        sys.stderr.write(f"adl-dist: {what}; {way_on}\n")
+        sys.stderr.write(f"adl-dist: {reason}; {way_on}\n")
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""The temporary folder of a launcher: where its ranks meet. No torch.
+"""The temporary folder of a launcher, where its ranks meet. No torch.
 
 A launcher that is killed cannot remove its folder. So each holds a lock in it, which the kernel lets go of, and the
-next one removes what nobody holds.
+next one removes folders whose lock is free.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ LOCK = "lock"  # a file: over NFS, a lock on a folder is not seen from other hos
 
 @contextlib.contextmanager
 def launch_folder() -> Iterator[Path]:
-    """A new folder, removed in the end; those that killed launchers of this user have left are removed at once.
+    """Make a new folder, removed in the end, and remove those that killed launchers of this user have left.
 
     Raises:
         OSError: there is no room for temporary files.
@@ -56,7 +56,7 @@ def _sweep() -> None:
 
 
 def _is_held(lock: int) -> bool:
-    """Whether this process holds it, now."""
+    """Return whether this process holds ``lock`` now."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Turns SIGTERM, SIGINT and SIGUSR1 into a request to stop, and a second one into the end of this process.
+"""Signals: SIGTERM, SIGINT and SIGUSR1 become a request to stop, and a second one ends this process.
 
 Python runs a handler in the main thread only, and only between two of its own instructions: not while it waits for a
 message of a peer. So the handlers here do nothing; the bytes that Python's C code writes to the wakeup pipe at once are
@@ -20,7 +20,7 @@ ECHO_SECONDS = 1.0
 
 
 class SignalEscalation:
-    """Tells the signal that ends a process at once from one that asks it to stop.
+    """The rule which signal asks a process to stop and which one ends it at once.
 
     The second SIGTERM or SIGINT does, but for the echo of a SIGTERM: a scheduler sends it to every process, and a
     launcher among them passes it on. SIGUSR1 always asks; launchers pass a stop on with it, whatever they got.
@@ -47,8 +47,8 @@ def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
     Does nothing outside of the main thread, where Python has no signals.
 
     Args:
-        ask: takes the name of the signal, in a thread of its own; returns False if there is nobody left to be asked,
-            which ends the process, too.
+        ask: takes the name of the signal, in a thread of its own; returns False if a process of the run
+            is gone, which ends this one, too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -82,12 +82,12 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def _watch(reader: int, numbers: set[int], ask: Callable[[str], bool]) -> None:
-    patience = SignalEscalation()
+    escalation = SignalEscalation()
     while received := os.read(reader, 1):  # nothing: the other end is closed
         (number,) = received
         if number not in numbers:
             continue
-        if patience.ends_with(number):
+        if escalation.ends_with(number):
             _end(number, "ended")
         passed_on = parent_process.read_flag(parent_process.ASKED) if number == signal.SIGUSR1 else None
         if not ask(passed_on or signal.Signals(number).name):
@@ -95,9 +95,9 @@ def _watch(reader: int, numbers: set[int], ask: Callable[[str], bool]) -> None:
 
 
 def _end(number: int, how: str) -> None:
-    if "RANK" not in os.environ:  # of several ranks their launcher has the word
+    if "RANK" not in os.environ:  # of several ranks their launcher prints it
         sys.stderr.write(
-            f"\nadl-dist: {how} by {signal.Signals(number).name}; the same command goes on from the last checkpoint\n"
+            f"\nadl-dist: {how} by {signal.Signals(number).name}; the same command resumes from the last checkpoint\n"
         )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,258 +1,239 @@
-"""What this process does now, written down as it goes and read from beside.
+"""The record of what the stages of one process do: each action once, with when it began and ended.
 
-The main thread writes: one tuple and one dictionary entry per action, with no lock. Whoever asks, a thread of RPC or
-of rank 0 itself, reads these plain attributes and works out the rest.
+The engine's loop writes it, without a lock; status.py, trace.py and the results of a segment are views of it. Its size
+does not grow with the run: each stage has sums for each kind of action, and its first events where they are wanted.
 """
 
-import multiprocessing
-import os
-import signal
-import socket
-import sys
-import sysconfig
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from itertools import islice
-from pathlib import Path
-from types import FrameType
-from typing import Protocol
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from adl_dist.checkpoint.async_save import COMMITTING, SAVING
-from adl_dist.checkpoint.io_progress import progress
-from adl_dist.distributed.procfs import machine, start_time, state_of
-from adl_dist.distributed.world import launched_rank
 from adl_dist.engine import StageContext
-from adl_dist.monitor.status import (
-    AWAITING,
-    COORDINATOR,
-    FAILED,
-    IDLE,
-    STARTING,
-    ProcessStatus,
-    StageStatus,
-)
-from adl_dist.monitor.trace import KINDS
 from adl_dist.schedule import Action, Op, Segment
-from adl_dist.schedule.actions import LINKS, RECEIVES
+
+STARTING = "start"  # the phase of a process whose stages are not built yet
+IDLE = "idle"  # the process waits for the coordinator's next command
+FINISHING = "finishing"  # all actions are done, but what was sent last has not left yet
+FAILED = "failed"  # the command raised
+
+# The share that the time of each kind of action counts to, and the name of such an action.
+KINDS = {
+    Op.LOAD: ("load", "load"),
+    Op.RECV_ACT: ("wait_act", "wait for act"),
+    Op.RECV_GRAD: ("wait_grad", "wait for grad"),
+    Op.RECV_TARGET: ("wait_other", "wait for target"),
+    Op.RECV_GO: ("wait_other", "wait for go"),
+    Op.TAKE_TARGET: ("wait_other", "wait for label"),
+    Op.FORWARD: ("forward", "forward"),
+    Op.FORWARD_ONLY: ("forward", "forward without graph"),
+    Op.PREDICT: ("forward", "predict"),
+    Op.RECOMPUTE: ("recompute", "recompute"),
+    Op.BACKWARD: ("backward", "backward"),
+    Op.UPDATE: ("update", "update"),
+    Op.SEND_ACT: ("send", "send act"),
+    Op.SEND_GRAD: ("send", "send grad"),
+    Op.SEND_TARGET: ("send", "send target"),
+    Op.SEND_GO: ("send", "send go"),
+    Op.PASS_TARGET: ("send", "send label"),
+    Op.WEIGHTS: ("other", "choose weights"),
+    Op.KEEP: ("other", "keep in buffer"),
+    Op.PICK: ("other", "pick from buffer"),
+    Op.DROP: ("other", "drop from buffer"),
+}
+OTHER = "other"  # also all time between actions
+SHARES = tuple(dict.fromkeys(share for share, _ in KINDS.values()))
+BUSY = ("forward", "recompute", "backward", "update")
+
 
 CPU = torch.device("cpu")
-FINISHING = "finishing"  # all actions are done, and what was sent last has yet to leave
-FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY, Op.PREDICT)
-# Where a process hangs is told by the line that called into these.
-LIBRARIES = (str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib"))
-OTHER_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
-class Totals(Protocol):
-    """Sums of what a stage counted in the groups of the segment that it has finished."""
+class Event(NamedTuple):
+    """One action of one stage.
 
-    def result(self) -> dict[str, float]:
-        """``busy_seconds``, ``staleness_sum``, ``num_backwards``."""
-        ...
+    Attributes:
+        op: the kind of action.
+        number: the micro-batch within the segment; see :class:`Action`.
+        begin: seconds on this process's ``time.perf_counter``.
+        end: the same.
+        version: updates that the stage had made when the action began.
+        forward_version: updates behind the weights of the micro-batch's forward; None where there is no forward.
+    """
+
+    op: Op
+    number: int
+    begin: float
+    end: float
+    version: int
+    forward_version: int | None
 
 
-class ActivityRecorder:
-    """Of the stages of one process."""
+@dataclass
+class StageActivity:
+    """The sums over one stage's finished actions of the present segment.
+
+    Attributes:
+        context: the stage with its channels.
+        counts: finished actions of each kind.
+        seconds: time spent in each kind of action (on a GPU: to launch it).
+        last: the number of the last finished action of each kind that has occurred.
+        staleness_sum: over all backwards, in updates.
+        staleness_max: the largest of them.
+        num_skipped: updates that were skipped.
+        events: the actions themselves, in order, where they are kept; see :meth:`ActivityLog.keep_events`.
+    """
+
+    context: StageContext
+    counts: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(Op, 0))
+    seconds: dict[Op, float] = field(default_factory=lambda: dict.fromkeys(Op, 0.0))
+    last: dict[Op, int] = field(default_factory=dict)
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    num_skipped: int = 0
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Return the time in forward, backward, recomputation and update."""
+        return sum(seconds for op, seconds in self.seconds.items() if KINDS[op][0] in BUSY)
+
+    def spent(self, seconds: float) -> dict[str, float]:
+        """Return how the stage spent the ``seconds`` of the segment, by the names of ``SHARES``."""
+        spent = dict.fromkeys(SHARES, 0.0)
+        for op, of_op in self.seconds.items():
+            spent[KINDS[op][0]] += of_op
+        spent[OTHER] += seconds - sum(spent.values())
+        return spent
+
+
+@dataclass
+class SegmentActivity:
+    """One segment of training or of evaluation in this process.
+
+    Attributes:
+        number: segments that this process had begun, this one included.
+        segment: the data and updates of it.
+        training: whether it is training or evaluation.
+        began: seconds on this process's ``time.perf_counter``.
+        stages: the sums of each stage.
+    """
+
+    number: int
+    segment: Segment
+    training: bool
+    began: float
+    stages: dict[int, StageActivity]
+
+
+class ActivityLog:
+    """The record of one process. The main thread writes; any thread reads plain attributes, each of them once.
+
+    Attributes:
+        num_stages: K, of the whole job.
+        device: where this process computes.
+        runs_ahead: see :class:`adl_dist.monitor.status.ProcessStatus`.
+        phase: the command that is carried out or one of the constants above, and since when.
+        doing: the action begun last, with its stage and when it began; None: no action is carried out.
+        present: the segment that was begun last; None: none was.
+        stages: the sums of each stage in that segment.
+        epoch: the epoch trained last, counted from 0.
+        segments: all segments of which events are kept.
+        num_kept: events kept of each stage.
+        num_left_out: events of each stage that came after the most.
+    """
 
     def __init__(self, num_stages: int, *, device: torch.device = CPU, runs_ahead: bool = False) -> None:
-        """For ``num_stages`` in all, that compute on ``device``; ``runs_ahead``: see :class:`ProcessStatus`."""
-        self._num_stages, self._device, self._runs_ahead = num_stages, device, runs_ahead
-        self._num_segments = self._epoch = 0
-        self._phase = (STARTING, time.monotonic())
-        self._doing: tuple[int, Action, float] | None = None
-        self._last: dict[int, dict[Op, int]] = {}
-        self._counts: dict[int, dict[Op, int]] = {}
-        self._seats: Mapping[int, StageContext] = {}
-        self._totals: Mapping[int, Totals] = {}
-        self._segment: Segment | None = None
-        self._began = time.monotonic()
+        self.num_stages, self.device, self.runs_ahead = num_stages, device, runs_ahead
+        self.phase = (STARTING, time.perf_counter())
+        self.doing: tuple[int, Action, float] | None = None
+        self.present: SegmentActivity | None = None
+        self.epoch = 0
+        self.segments: list[SegmentActivity] = []
+        self.num_kept: dict[int, int] = defaultdict(int)
+        self.num_left_out: dict[int, int] = defaultdict(int)
+        self._most_events = 0
+        self.stages: Mapping[int, StageActivity] = {}
+
+    @property
+    def keeps_events(self) -> bool:
+        """Whether events are kept."""
+        return self._most_events > 0
+
+    def keep_events(self, most: int) -> None:
+        """Keep the first ``most`` events of each stage from now on; 0: none."""
+        self._most_events = most
 
     def activate(self) -> None:
-        """From now on commands are awaited."""
-        self._phase = (IDLE, time.monotonic())
+        """Note that this process waits for commands from now on."""
+        self.phase = (IDLE, time.perf_counter())
 
     @contextmanager
     def during(self, command: str) -> Iterator[None]:
         """Be in the phase ``command`` while inside."""
-        self._phase = (command, time.monotonic())
+        self.phase = (command, time.perf_counter())
         try:
             yield
         except BaseException:
-            self._doing = None
-            self._phase = (FAILED, time.monotonic())
+            self.doing = None
+            self.phase = (FAILED, time.perf_counter())
             raise
-        self._doing = None
-        self._phase = (IDLE, time.monotonic())
+        self.doing = None
+        self.phase = (IDLE, time.perf_counter())
 
-    def followed(
-        self,
-        order: Iterable[tuple[int, Action]],
-        contexts: Mapping[int, StageContext],
-        segment: Segment,
-        totals: Mapping[int, Totals],
-    ) -> Iterator[tuple[int, Action]]:
-        """Hand ``order`` through, and keep up with whoever takes it and carries it out."""
-        self._seats, self._segment, self._totals = contexts, segment, totals
-        last: dict[int, dict[Op, int]] = {k: {} for k in contexts}
-        counts: dict[int, dict[Op, int]] = {k: {} for k in contexts}
-        self._last, self._counts = last, counts
-        self._num_segments += 1
-        if totals:  # evaluation is of no epoch of its own
-            self._epoch = segment.epoch
-        now = time.monotonic
-        self._began = now()
-        for k, action in order:
-            self._doing = (k, action, now())
-            yield k, action
-            op, of_stage = action.op, counts[k]
-            last[k][op] = action.number
-            of_stage[op] = of_stage.get(op, 0) + 1
-        self._doing = None
-        self._phase = (FINISHING, now())
+    def open(self, contexts: Mapping[int, StageContext], segment: Segment, *, training: bool) -> None:
+        """Begin the record of ``segment``, which the stages of ``contexts`` carry out."""
+        if training:  # evaluation has no epoch of its own
+            self.epoch = segment.epoch
+        self.stages = stages = {k: StageActivity(context) for k, context in contexts.items()}
+        number = self.present.number + 1 if self.present is not None else 1
+        self.present = SegmentActivity(number, segment, training, time.perf_counter(), stages)
+        if self.keeps_events:
+            self.segments.append(self.present)
 
-    def tell(self, *, closely: bool = False) -> ProcessStatus:
-        """What this process is at, as of now; ``closely``: also where in its program."""
-        now = time.monotonic()
-        # Each read once: the main thread goes on meanwhile.
-        (phase, since), doing = self._phase, self._doing
-        saver = _saver()
-        return ProcessStatus(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            machine=machine(),
-            start_time=start_time(os.getpid()),
-            phase=phase,
-            seconds=now - since,
-            mark=f"{since} {doing[2] if doing else ''} {progress.num_pieces}",
-            stages=[self._tell_of(k, phase, since, doing, now) for k in sorted(self._seats)]
-            or [self._before_segments(phase, now - since)],
-            at=user_frame(threading.main_thread().ident) if closely else "",
-            loaders=_loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
-            memory_bytes=_memory_bytes(self._device),
-            saving=saver.name if saver else "",
-            saving_at=user_frame(saver.ident) if closely and saver else "",
-            is_debugged=closely and _is_debugged(),
-            runs_ahead=self._runs_ahead,
-        )
+    def begin(self, stage: int, action: Action) -> None:
+        """See :class:`adl_dist.engine.ActionLog`."""
+        self.doing = (stage, action, time.perf_counter())
 
-    def _before_segments(self, phase: str, seconds: float) -> StageStatus:
-        if phase == IDLE:
-            return StageStatus(stage=launched_rank(), doing=AWAITING, seconds=seconds, waits_for=[COORDINATOR])
-        return StageStatus(stage=launched_rank(), doing=phase, seconds=seconds)
+    def end(self) -> None:
+        """See :class:`adl_dist.engine.ActionLog`."""
+        ended = time.perf_counter()
+        assert self.doing is not None, "begin comes before"
+        k, action, began = self.doing
+        op, number = action
+        of_stage = self.stages[k]
+        of_stage.counts[op] += 1
+        of_stage.seconds[op] += ended - began
+        of_stage.last[op] = number
+        if op is Op.BACKWARD:
+            staleness = of_stage.context.stage.tally.staleness[-1]
+            of_stage.staleness_sum += staleness
+            if staleness > of_stage.staleness_max:
+                of_stage.staleness_max = staleness
+        elif op is Op.UPDATE:
+            of_stage.num_skipped += of_stage.context.stage.tally.skipped is not None
+        if self._most_events:
+            self._keep(k, of_stage, action, began, ended)
 
-    def _tell_of(
-        self, k: int, phase: str, since: float, doing: tuple[int, Action, float] | None, now: float
-    ) -> StageStatus:
-        segment, context = self._segment, self._seats[k]
-        last, counts = dict(self._last.get(k, {})), dict(self._counts.get(k, {}))
-        assert segment is not None, "seats and segment are set together"
-        sums = self._totals[k].result() if k in self._totals else {"num_backwards": 0, "busy_seconds": 0.0}
-        elapsed = max(now - self._began, 1e-9)
-        through = Op.BACKWARD if k in self._totals else Op.PREDICT
-        # Counted, as numbers may go down (GPipe's gradients do); and not sliced: the copy would grow with the epoch.
-        num_samples = sum(islice(context.work.sizes, counts.get(through, 0)))
-        is_over = phase in (IDLE, FAILED)
-        what, op, number, from_when, waits_for = phase, "", 0, since, []
-        if doing is not None and doing[0] == k:
-            (op_, number), from_when = doing[1], doing[2]
-            peers = waits_for = self._peers(k, op_)
-            op, what = op_.value, f"{KINDS[op_][1]} {number}"
-            if peers:
-                what += f" {'from' if op_ in RECEIVES else 'to'} stage {peers[0]}"
-        elif doing is not None:
-            what, waits_for = "wait for its turn", [doing[0]]
-        elif phase == IDLE:
-            what, waits_for = AWAITING, [COORDINATOR]
-        elif phase == FINISHING:
-            what, waits_for = (
-                "wait for the last messages to leave",
-                [n for n in (k - 1, k + 1) if 0 <= n < self._num_stages],
-            )
-        return StageStatus(
-            stage=k,
-            doing=what,
-            op=op,
-            number=number,
-            seconds=now - from_when,
-            waits_for=waits_for,
-            last={o.value: n for o, n in last.items()},
-            counts={o.value: n for o, n in counts.items()},
-            segment=self._num_segments,
-            epoch=self._epoch,
-            update=context.stage.version,
-            micro_batch=max((last[o] for o in FORWARDS if o in last), default=None),
-            images_per_second=0.0 if is_over else num_samples / elapsed,
-            busy_share=0.0 if is_over else sums["busy_seconds"] / elapsed,
-            staleness_mean=sums["staleness_sum"] / sums["num_backwards"] if sums["num_backwards"] else None,
-        )
+    def close(self) -> None:
+        """Note that all actions of the segment are done."""
+        self.doing = None
+        self.phase = (FINISHING, time.perf_counter())
 
-    def _peers(self, k: int, op: Op) -> list[int]:
-        if op in LINKS:
-            hop = LINKS[op].hop
-            return [self._num_stages - 1 if hop is None else k + hop]
-        if op in RECEIVES:
-            hop = RECEIVES[op].hop
-            return [0 if hop is None else k - hop]
-        return []
-
-
-def kill(seen: ProcessStatus) -> None:
-    """Kill a process that does not answer, if it is of this machine: stopped or stuck, it would stay."""
-    if seen.machine == machine() != "" and start_time(seen.pid) == seen.start_time:
-        with suppress(ProcessLookupError):
-            os.kill(seen.pid, signal.SIGKILL)
-
-
-def _loaders() -> list[tuple[int, str]]:
-    children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-    return [(pid, state_of(pid)) for pid in sorted(children)]
-
-
-def _saver() -> threading.Thread | None:
-    """The thread that saves beside training; that which writes before that which waits for all to have written."""
-    by_name = {thread.name: thread for thread in threading.enumerate()}
-    return by_name.get(SAVING) or by_name.get(COMMITTING)
-
-
-def _is_debugged() -> bool:
-    """Whether a debugger follows any thread. ``sys.gettrace`` would tell of the one that asks only."""
-    monitoring = getattr(sys, "monitoring", None)  # new in Python 3.12, and debuggers begin to use it
-    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
-        return True
-    for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_trace is not None:
-                return True
-            frame = frame.f_back
-    return False
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":  # named: whoever asks is a thread of its own, whose current device is another
-        return int(torch.cuda.memory_allocated(device))
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def user_frame(thread: int | None) -> str:
-    """Where the thread with that identity is in the program: its innermost line that is not a library's."""
-    frame = innermost = sys._current_frames().get(thread) if thread is not None else None
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return ""
-    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _is_library(file: str) -> bool:
-    # The packages lie inside of the standard library's folder.
-    if file.startswith(LIBRARIES[0]) or file.startswith("<"):
-        return True
-    return file.startswith(LIBRARIES[1]) and not file.startswith(OTHER_PACKAGES)
+    def _keep(self, k: int, of_stage: StageActivity, action: Action, began: float, ended: float) -> None:
+        if self.num_kept[k] >= self._most_events:
+            self.num_left_out[k] += 1
+            return
+        op, number = action
+        stage, forward_version = of_stage.context.stage, None
+        version = stage.version - (op is Op.UPDATE)
+        if op is Op.BACKWARD:
+            forward_version = version - stage.tally.staleness[-1]
+        elif op in (Op.FORWARD, Op.FORWARD_ONLY, Op.RECOMPUTE):
+            forward_version = stage.in_flight[number].version
+        self.num_kept[k] += 1
+        of_stage.events.append(Event(op, number, began, ended, version, forward_version))

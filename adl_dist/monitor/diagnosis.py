@@ -4,15 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from adl_dist.checkpoint.async_save import COMMITTING, SAVING
-from adl_dist.monitor.status import (
-    COORDINATOR,
-    FAILED,
-    IDLE,
-    CoordinatorStatus,
-    ProcessStatus,
-    RankStatus,
-    StageStatus,
-)
+from adl_dist.monitor.activity import FAILED, IDLE
+from adl_dist.monitor.status import COORDINATOR, CoordinatorStatus, ProcessStatus, RankStatus, StageStatus
 from adl_dist.schedule.actions import LINKS, RECEIVES, Op
 
 GONE = "gone"

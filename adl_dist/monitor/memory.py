@@ -1,15 +1,15 @@
-"""What a process holds at most, and what of it are tensors of its stage: those that torch's allocator has handed out.
+"""The peak memory of a process, and of its stage's tensors: those that torch's allocator has handed out.
 
-Only torch's profiler sees every allocation, also those inside of an operation and of a backward. It writes each of them
-down, which grows without bound; so it looks at the first updates of a run and is then stopped. On a GPU the allocator
-itself keeps count.
+Only torch's profiler sees every allocation, also those inside an operation and a backward. It records each of them,
+which grows without bound; so it runs for the first updates of a run and is then stopped. On a GPU the allocator itself
+keeps count.
 """
 
 import contextlib
 import os
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -20,17 +20,17 @@ from torch import Tensor
 from torch._C._autograd import _enable_record_function
 from torch.profiler import ProfilerActivity, profile
 
-from adl_dist.schedule import Action, Op, Pipeline
+from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
 
 
 @dataclass
 class MemoryMeter:
-    """Of the one stage of a process.
+    """The peak of the tensors of a process that has one stage.
 
     Attributes:
-        device: of the stage.
-        num_updates: for which it looks on a CPU; enough that the pipeline is full.
+        device: where the stage computes.
+        num_updates: how many updates it measures on a CPU; enough that the pipeline is full.
     """
 
     device: torch.device
@@ -41,54 +41,52 @@ class MemoryMeter:
 
     @classmethod
     def of(cls, pipeline: Pipeline, device: torch.device) -> "MemoryMeter":
-        """Build one that looks until the pipeline is full, and for some updates more."""
+        """Return a meter that runs until the pipeline is full, and for some updates more."""
         return cls(device, 2 * (pipeline.delays[0] // pipeline.micro_batches_per_update) + 6)
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most bytes of tensors that were alive at a time; None: not measured yet."""
+        """Return the most bytes of tensors that were alive at a time; None: not measured yet."""
         return int(torch.cuda.max_memory_allocated(self.device)) if self._is_on_gpu else self._peak_bytes
 
-    def measured(self, order: Iterable[tuple[int, Action]], stage: Stage) -> Iterator[tuple[int, Action]]:
-        """Hand ``order`` through; look at the first updates of a run, in one segment or several."""
-        order = iter(order)
+    @contextlib.contextmanager
+    def segment(self, stage: Stage) -> Iterator[None]:
+        """Measure while inside, if the first updates of the run are not done; if it fails, no peak is known."""
         if self._num_seen < self.num_updates and not self._is_on_gpu:
             self._start(stage)
-            for k, action in order:
-                yield k, action
-                self._num_seen += action.op is Op.UPDATE
-                if self._num_seen == self.num_updates:
-                    break
-            self._peak_bytes = max(self._peak_bytes or 0, self._finish())
-        yield from order
+        try:
+            yield
+            self._finish()
+        finally:
+            self._stop()
 
-    def stop(self) -> None:
-        """Stop looking, whatever has happened; of a segment that failed no peak is known."""
-        if self._profiler is not None:
-            profiler, self._profiler = self._profiler, None
-            _enable_record_function(True)
-            profiler.stop()
+    def count_update(self) -> None:
+        """Note that an update is done; after the last that is measured, stop."""
+        self._num_seen += 1
+        if self._num_seen == self.num_updates:
+            self._finish()
 
     @property
     def _is_on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
     def _start(self, stage: Stage) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says that it has found no GPU, as an error
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports as an error that there is no GPU
         self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._profiler.start()
         # Allocations alone, no operators. A message under way, or a call over RPC, counts as an operator that ends when
-        # it has arrived, and torch 2.15 then writes down the time, also where a profiler that was stopped meanwhile has
-        # had its memory: into whatever tensor lies there now.
+        # it has arrived, and torch 2.15 then writes the time into the memory of the profiler, even of one that was
+        # stopped meanwhile: into whatever tensor has that memory now.
         _enable_record_function(False)
-        # It would not see go what was there before it. All values stay, and nothing else uses these tensors now.
+        # It would not see the end of what was there before it. The values stay, and nothing else uses the tensors now.
         for tensor in _owned(stage):
             tensor.data = tensor.data.clone()
 
-    def _finish(self) -> int:
-        assert self._profiler is not None
+    def _finish(self) -> None:
+        if self._profiler is None:
+            return
         profiler = self._profiler.profiler
-        self.stop()
+        self._stop()
         assert profiler is not None
         assert profiler.kineto_results is not None
         events: Any = profiler.kineto_results.events()
@@ -97,29 +95,36 @@ class MemoryMeter:
         # Now, not when the interpreter ends: there torch 2.15 crashes over them.
         del events
         profiler.kineto_results = None
-        return max(accumulate((int(num_bytes) for _, num_bytes in changes), initial=0))
+        peak = max(accumulate((int(num_bytes) for _, num_bytes in changes), initial=0))
+        self._peak_bytes = max(self._peak_bytes or 0, peak)
+
+    def _stop(self) -> None:
+        if self._profiler is not None:
+            profiler, self._profiler = self._profiler, None
+            _enable_record_function(True)
+            profiler.stop()
 
 
 def _owned(stage: Stage) -> Iterator[Tensor]:
-    """What a stage keeps between segments: parameters, buffers, the optimizer's state."""
+    """Yield what a stage keeps between segments: parameters, buffers, the optimizer's state."""
     yield from (parameter for _, parameter in stage.named_parameters())
     for module in filter(None, (stage.module, stage.head)):
         yield from module.buffers()
-    for kept in stage.optimizer.state.values() if stage.optimizer else ():
-        yield from (value for value in kept.values() if isinstance(value, Tensor))
+    for state in stage.optimizer.state.values() if stage.optimizer else ():
+        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def forget_peak(device: torch.device) -> None:
-    """Have a GPU count its peak from now on: to measure the model, or a run before, may have taken more."""
+    """Let a GPU count its peak from now on: measuring the model, or an earlier run, may have taken more."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_bytes() -> int:
-    """The most this process has held: resident in memory, or on the GPU if it computes there, since the run began."""
+    """Return the most this process has held: resident, or on the GPU if it computes there, since the run began."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
-    # Not getrusage where it can be avoided: what it tells begins with what the process that started this one held.
+    # Not getrusage where it can be avoided: it starts from what the parent process held.
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

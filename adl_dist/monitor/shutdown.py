@@ -1,6 +1,6 @@
-"""How the doctor and its deputies speak and end a process, though a file system, a stream or a thread may hang.
+"""Printing, logging and ending of a process, though a file system, a stream or a thread may hang.
 
-What may wait for a disk or for a reader is done in a thread of its own, and that is waited for only so long.
+What may wait for a disk or for a reader is done in a thread of its own, and waited for only so long.
 """
 
 import logging
@@ -15,36 +15,35 @@ from adl_dist.report import tell
 
 logger = logging.getLogger("adl_dist")
 
-GRACE_SECONDS = 0.2  # in which the answer to the last word leaves
-SPEAK_SECONDS = 0.5  # that a line may take to be written
+GRACE_SECONDS = 0.2  # in which the answer to the last message leaves
+PRINT_SECONDS = 0.5  # that a line may take to be written
 END_SECONDS = 5.0  # that an end may take, whatever hangs
 
 
-def within(seconds: float, do: Callable[[], None]) -> None:
-    """Do it, or leave it to itself after ``seconds``."""
+def run_bounded(seconds: float, do: Callable[[], None]) -> None:
+    """Call ``do``; return when it has, or leave it to itself after ``seconds``."""
     thread = threading.Thread(target=do, daemon=True)
     thread.start()
     thread.join(seconds)
 
 
-def say(text: str, level: int = logging.WARNING) -> None:
-    """Say ``text`` on standard error, then in this process's log; return in any case."""
+def print_bounded(text: str, level: int = logging.WARNING) -> None:
+    """Print ``text`` on standard error, then log it; return in any case."""
+    run_bounded(PRINT_SECONDS, lambda: tell(sys.stderr, text + "\n"))
+    log_bounded(text, level)
 
-    within(SPEAK_SECONDS, lambda: tell(sys.stderr, text + "\n"))
-    log(text, level)
 
-
-def log(text: str, level: int) -> None:
+def log_bounded(text: str, level: int) -> None:
     """Write ``text`` into this process's log; return in any case."""
 
     def write() -> None:
         if logger.hasHandlers():  # without any, logging would write to standard error by itself
             logger.log(level, "%s", text)
 
-    within(SPEAK_SECONDS, write)
+    run_bounded(PRINT_SECONDS, write)
 
 
-def end_at_the_latest() -> None:
+def exit_deadline() -> None:
     """Have this process end with exit code 1 after ``END_SECONDS``, if it has not done so by itself."""
     timer = threading.Timer(END_SECONDS, os._exit, (1,))
     timer.daemon = True
@@ -53,9 +52,9 @@ def end_at_the_latest() -> None:
 
 def end() -> None:
     """End this process with exit code 1, whatever its main thread waits for, and whatever would wait for that."""
-    end_at_the_latest()
+    exit_deadline()
     time.sleep(GRACE_SECONDS)
-    within(SPEAK_SECONDS, _flush)
+    run_bounded(PRINT_SECONDS, _flush)
     os._exit(1)
 
 

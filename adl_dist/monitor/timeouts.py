@@ -1,10 +1,10 @@
-"""How long a job may stand still. No torch."""
+"""The times after which a job that makes no progress is reported, and ended. No torch."""
 
 from dataclasses import dataclass, replace
 
 from adl_dist.errors import ConfigError
 
-ABORT_SECONDS = 600.0  # where nothing else is said
+ABORT_SECONDS = 600.0  # the default with several processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +40,9 @@ class WatchdogTimeouts:
         if self.abort_seconds != "auto":
             return self
         return replace(self, abort_seconds=max(ABORT_SECONDS, 2 * self.stall_seconds) if distributed else None)
+
+    @property
+    def abort_after(self) -> float | None:
+        """Seconds until the process ends; None: never. Of settled limits only."""
+        assert not isinstance(self.abort_seconds, str), "settled() replaces auto"
+        return self.abort_seconds

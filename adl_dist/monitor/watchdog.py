@@ -1,78 +1,81 @@
-"""Looks after a running job from beside it: sees that it stalls, says why, and ends it before it hangs for ever.
+"""The watchdog of a running job: sees that it stalls, prints why, and ends it before it hangs for ever.
 
-On rank 0 a thread asks all processes about once a second what they are at (beacon.py), over RPC. Progress is any
-change of what any of them tells. After ``stall_seconds`` without it there is one picture on standard error, and after
-``abort_seconds`` the job ends. Every other process has a deputy, which sees whether rank 0 still asks.
+On rank 0 a thread asks all processes about once a second what they do (heartbeat.py), over the control plane. Progress
+is any change in any answer. After ``stall_seconds`` without it there is one picture on standard error, and after
+``abort_seconds`` the job ends. Every other process has a heartbeat monitor, which sees whether rank 0 still asks.
 """
 
-import json
 import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any
-
-import torch.distributed.rpc as rpc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS
-from adl_dist.distributed.world import World, name_of
-from adl_dist.monitor.activity import ActivityRecorder, kill
-from adl_dist.monitor.diagnosis import GONE, Cause, cause_of, picture
-from adl_dist.monitor.heartbeat import (
-    ANSWER_SECONDS,
-    LOOKS_PER_STALL,
-    MOST_SECONDS_APART,
-    abort,
-    answer,
-    state_of_silent,
-)
-from adl_dist.monitor.shutdown import SPEAK_SECONDS, end, end_at_the_latest, log, say, within
-from adl_dist.monitor.status import FAILED, CoordinatorStatus, ProcessStatus, RankStatus
+from adl_dist.distributed.rpc_errors import PeerError
+from adl_dist.monitor.activity import FAILED, ActivityLog
+from adl_dist.monitor.diagnosis import GONE, cause_of, picture
+from adl_dist.monitor.heartbeat import ANSWER_SECONDS, LOOKS_PER_STALL, MAX_INTERVAL_SECONDS, state_of_silent
+from adl_dist.monitor.shutdown import PRINT_SECONDS, end, exit_deadline, log_bounded, print_bounded, run_bounded
+from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus, kill, process_status
+from adl_dist.monitor.timeouts import WatchdogTimeouts
 
-AGAIN_SECONDS = 0.2  # of a question to a process that has not answered the one before
-ASIDE_SECONDS = 5.0  # that an end takes beside the wait for a save
+AGAIN_SECONDS = 0.2  # the limit for an answer of a process that has not answered before
+MARGIN_SECONDS = 5.0  # that an end takes in addition to the wait for a save
+
+
+class Peers(Protocol):
+    """The other processes, as the watchdog reaches them."""
+
+    def statuses(
+        self, limits: Mapping[int, float], asker: ProcessStatus, *, closely: bool
+    ) -> dict[int, ProcessStatus | PeerError]:
+        """Ask the processes of ``limits``, each of which may take so many seconds, what they do now."""
+        ...
+
+    def abort(self, why: str) -> Callable[[], None]:
+        """Have all of them end; the function returned waits until they have heard or are late."""
+        ...
 
 
 class Watchdog:
-    """On rank 0."""
+    """The thread on rank 0 that looks after the job."""
 
     def __init__(
         self,
-        world: World,
-        beacon: ActivityRecorder,
+        num_processes: int,
+        peers: Peers,
+        activity: ActivityLog,
         coordination: Callable[..., CoordinatorStatus],
+        timeouts: WatchdogTimeouts,
         *,
-        stall_seconds: float,
-        abort_seconds: float | None,
         on_gone: Callable[[int, str], None],
         on_end: Callable[[], None],
     ) -> None:
         """Prepare; see :meth:`start`.
 
         Args:
-            world: of all processes.
-            beacon: of this one.
-            coordination: what the coordinator is at; ``closely=True``: also where in its program.
-            stall_seconds: without progress until the picture is printed.
-            abort_seconds: without progress until the job is ended; None: never.
+            num_processes: how many there are, this one included.
+            peers: the others.
+            activity: what this process does.
+            coordination: returns what the coordinator does; ``closely=True``: also where in its program.
+            timeouts: how long nothing may move.
             on_gone: takes the rank of a process that is gone, and a line that names it.
             on_end: called right before the job is ended.
         """
-        self._world, self._beacon, self._coordination = world, beacon, coordination
-        self._stall_seconds, self._abort_seconds = stall_seconds, abort_seconds
-        self._on_gone, self._on_end = on_gone, on_end
-        self._interval = min(MOST_SECONDS_APART, stall_seconds / LOOKS_PER_STALL)
+        self._peers, self._activity, self._coordination = peers, activity, coordination
+        self._timeouts, self._on_gone, self._on_end = timeouts, on_gone, on_end
+        self._interval = min(MAX_INTERVAL_SECONDS, timeouts.stall_seconds / LOOKS_PER_STALL)
         self._over = threading.Event()
         self._asking = threading.Lock()
         now = time.monotonic()
-        self._members = {rank: RankStatus(rank=rank) for rank in range(world.size)}
-        self._heard_at = dict.fromkeys(self._members, now)
+        self._ranks = {rank: RankStatus(rank=rank) for rank in range(num_processes)}
+        self._heard_at = dict.fromkeys(self._ranks, now)
         self._marks: tuple[Any, ...] = ()
         self._changed_at = self._looked_at = now
-        self._has_told = False
-        self._thread = threading.Thread(target=self._run, name="doctor", daemon=True)
+        self._has_reported = False
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
         """Begin to look."""
@@ -87,44 +90,34 @@ class Watchdog:
         self._thread.join(timeout=2 * ANSWER_SECONDS)
 
     def statuses(self, *, closely: bool) -> list[RankStatus]:
-        """All processes as they are now; one that does not answer, as it was last seen."""
+        """Return all processes as they are now; one that does not answer, as it was last seen."""
         with self._asking:
-            told = self._ask(closely)
+            answers = self._ask(closely)
             now = time.monotonic()
-            for rank, heard in told.items():
-                before = self._members[rank]
-                if isinstance(heard, ProcessStatus):
+            for rank, answer in answers.items():
+                before = self._ranks[rank]
+                if isinstance(answer, ProcessStatus):
                     self._heard_at[rank] = now
-                    self._members[rank] = RankStatus(rank=rank, seen=heard)
+                    self._ranks[rank] = RankStatus(rank=rank, seen=answer)
                 else:
                     silent = now - self._heard_at[rank]
-                    state = state_of_silent(before.seen, heard)
-                    self._members[rank] = RankStatus(rank=rank, seen=before.seen, silent_seconds=silent, state=state)
-            return list(self._members.values())
+                    state = state_of_silent(before.seen, answer)
+                    self._ranks[rank] = RankStatus(rank=rank, seen=before.seen, silent_seconds=silent, state=state)
+            return list(self._ranks.values())
 
     def cause(self) -> str | None:
-        """Who holds up the others, by name; None: no process in particular."""
+        """Name the process that holds up the others; None: no process in particular."""
         cause = cause_of(self.statuses(closely=True), self._coordination(closely=True))
         return cause.text if cause.rank is not None else None
 
-    def _ask(self, closely: bool) -> dict[int, ProcessStatus | RuntimeError]:
-        own = self._beacon.tell(closely=closely)
-        told: dict[int, ProcessStatus | RuntimeError] = {0: own}
-        question = json.dumps({"closely": closely, "asker": own.to_json()})
-        asked: dict[int, Any] = {}
-        for rank, member in self._members.items():
-            if rank and member.state != GONE:
-                seconds = AGAIN_SECONDS if member.silent_seconds else ANSWER_SECONDS
-                try:
-                    asked[rank] = rpc.rpc_async(name_of(rank), answer, args=(question,), timeout=seconds)
-                except RuntimeError as error:
-                    told[rank] = error
-        for rank, future in asked.items():
-            try:
-                told[rank] = ProcessStatus.from_json(json.loads(future.wait()))
-            except RuntimeError as error:
-                told[rank] = error
-        return told
+    def _ask(self, closely: bool) -> dict[int, ProcessStatus | PeerError]:
+        own = process_status(self._activity, closely=closely)
+        limits = {
+            rank: AGAIN_SECONDS if known.silent_seconds else ANSWER_SECONDS
+            for rank, known in self._ranks.items()
+            if rank and known.state != GONE
+        }
+        return {0: own, **self._peers.statuses(limits, own, closely=closely)}
 
     def _run(self) -> None:
         has_failed = False
@@ -132,9 +125,10 @@ class Watchdog:
             try:
                 self._look()
             except Exception as error:
-                # It goes on: without questions of rank 0 the deputies would take a healthy job for a dead one.
+                # It continues: if rank 0 asked no more, the others would take a healthy job for a dead one.
                 if not has_failed:
-                    log(f"the doctor could not look:\n{''.join(traceback.format_exception(error))}", logging.ERROR)
+                    trace = "".join(traceback.format_exception(error))
+                    log_bounded(f"the watchdog could not look:\n{trace}", logging.ERROR)
                 has_failed = True
             self._over.wait(self._interval)
 
@@ -146,56 +140,52 @@ class Watchdog:
         if now - self._looked_at > self._interval + 4 * ANSWER_SECONDS:  # it was this process that stood still
             self._changed_at = now
         self._looked_at = now
-        for member in statuses:
-            if member.state == GONE:
+        for known in statuses:
+            if known.state == GONE:
                 self.stop()
-                self._on_gone(member.rank, cause_of([member], CoordinatorStatus()).text)
+                self._on_gone(known.rank, cause_of([known], CoordinatorStatus()).text)
                 return
         coordination = self._coordination()
-        marks = (coordination.command, coordination.is_waiting, *(m.seen and m.seen.mark for m in statuses))
+        marks = (coordination.command, coordination.is_waiting, *(s.seen and s.seen.mark for s in statuses))
         if marks != self._marks:
-            if self._has_told:
-                say(f"adl-dist: going on, after {now - self._changed_at:.0f} s without progress")
-            self._marks, self._changed_at, self._has_told = marks, now, False
+            if self._has_reported:
+                print_bounded(f"adl-dist: going on, after {now - self._changed_at:.0f} s without progress")
+            self._marks, self._changed_at, self._has_reported = marks, now, False
             return
-        still = now - self._changed_at
-        if self._abort_seconds is not None and still >= self._abort_seconds + self._grace(statuses):
+        still, abort_seconds = now - self._changed_at, self._timeouts.abort_after
+        if abort_seconds is not None and still >= abort_seconds + self._grace(statuses):
             self._end(still)
-        elif still >= self._stall_seconds and not self._has_told:
-            self._has_told = True
-            self._tell(still)
+        elif still >= self._timeouts.stall_seconds and not self._has_reported:
+            self._has_reported = True
+            self._report_stall(still)
 
     def _grace(self, statuses: Sequence[RankStatus]) -> float:
-        """Of a job that ends by itself, with an error that is more telling, once a save under way has had its time."""
-        return LAST_SAVE_SECONDS + ASIDE_SECONDS if any(m.seen and m.seen.phase == FAILED for m in statuses) else 0.0
+        """Extra seconds before aborting if a stage already failed: let its save finish and its error surface."""
+        has_failed = any(known.seen and known.seen.phase == FAILED for known in statuses)
+        return LAST_SAVE_SECONDS + MARGIN_SECONDS if has_failed else 0.0
 
-    def _tell(self, still: float) -> None:
+    def _report_stall(self, still: float) -> None:
         statuses, coordination = self.statuses(closely=True), self._coordination(closely=True)
-        cause = cause_of(statuses, coordination)
-        end = f"; after {self._abort_seconds:g} s the job is ended" if self._abort_seconds is not None else ""
-        say(
-            f"adl-dist: no progress in {still:.1f} s (runtime.stall_seconds={self._stall_seconds:g}){end}\n"
+        cause, abort_seconds = cause_of(statuses, coordination), self._timeouts.abort_after
+        then = f"; after {abort_seconds:g} s the job is ended" if abort_seconds is not None else ""
+        print_bounded(
+            f"adl-dist: no progress in {still:.1f} s (runtime.stall_seconds={self._timeouts.stall_seconds:g}){then}\n"
             f"{picture(statuses, coordination)}\nlikely cause: {cause.text}"
         )
 
     def _end(self, still: float) -> None:
         statuses = self.statuses(closely=True)
-        if any(member.seen and member.seen.is_debugged for member in statuses):
-            return  # whoever stands there wants to look around
-        end_at_the_latest()
-        cause: Cause = cause_of(statuses, self._coordination(closely=True))
-        why = f"no progress in {still:.1f} s (runtime.abort_seconds={self._abort_seconds:g}): {cause.text}"
-        say(f"adl-dist: error: {why}; the same command goes on from the last checkpoint", logging.ERROR)
-        told = []
-        for member in statuses[1:]:
-            with suppress(RuntimeError):
-                told.append(rpc.rpc_async(name_of(member.rank), abort, args=(why,), timeout=ANSWER_SECONDS))
-        for member in statuses[1:]:
+        if any(known.seen and known.seen.is_debugged for known in statuses):
+            return  # a user wants to look around there
+        exit_deadline()
+        cause = cause_of(statuses, self._coordination(closely=True))
+        why = f"no progress in {still:.1f} s (runtime.abort_seconds={self._timeouts.abort_after:g}): {cause.text}"
+        print_bounded(f"adl-dist: error: {why}; the same command resumes from the last checkpoint", logging.ERROR)
+        wait_until_heard = self._peers.abort(why)
+        for known in statuses[1:]:
             # Before anything is waited for: the launcher ends this process as soon as another one has ended.
-            if member.seen and member.silent_seconds:
-                kill(member.seen)
-        for future in told:
-            with suppress(RuntimeError):
-                future.wait()
-        within(SPEAK_SECONDS, self._on_end)  # it removes a file
+            if known.seen and known.silent_seconds:
+                kill(known.seen)
+        wait_until_heard()
+        run_bounded(PRINT_SECONDS, self._on_end)  # it removes a file
         end()

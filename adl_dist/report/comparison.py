@@ -1,4 +1,4 @@
-"""Compares the runs of a sweep: one table for people, one for programs, one figure."""
+"""Compare finished runs: one table for people, one for programs, one figure."""
 
 import csv
 import json
@@ -12,32 +12,35 @@ from pathlib import Path
 from typing import Any
 
 from adl_dist import __version__
-from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run
+from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, measure_of
+from adl_dist.report.tables import markdown_table
 
 NOTHING = "."
 MINUS = "\u2212"
 
 
-def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, device: str | None = None) -> None:
+def write_comparison(folder: Path, runs: Sequence[Run], *, command: str) -> str:
     """Write comparison.md, comparison.csv, curves.svg and curves.png.
 
     Args:
-        folder: where to.
-        runs: all runs of the sweep, in the order of the table.
-        command: that they came from.
-        device: the accelerator that they ran on, if any.
+        folder: where the files go.
+        runs: at least one run, in the order of the table.
+        command: the command that compares them, as the table cites it.
+
+    Returns:
+        The content of comparison.md.
     """
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
-    measure = ACCURACY if any(run.curve(ACCURACY.name) for run in runs) else LOSS
+    measure = measure_of(runs)
     runs = sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
-    parts = [_table(runs, measure), *_memory_table(runs), _origin(runs, command, device)]
-    text = "\n\n".join(parts) + "\n"
+    text = "\n\n".join([_table(runs, measure), *_memory_table(runs), _origin(runs, command)]) + "\n"
     _write(folder / "comparison.md", lambda path: path.write_text(text))
     _write(folder / "comparison.csv", lambda path: _write_csv(path, runs))
     figure = draw_curves(runs, measure)
     for suffix in (".svg", ".png"):
         _write(folder / f"curves{suffix}", lambda path: save_figure(figure, path))
+    return text
 
 
 def _table(runs: Sequence[Run], measure: Measure) -> str:
@@ -47,43 +50,38 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
     for run in runs:
         cells.setdefault((run.label, run.num_stages), []).append(run)
     references = [label for label in labels if any(r.label == label and r.method["name"] == REFERENCE for r in runs)]
-    head = ["method", *(part for K in stages for part in (f"K = {K}", f"to {REFERENCE}"))]
-    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    rows = [["method", *(part for K in stages for part in (f"K = {K}", f"to {REFERENCE}"))]]
     for label in labels:
         row = [label]
         for K in stages:
-            own = cells.get((label, K), [])
-            # What the reference computes does not depend on K, so any will do if there is none with this one.
-            there = [cells.get((r, K)) or next(cells[r, k] for k in stages if (r, k) in cells) for r in references]
-            row += [_cell(own, measure), _difference(own, there, measure)]
+            # The result of the reference does not depend on K, so any K will do if there is none with this one.
+            near = [cells.get((r, K)) or next(cells[r, k] for k in stages if (r, k) in cells) for r in references]
+            row += [_cell(cells.get((label, K), []), measure), _difference(cells.get((label, K), []), near, measure)]
         rows.append(row)
-    lines = _aligned(rows)
-    what = measure.name.replace("/", " ")
-    spread = f"{what.capitalize()} after the last epoch: median over the seeds that came there (min to max, seeds)."
+    name = measure.name.replace("/", " ").capitalize()
+    spread = f"{name} after the last epoch: median over the seeds that came there (min to max, seeds)."
     points = "percentage points" if measure.scale == 100 else "the loss itself"
-    told = f"`to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} with the same M if there is one."
-    return "\n".join([*lines, "", f"{spread} {told if references else ''}".strip()])
+    note = f"`to {REFERENCE}`: difference of the medians in {points}, to {REFERENCE} with the same M if there is one."
+    return "\n".join([*markdown_table(rows), "", f"{spread} {note if references else ''}".strip()])
 
 
 def _memory_table(runs: Sequence[Run]) -> list[str]:
-    """Of the runs with ``runtime.memory=true``: what each stage held."""
+    """Return a table of what each stage held in the runs with ``runtime.memory=true``; [] if there are none."""
     measured = [run for run in runs if "peak_tensor_bytes" in (run.summary.get("stages") or [{}])[0]]
     if not measured:
         return []
     most = max(run.num_stages for run in measured)
     rows = [["MiB of tensors", *(f"stage {k}" for k in range(most)), "mean", "largest"]]
-    rows.append(["---", *["---:"] * (most + 2)])
     for run in measured:
         mebibytes = [stage["peak_tensor_bytes"] / 2**20 for stage in run.summary["stages"]]
         cells = [*mebibytes, *[None] * (most - len(mebibytes)), statistics.mean(mebibytes), max(mebibytes)]
         label = f"{run.label}, K = {run.num_stages}, seed {run.seed}"
         rows.append([label, *(NOTHING if cell is None else f"{cell:,.1f}" for cell in cells)])
-    return ["\n".join([*_aligned(rows), "", "The most that torch's allocator had handed out to each stage's process."])]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    return [
+        "\n".join(
+            [*markdown_table(rows), "", "The most that torch's allocator had handed out to each stage's process."]
+        )
+    ]
 
 
 def _cell(runs: Sequence[Run], measure: Measure) -> str:
@@ -94,7 +92,7 @@ def _cell(runs: Sequence[Run], measure: Measure) -> str:
     if values:
         low, middle, high = map(measure.text, (min(values), statistics.median(values), max(values)))
         parts.append(f"{middle}{measure.unit} ({low} to {high}, {len(values)})")
-    for status in ("diverged", "failed"):
+    for status in ("diverged", "unfinished"):
         if number := sum(run.status == status for run in runs):
             parts.append(f"**{number} of {len(runs)} {status}**")
     return ", ".join(parts) or "no validation"
@@ -103,34 +101,25 @@ def _cell(runs: Sequence[Run], measure: Measure) -> str:
 def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measure: Measure) -> str:
     if not runs or runs[0].method["name"] == REFERENCE:
         return NOTHING
-    there = [reference for reference in references if reference]
-    # A micro-batch's size changes what BatchNorm does, so M should be the same.
-    same = [r for r in there if r[0].accumulation_steps == runs[0].accumulation_steps]
-    own, theirs = (
-        [value for run in some if (value := measure.of(run)) is not None] for some in (runs, (same or there or [[]])[0])
+    some = [reference for reference in references if reference]
+    # A micro-batch's size changes what BatchNorm computes, so M should be the same.
+    same = [r for r in some if r[0].accumulation_steps == runs[0].accumulation_steps]
+    values, reference_values = (
+        [value for run in each if (value := measure.of(run)) is not None] for each in (runs, (same or some or [[]])[0])
     )
-    if not own or not theirs:
+    if not values or not reference_values:
         return NOTHING
-    difference = statistics.median(own) - statistics.median(theirs)
+    difference = statistics.median(values) - statistics.median(reference_values)
     return f"{MINUS if difference < 0 else '+'}{measure.text(abs(difference))}"
 
 
-def _origin(runs: Sequence[Run], command: str, device: str | None) -> str:
+def _origin(runs: Sequence[Run], command: str) -> str:
     seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = f"{cores} cores of {_cpu()}" + (f", {device}" if device else "")
     return (
         f"Command: `{command}`\n\n"
-        f"{len(runs)} runs, seeds {seeds}; Python {platform.python_version()}, torch {version('torch')}, "
-        f"adl_dist {__version__}; {machine}. Each run: `comparison.csv`; learning curves: `curves.svg`."
+        f"{len(runs)} runs, seeds {seeds}; compared with Python {platform.python_version()}, torch {version('torch')}, "
+        f"adl_dist {__version__}. Each run: `comparison.csv`; learning curves: `curves.svg`."
     )
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
 
 
 def _write_csv(path: Path, runs: Sequence[Run]) -> None:
@@ -142,7 +131,7 @@ def _write_csv(path: Path, runs: Sequence[Run]) -> None:
 
 
 def _csv_row(run: Run) -> dict[str, Any]:
-    """One run; what it does not have stays empty. Times and staleness are those since its last start."""
+    """Return the row of one run; times and staleness are those since its last start, missing figures stay empty."""
     summary = run.summary
     stages = summary.get("stages", [])
     best = {
@@ -157,8 +146,8 @@ def _csv_row(run: Run) -> dict[str, Any]:
         "settings": json.dumps({k: v for k, v in run.method.items() if k != "name"}),
         "seed": run.seed,
         "status": run.status,
-        "ended_at_update": run.ended_at_update,
-        "ended_in_epoch": run.ended_in_epoch,
+        "ended_at_update": run.divergence.get("update"),
+        "ended_in_epoch": run.divergence.get("epoch"),
         "validation_accuracy": summary.get(ACCURACY.key),
         "best_validation_accuracy": best[ACCURACY.key],
         "validation_loss": summary.get(LOSS.key),
@@ -177,7 +166,7 @@ def _csv_row(run: Run) -> dict[str, Any]:
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Whole or not at all."""
+    """Let ``write`` make the file at ``path``, whole or not at all."""
     with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
         unfinished = Path(folder) / path.name
         write(unfinished)

@@ -11,10 +11,10 @@ MOST_LABELS = 60
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a name whose format is not known.
+    """Refuse a file name with an unknown format.
 
     Raises:
-        ConfigError: another suffix than those.
+        ConfigError: the suffix is not one of SUFFIXES.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--out {path}: expected a name that ends in {', '.join(SUFFIXES)}")
@@ -44,7 +44,7 @@ def draw_costs(
         title: the picture's title.
 
     Raises:
-        ConfigError: another suffix, or the file cannot be written.
+        ConfigError: the suffix is unknown, or the file cannot be written.
     """
     check_suffix(path)
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Draws the learning curves of a comparison: a panel per K, a colour per variant, a band over its seeds."""
+"""Draw the learning curves of a comparison: a panel per K, a colour per row, a band over its seeds."""
 
 import math
 import statistics
@@ -30,7 +30,7 @@ STYLE: Any = {
 PANEL_INCHES = (3.9, 3.3)
 LEGEND_COLUMN_INCHES, LEGEND_ROW_INCHES = 1.65, 0.19
 MOST_COLUMNS = 3
-STEEP = 0.4  # of all epochs, which need not be in the picture
+STEEP = 0.4  # of all epochs, which may be outside the picture
 CROSS: Mapping[str, Any] = {"marker": "X", "markersize": 7, "markeredgecolor": "white", "linestyle": "none"}
 
 
@@ -39,7 +39,7 @@ def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
     labels = list(dict.fromkeys(run.label for run in runs))
     references = [run for run in runs if run.method["name"] == REFERENCE]
     looks = _looks(labels, {run.label for run in references})
-    # What the reference computes does not depend on K: it needs no panel of its own, and is in every other.
+    # The result of the reference does not depend on K: it needs no panel of its own and is drawn in all others.
     stages = sorted({run.num_stages for run in runs if run not in references} or {run.num_stages for run in runs})
     columns = min(len(stages), MOST_COLUMNS)
     rows = math.ceil(len(stages) / columns)
@@ -53,10 +53,10 @@ def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
             axes.set_visible(False)
         _set_range(panels[0], runs, measure)  # the panels share it
         for place, (axes, K) in enumerate(zip(panels, stages, strict=False)):
-            own = [run for run in runs if run.num_stages == K]
-            known = {run.label for run in own}
-            anyones = [run for run in references if run.label not in known]
-            _draw_panel(axes, [*own, *anyones], looks, measure)
+            with_this_k = [run for run in runs if run.num_stages == K]
+            labels_here = {run.label for run in with_this_k}
+            from_other_k = [run for run in references if run.label not in labels_here]
+            _draw_panel(axes, [*with_this_k, *from_other_k], looks, measure)
             axes.set_title(f"K = {K}", loc="left", fontweight="bold")
             if place + columns >= len(stages):  # nothing below it
                 axes.set_xlabel("epoch")
@@ -73,7 +73,7 @@ def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Save ``figure`` as the suffix of ``path`` says; the same figure gives the same bytes."""
+    """Save ``figure`` in the format that the suffix of ``path`` names; equal figures give equal bytes."""
     with matplotlib.rc_context(STYLE):
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
@@ -93,14 +93,14 @@ def _looks(labels: Sequence[str], references: set[str]) -> dict[str, dict[str, A
 
 def _draw_panel(axes: Axes, runs: Sequence[Run], looks: Mapping[str, Mapping[str, Any]], measure: Measure) -> None:
     for place, label in enumerate(reversed([label for label in looks if any(r.label == label for r in runs)])):
-        look, own = looks[label], [run for run in runs if run.label == label]
-        ends = [_scaled(run, measure) for run in own if run.status == "complete"]
+        look, shown = looks[label], [run for run in runs if run.label == label]
+        ends = [_scaled(run, measure) for run in shown if run.status == "complete"]
         epochs = sorted(set().union(*ends))
         at = {epoch: [curve[epoch] for curve in ends if epoch in curve] for epoch in epochs}
         axes.plot(epochs, [statistics.median(at[e]) for e in epochs], zorder=3 + 0.01 * place, **look)
         low, high = [min(at[e]) for e in epochs], [max(at[e]) for e in epochs]
         axes.fill_between(epochs, low, high, color=look["color"], alpha=0.3 / math.sqrt(len(looks)), linewidth=0)
-        for run in own:
+        for run in shown:
             if run.status == "diverged":
                 _draw_diverged(axes, run, look, measure)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -111,8 +111,8 @@ def _draw_diverged(axes: Axes, run: Run, look: Mapping[str, Any], measure: Measu
     axes.plot(list(curve), list(curve.values()), zorder=2.9, **{**look, "linewidth": 1.0, "alpha": 0.8})
     low, high = axes.get_ylim()
     worst = low if measure.best is max else high
-    # A run that ended before it was validated, or outside of the panel, has its cross on the edge.
-    end = max(curve, default=(run.ended_in_epoch or 0) + 1)
+    # The cross of a run that ended before its first validation, or outside the panel, is on the edge.
+    end = max(curve, default=run.divergence.get("epoch", 0) + 1)
     value = min(max(curve.get(end, worst), low), high)
     axes.plot([end], [value], color=look["color"], zorder=5, clip_on=False, **CROSS)
 
@@ -122,7 +122,7 @@ def _scaled(run: Run, measure: Measure) -> dict[int, float]:
 
 
 def _set_range(axes: Axes, runs: Sequence[Run], measure: Measure) -> None:
-    """Show the part where the curves differ: the first steep epochs may leave the panel."""
+    """Limit the panel to where the curves differ: the first steep epochs may be outside."""
     longest = max((epoch for run in runs for epoch in _scaled(run, measure)), default=1)
     ends = [_scaled(run, measure) for run in runs if run.status == "complete"]
     settled = [value for curve in ends for epoch, value in curve.items() if epoch > longest * STEEP]

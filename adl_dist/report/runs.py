@@ -1,54 +1,77 @@
-"""The runs that a comparison is about, and what they are compared by."""
+"""Read finished runs from their folders, name them, and say what they are compared by."""
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from adl_dist.errors import ConfigError
 from adl_dist.report.recorder import METRICS
+from adl_dist.schedule import method
 
 REFERENCE = "bp"  # the method that the others are compared with
+# They name columns, spreads and places; a row's method is spelt out of its settings.
+NOT_IN_LABELS = ("method.", "partition.num_stages", "seed", "run_dir", "resume")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run and what became of it.
+    """One run folder.
 
     Attributes:
-        label: of its row; runs that differ in K and seed only have the same.
-        num_stages: K.
-        accumulation_steps: M.
-        method: the method's name and settings.
-        seed: of the run.
-        folder: its run folder.
-        status: ``complete``, ``diverged`` or ``failed``.
-        ended_at_update: where it diverged.
-        ended_in_epoch: the same, counted from 0.
+        folder: the run folder.
+        config: the content of its config.yaml.
+        label: the run's row; runs that differ only in K and seed share it.
     """
 
-    label: str
-    num_stages: int
-    accumulation_steps: int
-    method: Mapping[str, Any]
-    seed: int
     folder: Path
-    status: str
-    ended_at_update: int | None = None
-    ended_in_epoch: int | None = None
+    config: Mapping[str, Any]
+    label: str = ""
+
+    @property
+    def num_stages(self) -> int:
+        """K."""
+        return int(self.config["partition"]["num_stages"])
+
+    @property
+    def accumulation_steps(self) -> int:
+        """M."""
+        return int(self.config["method"]["accumulation_steps"])
+
+    @property
+    def method(self) -> Mapping[str, Any]:
+        """The method's name and settings."""
+        settings: Mapping[str, Any] = self.config["method"]
+        return settings
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.config["seed"])
+
+    @property
+    def status(self) -> str:
+        """``complete``, ``diverged`` or ``unfinished``."""
+        train = self.config["train"]
+        return status_of(self.folder, epochs=train["epochs"], max_updates=train["max_updates"])
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """Of a complete run; of any other nothing, whatever an earlier, shorter one left."""
-        if self.status != "complete":
-            return {}
-        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        return summary
+        """Content of summary.json, or {} unless the run is complete."""
+        return read_json(self.folder / "summary.json") if self.status == "complete" else {}
+
+    @cached_property
+    def divergence(self) -> dict[str, Any]:
+        """Content of diverged.json, or {} unless the run has diverged."""
+        return read_json(self.folder / "diverged.json") if self.status == "diverged" else {}
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """The finite values of ``name``, like ``validation/loss``, each after so many whole epochs."""
+        """Return the finite values of ``name``, like ``validation/loss``, each with the number of whole epochs."""
         return [(epoch + 1, value) for epoch, value in self._curves.get(name, []) if math.isfinite(value)]
 
     @cached_property
@@ -62,9 +85,77 @@ class Run:
         return curves
 
 
+def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> str:
+    """Return ``complete`` if the run in ``folder`` has come that far, else ``diverged`` or ``unfinished``."""
+    summary = read_json(folder / "summary.json")
+    done = summary.get("updates", 0)
+    if summary.get("epochs", 0) >= epochs or (max_updates is not None and done >= max_updates):
+        return "complete"
+    return "diverged" if (folder / "diverged.json").is_file() else "unfinished"
+
+
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """Read the run folders and label them by what tells the runs apart.
+
+    Raises:
+        ConfigError: a folder is not a run folder made by the command line.
+    """
+    runs = []
+    for folder in folders:
+        try:
+            run = Run(folder=folder, config=yaml.safe_load((folder / "config.yaml").read_text()))
+            runs.append(replace(run, label=_method_label(run)))
+            _ = (run.num_stages, run.seed, run.status)
+        except (OSError, yaml.YAMLError, TypeError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{folder}: expected the folder of a run made by adl-dist train, got a config.yaml that does not "
+                f"describe one ({type(error).__name__}: {error}); give run folders"
+            ) from error
+    flat = [dict(_flattened(run.config)) for run in runs]
+    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if not key.startswith(NOT_IN_LABELS)]
+    telling = [key for key in keys if _tells_apart(key, flat)]
+    return [
+        replace(run, label=" ".join([run.label, *(f"{key}={one[key]}" for key in telling if key in one)]))
+        for run, one in zip(runs, flat, strict=True)
+    ]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if the file is missing or damaged."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _method_label(run: Run) -> str:
+    """Return the method with M, if that is above 1, and the settings that are not the method's own defaults."""
+    settings = dict(run.method)
+    name, M = settings.pop("name"), settings.pop("accumulation_steps")
+    usual = method(name).settings
+    special = [f"{key}={value}" for key, value in settings.items() if value != usual.get(key)]
+    return " ".join([name, *([f"M={M}"] if M > 1 else []), *special])
+
+
+def _tells_apart(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether ``key`` has several values, of a cut: several with the same number of stages."""
+    depends_on = "partition.num_stages" if key.startswith("partition.") else ""
+    values = {(config.get(depends_on), str(config.get(key))) for config in configs}
+    return len(values) > len({first for first, _ in values})
+
+
+def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """What runs are compared by: accuracy where there are classes, else the loss."""
+    """The figure that runs are compared by: accuracy where there are classes, else the loss."""
 
     name: str
     unit: str
@@ -73,18 +164,23 @@ class Measure:
 
     @property
     def key(self) -> str:
-        """Of ``summary.json``."""
+        """The figure's name in summary.json."""
         return self.name.replace("/", "_")
 
     def of(self, run: Run) -> float | None:
-        """The value at the end of ``run``, if it has come there."""
+        """Return the figure at the end of ``run``; None if the run is not complete or has no such figure."""
         value = run.summary.get(self.key)
         return None if value is None else value * self.scale
 
     def text(self, value: float) -> str:
-        """The value without its unit."""
+        """Return the value without its unit."""
         return f"{value:.2f}" if self.scale == 100 else f"{value:.4f}"
 
 
 ACCURACY = Measure(name="validation/accuracy", unit=" %", scale=100, best=max)
 LOSS = Measure(name="validation/loss", unit="", scale=1, best=min)
+
+
+def measure_of(runs: Sequence[Run]) -> Measure:
+    """Return the accuracy if any run has one, else the loss."""
+    return ACCURACY if any(run.curve(ACCURACY.name) for run in runs) else LOSS

@@ -5,7 +5,6 @@ send costs the sender nothing and arrives after the latency of the link; loading
 others wait. Times are in any one unit.
 """
 
-import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,12 +25,6 @@ Slowdown = Callable[[int, Action], float]
 def at_full_speed(stage: int, action: Action) -> float:
     """No straggler: every action takes what it costs."""
     return 1.0
-
-
-def stragglers(seed: int, *, share: float = 0.25, factor: float = 2.0) -> Slowdown:
-    """Any action may be slow: a ``share`` of them, drawn by ``seed``, takes ``factor`` times as long."""
-    draw = random.Random(seed).random
-    return lambda stage, action: factor if draw() < share else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,30 +150,29 @@ class Stage:
         Returns:
             What goes downstream, cut off from the graph; nothing on the last stage.
         """
-        with self.tally.busy():
-            leaves = acts
-            if self.index > 0:
-                wanted = not self._learns_locally
-                leaves = tuple(a.detach().requires_grad_(wanted and takes_gradient(a)) for a in acts)
-            if target is not None:
-                target = target.to(acts[0].device, non_blocking=True)
-            version = self.version if self._forward_version is None else self._forward_version
-            kept = self.in_flight[micro_batch] = InFlight(leaves, target, version)
-            given = leaves
-            if not keep_graph:  # the module may overwrite what it is given, and its buffers, which the replay needs
-                given = tuple(leaf.clone() for leaf in leaves)
-                kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            self._dropout.seed(micro_batch, leaves[0].device)
-            with torch.set_grad_enabled(keep_graph):
-                with self._watching_buffers(self.module):
-                    out = self._call(given)
-                outs = unpacked(out)
-                last = (self._loss(out, target),) if self.has_loss else outs
-            if self.has_loss:
-                kept.output_and_loss = outs[0] if self.is_last else None, last[0]
-            if keep_graph:
-                kept.grad_edges = grad_edges_of(last)
-            return () if self.is_last else tuple(out.detach() for out in outs)
+        leaves = acts
+        if self.index > 0:
+            wanted = not self._learns_locally
+            leaves = tuple(a.detach().requires_grad_(wanted and takes_gradient(a)) for a in acts)
+        if target is not None:
+            target = target.to(acts[0].device, non_blocking=True)
+        version = self.version if self._forward_version is None else self._forward_version
+        kept = self.in_flight[micro_batch] = InFlight(leaves, target, version)
+        given = leaves
+        if not keep_graph:  # the module may overwrite what it is given, and its buffers, which the replay needs
+            given = tuple(leaf.clone() for leaf in leaves)
+            kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        self._dropout.seed(micro_batch, leaves[0].device)
+        with torch.set_grad_enabled(keep_graph):
+            with self._watching_buffers(self.module):
+                out = self._call(given)
+            outs = unpacked(out)
+            last = (self._loss(out, target),) if self.has_loss else outs
+        if self.has_loss:
+            kept.output_and_loss = outs[0] if self.is_last else None, last[0]
+        if keep_graph:
+            kept.grad_edges = grad_edges_of(last)
+        return () if self.is_last else tuple(out.detach() for out in outs)
 
     def recompute(self, micro_batch: int) -> None:
         """Replay a forward from its stored input with the present weights, and keep the graph.
@@ -181,11 +180,10 @@ class Stage:
         Dropout draws what it drew, and the module sees the buffers that the forward saw. What it makes of them is
         thrown away: BatchNorm's running statistics moved in the forward.
         """
-        with self.tally.busy():
-            kept = self.in_flight[micro_batch]
-            self._dropout.seed(micro_batch, kept.acts[0].device)
-            out = self._call(kept.acts, kept.buffers)
-            kept.grad_edges = grad_edges_of((self._loss(out, kept.target),) if self.has_loss else unpacked(out))
+        kept = self.in_flight[micro_batch]
+        self._dropout.seed(micro_batch, kept.acts[0].device)
+        out = self._call(kept.acts, kept.buffers)
+        kept.grad_edges = grad_edges_of((self._loss(out, kept.target),) if self.has_loss else unpacked(out))
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
@@ -198,25 +196,24 @@ class Stage:
         Returns:
             Gradients of the floating-point acts, for upstream; empty on stage 0 and where stages learn locally.
         """
-        with self.tally.busy():
-            kept = self.in_flight.pop(micro_batch)
-            assert kept.grad_edges is not None, "the schedule recomputes before it goes backward"
-            if self._gradient_shrink != 1.0 and not self.has_loss:
-                grads = tuple(grad * self._gradient_shrink for grad in grads)
-            if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
-                ends, grads = zip(*paired, strict=True)
-                torch.autograd.backward(ends, grads)
-            self.tally.staleness.append(self.version - kept.version)
-            if kept.output_and_loss is not None:
-                assert kept.target is not None
-                self.tally.score(kept.output_and_loss[0], kept.target, kept.output_and_loss[1])
-            if self.index == 0 or self._learns_locally:
-                return ()
-            leaving = tuple(
-                act.grad if act.grad is not None else torch.zeros_like(act) for act in kept.acts if takes_gradient(act)
-            )
-            self.faults.sent(leaving)
-            return leaving
+        kept = self.in_flight.pop(micro_batch)
+        assert kept.grad_edges is not None, "the schedule recomputes before it goes backward"
+        if self._gradient_shrink != 1.0 and not self.has_loss:
+            grads = tuple(grad * self._gradient_shrink for grad in grads)
+        if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
+            ends, grads = zip(*paired, strict=True)
+            torch.autograd.backward(ends, grads)
+        self.tally.staleness.append(self.version - kept.version)
+        if kept.output_and_loss is not None:
+            assert kept.target is not None
+            self.tally.score(kept.output_and_loss[0], kept.target, kept.output_and_loss[1])
+        if self.index == 0 or self._learns_locally:
+            return ()
+        leaving = tuple(
+            act.grad if act.grad is not None else torch.zeros_like(act) for act in kept.acts if takes_gradient(act)
+        )
+        self.faults.sent(leaving)
+        return leaving
 
     def finish_group(self, arrived: Tensors, leaving: Tensors) -> Tensors:
         """Look at a group's gradients, which are complete, before the last of those for upstream is sent.
@@ -234,11 +231,10 @@ class Stage:
             DivergedError: the loss or the gradient of the group is not finite, and the weights are left as they are; on
                 a GPU those of the group before, which has been applied.
         """
-        with self.tally.busy():
-            gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
-            self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None
-            self.tally.skipped = self.faults.judge(self.tally, arrived, update=self.version, epoch=self._epoch)
-            return refusal(leaving) if self.tally.skipped else leaving
+        gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
+        self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None
+        self.tally.skipped = self.faults.judge(self.tally, arrived, update=self.version, epoch=self._epoch)
+        return refusal(leaving) if self.tally.skipped else leaving
 
     def update(self) -> None:
         """Apply the gradients of the group and move on to the next weight version and learning rate.
@@ -246,29 +242,28 @@ class Stage:
         A group that is skipped leaves weights and optimizer as they are; versions and learning rates go on.
         """
         skip = self.tally.skipped is not None
-        with self.tally.busy():
-            if self._policy is not None:
-                if self._clip_norm is not None and self._gradient_norm is not None and not skip:
-                    clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
-                graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
-                with scaled_learning_rates(self.optimizer, self._lr_factor):
-                    self._policy.step(self.version, in_flight=graphs, skip=skip)
-            self.version += 1
-            if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
-                step_schedule(self.lr_schedule, skipped=skip)
+        self.tally.learning_rate = self.learning_rate
+        if self._policy is not None:
+            if self._clip_norm is not None and self._gradient_norm is not None and not skip:
+                clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
+            graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
+            with scaled_learning_rates(self.optimizer, self._lr_factor):
+                self._policy.step(self.version, in_flight=graphs, skip=skip)
+        self.version += 1
+        if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
+            step_schedule(self.lr_schedule, skipped=skip)
 
     @torch.no_grad()
     def predict(self, acts: Tensors, target: Tensor | None) -> Tensors:
         """Forward one micro-batch for evaluation; the last stage scores it and returns nothing."""
-        with self.tally.busy():
-            out = self._call(acts)
-            outs = unpacked(out)
-            if not self.is_last:
-                return outs
-            assert target is not None
-            target = target.to(outs[0].device, non_blocking=True)
-            self.tally.score(outs[0], target, self._loss(out, target))
-            return ()
+        out = self._call(acts)
+        outs = unpacked(out)
+        if not self.is_last:
+            return outs
+        assert target is not None
+        target = target.to(outs[0].device, non_blocking=True)
+        self.tally.score(outs[0], target, self._loss(out, target))
+        return ()
 
     def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Any:
         written = self._overwrites[0 if self.module.training else 1]

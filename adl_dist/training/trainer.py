@@ -16,12 +16,10 @@ from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import Saver
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, log_to
-from adl_dist.control import rpc
-from adl_dist.control.coordinator import Coordinator, Saving, record_to
-from adl_dist.control.job import run_job
+from adl_dist.control import job
+from adl_dist.control.coordinator import Coordinator, Saving
+from adl_dist.control.messages import Summary
 from adl_dist.control.requests import Ask, Requests
-from adl_dist.control.rpc import Result
-from adl_dist.control.supervision import Supervisor, TrackedWorker
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.affinity import bound_to, tune_malloc
 from adl_dist.distributed.device import choose_device
@@ -37,7 +35,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.launch import signals
 from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
-from adl_dist.monitor.trace import Tracer
+from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.report import Progress, Recorder
 from adl_dist.schedule import Method, Pipeline, forget_actions
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
@@ -137,6 +135,7 @@ class Trainer:
             partition or PartitionSpec(),
             own=[launched_rank()] if self._distributed else range(num_stages),
         )
+        self.requests = Requests()  # of the run that trains now, or did last; to ask it to stop or to save
 
     @property
     def needs_data(self) -> bool:
@@ -158,7 +157,7 @@ class Trainer:
         checkpoints: CheckpointPolicy | None = None,
         monitoring: Monitoring | None = None,
         config: Mapping[str, Any] | None = None,
-    ) -> Result:
+    ) -> Summary:
         """Train, evaluating and saving between epochs.
 
         Args:
@@ -202,9 +201,9 @@ class Trainer:
         if folder is not None:
             resume = folder.check(config, resume=resume)
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
-        # Of a run before this one; from the moment that the ranks meet, what is asked is asked of this one.
-        rpc.requests.answer(rpc.requests.take(), "no run was there to do it", failed=True)
         with self._meeting() as (world, store):
+            running = job.Job(world, self._timeouts, folder.path if folder else None)
+            self.requests = running.requests
             loaders = (
                 self._loader(train_dataset, "training", world, shuffle, num_workers, min_samples=batch_size),
                 None if val_dataset is None else self._loader(val_dataset, "validation", world, False, num_workers),
@@ -223,13 +222,13 @@ class Trainer:
             with self._bound(world):  # with the threads that the first forward starts
                 worker = self._worker(world, store, loaders, micro_batch_size, folder.path if folder else None)
         self._schedule_learning_rates(worker, plan, store)
-        worker.tracer = Tracer(world) if monitoring.trace else None
+        worker.activity.keep_events(MOST_EVENTS if monitoring.trace else 0)
         worker.meter = MemoryMeter.of(self._spec.pipeline, world.device) if monitoring.memory else None
         saving = None
         if folder is not None and world.rank == 0:
             saving = self._saving(folder, config, resume, checkpoints, trace=monitoring.trace)
         try:
-            return self._train(worker, plan, saving, checkpoints, monitoring, folder.path if folder else None)
+            return self._train(running, worker, plan, saving, checkpoints, monitoring)
         finally:
             forget_actions()
             if folder is not None:
@@ -270,60 +269,41 @@ class Trainer:
 
     def _train(
         self,
+        running: job.Job,
         worker: LocalWorker,
         plan: Plan,
         saving: Saving | None,
         checkpoints: CheckpointPolicy,
         monitoring: Monitoring,
-        run_dir: Path | None,
-    ) -> Result:
-        """Run the job, with its outputs open and signals heeded."""
+    ) -> Summary:
+        """Run the job, with its outputs open and signals handled."""
         world, pipeline = worker.world, self._spec.pipeline
         drain_changes_result = not pipeline.drain_is_exact
-        # Where draining changes values and checkpoints are nearer than the end of the epoch, a stop waits for the next.
-        stops_early = not (drain_changes_result and checkpoints.every_updates is not None)
-        if stops_early and not pipeline.method.is_asynchronous_greedy:
-            worker.requests = rpc.requests
+        # Where draining changes the result and checkpoints are planned, a stop waits for the next one.
+        is_planned = drain_changes_result and checkpoints.every_updates is not None
+        stops_early = not is_planned and not pipeline.method.is_asynchronous_greedy
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=monitoring.tensorboard)
         progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet)
         if self._partitioned.summary and world.rank == 0:
             progress.note(self._partitioned.summary)
+        coordinator = Coordinator(
+            plan,
+            saving=saving,
+            recorder=recorder,
+            progress=progress,
+            requests=running.requests,
+            drain_changes_result=drain_changes_result,
+        )
         handler: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._processes.handle_signals:
-            handler = signals.signal_handler(lambda name: rpc.ask(world, Ask.STOP, name))
+            handler = signals.signal_handler(lambda name: running.ask(Ask.STOP, name))
         try:
             with self._applied(), self._bound(world), handler:
-                return self._run(
-                    worker,
-                    lambda workers: Coordinator(
-                        workers,
-                        plan,
-                        saving=saving,
-                        recorder=recorder,
-                        progress=progress,
-                        requests=rpc.requests,
-                        drain_changes_result=drain_changes_result,
-                    ).train(),
-                    lambda record: record_to(recorder, progress, record),
-                    rpc.requests,
-                    run_dir,
-                )
+                return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
         finally:
             recorder.close()  # writes what is left, which a disk may refuse
 
-    def _run(
-        self,
-        worker: LocalWorker,
-        policy: Callable[[rpc.WorkerGroup], Result],
-        on_record: Callable[[rpc.Record], None],
-        requests: Requests,
-        run_dir: Path | None = None,
-    ) -> Result:
-        """Hand the worker of this process and, on rank 0, the coordinator to the control plane."""
-        supervisor = Supervisor(worker.world, worker.beacon, self._timeouts, run_dir=run_dir, requests=requests)
-        return run_job(worker.world, TrackedWorker(worker, worker.beacon), policy, on_record, supervisor)
-
-    def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Result:
+    def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Summary:
         """Evaluate the present weights on ``dataset``, every sample exactly once.
 
         Returns:
@@ -336,6 +316,7 @@ class Trainer:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         with self._meeting() as (world, store):
+            running = job.Job(world, self._timeouts)
             loader = self._loader(dataset, "validation", world, False, num_workers)
             plan = Plan(
                 epochs=0,
@@ -347,15 +328,9 @@ class Trainer:
             )
             worker = self._worker(world, store, (None, loader), batch_size)
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
+        coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
         with self._applied(), self._bound(world):
-            return self._run(
-                worker,
-                lambda workers: Coordinator(
-                    workers, plan, saving=None, recorder=recorder, progress=progress
-                ).evaluate(),
-                lambda record: None,
-                Requests(),
-            )
+            return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model by the uncut model's own names, on the CPU.

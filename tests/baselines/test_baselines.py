@@ -12,6 +12,7 @@ from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.partition import cut
 from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE, sgd
+from tests.support.tiers import slow
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 
 pytestmark = pytest.mark.ranks
@@ -119,19 +120,19 @@ def expected():
     return trainer.full_state_dict()
 
 
-def test_the_plain_loop_over_micro_batches_ends_in_the_weights_of_our_gpipe(expected):
+def test_the_plain_loop_ends_in_the_weights_of_our_gpipe(expected):
     same(alone(batch_norm_net().double(), micro_batches=M), expected, 1e-12)
 
 
 @pytest.mark.parametrize(
-    ("K", "schedule", "channels_last"), [(2, "gpipe", True), (3, "1f1b", True), (2, "1f1b", False)]
+    ("K", "schedule", "channels_last"), [slow(2, "gpipe", True), (3, "1f1b", True), slow(2, "1f1b", False)]
 )
-def test_the_stages_of_torchs_pipelining_end_in_the_weights_of_our_gpipe(K, schedule, channels_last, expected):
+def test_torchs_pipelining_ends_in_the_weights_of_our_gpipe(K, schedule, channels_last, expected):
     stages = run_ranks(K, staged, K, schedule, channels_last)
     same({name: tensor for stage in stages for name, tensor in stage.items()}, expected, 1e-12)
 
 
-def test_replicas_end_in_the_weights_of_the_plain_loop_over_whole_batches():
+def test_replicas_end_in_the_weights_of_the_plain_loop():
     whole = alone(plain_net(), micro_batches=1)
     for replica in run_ranks(2, replicated, 2):
         same(replica, whole, 1e-12)

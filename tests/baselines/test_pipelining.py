@@ -10,6 +10,7 @@ from adl_dist.partition import cut
 from adl_dist.schedule import method
 from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE
+from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
 
 pytestmark = pytest.mark.ranks
@@ -77,8 +78,9 @@ def _store(K):
     return dist.FileStore(f"{os.environ[RENDEZVOUS_FOLDER]}/theirs", K)
 
 
-@pytest.mark.parametrize("K", [2, 3])
-def test_gpipe_and_1f1b_and_bp_give_the_gradients_of_torch_distributed_pipelining(K):
+@pytest.mark.parametrize("K", [slow(2), 3])
+def test_synchronous_methods_give_the_gradients_of_torchs(K):
+    """GPipe and 1F1B and BP give the gradients of torch.distributed.pipelining."""
     theirs = run_ranks(K, one_step_of_theirs, K, timeout_seconds=60)
     for ours in run_ranks(K, one_step_of_ours, K, timeout_seconds=60)[0]:
         for of_rank in theirs:

@@ -1,40 +1,42 @@
-"""A checkpoint that is not what was written is never gone on from, and nothing in it is executed."""
+"""A checkpoint that is not what was written is never resumed from, and nothing in it is executed."""
 
-import dataclasses
 import errno
-import io
 import json
 import pickle
 import random
 import shutil
-import tracemalloc
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from adl_dist.checkpoint import layout, storage
 from adl_dist.checkpoint import state as saved_state
+from adl_dist.checkpoint.storage import Shard
 from adl_dist.cli.config import instantiate
 from adl_dist.errors import CheckpointError, UnusableError
-from tests.support.saved import SIGNATURE, Trap, index_of, resealed, saved, state
+from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, Trap, resealed, saved, shards
 
 DAMAGES = 200
-METADATA = "torch.distributed.checkpoint.metadata"
 
 
 def loaded(path):
-    model = {f"model.{name}": torch.empty(shape) for name, shape in SIGNATURE.items()}
-    storage.read(path, model)
-    return model
+    """All tensors that a checkpoint holds, by kind and name."""
+    files = layout.read_manifest(path)["files"]
+    return {
+        (kind, name): value
+        for kind in (storage.MODEL, storage.OPTIMIZER)
+        for name, value in storage.read(storage.scan(path, kind, files)[0])
+    }
 
 
 @pytest.fixture
 def two(tmp_path):
     """Checkpoints of updates 1 and 2."""
-    return saved(tmp_path, 1), saved(tmp_path, 2, state(seed=2))
+    return saved(tmp_path, 1), saved(tmp_path, 2, shards(seed=2))
 
 
 def assert_passed_over(older, newest, match):
@@ -46,16 +48,21 @@ def assert_passed_over(older, newest, match):
 
 
 def test_a_good_checkpoint_gives_back_what_was_saved(two):
-    for path, tensors in zip(two, (state(), state(seed=2)), strict=True):
+    for path, content in zip(two, (shards(), shards(seed=2)), strict=True):
         assert layout.verify(path)["update"] == int(path.name[-1])
-        assert all(torch.equal(value, tensors[name]) for name, value in loaded(path).items())
+        given = {
+            (file.partition("-")[0], name): t for file, shard in content.items() for name, t in shard.tensors.items()
+        }
+        got = loaded(path)
+        assert got.keys() == given.keys()
+        assert all(torch.equal(value, given[key]) for key, value in got.items())
 
 
 @pytest.mark.parametrize("damage", ["truncated", "a bit flipped"])
 def test_truncated_anywhere_or_with_any_bit_flipped_a_checkpoint_is_passed_over(damage, two):
     older, newest = two
     files = sorted(newest.iterdir())
-    assert len(files) == 4
+    assert len(files) == 5
     seeds = random.Random(0)
     for number in range(DAMAGES):
         file = files[number % len(files)]
@@ -82,7 +89,7 @@ def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(where, two
     real = getattr(Path, where)
 
     def give(file, *args, **options):
-        if file.parent == newest and (where == "stat") == (file.name == "__1_0.distcp"):
+        if file.parent == newest and (where == "stat") == (file.name == SECOND):
             raise OSError(errno.EIO, "Input/output error")
         return real(file, *args, **options)
 
@@ -93,13 +100,13 @@ def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(where, two
 def test_a_checkpoint_of_another_model_is_passed_over(two):
     older, newest = two
     shutil.rmtree(newest)
-    foreign = saved(newest.parent, 2, {"model.weight": torch.zeros(5, 4), "model.bias": torch.zeros(4)})
+    foreign = saved(newest.parent, 2, {FIRST: Shard({"weight": torch.zeros(5, 4), "bias": torch.zeros(4)})})
     assert_passed_over(older, foreign, match="of another model: num_batches_tracked is .* and missing in the")
 
 
 def test_where_none_is_good_all_are_told_and_stay_as_they_are(two):
     for path in two:
-        (path / "__0_0.distcp").unlink()
+        (path / FIRST).unlink()
     with pytest.raises(CheckpointError, match=r"none of the 2 .* nothing was changed: .*update-00000002.*0001") as told:
         saved_state.newest_good(two[::-1], SIGNATURE)
     assert not isinstance(told.value, UnusableError)
@@ -109,12 +116,12 @@ def test_where_none_is_good_all_are_told_and_stay_as_they_are(two):
 @pytest.mark.parametrize(
     ("entry", "match"),
     [
-        ({"__0_0.distcp": 7}, "should tell 'bytes' and 'sha256' of __0_0.distcp, found 7"),
-        ({"__0_0.distcp": {"bytes": 7}}, "should tell 'bytes' and 'sha256' of __0_0.distcp"),
-        ({"__0_0.distcp": {"bytes": 7, "sha256": 7}}, "should tell 'bytes' and 'sha256' of __0_0.distcp"),
-        *(({name: {"bytes": 7, "sha256": ""}}, f"names a file elsewhere, {name}") for name in ("", "..", "../__0_0")),
+        ({FIRST: 7}, f"should give 'bytes' and 'sha256' of {FIRST}, found 7"),
+        ({FIRST: {"bytes": 7}}, f"should give 'bytes' and 'sha256' of {FIRST}"),
+        ({FIRST: {"bytes": 7, "sha256": 7}}, f"should give 'bytes' and 'sha256' of {FIRST}"),
+        *(({name: {"bytes": 7, "sha256": ""}}, f"names a file elsewhere, {name}") for name in ("", "..", "../model")),
     ],
-    ids=lambda told: str(told)[:40],
+    ids=str,
 )
 def test_a_manifest_whose_files_are_none_is_damaged(entry, match, two):
     manifest = json.loads((two[1] / layout.MANIFEST).read_bytes())
@@ -125,7 +132,97 @@ def test_a_manifest_whose_files_are_none_is_damaged(entry, match, two):
     assert_passed_over(*two, match=match)
 
 
-# --- pickles that do something ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", [FIRST, SECOND, MOMENTUM, storage.INDEX])
+def test_a_file_of_another_checkpoint_is_told_by_name(name, two):
+    """Its size is right, and it is a good file."""
+    older, newest = two
+    if name == storage.INDEX:
+        (newest / name).write_bytes((newest / name).read_bytes().replace(b"00001-of", b"00002-of"))
+    else:
+        shutil.copyfile(older / name, newest / name)
+    assert_passed_over(older, newest, match=f"{newest.name} is damaged: {name} should have the SHA-256")
+
+
+# --- what the checksums do not show: those who can write to the folder can write checksums ---------------------------
+
+
+def with_header(text, data=b""):
+    return len(text).to_bytes(8, "little") + text + data
+
+
+BAD_FILES = {
+    "empty": b"",
+    "half a length": b"\0\0\0\0",
+    "a length beyond the file": (2**26).to_bytes(8, "little") + b"{}",
+    "a length beyond the limit": (2**40).to_bytes(8, "little") + b"{}",
+    "a length beyond any memory": (2**64 - 1).to_bytes(8, "little") + b"{}",
+    "no JSON": with_header(b"never"),
+    "deep JSON": with_header(b"[" * 100_000),
+    "a list": with_header(b"[]"),
+    "no dtype": with_header(b'{"weight":{"shape":[1],"data_offsets":[0,4]}}', b"1234"),
+    "a dtype of nobody": with_header(b'{"weight":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}', b"1234"),
+    "a dtype of others": with_header(b'{"weight":{"dtype":"F8_E8M0","shape":[4],"data_offsets":[0,4]}}', b"1234"),
+    "more than it holds": with_header(b'{"weight":{"dtype":"F32","shape":[1048576],"data_offsets":[0,4194304]}}'),
+    "more than there is": with_header(
+        b'{"weight":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}}'
+    ),
+    "a shape that does not fit": with_header(b'{"weight":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', b"1234"),
+    "a negative shape": with_header(b'{"weight":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', b"1234"),
+    "the place of another": with_header(
+        b'{"bias":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"weight":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
+        b"1234",
+    ),
+    "data of nobody": with_header(b"{}      ", b"1234"),
+    "a pickle": pickle.dumps({"weight": torch.zeros(3, 4)}),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_file_that_is_no_safetensors_file_is_told_by_name(kind, two):
+    newest = resealed(two[1], {FIRST: BAD_FILES[kind]})
+    assert_passed_over(two[0], newest, match=f"{newest.name} is damaged: {FIRST} cannot be read")
+
+
+def test_no_header_takes_memory_or_ends_the_process(tmp_path):
+    """Each file is read in a process that can have 64 MiB more than it has."""
+    for number, content in enumerate(BAD_FILES.values()):
+        (tmp_path / f"model-{number:02d}").write_bytes(content)
+    program = (
+        "import pathlib, resource, sys\n"
+        "from adl_dist.checkpoint import storage\n"
+        "from adl_dist.errors import UnusableError\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "now = int(pathlib.Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (now + 2**26, now + 2**26))\n"
+        "for file in sorted(folder.iterdir()):\n"
+        "    try:\n"
+        "        storage.scan(folder, 'model', [file.name])\n"
+        "    except UnusableError:\n"
+        "        print(file.name)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.split() == sorted(file.name for file in tmp_path.iterdir())
+
+
+def test_a_file_of_another_model_is_told_by_the_tensor_that_differs(two):
+    foreign = saved(two[0].parent / "foreign", 2, {FIRST: Shard({"weight": torch.zeros(7, 4)})})
+    newest = resealed(two[1], {FIRST: (foreign / FIRST).read_bytes()})
+    assert_passed_over(
+        two[0], newest, match="of another model: num_batches_tracked is .* and missing in the checkpoint"
+    )
+
+
+def test_what_is_no_longer_there_when_it_is_loaded_is_told(two):
+    """It was in order when it was compared with its checksums."""
+    for content, match in (
+        (shards()[FIRST].tensors | {"weight": torch.zeros(4, 3)}, r"weight should have shape \[3, 4\], found \[4, 3\]"),
+        ({"num_batches_tracked": torch.tensor(1)}, r"weight should have shape \[3, 4\], found missing"),
+    ):
+        other = saved(two[0].parent / str(len(content)), 2, {FIRST: Shard(content)})
+        newest = resealed(two[1], {FIRST: (other / FIRST).read_bytes()})
+        with pytest.raises(CheckpointError, match=f"{newest.name} cannot be read: ValueError: {match}"):
+            saved_state.load_weights(newest, Holder())
 
 
 @pytest.fixture
@@ -138,106 +235,11 @@ def made(tmp_path):
     assert not file.exists(), "it was executed"
 
 
-def test_an_index_that_asks_for_more_than_an_index_is_not_followed(two, made):
-    older, newest = two
-    index = index_of(newest)
-    index.planner_data["model.weight"] = Trap(made)
-    newest = resealed(newest, metadata=pickle.dumps(index))
-    assert_passed_over(older, newest, match="asks for posix.mkdir, which no checkpoint of tensors needs")
-
-
-@pytest.mark.parametrize("names", [("posix", "system"), ("builtins", "eval"), ("torch", "load"), ("torch", "hub.load")])
-def test_no_index_gets_at_what_executes(names, two, made):
-    """By protocol 4, where dots lead into a module."""
-    module, name = (f"\x8c{chr(len(word))}{word}".encode("latin1") for word in names)
-    newest = resealed(two[1], metadata=b"\x80\x04" + module + name + b"\x93.")
-    assert_passed_over(two[0], newest, match=f"asks for {names[0]}.{names[1]}")
-
-
-OF_CLASSES = [
-    (METADATA, "TensorProperties", ""),  # a class
-    ("torch.serialization", "_get_layout", ""),  # a function
-    (METADATA, "_MEM_FORMAT_ENCODING", "I0\n\x85R"),  # a member of an enumeration
-]
-
-
-@pytest.mark.parametrize(("module", "name", "call"), OF_CLASSES, ids=lambda word: word)
-@pytest.mark.parametrize("slots", [False, True], ids=["its attributes", "its slots"])
-def test_no_index_changes_what_others_use_and_a_good_one_is_read_after_it(module, name, call, slots, two):
-    older, newest = two
-    state = b"}X\x05\x00\x00\x00wrongK\x01s"
-    what = f"c{module}\n{name}\n{call}".encode("latin1")
-    newest = resealed(newest, metadata=b"\x80\x02" + what + (b"N" + state + b"\x86" if slots else state) + b"b.")
-    assert_passed_over(older, newest, match=f"it changes .*{name}")
-    assert "wrong" not in vars(pickle.loads(b"\x80\x02" + what + b"."))
-
-
-@pytest.mark.parametrize(
-    "pickled",
-    [
-        b"\x80\x02Nr\x00\x00\x00\x04.",
-        b"\x80\x05\x96\x00\x00\x00\x20\x00\x00\x00\x00.",
-        b"\x80\x04\x8e\x00\x00\x00\x20\x00\x00\x00\x00.",
-    ],
-    ids=["a place in the memo", "writable bytes", "bytes"],
-)
-def test_a_few_bytes_of_an_index_take_no_memory(pickled, two):
-    """Each names 2 ** 26 entries or 2 ** 29 bytes, and holds none of them."""
-    (two[1] / storage.INDEX).write_bytes(pickled)
-    tracemalloc.start()
-    try:
-        with pytest.raises((EOFError, KeyError, pickle.UnpicklingError)):
-            storage.read_index(two[1] / storage.INDEX)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2**20
-
-
-def test_an_index_that_tells_of_more_than_the_files_hold_is_refused_before_a_tensor_is_made(two):
-    older, newest = two
-    index = index_of(newest)
-    momentum = index.state_dict_metadata["optimizer.weight.momentum_buffer"]
-    momentum.size = torch.Size([2**40, 4])
-    newest = resealed(newest, metadata=pickle.dumps(index))
-    assert_passed_over(older, newest, match=r"it tells of 17,592,186,.* bytes of tensors, and the files hold \d,\d+")
-    momentum.size = torch.Size([-(2**40), 4])
-    newest = resealed(newest, metadata=pickle.dumps(index))
-    assert_passed_over(older, newest, match=r"momentum_buffer has size .*-1099511627776, 4.*, which no tensor has")
-
-
-def test_tensor_data_that_are_a_pickle_of_something_else_are_refused(two, made):
-    index, data = index_of(two[1]), io.BytesIO()
-    torch.save(Trap(made), data)
-    for where in index.storage_data.values():
-        where.offset, where.length = 0, data.tell()
-    content = data.getvalue()
-    newest = resealed(two[1], __0_0distcp=content, __1_0distcp=content, metadata=pickle.dumps(index))
-    assert saved_state.newest_good([newest], SIGNATURE)[0] == newest, "index and checksums are in order"
-    with pytest.raises(CheckpointError, match=r"update-00000002 cannot be read: UnpicklingError: Weights only load"):
+def test_a_pickle_in_place_of_a_file_of_tensors_is_not_followed(two, made):
+    newest = resealed(two[1], dict.fromkeys((FIRST, SECOND, MOMENTUM), pickle.dumps(Trap(made))))
+    assert_passed_over(two[0], newest, match=f"{FIRST} cannot be read")
+    with pytest.raises(CheckpointError, match=f"{FIRST} cannot be read"):
         saved_state.load_weights(newest, Holder())
-
-
-def test_data_that_are_no_tensor_are_refused_by_the_index_and_by_the_reader(two, made, monkeypatch):
-    index, data = index_of(two[1]), io.BytesIO()
-    torch.save(Trap(made), data)
-    index.state_dict_metadata["model.weight"] = BytesStorageMetadata()
-    where = next(info for info in index.storage_data.values() if info.relative_path == "__0_0.distcp")
-    good = (two[1] / "__0_0.distcp").read_bytes()  # which is read before it
-    index.storage_data[MetadataIndex("model.weight")] = dataclasses.replace(where, offset=len(good), length=data.tell())
-    newest = resealed(two[1], __0_0distcp=good + data.getvalue(), metadata=pickle.dumps(index))
-    assert_passed_over(two[0], newest, match="asks for .*BytesStorageMetadata")
-    # Even if the index let it through.
-    monkeypatch.setattr(storage, "read_index", lambda file: index)
-    with pytest.raises(CheckpointError, match=r"cannot be read: UnpicklingError: model.weight is no tensor"):
-        saved_state.load_weights(newest, Holder())
-
-
-def test_an_index_that_leads_to_another_file_is_refused(two):
-    index = index_of(two[1])
-    next(iter(index.storage_data.values())).relative_path = "../update-00000001/__0_0.distcp"
-    newest = resealed(two[1], metadata=pickle.dumps(index))
-    assert_passed_over(two[0], newest, match=r"it leads to \.\./update-00000001")
 
 
 def test_a_state_dict_to_start_from_executes_nothing(made, tmp_path):

@@ -22,7 +22,8 @@ def pretend_it_was_trained_on_a_gpu(run_dir):
     file.write_text(yaml.safe_dump(config))
 
 
-def test_evaluate_and_export_compute_on_the_cpu_where_the_gpu_of_the_run_is_not_and_say_so(run_dir, tmp_path):
+def test_evaluate_and_export_use_the_cpu_where_there_is_no_gpu(run_dir, tmp_path):
+    """Evaluate and export compute on the CPU where the GPU of the run is not and say so."""
     expected, outs = in_process("evaluate", f"run_dir={run_dir}"), [tmp_path / "before.pt", tmp_path / "after.pt"]
     assert expected.code == 0
     assert in_process("export", f"run_dir={run_dir}", f"out={outs[0]}").err == ""

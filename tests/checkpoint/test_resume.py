@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor
 
 from adl_dist.checkpoint import layout
@@ -32,7 +31,8 @@ from tests.support.kill import (
     random_update_of_epoch,
     records,
 )
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import RanksFailed, command_on_ranks, run_ranks
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.ranks
 
@@ -146,13 +146,8 @@ def newest(run_dir: Path) -> Path:
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    """All that a checkpoint holds, read with torch's own reader."""
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in stored.items()}  # type: ignore[union-attr]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=path)
-    return state
+    """All tensors that a checkpoint holds, by file and name."""
+    return {f"{file.name} {key}": t for file in path.glob("*.safetensors") for key, t in load_file(file).items()}
 
 
 def values_of(run_dir: Path) -> dict[tuple[Any, ...], float]:
@@ -206,7 +201,7 @@ def left_in_tmp(run: Command) -> list[str]:
 @needs_proc
 @pytest.mark.parametrize(
     ("victim", "seed"),
-    [(0, 0), pytest.param(1, 1, marks=pytest.mark.slow), (None, 2)],
+    [(0, 0), slow(1, 1), slow(None, 2)],
     ids=["stage 0", "stage 1", "launcher"],
 )
 def test_a_run_whose_process_was_killed_in_an_epoch_ends_with_the_same_bits_after_the_same_command_again(
@@ -248,7 +243,7 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_bits_after_the_same_comm
 
 
 @needs_proc
-@pytest.mark.parametrize("launcher", [pytest.param("torchrun", marks=pytest.mark.slow), "our own"])
+@pytest.mark.parametrize("launcher", [slow("torchrun"), slow("our own")])
 def test_with_restarts_a_run_whose_process_was_killed_ends_with_the_same_bits_without_another_command(
     launcher: str, tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted]
 ) -> None:
@@ -271,6 +266,7 @@ def test_with_restarts_a_run_whose_process_was_killed_ends_with_the_same_bits_wi
     uninterrupted(IMAGES).assert_equal_to(run.run_dir)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_no_rank_outlives_a_launcher_that_was_killed_before_its_ranks_were_up(tmp_path: Path) -> None:
     with held(tmp_path) as run:
@@ -280,6 +276,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed_before_its_ranks_were_up(tm
     assert records(run.run_dir) == []
 
 
+@pytest.mark.slow
 @needs_proc
 def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path: Path) -> None:
     """One that did would train on alone, and keep the same command out of its folder."""
@@ -289,6 +286,7 @@ def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path: Path) -> None:
         run.wait_until_gone(seconds=GONE_SECONDS)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_interrupted_while_its_ranks_start_a_run_leaves_one_line_and_no_process(tmp_path: Path) -> None:
     with held(tmp_path) as run:
@@ -296,7 +294,7 @@ def test_interrupted_while_its_ranks_start_a_run_leaves_one_line_and_no_process(
         run.interrupt()
         run.wait_until_gone(seconds=10)
     assert run.finish() == 130
-    assert run.err.strip() == "adl-dist: interrupted; the same command goes on from the last checkpoint"
+    assert run.err.strip() == "adl-dist: interrupted; the same command resumes from the last checkpoint"
 
 
 # --- signals that ask nicely -----------------------------------------------------------------------------------------
@@ -333,6 +331,7 @@ def test_asked_by_a_signal_to_any_process_a_run_saves_and_says_so_and_goes_on_as
     assert [n for n, t in tensors_of(newest(run.run_dir)).items() if not torch.equal(t, expected[n])] == []
 
 
+@pytest.mark.slow
 @needs_proc
 def test_at_a_second_signal_a_run_that_cannot_stop_ends_at_once_and_leaves_one_line_and_no_process(
     tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted]
@@ -346,7 +345,7 @@ def test_at_a_second_signal_a_run_that_cannot_stop_ends_at_once_and_leaves_one_l
         run.interrupt()
         run.wait_until_gone(seconds=10)
     assert run.finish() == 130
-    assert run.err.strip() == "adl-dist: interrupted; the same command goes on from the last checkpoint"
+    assert run.err.strip() == "adl-dist: interrupted; the same command resumes from the last checkpoint"
     assert left_in_tmp(run) == []
     assert train_here(IMAGES, tmp_path) == 0
     uninterrupted(IMAGES).assert_equal_to(run.run_dir)
@@ -379,7 +378,7 @@ def test_what_an_interrupted_save_left_is_removed_and_never_read(
     run_dir = half(IMAGES, tmp_path)
     leftover = run_dir / "checkpoints" / ".saving-00000099"
     leftover.mkdir()
-    for name in (".metadata", "__0_0.distcp", "manifest.json"):
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "manifest.json"):
         (leftover / name).write_bytes(b"garbage")
     with (run_dir / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"name": "train/loss", "value": 0.5, "stage": 1, "update": 16, "epoch": 2}\n')
@@ -493,7 +492,7 @@ def test_the_command_of_a_finished_run_says_so_trains_nothing_and_writes_nothing
     capsys.readouterr()
     assert train_here(IMAGES, tmp_path) == 0
     here = capsys.readouterr().out
-    as_processes = run_again(tmp_path)
+    as_processes = command_on_ranks(2, "train", *RUNS[IMAGES], f"run_dir={tmp_path / 'run'}")
     for said in (here, as_processes.out):
         assert f"nothing left to train: {tmp_path / 'run'} is complete" in said
         assert "epoch 1/4" not in said

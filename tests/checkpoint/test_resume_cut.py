@@ -13,13 +13,14 @@ import yaml
 from torch import Tensor, nn
 
 import adl_dist
-from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint import layout
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.optim.schedules import multistep
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
 from tests.support.commands import in_process, snapshot, words
+from tests.support.saved import saved
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import spec_of, values
 
@@ -199,11 +200,9 @@ def test_a_parameter_of_two_names_keeps_its_momentum_if_the_other_name_comes_fir
             stage.optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, momentum)}
         return stage
 
-    state = saved_state.state_of([stage("first", "second", momentum=3.0)])
-    storage.write(tmp_path, state, rank=0)
-    storage.join(tmp_path, [0])
+    path = saved(tmp_path, 1, saved_state.state_of([stage("first", "second", momentum=3.0)], 1))
     other = stage("second", "first", momentum=4.0)
-    saved_state.load(tmp_path, [other])
+    saved_state.load(path, [other])
     assert other.optimizer is not None
     buffers = [state["momentum_buffer"] for state in other.optimizer.state.values()]
     assert [buffer.unique().tolist() for buffer in buffers] == [[3.0], [3.0]]
@@ -225,7 +224,7 @@ def test_a_run_that_goes_on_with_another_cut_says_so_once_and_its_folder_tells_t
     assert noted([1, 2, 2, 2], 1) == []
     (note,) = noted([3, 4], 2)
     change = "num_stages was 4 and is 2, balance was [1, 2, 2, 2] and is [3, 4]"
-    assert note.startswith(f"note: the run goes on with another cut ({change}); weights and optimizer state")
+    assert note.startswith(f"note: the run continues with another cut ({change}); weights and optimizer state")
     assert note.endswith("staleness and dropout streams are now those of the new cut, and values follow them")
     assert (tmp_path / "logs" / "rank0.log").read_text().count(note) == 1
     assert told() == [3, 4]

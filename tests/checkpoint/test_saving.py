@@ -9,24 +9,25 @@ import resource
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 import adl_dist
 from adl_dist.checkpoint import async_save, layout, storage
-from adl_dist.checkpoint.async_save import Saver
+from adl_dist.checkpoint.async_save import PartReport, PartWriter, Saver
 from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.checkpoint.run_dir import chosen_checkpoint, log_to, logger
+from adl_dist.checkpoint.storage import Shard
 from adl_dist.report import Recorder
 from tests.support.commands import in_process, snapshot, words
 from tests.support.runs import trainer_of
-from tests.support.saved import OneProcess, position, saved, state
+from tests.support.saved import FIRST, OneProcess, position, saved, shards
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import values
 
 UPDATES = 2  # of an epoch: 8 samples by 4
+OTHER = {"model-00009-of-00009.safetensors": Shard({"other": torch.ones(2)})}  # of another process
 
 
 def fit(run_dir, *, epochs=3, dataset=None, **options):
@@ -71,7 +72,7 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
 ):
     """And the next save, for which there is room again, is complete."""
     saver = Saver(tmp_path, keep=1, keep_best=False, background=background)
-    saver.save(OneProcess(state()).call, position(1))
+    saver.save(OneProcess(shards(), saver).write_parts, position(1))
     assert saver.wait().name == "update-00000001"
     before = snapshot(tmp_path)
     needed = sum(file.stat().st_size for file in saver.wait().iterdir())
@@ -80,7 +81,7 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
     for room in tried:
         with monkeypatch.context() as patch:
             full_after(patch, room)
-            saver.save(OneProcess(state(seed=room)).call, position(2))
+            saver.save(OneProcess(shards(seed=room), saver).write_parts, position(2))
             path = saver.wait()
         if path is not None:
             break
@@ -88,7 +89,7 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
         assert "update 2 could not be saved" in saver.failure
         assert "No space left on device" in saver.failure
         assert snapshot(tmp_path) == before
-    assert failed >= 12, "a save takes the index twice"
+    assert failed >= 12, "it was full in the middle of each file"
     assert [path.name for path in tmp_path.iterdir()] == ["update-00000002"]
     layout.verify(path)
     assert capfd.readouterr().err.count("adl-dist: warning: update 2 could not be saved in") == failed
@@ -97,14 +98,14 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
 def test_a_folder_that_has_gone_is_made_again_and_one_that_cannot_be_is_told(tmp_path, capfd):
     folder = tmp_path / "run" / "checkpoints"
     saver = Saver(folder, keep=1, keep_best=False, background=True)
-    saver.save(OneProcess(state()).call, position(1))
+    saver.save(OneProcess(shards(), saver).write_parts, position(1))
     assert saver.wait() == folder / "update-00000001"
     (tmp_path / "run").rename(tmp_path / "moved")
-    saver.save(OneProcess(state()).call, position(2))
+    saver.save(OneProcess(shards(), saver).write_parts, position(2))
     assert saver.wait() == folder / "update-00000002"
     (tmp_path / "run").rename(tmp_path / "moved again")
     (tmp_path / "run").write_text("a file")
-    saver.save(OneProcess(state()).call, position(3))
+    saver.save(OneProcess(shards(), saver).write_parts, position(3))
     assert (saver.wait(), "Not a directory" in saver.failure) == (None, True)
     assert capfd.readouterr().err.count("warning") == 1
 
@@ -112,10 +113,10 @@ def test_a_folder_that_has_gone_is_made_again_and_one_that_cannot_be_is_told(tmp
 def test_what_was_saved_before_at_the_same_update_is_replaced_only_if_it_is_damaged(tmp_path):
     first = saved(tmp_path, 1)
     before = snapshot(tmp_path)
-    saved(tmp_path, 1, state(seed=1))
+    saved(tmp_path, 1, shards(seed=1))
     assert snapshot(tmp_path) == before
-    (first / "__0_0.distcp").write_bytes(b"")
-    saved(tmp_path, 1, state(seed=1))
+    (first / FIRST).write_bytes(b"")
+    saved(tmp_path, 1, shards(seed=1))
     layout.verify(first)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rejected-update-00000001", "update-00000001"]
 
@@ -181,8 +182,9 @@ def test_training_goes_on_while_a_checkpoint_is_being_written_and_does_not_chang
     fit(tmp_path / "background", dataset=dataset)
     assert went_on
     assert all(went_on)
-    data = [f"checkpoints/update-{n * UPDATES:08d}/__0_0.distcp" for n in (1, 2, 3)]
     foreground, background = (snapshot(tmp_path / name) for name in ("foreground", "background"))
+    data = [name for name in foreground if name.endswith(".safetensors")]
+    assert len(data) == 3 * 2, "of each of two stages, three times"
     assert [background[name] for name in data] == [foreground[name] for name in data]
 
 
@@ -226,16 +228,15 @@ def test_a_save_without_memory_for_a_copy_is_told_and_the_run_goes_on(tmp_path, 
 @pytest.mark.parametrize("told_before", [False, True])
 def test_a_save_fails_at_once_where_a_process_is_gone_before_it_has_told_of_its_part(told_before, tmp_path):
     class OfTwo(OneProcess):
-        def call(self, do, **arguments):
+        def write_parts(self, path, *, token, background):
             if told_before:
-                path = Path(arguments["path"])
-                files = storage.write(path, {"model.other": torch.ones(2)}, rank=1)
-                async_save._take_part(json.dumps({"rank": 1, "token": arguments["token"], "files": files}))
-            async_save.report_gone(1, "stage 1: the process is gone")
-            return [*super().call(do, **arguments), {"stage": 1, "rank": 1}]
+                files = storage.write(path, OTHER)
+                saver.take_part(PartReport(rank=1, token=token, files=files))
+            saver.take_part(PartReport(rank=1, failure="stage 1: the process is gone", is_gone=True))
+            return {*super().write_parts(path, token=token, background=background), 1}
 
     saver = Saver(tmp_path, keep=1, keep_best=False, background=True)
-    saver.save(OfTwo(state()).call, position(1))
+    saver.save(OfTwo(shards(), saver).write_parts, position(1))
     path = saver.wait(20)
     if told_before:
         assert (path, saver.lost) == (tmp_path / "update-00000001", None)
@@ -243,24 +244,25 @@ def test_a_save_fails_at_once_where_a_process_is_gone_before_it_has_told_of_its_
         assert path is None
         assert (str(saver.lost), saver.lost.is_gone) == ("stage 1: the process is gone", True)
         assert saver.failure.endswith("stage 1: the process is gone")
-    while not async_save._parts.empty():
-        async_save._parts.get()
 
 
-def test_a_folder_that_two_nodes_do_not_share_is_told_as_that(tmp_path):
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_folder_that_two_nodes_do_not_share_is_told_as_that(is_there, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
+    if is_there:
+        there.mkdir()
 
     class OnTwoNodes(OneProcess):
-        def call(self, do, **arguments):
-            files = storage.write(there, {"model.other": torch.ones(2)}, rank=1)
-            async_save._take_part(json.dumps({"rank": 1, "token": arguments["token"], "files": files}))
-            return [*super().call(do, **arguments), {"stage": 1, "rank": 1}]
+        def write_parts(self, path, *, token, background):
+            PartWriter(1, saver.take_part).write(there, OTHER, token=token, background=background)
+            return {*super().write_parts(path, token=token, background=background), 1}
 
     saver = Saver(here, keep=1, keep_best=False, background=True)
-    saver.save(OnTwoNodes(state()).call, position(1))
+    saver.save(OnTwoNodes(shards(), saver).write_parts, position(1))
     assert saver.wait(20) is None
-    assert "__1_0.distcp should hold" in saver.failure
-    assert saver.failure.endswith("found no such file; run_dir must lie on a file system that all nodes share")
+    assert ("model-00009-of-00009.safetensors should hold" in saver.failure) is is_there
+    assert saver.failure.endswith("; run_dir must lie on a file system that all nodes share")
+    assert there.exists() is is_there
 
 
 def test_a_run_whose_last_save_fails_says_so_and_goes_on_from_the_one_before(tmp_path, monkeypatch):
@@ -273,7 +275,7 @@ def test_a_run_whose_last_save_fails_says_so_and_goes_on_from_the_one_before(tmp
     assert warning.startswith("adl-dist: warning: update 4 could not be saved in")
     assert error.startswith("adl-dist: error: update 4 could not be saved in")
     assert "No space left on device" in error
-    assert "the same command goes on from the newest checkpoint" in error
+    assert "the same command resumes from the newest checkpoint" in error
     outcome = in_process(*words(tmp_path / "run", "train.epochs=2"))
     assert (outcome.code, names(tmp_path / "run")) == (0, ["update-00000002", "update-00000004"])
     assert "resumed from" in outcome.out

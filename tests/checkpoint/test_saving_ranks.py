@@ -79,10 +79,21 @@ def test_one_rank_whose_saves_are_slow_or_fail_neither_stalls_nor_ends_the_run(t
     assert none == []
     assert went_on
     assert all(went_on), "it trained on while the first save was being written"
-    saved = sorted((tmp_path / "checkpoints").iterdir())
+    saved, alone = sorted((tmp_path / "checkpoints").iterdir()), tmp_path / "alone"
     assert [path.name for path in saved] == ["update-00000002", "update-00000006"]
+    trainer_of(batch_norm_net()).fit(
+        FixedImages(8), epochs=3, batch_size=4, run_dir=alone, quiet=True, tensorboard=False, keep_checkpoints=9
+    )
     for path in saved:
-        assert {"__0_0.distcp", "__1_0.distcp"} < layout.verify(path)["files"].keys()
+        files = layout.verify(path)["files"]
+        assert files.keys() == {
+            *(f"model-0000{k}-of-00002.safetensors" for k in (1, 2)),
+            "model.safetensors.index.json",
+        }
+        for name in files:
+            assert (path / name).read_bytes() == (alone / "checkpoints" / path.name / name).read_bytes(), (
+                "as one writes"
+            )
     assert "update 4 could not be saved" in (tmp_path / "logs" / "rank0.log").read_text()
     assert "rank 1: [Errno 5] Input/output error" in (tmp_path / "metrics.jsonl").read_text()
 
@@ -155,6 +166,7 @@ def test_the_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Pat
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000002"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 def test_a_second_command_in_the_folder_of_one_that_trains_refuses_and_leaves_it_alone(tmp_path: Path) -> None:
     words = (

@@ -169,12 +169,12 @@ OF_THE_MODEL = [
         f"model._target_={USER}.tied",
         ["'0.2.weight' and '3.0.weight' are one and the same tensor", "0 place"],
     ),
-    ("init_from=nosuch.pt", ["init_from=nosuch.pt is not a file", "expected a state_dict"]),
+    ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
 ]
 
 
 @pytest.mark.parametrize(("override", "parts"), NONSENSE, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_mistake_on_the_command_line_is_told_before_any_process_starts(override, parts, tmp_path, monkeypatch):
+def test_a_mistake_is_reported_before_any_process_starts(override, parts, tmp_path, monkeypatch):
     def launch(*_, **__):
         raise AssertionError("processes were started")
 
@@ -184,12 +184,12 @@ def test_a_mistake_on_the_command_line_is_told_before_any_process_starts(overrid
 
 
 @pytest.mark.parametrize(("override", "parts"), OF_THE_MODEL, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_mistake_in_the_model_or_its_cut_is_told_before_anything_is_written(override, parts, tmp_path):
+def test_a_mistake_in_the_model_is_reported_early(override, parts, tmp_path):
     shows(refused(*words(tmp_path / "run", override)), parts)
     assert snapshot(tmp_path) == {}
 
 
-def test_the_words_that_the_mistakes_are_added_to_are_none_themselves(tmp_path):
+def test_the_words_that_mistakes_are_added_to_are_no_mistakes(tmp_path):
     for name, overrides in {"a": [], "b": [SMALL], "c": [f"data._target_={USER}.images"]}.items():
         outcome = in_process(*words(tmp_path / name, *overrides))
         assert (outcome.code, outcome.err) == (0, "")
@@ -197,7 +197,7 @@ def test_the_words_that_the_mistakes_are_added_to_are_none_themselves(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on")
 @pytest.mark.parametrize("processes", [True, False])
-def test_a_gpu_that_is_not_there_is_told_before_any_process_starts(processes, tmp_path):
+def test_a_missing_gpu_is_reported_before_any_process_starts(processes, tmp_path):
     line = refused(*words(tmp_path / "run", "runtime.device=cuda", processes=processes))
     shows(line, ["runtime.device=cuda", "no CUDA device", "use runtime.device=cpu"])
     assert snapshot(tmp_path) == {}
@@ -213,16 +213,16 @@ def test_a_gpu_that_is_not_there_is_told_before_any_process_starts(processes, tm
         (["evaluate", "run_dir="], ["adl-dist evaluate needs run_dir="]),
         (["evaluate", "rundir=x"], ["does not know 'rundir=x'", "it takes run_dir=, checkpoint="]),
         (["evaluate", "train.epochs=2"], ["does not know 'train.epochs=2'", "it takes run_dir="]),
-        (["export", "run_dir=x"], ["adl-dist export needs out=", "for example out=model.pt"]),
+        (["export", "run_dir=x"], ["adl-dist export needs out=", "for example out=model.safetensors"]),
         (["export", "out=x.pt"], ["adl-dist export needs run_dir="]),
     ],
     ids=" ".join,
 )
-def test_a_command_that_is_not_known_or_not_complete_is_told_what_there_is(command, parts):
+def test_an_unknown_or_incomplete_command_lists_what_there_is(command, parts):
     shows(refused(*command), parts)
 
 
-def test_adl_dist_itself_refuses_with_one_line_and_finds_a_target_where_it_is_called(tmp_path):
+def test_adl_dist_refuses_with_one_line_and_finds_a_local_target(tmp_path):
     """Logging and torch's own voice are those of a fresh process only here, and so is the import path."""
     (tmp_path / "mine.py").write_text("def make():\n    raise LookupError('no such weights')\n")
     outcome = as_command(ADL_DIST, *words(tmp_path / "run", "model._target_=mine.make", processes=True), cwd=tmp_path)
@@ -278,7 +278,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("overrides", "parts"), MISFITS)
-def test_a_model_and_data_that_do_not_fit_are_told_before_training(overrides, parts, tmp_path):
+def test_a_model_and_data_that_do_not_fit_are_reported_early(overrides, parts, tmp_path):
     shows(refused(*words(tmp_path / "run", *overrides)), parts)
     assert not list(tmp_path.glob("run/checkpoints/*"))
     assert not (tmp_path / "run/metrics.jsonl").exists()
@@ -293,7 +293,7 @@ def test_a_model_and_data_that_do_not_fit_are_told_before_training(overrides, pa
     ],
     ids=["cifar10", "cifar100", "imagefolder"],
 )
-def test_a_missing_dataset_is_told_with_where_it_was_sought_and_how_to_get_it(overrides, parts, tmp_path):
+def test_a_missing_dataset_says_where_it_was_sought(overrides, parts, tmp_path):
     line = refused(*words(tmp_path / "run", *overrides, f"data.root={tmp_path / 'nowhere'}"))
     shows(line, [*parts, str(tmp_path / "nowhere")])
     assert snapshot(tmp_path) == {}
@@ -322,7 +322,7 @@ def test_a_target_that_is_no_class_is_told_with_where_it_is(overrides, parts, nu
         ([f"loss._target_={USER}.InfiniteLoss"], "stage 1: the loss is inf at update 0 (epoch 0)"),
     ],
 )
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_update_and_stage(overrides, where, tmp_path):
+def test_a_loss_that_is_not_finite_names_update_and_stage(overrides, where, tmp_path):
     line = refused(*words(tmp_path / "run", "lr_schedule=constant", *overrides))
     shows(line, [where, "optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_steps"])
     assert not list(tmp_path.glob("run/checkpoints/*"))
@@ -340,7 +340,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     assert kept.out.partition(": ")[2] == good.out.partition(": ")[2]
 
 
-def test_weights_that_give_no_finite_loss_in_validation_are_never_saved(tmp_path):
+def test_weights_without_a_finite_validation_loss_are_not_saved(tmp_path):
     """One update in each epoch: its loss was still that of the weights before."""
     line = refused(*words(tmp_path / "run", "data.num_samples=16", "optimizer.lr=1e20", "lr_schedule=constant"))
     shows(line, ["stage 1", "validation loss is nan", "update 0 (epoch 0)", "optimizer.lr"])
@@ -386,7 +386,7 @@ def run_dir(finished, tmp_path):
     ids=["seed", "optimizer.lr", "resume=never", "model"],
 )
 @pytest.mark.parametrize("processes", [True, False])
-def test_the_folder_of_another_run_stays_as_it_is_to_the_last_byte(overrides, parts, processes, run_dir, monkeypatch):
+def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, processes, run_dir, monkeypatch):
     monkeypatch.setattr(train, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
     before = snapshot(run_dir)
     model = [] if any(word.startswith("model") for word in overrides) else [SMALL]
@@ -396,7 +396,7 @@ def test_the_folder_of_another_run_stays_as_it_is_to_the_last_byte(overrides, pa
 
 
 @pytest.mark.parametrize("processes", [True, False])
-def test_a_run_folder_that_cannot_be_made_is_told_with_the_reason(processes, tmp_path, monkeypatch):
+def test_a_run_folder_that_cannot_be_made_says_why(processes, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
     (tmp_path / "file").write_text("not a folder")
     before = snapshot(tmp_path)
@@ -406,25 +406,26 @@ def test_a_run_folder_that_cannot_be_made_is_told_with_the_reason(processes, tmp
     assert snapshot(tmp_path) == before
 
 
-def test_a_start_that_fails_does_not_stand_in_the_way_of_the_corrected_command(tmp_path):
+def test_a_start_that_fails_does_not_block_the_corrected_command(tmp_path):
     refused(*words(tmp_path / "run", "data.in_channels=1", "model.in_channels=3"))
     outcome = in_process(*words(tmp_path / "run", "data.in_channels=1"))
     assert (outcome.code, outcome.err) == (0, "")
 
 
-def test_a_checkpoint_of_another_model_does_not_stand_in_the_way_of_the_corrected_command(foreign, tmp_path):
+def test_a_checkpoint_of_another_model_does_not_block_the_fix(foreign, tmp_path):
+    """A checkpoint of another model does not stand in the way of the corrected command."""
     line = refused(*words(tmp_path / "run", SMALL, f"resume={foreign[0]}"))
     shows(line, [f"{foreign[0]} is of another model"])
     outcome = in_process(*words(tmp_path / "run", f"resume={foreign[0]}"))
     assert (outcome.code, outcome.err) == (0, "")
 
 
-def test_a_run_folder_with_an_impossible_name_is_told_with_the_reason(tmp_path):
+def test_a_run_folder_with_an_impossible_name_says_why(tmp_path):
     line = refused(*words(tmp_path / ("r" * 300)))
     shows(line, ["run_dir=", "cannot be made", "File name too long", "choose another run_dir"])
 
 
-def test_going_on_from_an_older_checkpoint_never_writes_over_the_newer_one(run_dir):
+def test_resuming_from_an_older_checkpoint_keeps_the_newer_one(run_dir):
     before = snapshot(run_dir)
     line = refused(*words(run_dir, SMALL, "train.epochs=3", f"resume={run_dir / 'checkpoints' / OLDER}"))
     shows(line, [f"run_dir={run_dir} holds {NEWEST}", "would write over", "choose another run_dir"])
@@ -451,9 +452,7 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize(("launch", "another"), LAUNCHES.values(), ids=list(LAUNCHES))
-def test_what_is_to_be_resumed_is_refused_to_each_attempt_of_another_launch_and_to_none_of_its_own(
-    launch, another, foreign, tmp_path, monkeypatch
-):
+def test_a_resume_is_refused_to_attempts_of_another_launch(launch, another, foreign, tmp_path, monkeypatch):
     """All attempts get the words of the first; torchrun counts from 0 where an agent or a job takes another's place."""
     run_dir = tmp_path / "run"
     for name, value in launch.items():
@@ -523,12 +522,13 @@ def edited(**changes):
     return edit
 
 
+DATA, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 DAMAGES = [
-    ("__0_0.distcp", cut, ["__0_0.distcp should hold", "bytes, found"]),
-    ("__0_0.distcp", lambda path: path.unlink(), ["__0_0.distcp should hold", "found no such file"]),
-    (".metadata", cut, [".metadata should hold", "bytes, found"]),
-    ("__0_0.distcp", garble, ["__0_0.distcp should have the SHA-256"]),
-    (".metadata", garble, [".metadata should have the SHA-256"]),
+    (DATA, cut, [f"{DATA} should hold", "bytes, found"]),
+    (DATA, lambda path: path.unlink(), [f"{DATA} should hold", "found no such file"]),
+    (INDEX, cut, [f"{INDEX} should hold", "bytes, found"]),
+    (DATA, garble, [f"{DATA} should have the SHA-256"]),
+    (INDEX, garble, [f"{INDEX} should have the SHA-256"]),
     ("manifest.json", cut, ["its manifest.json cannot be read"]),
     ("manifest.json", garble, ["its manifest.json cannot be read"]),
     ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
@@ -537,20 +537,20 @@ DAMAGES = [
     ("manifest.json", edited(update="two"), ["its manifest.json", "update"]),
     ("manifest.json", edited(metrics=None), ["its manifest.json", "'metrics'"]),
     ("manifest.json", edited(update=3), ["its manifest.json", "does not have the checksum"]),
-    ("manifest.json", edited(format=3), ["its manifest.json", "does not have the checksum"]),
+    ("manifest.json", edited(format=4), ["its manifest.json", "does not have the checksum"]),
     ("manifest.json", edited(files={"../x": {}}), ["its manifest.json", "does not have the checksum"]),
 ]
-IDS = ["cut data", "no data", "cut metadata", "garbled data", "garbled metadata", "cut manifest", "garbled manifest"]
+IDS = ["cut data", "no data", "cut index", "garbled data", "garbled index", "cut manifest", "garbled manifest"]
 IDS += ["empty manifest", "no manifest", "no update", "a word for the update", "no metrics", "another update"]
 IDS += ["another format", "other files"]
 
 
 @pytest.mark.parametrize(("name", "damage", "parts"), DAMAGES, ids=IDS)
-def test_a_damaged_checkpoint_is_told_with_what_is_wrong_and_how_to_go_on(name, damage, parts, run_dir, tmp_path):
+def test_a_damaged_checkpoint_says_what_is_wrong_and_the_way_on(name, damage, parts, run_dir, tmp_path):
     newest = run_dir / "checkpoints" / NEWEST
     damage(newest / name)
     out, before = tmp_path / "model.pt", snapshot(run_dir / "checkpoints")
-    parts = [f"{newest} is damaged", *parts, f"{OLDER} beside it may be good", f"checkpoint={newest.parent / OLDER}"]
+    parts = [f"{newest} is damaged", *parts, f"{OLDER} next to it may be good", f"checkpoint={newest.parent / OLDER}"]
     train = words(run_dir, SMALL, "train.epochs=3")
     for command in ([*train, f"resume={newest}"], ["evaluate", f"run_dir={run_dir}"]):
         shows(refused(*command), parts)
@@ -571,19 +571,19 @@ def test_a_damaged_checkpoint_is_told_with_what_is_wrong_and_how_to_go_on(name, 
 @pytest.mark.parametrize("damage", [cut, garble])
 def test_where_no_checkpoint_is_good_nothing_is_changed(damage, run_dir):
     for name in (NEWEST, OLDER):
-        damage(run_dir / "checkpoints" / name / "__0_0.distcp")
+        damage(run_dir / "checkpoints" / name / DATA)
     before = snapshot(run_dir)
-    shows(refused(*words(run_dir, SMALL, "train.epochs=3")), [NEWEST, "__0_0.distcp should h"])
+    shows(refused(*words(run_dir, SMALL, "train.epochs=3")), [NEWEST, f"{DATA} should h"])
     assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
 
 
-def test_a_checkpoint_of_a_newer_format_is_told_with_both_formats(run_dir):
-    edited(format=3, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
+def test_a_newer_checkpoint_format_is_refused_with_both_formats(run_dir):
+    edited(format=4, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
     line = refused(*words(run_dir, SMALL, "train.epochs=3"))
-    shows(line, [NEWEST, "has format 3", "reads format 2"])
+    shows(line, [NEWEST, "has format 4", "reads format 3"])
 
 
-def test_a_checkpoint_of_another_model_is_told_with_the_first_difference(run_dir, foreign, tmp_path):
+def test_a_checkpoint_of_another_model_names_the_difference(run_dir, foreign, tmp_path):
     parts = [f"{foreign[0]} is of another model", "0.1.bias is [8] in this model and missing in the checkpoint"]
     before = snapshot(run_dir / "checkpoints"), snapshot(foreign[0])
     shows(refused(*words(tmp_path / "new", SMALL, "train.epochs=3", f"resume={foreign[0]}")), parts)
@@ -595,7 +595,7 @@ def test_a_checkpoint_of_another_model_is_told_with_the_first_difference(run_dir
 
 
 @pytest.mark.parametrize("garbage", ["a: [1", "- 1", "\udcff"], ids=["no yaml", "a list", "no text"])
-def test_a_run_folder_whose_configuration_cannot_be_read_is_told_so(garbage, run_dir):
+def test_an_unreadable_configuration_is_reported(garbage, run_dir):
     (run_dir / "config.yaml").write_bytes(garbage.encode(errors="surrogateescape"))
     before = snapshot(run_dir)
     shows(refused(*words(run_dir, SMALL, "train.epochs=3")), ["config.yaml cannot be read", "another run_dir"])
@@ -609,7 +609,8 @@ def test_evaluate_refuses_a_configuration_that_is_none(garbage, run_dir):
 
 
 @pytest.mark.parametrize("command", [["evaluate"], ["export", "out={out}"]], ids=["evaluate", "export"])
-def test_evaluate_and_export_refuse_a_folder_that_is_no_run_or_has_no_checkpoint(command, run_dir, tmp_path):
+def test_evaluate_and_export_refuse_a_folder_that_is_no_run(command, run_dir, tmp_path):
+    """Evaluate and export refuse a folder that is no run or has no checkpoint."""
     command = [word.format(out=tmp_path / "model.pt") for word in command]
     shows(refused(*command, f"run_dir={tmp_path}"), [f"run_dir={tmp_path} is not a run folder", "no config.yaml"])
     shows(refused(*command, f"run_dir={tmp_path / 'none'}"), ["is not a run folder", "train first"])
@@ -649,7 +650,7 @@ def test_export_never_writes_over_what_is_there(run_dir, tmp_path):
     ],
     ids=["empty", "text", "cut", "list", "whole module", "nested", "another model"],
 )
-def test_initial_weights_that_cannot_be_taken_are_told_with_what_the_file_holds(content, parts, foreign, tmp_path):
+def test_initial_weights_that_do_not_fit_say_what_the_file_holds(content, parts, foreign, tmp_path):
     path = tmp_path / "state.pt"
     match content:
         case bytes():

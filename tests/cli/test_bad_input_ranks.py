@@ -1,6 +1,6 @@
 """Bad input to K processes: one readable line from one of them, exit code 2, and none of them left behind.
 
-The first tests give the command as a user does; it costs seconds to start. The others take ranks from a fork server.
+Ranks come from a fork server, or, in the slow tier, from the launcher, as a user starts them.
 """
 
 import os
@@ -11,12 +11,30 @@ import pytest
 
 from adl_dist.cli.main import main
 from tests.support.commands import ADL_DIST, TORCHRUN, as_command, left_behind, shows, snapshot, words
-from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.ranks import RanksFailed, command_on_ranks, run_ranks
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.ranks
 
 USER = "tests.support.user_code"
 OLDER = "update-00000002"
+
+
+def by_the_launcher(*command):
+    return as_command(ADL_DIST, *command)
+
+
+def by_the_fork_server(*command):
+    return command_on_ranks(2, *command)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(by_the_fork_server, id="fork server"), slow(by_the_launcher, id="own launcher")],
+)
+def start(request):
+    """Run a command as two processes."""
+    return request.param
 
 
 def logs_of(run_dir):
@@ -37,8 +55,9 @@ def logs_of(run_dir):
     ],
     ids=["stage 0", "stage 1"],
 )
-def test_a_stage_that_does_not_take_its_input_is_told_once_and_known_to_both_ranks(overrides, parts, tmp_path):
-    outcome = as_command(ADL_DIST, *words(tmp_path / "run", *overrides, processes=True))
+def test_a_stage_that_does_not_take_its_input_is_reported_once(overrides, parts, start, tmp_path):
+    """A stage that does not take its input is reported once and known to both ranks."""
+    outcome = start(*words(tmp_path / "run", *overrides, processes=True))
     shows(outcome.refusal(), parts)
     assert left_behind(tmp_path) == []
     for log in logs_of(tmp_path / "run"):
@@ -51,11 +70,11 @@ def test_a_stage_that_does_not_take_its_input_is_told_once_and_known_to_both_ran
     [
         ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
         (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
-        ("init_from=nosuch.pt", ["init_from=nosuch.pt is not a file", "expected a state_dict"]),
+        ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
     ],
     ids=["cut", "model", "weights"],
 )
-def test_a_mistake_that_every_rank_finds_is_told_once(override, parts, tmp_path):
+def test_a_mistake_that_every_rank_finds_is_reported_once(override, parts, tmp_path):
     """The model is built by the ranks alone: each finds the same mistake, and the user reads one line of it."""
     outcome = as_command(ADL_DIST, *words(tmp_path / "run", override, processes=True))
     shows(outcome.refusal(), parts)
@@ -64,14 +83,15 @@ def test_a_mistake_that_every_rank_finds_is_told_once(override, parts, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def diverged(tmp_path_factory):
+def diverged(tmp_path_factory, start):
     """A run in two processes whose loss is NaN from the tenth micro-batch on, the second of epoch 1."""
     run_dir = tmp_path_factory.mktemp("diverged") / "run"
     command = words(run_dir, f"model._target_={USER}.explodes", "model.after=9", "train.epochs=3", processes=True)
-    return run_dir, command, as_command(ADL_DIST, *command)
+    return run_dir, command, start(*command)
 
 
-def test_a_loss_that_is_not_finite_stops_both_processes_and_keeps_the_last_checkpoint(diverged):
+def test_a_nan_loss_stops_both_processes_and_keeps_a_checkpoint(diverged):
+    """A loss that is not finite stops both processes and keeps the last checkpoint."""
     run_dir, _, outcome = diverged
     shows(outcome.refusal(), ["stage 1: the loss is nan at update 2 (epoch 1)", "the last checkpoint is kept"])
     assert outcome.out.startswith("epoch 1/3")
@@ -81,32 +101,42 @@ def test_a_loss_that_is_not_finite_stops_both_processes_and_keeps_the_last_check
         shows(log, ["the loss is nan at update 2"])
 
 
-def test_a_damaged_checkpoint_of_two_processes_is_told_once(diverged, tmp_path):
-    run_dir = shutil.copytree(diverged[0], tmp_path / "run")
-    file = run_dir / "checkpoints" / OLDER / "__1_0.distcp"
+def test_a_damaged_checkpoint_of_two_processes_is_told_once(diverged, start, tmp_path):
+    run_dir = shutil.copytree(diverged[0], tmp_path / "run", ignore=shutil.ignore_patterns("*.sock"))
+    file = run_dir / "checkpoints" / OLDER / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     before = snapshot(run_dir / "checkpoints")
-    outcome = as_command(ADL_DIST, *[word.replace(str(diverged[0]), str(run_dir)) for word in diverged[1]])
-    shows(outcome.refusal(), [f"{OLDER} is damaged", "__1_0.distcp should hold", "another run_dir"])
+    outcome = start(*[word.replace(str(diverged[0]), str(run_dir)) for word in diverged[1]])
+    shows(outcome.refusal(), [f"{OLDER} is damaged", "model-00002-of-00002.safetensors should hold", "another run_dir"])
     assert left_behind(tmp_path) == []
     assert snapshot(run_dir / "checkpoints") == before
 
 
-def test_the_folder_of_another_run_of_two_processes_stays_as_it_is_to_the_last_byte(diverged):
+def test_another_runs_folder_stays_as_it_is_for_processes(diverged, start):
+    """The folder of another run of two processes stays as it is to the last byte."""
     run_dir, command, _ = diverged
     before = snapshot(run_dir)
-    outcome = as_command(ADL_DIST, *command, "seed=1")
+    outcome = start(*command, "seed=1")
     shows(outcome.refusal(), [f"run_dir={run_dir} belongs to another run", "seed is 0 there and 1 here"])
     assert left_behind(run_dir) == []
     assert snapshot(run_dir) == before
 
 
-def test_a_number_of_processes_that_is_not_the_number_of_stages_is_told_once_under_torchrun(tmp_path):
+OTHER_NUMBER = ["partition.num_stages=3 needs 3 processes, but torchrun started 2", "--nproc-per-node=3"]
+
+
+def test_another_number_of_processes_than_stages_is_told_once(tmp_path):
+    outcome = by_the_fork_server(*words(tmp_path / "run", "partition.num_stages=3", processes=True))
+    shows(outcome.refusal(), [*OTHER_NUMBER, "partition.num_stages=2"])
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.slow
+def test_torchrun_with_another_number_of_processes_is_told_once(tmp_path):
     arguments = words(tmp_path / "run", "partition.num_stages=3", processes=True)
     outcome = as_command(*TORCHRUN, "--nproc-per-node=2", "-m", "adl_dist", *arguments)
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("adl-dist")]
-    shows(line, ["partition.num_stages=3 needs 3 processes, but torchrun started 2"])
-    shows(line, ["--nproc-per-node=3", "partition.num_stages=2"])
+    shows(line, [*OTHER_NUMBER, "partition.num_stages=2"])
     assert outcome.code != 0
     assert "exitcode  : 2" in outcome.err, "that of the rank, in torchrun's own report"
     assert "adl_dist/" not in outcome.err, "no traceback but torchrun's"
@@ -114,13 +144,13 @@ def test_a_number_of_processes_that_is_not_the_number_of_stages_is_told_once_und
     assert snapshot(tmp_path) == {}
 
 
-def test_a_rank_that_reaches_nobody_ends_in_time_and_says_what_to_look_at(tmp_path):
+def test_a_rank_that_reaches_nobody_ends_in_time(tmp_path):
     with socket.socket() as taken:  # bound and not listening: nobody answers there, and nobody else can bind it
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        outcome = as_command(
-            ADL_DIST,
+        outcome = command_on_ranks(
+            1,
             *words(tmp_path / "run", "runtime.timeout_seconds=2", processes=True),
             env={**by_hand, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
             timeout_seconds=30,
@@ -131,9 +161,9 @@ def test_a_rank_that_reaches_nobody_ends_in_time_and_says_what_to_look_at(tmp_pa
     assert not list(tmp_path.glob("run/checkpoints"))
 
 
-def test_a_rank_that_is_not_told_where_the_others_meet_says_what_is_missing(tmp_path):
-    outcome = as_command(
-        ADL_DIST,
+def test_a_rank_without_a_meeting_place_says_what_is_missing(tmp_path):
+    outcome = command_on_ranks(
+        1,
         *words(tmp_path / "run", "runtime.timeout_seconds=2", processes=True),
         env={"RANK": "1", "WORLD_SIZE": "2"},
     )
@@ -174,7 +204,7 @@ def said_by(folder):
     ],
     ids=["small dataset", "no such class", "loss", "bug on rank 1", "bug on rank 0"],
 )
-def test_one_rank_tells_the_mistake_and_all_ranks_end_with_its_exit_code(overrides, code, parts, tmp_path):
+def test_one_rank_reports_and_all_end_with_its_exit_code(overrides, code, parts, tmp_path):
     arguments = words(tmp_path / "run", *overrides, "runtime.timeout_seconds=5", processes=True)
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, command_on_a_rank, str(tmp_path), arguments, timeout_seconds=40)

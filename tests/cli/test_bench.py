@@ -54,7 +54,8 @@ def test_by_default_all_take_part_on_a_cpu():
     assert not left_out
 
 
-def test_those_whose_papers_do_not_accumulate_run_with_one_micro_batch_per_update():
+def test_methods_without_accumulation_run_with_m_of_1():
+    """Those whose papers do not accumulate run with one micro batch per update."""
     able, _ = fit("torch-bp,torch-bp-whole,adl,fdg,ddg,gpipe", "train.batch_size=64")
     assert [(c.name, c.micro_batches) for c in able] == [
         ("torch-bp", 4), ("torch-bp-whole", 1), ("adl", 4), ("fdg", 1), ("ddg", 1), ("gpipe", 4)
@@ -62,7 +63,7 @@ def test_those_whose_papers_do_not_accumulate_run_with_one_micro_batch_per_updat
     assert {c.samples for c in able} == {64}
 
 
-def test_what_does_not_divide_is_trained_by_nobody_who_accumulates():
+def test_what_does_not_divide_is_trained_without_accumulation():
     able, _ = fit("torch-bp-whole,adl,fdg", "train.batch_size=66")
     assert [c.samples for c in able] == [64, 64, 66]
 
@@ -151,7 +152,8 @@ def test_without_the_baseline_there_is_no_ratio():
     shows(report(table, {}, is_gpu=False), ["there is none, for neither torch-bp nor torch-bp-whole", "not run"])
 
 
-def test_the_table_shows_the_most_memory_the_busy_share_the_failed_and_the_left_out():
+def test_the_table_shows_memory_busy_share_and_failures():
+    """The table shows the most memory the busy share the failed and the left out."""
     able, _ = fit("torch-bp,adl,fdg")
     runs = [
         *ran("torch-bp", 100, peak_memory_bytes=[2**20]),
@@ -195,11 +197,11 @@ def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
     assert [(run.contender, run.repetition) for run in runs] == [(name, i) for i, name, _ in asked]
 
 
-def test_a_run_is_not_shorter_than_a_few_updates_whatever_is_known_of_its_pace():
+def test_a_run_is_not_shorter_than_a_few_updates():
     assert [command.num_updates_in(20, pace) for pace in (100.0, math.nan, 1e-3)] == [5, 5, 20_000]
 
 
-def test_the_data_is_repeated_or_thinned_out_to_the_length_of_the_run():
+def test_data_is_repeated_or_thinned_to_the_length_of_the_run():
     node = {"num_validation": 9, "num_classes": 10, "in_channels": 3, "image_size": 8}
     for size, wanted, first in ((4, 8, [0, 0, 1, 1]), (8, 4, [0, 2, 4, 6])):
         train, validation = stretched("adl_dist.data.synthetic", wanted, num_samples=size, shuffle=True, **node)
@@ -241,7 +243,7 @@ def test_the_speeds_of_our_methods_and_of_torchs_pipelines_are_predicted():
     assert predicted["adl"] > predicted["gpipe"] > 0
 
 
-def test_a_pipeline_of_torchs_may_run_in_the_only_format_that_gloo_takes():
+def test_torchs_pipeline_may_run_in_the_only_format_gloo_takes():
     words = ["model=resnet56", "data=synthetic", "data.num_samples=64", "runtime.channels_last=true"]
     able, found = look(words, "torch-gpipe", "torch-gpipe-plain", "adl")
     setting = BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
@@ -296,7 +298,7 @@ def test_replicas_share_the_samples_of_each_update(shuffle):
     assert len(whole) == 2
 
 
-def test_a_child_that_takes_too_long_is_ended_and_so_are_all_when_one_fails(tmp_path):
+def test_children_are_ended_when_one_fails_or_takes_too_long(tmp_path):
     def child(name, code):
         return Child(command=[sys.executable, "-c", f"'{tmp_path}'; {code}"], log=tmp_path / f"{name}.log")
 
@@ -325,7 +327,7 @@ def test_an_interrupted_bench_leaves_no_process(tmp_path):
     assert left_behind(tmp_path) == []
 
 
-def test_interrupted_before_it_measures_a_bench_does_not_speak_of_checkpoints(tmp_path, monkeypatch):
+def test_an_interrupted_bench_does_not_speak_of_checkpoints(tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -334,7 +336,7 @@ def test_interrupted_before_it_measures_a_bench_does_not_speak_of_checkpoints(tm
     assert (outcome.code, outcome.err.strip()) == (130, "adl-dist: interrupted")
 
 
-def test_the_peak_memory_of_a_process_is_not_that_of_the_one_that_started_it():
+def test_the_peak_memory_of_a_process_is_not_its_parents():
     code = "from adl_dist.monitor.memory import peak_memory_bytes; print(peak_memory_bytes())"
     held = 1 << 30
     start = f"subprocess.run([sys.executable, '-c', {code!r}], check=True)"

@@ -12,8 +12,9 @@ pytestmark = pytest.mark.ranks
 NAMES = ["torch-bp", "torch-1f1b", "adl"]  # each process takes seconds to start
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(190)
-def test_a_bench_shows_a_row_for_each_contender_and_keeps_every_run(tmp_path):
+def test_a_bench_has_a_row_per_contender_and_keeps_every_run(tmp_path):
     out = tmp_path / "out"
     words = [f"{key}={value}" for key, value in TINY.items()]
     done = as_command(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adl_dist.cli.plan.neighbours import neighbours
+from adl_dist.cli.plan.profiler import BackgroundLoad
 from adl_dist.cli.plan.report import line_to_paste
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost
@@ -47,7 +47,7 @@ def known(num_units=8, *, forward=1.0, backward=2.0, update=0.0, **of_unit):
         ("1f1b", 4, 4 / (4 + 3) * 4),
     ],
 )
-def test_of_equal_units_and_free_links_the_speed_up_is_the_textbooks(name, K, speed_up):
+def test_of_equal_units_the_speed_up_is_the_textbooks(name, K, speed_up):
     told = predict(known(), Pipeline(method(name, accumulation_steps=4), K))
     assert told.speed_up == pytest.approx(speed_up)
     assert told.images_per_second == pytest.approx(10 / 24 * speed_up)
@@ -60,7 +60,8 @@ def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
     assert [(u.forward, u.backward) for u in slow.costs(1)] == [(0.5, 4.0)] * 8
 
 
-def test_stages_take_what_was_measured_beside_others_at_work_and_one_device_what_was_measured_alone(tmp_path):
+def test_stages_take_what_was_measured_next_to_others_at_work(tmp_path):
+    """Stages take what was measured next to others at work and one device what was measured alone."""
     profile = replace(known(), loaded=known(forward=2.0, backward=4.0))
     adl = method("adl", accumulation_steps=4)
     assert predict(profile, Pipeline(adl, 2)).images_per_second == pytest.approx(10 / 24)
@@ -83,9 +84,10 @@ def rests(pid):
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
-def test_neighbours_rest_until_they_are_to_work_and_do_not_outlive_the_measurement():
+def test_neighbours_rest_until_they_work_and_end_in_time():
+    """Neighbours rest until they are to work and do not outlive the measurement."""
     how = {"shape": [3, 8, 8], "granularity": "layer", "threads": 1}
-    with neighbours(1, SMALL[:5], how, 4) as others:
+    with BackgroundLoad.started(1, SMALL[:5], how, 4) as others:
         (pid,) = others.pids
         assert rests(pid)
         with others.at_work():
@@ -102,13 +104,13 @@ def test_the_factor_is_that_of_theorem_1():
     assert predict(known(), Pipeline(method("gpipe", accumulation_steps=4), 4)).convergence_factor == 1 / 4
 
 
-def test_memory_counts_graphs_weight_versions_gradients_and_optimizer_state():
+def test_memory_counts_graphs_versions_gradients_and_state():
     told = predict(known(4, activation_bytes=100, parameter_bytes=10), Pipeline(method("adl", accumulation_steps=4), 2))
     # Stage 0: 3 graphs of 2 units; weights, gradients, momentum, and one older version with gradients of its own.
     assert told.balance.stage_bytes == [3 * 200 + 5 * 20, 200 + 3 * 20]
 
 
-def test_a_slow_link_and_messages_that_occupy_a_stage_cost_what_they_take():
+def test_a_slow_link_costs_what_its_messages_take():
     profile = known(4, act_bytes=8, grad_bytes=8)
     adl = method("adl", accumulation_steps=4)
     assert predict(profile, Pipeline(adl, 2), machine=Machine(bandwidth=0.5)).images_per_second == pytest.approx(
@@ -140,7 +142,7 @@ def advice_for(profile, *, devices, machine=None, names=("adl",), stages=(2,)):
     return advise(told, without(profile, devices=devices, machine=machine))
 
 
-def test_with_one_device_that_holds_the_model_there_is_nothing_to_gain():
+def test_with_one_device_there_is_nothing_to_gain():
     told = advice_for(known(), devices=1)
     assert told.choice is None
     assert "one device, and the model fits" in told.reason
@@ -178,7 +180,7 @@ def test_what_is_too_stale_is_not_recommended_however_fast():
         assert (advise([told], other).choice is told) == is_recommended
 
 
-def test_over_links_that_are_too_slow_for_anything_one_device_is_best():
+def test_over_links_that_are_too_slow_one_device_is_best():
     profile = known(parameter_bytes=100, act_bytes=8, grad_bytes=8)
     told = advice_for(profile, devices=2, machine=Machine(bandwidth=0.1))
     assert told.choice is None
@@ -196,9 +198,10 @@ def done(*words):
     return outcome.out
 
 
-def test_the_plan_of_a_small_model_tells_all_that_was_asked_for_and_its_line_trains(tmp_path):
+def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
+    """The plan of a small model reports all that was asked for and its line trains."""
     told = done(*SMALL, "--stages", "2,3", "--methods", "bp,gpipe,adl,fr", "--devices", "3", "--units")
-    shows(told, ["method ", "adl        2  4 ", "adl        3  4 ", "gpipe      3  4 ", "fr         2  1 "])
+    shows(told, ["method ", "adl     2  4  ", "adl     3  4  ", "gpipe   3  4  ", "fr      2  1  "])
     shows(told, ["stem.conv", "layer3_0.add", "without a pipeline: one device", "DDP on 3", "recommended"])
     facts = json.loads(done(*SMALL, "--stages", "2", "--methods", "adl", "--json", "--memory", "4MiB"))
     (adl,) = facts["predictions"] or [None]
@@ -208,7 +211,7 @@ def test_the_plan_of_a_small_model_tells_all_that_was_asked_for_and_its_line_tra
     assert in_process(*words(tmp_path / "run", *cut)).code == 0
 
 
-def test_a_model_that_fits_on_one_device_nowhere_gets_a_line_to_paste():
+def test_a_model_that_fits_on_no_device_gets_a_line_to_paste():
     base = (*SMALL, "--stages", "2", "--methods", "bp", "--devices", "2")  # each stage holds one graph of its part
     facts = json.loads(done(*base, "--json"))
     largest = max(facts["predictions"][0]["balance"]["stage_bytes"])
@@ -220,7 +223,7 @@ def test_a_model_that_fits_on_one_device_nowhere_gets_a_line_to_paste():
     shows(too_small, ["not possible: bp, K = 2", "neither a cut nor the whole model fits"])
 
 
-def test_a_measurement_is_kept_and_used_again_for_the_same_thing_only(tmp_path):
+def test_a_measurement_is_used_again_for_the_same_thing_only(tmp_path):
     def predicted(*extra):
         words = (*SMALL, "--stages", "2", "--methods", "adl", "--json", "--profile", str(tmp_path / "p.json"), *extra)
         return json.loads(done(*words))["predictions"]
@@ -241,7 +244,7 @@ def test_the_line_trains_the_very_method_that_was_predicted():
     )
 
 
-def test_the_shape_of_a_sample_stands_in_for_data_that_is_not_there(tmp_path):
+def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
     missing = (
         *("model=resnet8", "data=imagefolder", f"data.root={tmp_path}", "--bandwidth", "1e9", "--stages", "2"),
         *("--neighbours", "0"),
@@ -267,7 +270,7 @@ def test_the_picture_shows_every_unit(tmp_path):
         (("--stages", "1"), ["--stages 1", "at least 2"]),
         (("--devices", "0"), ["--devices 0 must be at least 1"]),
         (("--memory", "infGiB"), ["--memory infGiB", "80GiB"]),
-        (("--profile", "/nonexistent/p.json"), ["--profile /nonexistent/p.json", "in a folder that is there"]),
+        (("--profile", "/nonexistent/p.json"), ["--profile /nonexistent/p.json", "in an existing folder"]),
         (("--profile", "/tmp"), ["--profile /tmp", "the name of a file"]),
         (("--input", "5,8,8"), ["gets float32[B, 5, 8, 8] and fails on it"]),
         (("loss._target_=torch.nn.MSELoss",), ["the loss gets float32[B, 10]"]),

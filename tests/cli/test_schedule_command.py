@@ -57,13 +57,13 @@ def test_out_writes_a_picture_and_names_it(tmp_path):
     assert path.read_text().startswith("<?xml")
 
 
-def test_json_stays_alone_on_standard_output_when_a_picture_is_made(tmp_path):
+def test_json_stays_alone_on_standard_output(tmp_path):
     json.loads(done(*SMALL, "--json", "--out", str(tmp_path / "a.png")))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_help_tells_the_flags_without_a_traceback():
-    shows(done("--help"), ["--micro-batches", "--costs", "--out", "--json", "--paper", "KEY=VALUE"])
+    shows(done("--help"), ["--micro-batches", "--costs", "--out", "--json", "KEY=VALUE"])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,6 @@ def test_help_tells_the_flags_without_a_traceback():
         (["--out", "a.jpg"], ["a.jpg must end in .svg, .png, .pdf"]),
         (["--out", "/nowhere/a.svg"], ["there is no folder /nowhere"]),
         (["--out", "a.svg", "--micro-batches", "999"], ["at most 400", "--micro-batches"]),
-        (["--paper", "--json"], ["--paper", "takes nothing else"]),
         (["method=nosuch"], ["method=nosuch"]),
     ],
 )
@@ -97,14 +96,6 @@ def test_nonsense_is_refused_in_one_line(words, parts, tmp_path, monkeypatch):
     shows(outcome.refusal(), parts)
     assert outcome.out == ""
     assert not list(tmp_path.iterdir())
-
-
-def test_paper_prints_the_measured_speed_ups_beside_the_models(monkeypatch):
-    monkeypatch.setattr("adl_dist.cli.schedule.PAPER_N", 60)  # the numbers themselves are tested elsewhere
-    lines = [line.split() for line in done("--paper").splitlines()]
-    assert ["ddg", "1.32", "1.57", "1.68", "1.50", "1.80", "2.00"] in lines
-    assert ["adl", "1.92", "2.69", "3.32", "2.00", "3.00", "4.00"] in lines
-    assert sum(line[:1] == ["2(K-k)"] for line in lines) == 3
 
 
 def test_a_schedule_is_printed_without_torch():

@@ -1,10 +1,12 @@
-"""Several runs in one command: interrupted, gone on with, compared; what cannot be run is refused before any starts."""
+"""Several runs in one command: interrupted, continued, compared; what cannot be run is refused before any starts."""
 
+import contextlib
 import csv
+import io
 import json
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,6 @@ from hydra.core.hydra_config import HydraConfig
 from adl_dist.checkpoint import layout
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.sweep import command as sweep
-from adl_dist.cli.sweep import runner, submit
 from adl_dist.errors import ConfigError
 from tests.support.commands import Outcome, in_process, left_behind, shows, snapshot
 from tests.support.kill import HOLD, Command
@@ -68,7 +69,7 @@ def swept(tmp_path_factory):
 
 
 @needs_proc
-def test_an_interrupted_sweep_leaves_no_process_behind_and_says_how_to_go_on(swept):
+def test_an_interrupted_sweep_leaves_no_process_behind(swept):
     assert swept.interrupted == 128 + signal.SIGINT
     assert swept.left == []
     shows(swept.message, ["interrupted", "the same command goes on"])
@@ -78,16 +79,16 @@ def test_the_same_command_runs_what_is_left_and_nothing_twice(swept):
     assert swept.again.code == 0, swept.again
     shows(
         swept.again.out,
-        ["4 runs", "2 of them to do", "  bp  K=2 seed 1: ", "  wild  K=2 seed 1: diverged at update", "4/4"],
+        ["4 runs", "2 of them to do", "  bp/k2-seed1: accuracy ", "  wild/k2-seed1: diverged at update", "2/2"],
     )
     assert {name: snapshot(swept.run_dir / name) for name in swept.finished_before} == swept.finished_before
 
 
 def test_a_run_that_was_interrupted_goes_on_from_its_checkpoint(swept):
-    shows((swept.run_dir / SECOND / runner.LOG).read_text(), ["resumed from", "update-00000016"])
+    shows((swept.run_dir / SECOND / sweep.LOG).read_text(), ["resumed from", "update-00000016"])
 
 
-def test_a_complete_sweep_writes_the_comparison_again_and_runs_nothing(swept):
+def test_a_complete_sweep_writes_the_comparison_and_runs_nothing(swept):
     before = snapshot(swept.run_dir)
     for name in ("comparison.md", "comparison.csv", "curves.svg", "curves.png"):
         (swept.run_dir / name).unlink()
@@ -97,9 +98,12 @@ def test_a_complete_sweep_writes_the_comparison_again_and_runs_nothing(swept):
     assert snapshot(swept.run_dir) == before
 
 
-def test_the_table_for_programs_says_what_the_summaries_of_the_runs_say(swept):
+def test_the_table_for_programs_says_what_the_summaries_say(swept):
     rows = [row for row in swept.rows() if row["status"] == "complete"]
-    assert [(row["label"], row["num_stages"], row["seed"]) for row in rows] == [("bp", "2", "0"), ("bp", "2", "1")]
+    assert [(row["label"], row["num_stages"], row["seed"]) for row in rows] == [
+        ("bp M=4 optimizer.lr=0.1", "2", "0"),
+        ("bp M=4 optimizer.lr=0.1", "2", "1"),
+    ]
     for row in rows:
         summary = json.loads((Path(row["folder"]) / "summary.json").read_text())
         for name in ("validation_accuracy", "validation_loss", "epochs", "updates", "seconds", "samples_per_second"):
@@ -119,24 +123,33 @@ def test_the_table_for_people_holds_the_median_of_the_summaries(swept):
     shows(text, ["adl-dist train --multirun", "seeds 0, 1", "torch"])
 
 
-def test_a_run_that_diverges_is_a_result_and_the_others_are_there(swept):
+def test_a_run_that_diverges_is_a_result(swept):
     assert [row["status"] for row in swept.rows()] == ["complete", "complete", "diverged", "diverged"]
-    told = json.loads((swept.run_dir / "wild/k2-seed1" / runner.OUTCOME).read_text())
-    assert told["status"] == "diverged"
-    log = (swept.run_dir / "wild/k2-seed1" / runner.LOG).read_text()
-    shows(log, [f"at update {told['update']} (epoch {told['epoch']})"])
+    where = json.loads((swept.run_dir / "wild/k2-seed1/diverged.json").read_text())
+    log = (swept.run_dir / "wild/k2-seed1" / sweep.LOG).read_text()
+    shows(log, [f"at update {where['update']} (epoch {where['epoch']})"])
+    assert [row["ended_at_update"] for row in swept.rows()][-1] == str(where["update"])
     shows((swept.run_dir / "comparison.md").read_text(), ["**2 of 2 diverged**"])
 
 
 def test_a_run_of_a_sweep_is_the_run_that_its_words_alone_give(swept):
-    request = sweep.requested(swept.words[1:])
+    (job,) = [job for job in sweep.requested(swept.words[1:]).jobs if job.name == SECOND]
     theirs = yaml.safe_load((swept.run_dir / SECOND / "config.yaml").read_text())
-    _, plain = compose_run([*request.words, *request.variants["bp"], "seed=1", f"run_dir={swept.run_dir / SECOND}"])
+    _, plain = compose_run(job.words)
     assert theirs == plain
     assert (theirs["method"]["name"], theirs["seed"]) == ("bp", 1)
 
 
-def test_a_run_that_fails_is_told_with_its_log_and_the_others_go_on(tmp_path, monkeypatch):
+def test_run_folders_are_compared_as_the_sweep_has_compared_them(swept, tmp_path):
+    done = in_process("compare", str(swept.run_dir / "bp"), str(swept.run_dir / "wild"), f"out={tmp_path / 'new'}")
+    assert (done.code, done.err) == (0, "")
+    for name in ("comparison.csv", "curves.svg", "curves.png"):
+        assert (tmp_path / "new" / name).read_bytes() == (swept.run_dir / name).read_bytes(), name
+    old, new = ([line for line in text.splitlines() if line.startswith("|")] for text in (swept.again.out, done.out))
+    assert new == old
+
+
+def test_a_run_that_fails_is_named_with_its_log_and_the_others_run(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\ncase "$*" in *seed=0*) kill -9 $$;; esac\necho said; exit 3\n')
     python.chmod(0o755)
@@ -144,11 +157,11 @@ def test_a_run_that_fails_is_told_with_its_log_and_the_others_go_on(tmp_path, mo
     run_dir = tmp_path / "run"
     outcome = in_process("train", "-m", "seed=0,1", "runtime.processes=false", f"run_dir={run_dir}")
     assert outcome.code == 1, outcome
-    log = run_dir / "adl-M4/k2-seed1" / runner.LOG
+    log = run_dir / "adl-M4/k2-seed1" / sweep.LOG
     assert log.read_text() == "said\n"
-    shows(outcome.out, ["killed by SIGKILL", f"exit code 3; see {log}", "**2 of 2 failed**"])
+    shows(outcome.out, ["adl-M4/k2-seed0: failed (killed by SIGKILL; see", f"failed (exit code 3; see {log})"])
     again = in_process("train", "-m", "seed=0,1", "runtime.processes=false", f"run_dir={run_dir}")
-    shows(again.out, ["2 of them to do"])  # the cause may have been mended
+    shows(again.out, ["2 of them to do"])  # the cause may have been fixed
 
 
 REFUSED = [
@@ -165,7 +178,7 @@ REFUSED = [
     (["-m", "seed=interval(0,1)"], ["cannot be enumerated", "seed=A,B"]),
     (["-m", "sweep.jobs=0"], ["sweep.jobs must be at least 1, got 0"]),
     (["-m", "sweep.job=2"], ["there is no key 'sweep.job'", "did you mean 'sweep.jobs'?"]),
-    (["-m", "seed=0,1", "partition.num_stages=2,9"], ["K=9", "partition.num_stages=9 needs at least 9 units"]),
+    (["-m", "seed=0,1", "partition.num_stages=2,9"], ["/k9-seed0: ", "partition.num_stages=9 needs at least 9 units"]),
     (["-m", '++sweep.variants.x=["method.wieghts=latest"]'], ["x: ", "did you mean 'method.weights'?"]),
     (["-m", '++sweep.variants.x=["method=bp","method.weights=latest"]'], ["x: ", "means nothing to method=bp"]),
     (["-m", '++sweep.variants.x=["method=bp"]', "method=adl,fdg"], ["'x'", "method is also given for all variants"]),
@@ -174,35 +187,28 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "parts"), REFUSED, ids=lambda words: words[-1])
-def test_a_sweep_that_cannot_be_run_is_refused_before_any_run_starts(words, parts, tmp_path, monkeypatch):
+def test_a_sweep_that_cannot_run_is_refused_before_any_run(words, parts, tmp_path, monkeypatch):
     def never(*_, **__):
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr(sweep, "run_side_by_side", never)
+    monkeypatch.setattr(sweep, "_run_here", never)
     shows(in_process("train", *words, f"run_dir={tmp_path / 'run'}").refusal(), parts)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_words_replace_what_the_experiment_sweeps_over_the_same_key():
-    request = sweep.requested(["experiment=compare", "seed=range(5,8)"])
-    assert request.swept == {
-        "seed": ["seed=5", "seed=6", "seed=7"],
-        "partition.num_stages": ["partition.num_stages=2", "partition.num_stages=4"],
-    }
-    assert sweep.requested(["experiment=compare", "seed=3"]).swept.keys() == {"partition.num_stages"}
-    assert str(request.run_dir) == "runs/compare-digits-resnet8"
+def test_words_replace_what_the_experiment_sweeps():
+    asked = sweep.requested(["experiment=compare", "seed=range(5,8)"])
+    ran = {(job.config.partition.num_stages, job.config.seed) for job in asked.jobs}
+    assert ran == {(K, seed) for K in (2, 4) for seed in (5, 6, 7)}
+    assert len(asked.jobs) == 15 * 6
+    assert [job.config.seed for job in asked.jobs] == [5] * 30 + [6] * 30 + [7] * 30
+    assert {job.config.seed for job in sweep.requested(["experiment=compare", "seed=3"]).jobs} == {3}
+    assert str(asked.run_dir) == "runs/compare-digits-resnet8"
 
 
 def test_one_run_of_an_experiment_that_sweeps_can_be_asked_for():
     assert sweep.requested(["experiment=compare", "hydra.mode=RUN"]) is None
     assert sweep.requested([]) is None
-
-
-@pytest.mark.parametrize("experiment", ["compare", "claim"])
-def test_every_variant_of_an_experiment_composes_for_the_most_stages(experiment):
-    request = sweep.requested([f"experiment={experiment}"])
-    for own in request.variants.values():
-        compose_run([*request.words, *own, request.swept["partition.num_stages"][-1]])
 
 
 class Refusing:
@@ -223,52 +229,55 @@ class Refusing:
         raise RuntimeError("Invalid account\nor partition")
 
 
-def test_what_a_cluster_refuses_is_told_also_by_the_second_attempt(tmp_path, monkeypatch):
+def test_what_a_cluster_refuses_is_said_and_what_it_has_run_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
-    sweep.requested([])  # tells Hydra what there is to compose
-    first, second = (
-        runner.Job(title=name, words=[], folder=tmp_path / name, epochs=1, max_updates=None, threads=1) for name in "ab"
+    words = ["train", "-m", "hydra/launcher=basic", "seed=0,1", "runtime.processes=false", f"run_dir={tmp_path}"]
+    asked = replace(sweep.requested(words[1:]), launcher=["hydra/launcher=basic"])
+    first, second = (job.folder for job in asked.jobs)
+
+    def outcome(**options):
+        monkeypatch.setattr(sweep, "Plugins", Refusing(**options))
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            return sweep.run(asked), out.getvalue()
+
+    with pytest.raises(
+        ConfigError, match=r"launcher=basic has brought none .* to an end: Invalid account or partition"
+    ):
+        outcome()
+
+    def completes():
+        first.mkdir(parents=True)
+        (first / "summary.json").write_text(json.dumps({"epochs": 20, "validation_accuracy": 0.5}))
+
+    code, said = outcome(run=completes)
+    assert code == 1
+    shows(
+        said, ["seed0: accuracy 50.00%\n", f"failed (see {second / sweep.LOG})", "said: Invalid account or partition"]
     )
-    outcome = tmp_path / "a" / runner.OUTCOME
-
-    def fails():
-        outcome.write_text(json.dumps({"status": "failed", "said": "failed (exit code 3)", "settings": []}))
-
-    def outcomes(**options):
-        monkeypatch.setattr(submit, "Plugins", Refusing(**options))
-        found = submit.submitted([first, second], launcher=["hydra/launcher=basic"], folder=tmp_path / "sweep")
-        return [outcome.said for _, outcome in found]
-
-    outcome.parent.mkdir()
-    fails()  # in an attempt before
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=r"launcher=basic has brought none .* to an end: Invalid account or part"):
-            outcomes()
-    said = outcomes(run=fails)
-    assert said[0] == "failed (exit code 3)"
-    shows(said[1], ["ended without a word", str(tmp_path / "sweep"), "said: Invalid account or partition"])
+    shows(said, [str(tmp_path / ".launcher")])
 
 
 def test_two_sweeps_in_one_folder_are_refused(tmp_path):
     with (
-        sweep._own(tmp_path),
+        sweep._locked(tmp_path),
         pytest.raises(ConfigError, match="another sweep is running here"),
-        sweep._own(tmp_path),
+        sweep._locked(tmp_path),
     ):
         pass
 
 
-def test_what_blocks_inside_a_sweep_is_not_taken_for_another_sweep(tmp_path):
-    with pytest.raises(BlockingIOError), sweep._own(tmp_path):
+def test_what_blocks_inside_a_sweep_is_not_another_sweep(tmp_path):
+    with pytest.raises(BlockingIOError), sweep._locked(tmp_path):
         raise BlockingIOError
 
 
-def test_a_variant_that_settles_on_one_k_meets_the_seeds_but_not_the_other_ks():
+def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
     words = ["--multirun", "partition.num_stages=2,3", "seed=0,1", "runtime.processes=false"]
     one, all_ = (
         '++sweep.variants.bp=["method=bp","partition.num_stages=1"]',
         '++sweep.variants.fdg=["method=fdg"]',
     )
-    plan = sweep._planned(sweep.requested([*words, one, all_]))
-    ran = [(p.label, p.config.partition.num_stages, p.config.seed) for p in plan]
+    jobs = sweep.requested([*words, one, all_]).jobs
+    ran = [(job.folder.parent.name, job.config.partition.num_stages, job.config.seed) for job in jobs]
     assert sorted(ran) == sorted([("bp", 1, 0), ("bp", 1, 1), *(("fdg", K, seed) for K in (2, 3) for seed in (0, 1))])

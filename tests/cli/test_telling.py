@@ -1,39 +1,90 @@
-"""Of several ranks that end with an error one tells it, and the others live until it has: a launcher ends them all."""
+"""Of several ranks that end with an error one prints it: rank 0, or another if rank 0 does not know it."""
+
+import importlib
+import threading
+import time
+from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from adl_dist.cli import train
-from adl_dist.cli.main import _tell
-from adl_dist.errors import ConfigError, DivergedError, StageFailed
+from adl_dist.distributed import print_turn, world
+from adl_dist.distributed.world import single_process
+from adl_dist.errors import StageFailed
 
-OF_ANOTHER = StageFailed("rank 2: boom", exit_code=1)
-OF_ONE_GONE = StageFailed("stage 2: the process is gone", exit_code=1, is_gone=True)
-OWN = DivergedError("the loss is nan", stage=1, update=0, epoch=0)
-FOUND_BY_ALL = ConfigError("no such key")
+main = importlib.import_module("adl_dist.cli.main")  # the function of that name hides it
+ERROR = StageFailed("rank 2: boom", exit_code=1)
 
 
-@pytest.mark.parametrize(
-    ("error", "rank", "launched", "waits", "tells"),
-    [
-        (OF_ANOTHER, 0, True, True, False),
-        (OF_ANOTHER, 1, True, True, False),
-        (OF_ANOTHER, 1, False, False, False),
-        (OF_ONE_GONE, 0, True, False, True),
-        (OF_ONE_GONE, 1, True, True, True),  # by then a rank 0 that could tell has done so, and this one was ended
-        (OWN, 1, True, False, True),
-        (FOUND_BY_ALL, 0, True, False, True),
-        (FOUND_BY_ALL, 1, True, True, True),
-    ],
-)
-def test_who_leaves_the_telling_to_another_rank_does_not_end_before_it(
-    error, rank, launched, waits, tells, monkeypatch, capsys
+@pytest.fixture
+def rank(monkeypatch):
+    """Makes this process one of three ranks, which have met, or have not."""
+
+    def be(number, *, joined=True, store=None, **attributes):
+        monkeypatch.setenv("RANK", str(number))
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        joined_world = replace(single_process(torch.device("cpu")), rank=number, size=3, **attributes)
+        if store is not None:
+            joined_world.store = store
+        monkeypatch.setattr(world, "_connected", joined_world if joined else None)
+        return joined_world.store
+
+    return be
+
+
+def printed(capsys, number):
+    def fail(words):
+        raise ERROR
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "_commands", lambda: {"train": fail})
+        assert main._run(["train"]) == 1
+    return capsys.readouterr().err
+
+
+def test_rank_0_prints_and_lets_the_others_know(rank, capsys):
+    store = rank(0)
+    assert printed(capsys, 0) == f"adl-dist: error: {ERROR}\n"
+    assert store.check([print_turn.KEY])
+
+
+def test_another_rank_is_silent_once_rank_0_has_printed_and_not_before(rank, capsys):
+    store = rank(1)
+    began = time.monotonic()
+    threading.Timer(0.5, store.set, [print_turn.KEY, "printed"]).start()
+    assert printed(capsys, 1) == ""
+    assert 0.4 < time.monotonic() - began < 5
+
+
+def test_another_rank_prints_at_once_what_rank_0_could_not_be_told(rank, capsys):
+    rank(1, is_rank_0_informed=False)
+    began = time.monotonic()
+    assert printed(capsys, 1) == f"adl-dist: error: rank 1: {ERROR}\n"
+    assert time.monotonic() - began < 1
+
+
+def test_another_rank_prints_if_rank_0_does_not_in_time(rank, capsys, monkeypatch):
+    monkeypatch.setattr(print_turn, "LIMIT", 0.2 * print_turn.LIMIT / print_turn.LIMIT.total_seconds())
+    rank(1)
+    assert printed(capsys, 1) == f"adl-dist: error: rank 1: {ERROR}\n"
+
+
+def test_another_rank_is_silent_if_rank_0_knows_and_has_ended(rank, capsys):
+    class Ended(dist.HashStore):
+        def wait(self, *_):
+            raise dist.DistNetworkError("Broken pipe")
+
+    rank(1, store=Ended())
+    assert printed(capsys, 1) == ""
+
+
+@pytest.mark.parametrize(("found_by_rank_0", "expected"), [(True, ""), (False, f"adl-dist: error: rank 1: {ERROR}\n")])
+def test_what_a_rank_finds_before_it_has_met_the_others_is_printed_by_rank_0_if_it_finds_it(
+    rank, capsys, monkeypatch, tmp_path, found_by_rank_0, expected
 ):
-    slept = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    monkeypatch.setattr(train, "_setting_up", error is FOUND_BY_ALL)
-    for name, value in (("RANK", rank), ("WORLD_SIZE", 3), *([("TORCHELASTIC_RUN_ID", "any")] * launched)):
-        monkeypatch.setenv(name, str(value))
-    _tell(error)
-    assert any(slept) == waits
-    prefix = "adl-dist: error: " + f"rank {rank}: " * waits
-    assert capsys.readouterr().err == f"{prefix}{error}\n" * tells
+    monkeypatch.setenv("ADL_DIST_RENDEZVOUS", str(tmp_path))
+    rank(0, joined=False)
+    print_turn.announce(printed=found_by_rank_0)
+    rank(1, joined=False)
+    assert printed(capsys, 1) == expected

@@ -1,100 +1,138 @@
-"""What a process says that fails because another one has: of one that waits for the cause, and of rank 0."""
+"""The control plane: what a process raises that fails because another one has, and how late and gone are told apart."""
 
-import json
+import functools
 import threading
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.futures
 
-from adl_dist.control import reports, rpc
-from adl_dist.control.reports import Reporter
-from adl_dist.control.rpc import RpcWorkerGroup
-from adl_dist.distributed.rpc_errors import translate_rpc_errors
+from adl_dist.control import serve as serving
+from adl_dist.control.group import RpcWorkerGroup
+from adl_dist.control.messages import Abort, Done, Failure, Load
+from adl_dist.control.rpc import ControlPlane, JobEndpoint
+from adl_dist.control.serve import RpcReporter, serve
+from adl_dist.distributed.rpc_errors import Call, PeerError, PeerGoneError, PeerLateError
 from adl_dist.distributed.world import single_process
 from adl_dist.errors import ChannelError, StageFailed
 
-CAUSE = {"failed": "rank 2: boom", "exit_code": 1, "is_victim": False, "is_gone": False}
+CAUSE = Failure(rank=2, text="rank 2: boom")
+COMMAND = Load("a checkpoint", 0)
 RANK_0_IS_GONE = "stage 0 (node, pid 7): the process is gone: killed, or it crashed"
-RANK_1 = replace(single_process(torch.device("cpu")), rank=1, size=3)
+
+
+class Plane(ControlPlane):
+    """A control plane whose other processes take everything, or are gone."""
+
+    def __init__(self, rank, *, others_are_gone=False):
+        super().__init__(replace(single_process(torch.device("cpu")), rank=rank, size=3), JobEndpoint())
+        self._gone = others_are_gone
+
+    def call(self, rank, method, *arguments, seconds=None, **options):
+        future = torch.futures.Future()
+        future.set_exception(RuntimeError("closed")) if self._gone else future.set_result(None)
+        return Call(f"rank {rank}", lambda limit: future, 1.0)
 
 
 class WaitsInVain:
     """A worker whose peer is gone."""
 
-    def execute(self, do, arguments, emit):
+    def execute(self, command, reporter):
         raise ChannelError("waited for the act of micro-batch 3")
+
+
+class Listens:
+    """A coordinator that keeps what is reported to it."""
+
+    def __init__(self):
+        self.records = []
+        self.take_record = self.records.append
+
+    def take_part(self, part):
+        raise AssertionError("nothing is saved")
 
 
 @pytest.fixture
 def victim(monkeypatch):
     """Serves on rank 1 as a victim; what it raises, and after how many seconds."""
-    monkeypatch.setattr(rpc, "CAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(rpc, "HEARD_SECONDS", 0.1)
-    monkeypatch.setattr(rpc, "LAST_SAVE_SECONDS", 20.0)
+    monkeypatch.setattr(serving, "CAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(serving, "HEARD_SECONDS", 0.1)
+    monkeypatch.setattr(serving, "LAST_SAVE_SECONDS", 20.0)
 
-    def serve(*, reported, rank0_status=None, told_after=None, told=CAUSE):
-        monkeypatch.setattr(Reporter, "report_failure", lambda self, error: reported)
-        monkeypatch.setattr(rpc, "rank0_status", lambda: rank0_status)
-        rpc._take_command(json.dumps({"do": "train", "arguments": {}}))
+    def fail(*, reported, rank0_status=None, told_after=None, told=CAUSE):
+        plane = Plane(1, others_are_gone=not reported)
+        endpoint = plane.endpoint
+        monkeypatch.setattr(endpoint.heartbeat, "rank0_status", lambda: rank0_status)
+        endpoint.take_command(COMMAND)
         if told_after is not None:
-            message = json.dumps({"do": "stop", "arguments": told})
-            threading.Timer(told_after, rpc._take_command, [message]).start()
+            threading.Timer(told_after, endpoint.take_command, [Abort(told)]).start()
         began = time.monotonic()
         with pytest.raises((ChannelError, StageFailed)) as error:
-            rpc.serve(WaitsInVain(), RANK_1)
-        assert rpc._commands.empty()
-        return error.value, time.monotonic() - began
+            serve(WaitsInVain(), plane)
+        assert endpoint.commands.empty()
+        return error.value, time.monotonic() - began, plane.world.is_rank_0_informed
 
-    return serve
+    return fail
 
 
 def test_a_victim_waits_for_the_cause_while_rank_0_waits_for_a_save(victim):
-    error, _ = victim(reported=True, told_after=0.5)
+    error, _, _ = victim(reported=True, told_after=0.5)
     assert (type(error), str(error)) == (StageFailed, "rank 2: boom")
 
 
 def test_a_victim_does_not_wait_for_a_rank_0_that_is_gone_or_has_not_heard_of_it(victim):
     for state in ({"reported": True, "rank0_status": RANK_0_IS_GONE}, {"reported": False}):
-        error, seconds = victim(**state)
+        error, seconds, is_informed = victim(**state)
         assert (type(error), str(error)) == (ChannelError, "waited for the act of micro-batch 3")
+        assert is_informed == state["reported"]
         assert seconds < 5
 
 
 def test_rank_0_is_named_as_gone_only_by_a_victim_that_it_neither_heard_nor_told_anything(victim):
-    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE)
+    error, _, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE)
     assert str(error) == f"{RANK_0_IS_GONE}; waited for the act of micro-batch 3"
-    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0)
-    assert str(error) == "rank 2: boom"
-    error, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0, told={**CAUSE, "is_victim": True})
+    error, _, is_informed = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0)
+    assert (str(error), is_informed) == ("rank 2: boom", True)
+    too = replace(CAUSE, is_victim=True)
+    error, _, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0, told=too)
     assert str(error) == "waited for the act of micro-batch 3"
 
 
-def test_the_records_right_before_failures_are_handed_on(monkeypatch):
-    monkeypatch.setattr(RpcWorkerGroup, "tell", lambda *args, **arguments: [])
-    taken = []
-    for rank, error in ((0, ChannelError("a victim")), (0, ValueError("boom"))):
-        outbox = Reporter(replace(RANK_1, rank=rank))
-        outbox._sent_at = time.monotonic()
-        outbox.add({"name": type(error).__name__})
-        assert outbox.report_failure(error)
-    with pytest.raises(StageFailed, match="rank 0: ValueError: boom"):
-        RpcWorkerGroup(RANK_1, taken.append, lambda: None).call("train")
-    assert [record["name"] for record in taken] == ["ChannelError", "ValueError"]
-    assert reports._reports.empty()
+def test_the_records_right_before_failures_are_handed_on():
+    plane, policy = Plane(0), Listens()
+    for error in (ChannelError("a victim"), ValueError("boom")):
+        reporter = RpcReporter(plane)
+        reporter._sent_at = time.monotonic()
+        reporter.record({"name": type(error).__name__})
+        assert reporter.failure(error)
+    with pytest.raises(StageFailed, match="rank 0: unexpected ValueError: boom"):
+        RpcWorkerGroup(plane, policy, lambda: None).call(COMMAND, Done)
+    assert [record["name"] for record in policy.records] == ["ChannelError", "ValueError"]
+    assert plane.endpoint.reports.empty()
 
 
-@pytest.mark.parametrize(
-    ("said", "what"),
-    [
-        ("RPC ran for more than set timeout (5000 ms) and will now be marked with an error", "does not answer in time"),
-        ("Error on pipe: ECONNRESET", "is gone"),
-    ],
-)
-def test_a_process_that_answers_too_late_is_not_called_gone(said, what):
-    with (
-        pytest.raises(ChannelError, match=f"^control plane: rank 0 {what}: {said[:9]}"),
-        translate_rpc_errors("rank 0"),
-    ):
-        raise RuntimeError(f"{said}\nand more")
+def test_a_process_that_answers_too_late_is_not_taken_for_one_that_is_gone():
+    late, gone, here = torch.futures.Future(), torch.futures.Future(), torch.futures.Future()
+    limits = []
+    call = functools.partial(Call, "rank 0")
+    waiting = call(lambda limit: limits.append(limit) or late, 0.1)
+    gone.set_exception(RuntimeError("any text\nand more"))
+    here.set_result("an answer")
+    with pytest.raises(PeerLateError, match=r"^control plane: rank 0 does not answer within 0.1 s$"):
+        waiting.wait()
+    with pytest.raises(PeerGoneError, match=r"^control plane: rank 0 is gone: any text$"):
+        call(lambda limit: gone, 0.1).wait()
+    assert call(lambda limit: here, 0.1).wait() == "an answer"
+    assert limits[0] > 1, "RPC's own limit, of which only a text would tell, comes later"
+
+
+def test_a_call_by_a_process_that_has_left_says_so_and_calls_no_other_process_gone():
+    def start(limit):
+        raise RuntimeError("RPC has not been initialized\nand more")
+
+    call = Call("rank 0", start, 0.1)
+    with pytest.raises(PeerError, match=r"this process has left it: RPC has not been initialized$") as left:
+        call.wait()
+    assert type(left.value) is PeerError

@@ -22,7 +22,9 @@ from adl_dist.control import run_socket
 from adl_dist.control.requests import Ask, Requests
 from adl_dist.control.run_socket import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, remove_stale, short_address
 from adl_dist.errors import ConfigError
-from adl_dist.monitor.activity import ActivityRecorder, user_frame
+from adl_dist.monitor.activity import ActivityLog
+from adl_dist.monitor.process import user_frame
+from adl_dist.monitor.status import process_status
 from adl_dist.schedule import Action, Op
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -255,37 +257,78 @@ def test_a_run_trains_on_without_a_socket_where_it_cannot_make_one(tmp_path, cap
     assert "no live control of this run" in caplog.text
 
 
-def follow_backwards(beacon, numbers, num_micro_batches):
-    """Returns the actions that ``beacon`` follows: of one stage, in micro-batches of three images."""
-    context = SimpleNamespace(work=SimpleNamespace(sizes=[3] * num_micro_batches), stage=SimpleNamespace(version=0))
-    totals = SimpleNamespace(result=lambda: {"busy_seconds": 0.0, "staleness_sum": 0.0, "num_backwards": 0})
-    order = ((0, Action(Op.BACKWARD, number)) for number in numbers)
-    return beacon.followed(order, {0: context}, SimpleNamespace(epoch=0), {0: totals})
+def opened_log(num_micro_batches):
+    """Returns the log of one stage that trains on micro-batches of three images, at its first action."""
+    stage = SimpleNamespace(version=0, tally=SimpleNamespace(staleness=[1]))
+    context = SimpleNamespace(work=SimpleNamespace(sizes=[3] * num_micro_batches), stage=stage)
+    log = ActivityLog(1)
+    log.open({0: context}, SimpleNamespace(epoch=0), training=True)
+    return log
+
+
+def go_backward(log, *numbers):
+    for number in numbers:
+        log.begin(0, Action(Op.BACKWARD, number))
+        log.end()
 
 
 def test_images_are_counted_whose_gradients_have_come_also_if_the_last_of_a_group_comes_first(monkeypatch):
     """As in GPipe: of four micro-batches of three images one has gone backward, in two seconds."""
     now = [0.0]
-    monkeypatch.setattr("adl_dist.monitor.activity.time", SimpleNamespace(monotonic=lambda: now[0]))
-    beacon = ActivityRecorder(1)
-    with beacon.during("train"):
-        followed = follow_backwards(beacon, (3, 2), num_micro_batches=4)
-        next(followed)
-        next(followed)
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    log = opened_log(num_micro_batches=4)
+    with log.during("train"):
+        go_backward(log, 3)
         now[0] = 2.0
-        assert beacon.tell().stages[0].images_per_second == 1.5
+        log.begin(0, Action(Op.BACKWARD, 2))
+        assert process_status(log).stages[0].images_per_second == 1.5
+
+
+def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
+    """Two stages in one process: what is done, what is being done, who waits, and what the time was spent on."""
+    now = [10.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    stages = [SimpleNamespace(version=0, tally=SimpleNamespace(staleness=[k], skipped=None)) for k in range(2)]
+    work = SimpleNamespace(sizes=[3, 3])
+    log = ActivityLog(2)
+    with log.during("train"):
+        log.open(
+            {k: SimpleNamespace(work=work, stage=stages[k]) for k in range(2)}, SimpleNamespace(epoch=4), training=True
+        )
+        for k, action, seconds in (
+            (0, Action(Op.FORWARD, 0), 2.0),
+            (0, Action(Op.BACKWARD, 0), 3.0),
+            (1, Action(Op.BACKWARD, 0), 1.0),
+            (1, Action(Op.UPDATE, 0), 1.0),
+            (0, Action(Op.SEND_ACT, 1), 3.0),
+        ):
+            log.begin(k, action)
+            now[0] += seconds
+            log.end()
+        log.begin(1, Action(Op.RECV_ACT, 1))
+        now[0] += 0.5
+        upper, lower = process_status(log).stages
+    assert (upper.doing, upper.waits_for, upper.seconds) == ("wait for its turn", [1], pytest.approx(10.5))
+    assert (lower.doing, lower.waits_for, lower.seconds) == ("wait for act 1 from stage 0", [0], pytest.approx(0.5))
+    assert (upper.counts, upper.last) == ({"F": 1, "B": 1, "SA": 1}, {"F": 0, "B": 0, "SA": 1})
+    assert (upper.epoch, upper.micro_batch, upper.staleness_mean, lower.staleness_mean) == (4, 0, 0.0, 1.0)
+    assert (upper.busy_share, lower.busy_share) == (pytest.approx(5 / 10.5), pytest.approx(2 / 10.5))
+    done = log.stages[1]
+    assert (done.busy_seconds, done.staleness_sum, done.staleness_max, done.num_skipped) == (2.0, 1, 1, 0)
+    assert (done.counts[Op.BACKWARD], done.counts[Op.UPDATE]) == (1, 1)
+    spent = {share: seconds for share, seconds in log.stages[0].spent(10.5).items() if seconds}
+    assert spent == {"forward": 2.0, "backward": 3.0, "send": 3.0, "other": 2.5}
+    assert process_status(log).stages[0].doing == "wait for the next command"
 
 
 def test_to_tell_what_a_stage_is_at_takes_no_memory_that_grows_with_the_run():
     def peak_bytes(num_done):
-        beacon = ActivityRecorder(1)
-        with beacon.during("train"):
-            followed = follow_backwards(beacon, range(100_000), num_micro_batches=100_000)
-            for _ in range(num_done):
-                next(followed)
+        log = opened_log(num_micro_batches=100_000)
+        with log.during("train"):
+            go_backward(log, *range(num_done))
             tracemalloc.start()
             try:
-                beacon.tell()
+                process_status(log)
                 return tracemalloc.get_traced_memory()[1]
             finally:
                 tracemalloc.stop()
@@ -296,11 +339,11 @@ def test_to_tell_what_a_stage_is_at_takes_no_memory_that_grows_with_the_run():
 
 def test_memory_is_told_of_the_gpu_of_the_process_whichever_thread_asks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 if device == torch.device("cuda", 3) else 0)
-    assert ActivityRecorder(1, device=torch.device("cuda", 3)).tell().memory_bytes == 7
+    assert process_status(ActivityLog(1, device=torch.device("cuda", 3))).memory_bytes == 7
 
 
 @pytest.mark.parametrize(
-    ("package", "place"), [("torch", "local/test_live.py:"), ("torchvision", "torchvision/ops.py:1 in hang")]
+    ("package", "place"), [("torch", "control/test_live.py:"), ("torchvision", "torchvision/ops.py:1 in hang")]
 )
 def test_where_a_thread_hangs_is_told_by_its_innermost_line_that_is_not_torchs(package, place):
     begun, over, of_package = threading.Event(), threading.Event(), {}

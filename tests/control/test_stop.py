@@ -8,7 +8,6 @@ from torch import nn
 
 import adl_dist
 from adl_dist.checkpoint import layout
-from adl_dist.control import rpc
 from adl_dist.control.requests import Ask
 from adl_dist.errors import ConfigError, DivergedError
 from tests.support.toys import FixedImages, batch_norm_net
@@ -23,11 +22,12 @@ class Asking(FixedImages):
     def __init__(self, at=0, what=Ask.STOP):
         super().__init__(NUM_SAMPLES)
         self.at, self.what, self.num_served, self.answer = at, what, 0, None
+        self.trainer = None
 
     def __getitem__(self, index):
         self.num_served += 1
         if self.num_served == self.at:
-            self.answer = rpc.requests.ask(self.what, "a test")
+            self.answer = self.trainer.requests.ask(self.what, "a test")
         return super().__getitem__(index)
 
 
@@ -42,6 +42,7 @@ def fitted(K, *, data=None, name="adl", M=3, run_dir=None, options=None, **of_fi
         num_stages=K,
         processes=adl_dist.ProcessOptions(threads=1),
     )
+    data.trainer = trainer
     settings = {"epochs": EPOCHS, "batch_size": MICRO_BATCH * M, "run_dir": run_dir}
     summary = trainer.fit(
         data,
@@ -173,7 +174,7 @@ def test_what_is_asked_of_a_run_that_fails_is_answered_and_not_left_for_the_next
     with pytest.raises(DivergedError):
         fitted(1, data=data, M=30)
     assert str(data.answer.exception(0)) == "the run has ended, at update 0"
-    assert not rpc.requests.any_open
+    assert not data.trainer.requests.any_open
 
 
 def test_a_run_without_a_folder_logs_no_longer_into_that_of_the_run_before(tmp_path):
@@ -183,11 +184,12 @@ def test_a_run_without_a_folder_logs_no_longer_into_that_of_the_run_before(tmp_p
     assert (tmp_path / "logs" / "rank0.log").read_text() == log != ""
 
 
-def test_what_was_asked_after_a_run_had_ended_is_answered_and_does_not_stop_the_next_one():
-    late = rpc.requests.ask(Ask.STOP, "a test")
+def test_what_is_asked_after_a_run_has_ended_is_answered_and_does_not_stop_the_next_one():
+    data, _, _ = fitted(1, max_updates=2)
+    late = data.trainer.requests.ask(Ask.STOP, "a test")
+    assert str(late.exception(0)) == "the run has ended, at update 2"
     _, _, summary = fitted(1)
     assert (summary["updates"], "stopped" in summary) == (30, False)
-    assert str(late.exception(0)) == "no run was there to do it"
 
 
 def test_a_checkpoint_of_mid_epoch_claims_no_evaluation_and_does_not_cost_the_best_one(tmp_path):

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.rpc
+import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 
 import adl_dist
-from adl_dist.control import rpc
+from adl_dist.control import job
+from adl_dist.control.job import Job
 from adl_dist.control.requests import Ask
+from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed.world import connect
+from adl_dist.monitor.timeouts import WatchdogTimeouts
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -35,11 +38,13 @@ class Asking(FixedImages):
     def __init__(self, at: int) -> None:
         super().__init__(NUM_SAMPLES)
         self._at, self._num_served = at, 0
+        self.trainer: adl_dist.Trainer | None = None
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         self._num_served += 1
         if self._num_served == self._at:
-            rpc.requests.ask(Ask.STOP, "a test")
+            assert self.trainer is not None
+            self.trainer.requests.ask(Ask.STOP, "a test")
         return super().__getitem__(index)
 
 
@@ -54,7 +59,9 @@ def fit(case: int, folder: Path, *, stop_at: int = 0, **of_fit: Any) -> tuple[di
         processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=20),
     )
     settings = {"epochs": 2, "batch_size": MICRO_BATCH * M, "run_dir": folder / str(case), **of_fit}
-    summary = trainer.fit(Asking(stop_at), **settings, monitoring=adl_dist.Monitoring(tensorboard=False, quiet=True))
+    data = Asking(stop_at)
+    data.trainer = trainer
+    summary = trainer.fit(data, **settings, monitoring=adl_dist.Monitoring(tensorboard=False, quiet=True))
     return trainer.full_state_dict(), summary
 
 
@@ -132,31 +139,35 @@ def test_a_signal_to_any_rank_stops_all(rank: int, tmp_path: Path) -> None:
 
 
 def ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone() -> list[bool]:
-    world, said = connect(K, device_type="cpu", timeout_seconds=20), []
+    world, answers = connect(K, device_type="cpu", timeout_seconds=20), []
+    world.fresh_store()
+    one = Job(world, WatchdogTimeouts(stall_seconds=60, abort_seconds=None))
 
     def ask_from(rank: int) -> None:
         if world.rank == rank:
-            said.append(rpc.ask(world, Ask.STOP, f"rank {rank}"))
+            answers.append(one.ask(Ask.STOP, f"rank {rank}"))
         dist.barrier()
 
     for rank in range(K):
         ask_from(rank)
-    rpc.ASK_SECONDS = 0.3
+    job.ASK_SECONDS = 0.3
+    ping = JobEndpoint.ping
     if world.rank == 2:
-        rpc._take_request = lambda message: time.sleep(1)  # type: ignore[assignment]
+        JobEndpoint.ping = lambda self: time.sleep(1)  # type: ignore[method-assign]
     dist.barrier()
     ask_from(0)
-    rpc.ASK_SECONDS = 5.0
+    job.ASK_SECONDS = 5.0
+    JobEndpoint.ping = ping  # type: ignore[method-assign]
     if world.rank == 2:
-        torch.distributed.rpc.shutdown(graceful=False)
+        rpc.shutdown(graceful=False)
     dist.barrier()
     ask_from(0)
     ask_from(1)
     if world.rank == 0:
-        assert [request.why[-1] for request in rpc.requests.take()] == list("012001")
-    return said
+        assert [request.why[-1] for request in one.requests.take()] == list("012001")
+    return answers
 
 
-def test_whoever_asks_is_heard_also_past_a_rank_that_is_late_and_rank_0_sees_one_that_is_gone() -> None:
-    said = run_ranks(K, ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone)
-    assert said == [[True, True, False], [True, True], [True]]
+def test_every_rank_is_heard_also_past_one_that_is_late_and_rank_0_sees_one_that_is_gone() -> None:
+    answers = run_ranks(K, ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone)
+    assert answers == [[True, True, False], [True, True], [True]]

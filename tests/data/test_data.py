@@ -119,7 +119,7 @@ def test_a_sample_is_what_its_own_seed_makes_of_it():
         assert torch.equal(row, torch.tensor(expected)), f"sample {index}"
 
 
-def test_another_epoch_or_seed_gives_another_order_and_another_augmentation():
+def test_another_epoch_or_seed_gives_another_order():
     x, y = joined(loaded([20]))
     for changed in ({"epoch": 3}, {"seed": 6}):
         other_x, other_y = joined(loaded([20], **changed))
@@ -140,7 +140,8 @@ def test_the_order_of_an_epoch_is_pinned():
     assert epoch_order(8, seed=0, epoch=1, shuffle=True) == [2, 7, 3, 4, 6, 5, 1, 0]
 
 
-def test_micro_batches_have_exactly_the_sizes_asked_for_and_the_rest_is_not_visited():
+def test_micro_batches_have_exactly_the_sizes_asked_for():
+    """Micro-batches have exactly the sizes asked for and the rest is not visited."""
     sizes = [7, 1, 4]
     batches = loaded(sizes)
     order = epoch_order(20, seed=5, epoch=2, shuffle=True)
@@ -151,7 +152,7 @@ def test_micro_batches_have_exactly_the_sizes_asked_for_and_the_rest_is_not_visi
     assert loaded([]) == []
 
 
-def test_an_epoch_can_be_begun_in_its_middle_with_the_same_samples():
+def test_an_epoch_may_begin_in_its_middle_with_the_same_samples():
     loader = Loader(Augmented(), seed=5, shuffle=True)
     x, y = joined(loader.batches(2, [4, 5], first_sample=7))
     whole_x, whole_y = joined(loaded([20]))
@@ -264,7 +265,7 @@ class OneByOne(Dataset):
     ],
     ids=["channels_last", "transposed", "expanded", "bool", "frames in channels_last", "frames of one channel"],
 )
-def test_rows_of_tensors_taken_at_once_are_the_samples_taken_one_by_one(inputs, subset, num_workers):
+def test_rows_taken_at_once_are_the_samples_taken_one_by_one(inputs, subset, num_workers):
     dataset = subset(TensorDataset(inputs, torch.arange(8)))
     at_once, one_by_one = (
         list(Loader(d, seed=1, shuffle=True, num_workers=num_workers).batches(3, [2, 3]))
@@ -282,7 +283,7 @@ def test_workers_take_rows_of_any_number_of_micro_batches():
 
 
 @WORKERS
-def test_what_the_users_dataset_raises_passes_through_and_leaves_no_worker(num_workers):
+def test_what_the_users_dataset_raises_passes_through(num_workers):
     with pytest.raises(LookupError, match="the user's own words") as failure:
         loaded([5, 5], dataset=Broken(), shuffle=False, num_workers=num_workers)
     assert failure.traceback  # it is alive, and so is whatever its frames hold
@@ -298,7 +299,7 @@ def test_workers_end_with_their_generator():
         assert multiprocessing.active_children() == []
 
 
-def test_no_worker_is_started_that_would_have_no_micro_batch_to_load():
+def test_no_worker_is_started_without_a_micro_batch_to_load():
     for sizes in ([2], [2, 2]):
         batches = Loader(Augmented(), seed=1, shuffle=False, num_workers=4).batches(0, sizes)
         next(batches)
@@ -306,7 +307,7 @@ def test_no_worker_is_started_that_would_have_no_micro_batch_to_load():
         batches.close()
 
 
-def test_signals_to_all_processes_of_a_job_leave_its_workers_alone():
+def test_signals_to_all_processes_leave_workers_alone():
     expected, _ = joined(loaded([2] * 10))
     batches = Loader(Augmented(), seed=5, shuffle=True, num_workers=2).batches(2, [2] * 10)
     found = [next(batches), next(batches)]  # one of each worker, which has begun by then
@@ -417,7 +418,8 @@ def as_a_worker_gets_it(dataset):
     return pickle.loads(pickle.dumps(dataset))
 
 
-def test_digits_are_1437_to_train_and_360_to_validate_and_every_one_is_on_one_side():
+def test_digits_are_1437_to_train_and_360_to_validate():
+    """Digits are 1437 to train and 360 to validate and every one is on one side."""
     from sklearn.datasets import load_digits
 
     sides = [[(tuple(x.flatten().tolist()), y) for x, y in side] for side in digits(augment=False)]
@@ -429,7 +431,8 @@ def test_digits_are_1437_to_train_and_360_to_validate_and_every_one_is_on_one_si
     assert sorted(sides[0] + sides[1]) == sorted(zip(map(tuple, images.tolist()), classes.tolist(), strict=True))
 
 
-def test_digits_are_normalised_images_with_every_class_in_both_sides_in_equal_shares():
+def test_digits_have_every_class_in_equal_shares_in_both_parts():
+    """Digits are normalised images with every class in both sides in equal shares."""
     train, validation = digits(augment=False)
     x = torch.stack([image for image, _ in train])
     counts = [np.bincount([y for _, y in side]) for side in (train, validation)]
@@ -458,7 +461,7 @@ def test_digits_shift_by_at_most_one_pixel_and_only_in_training():
     assert len(seen) == 9
 
 
-def test_augmentation_of_torchvision_follows_the_epoch_and_nothing_else():
+def test_augmentation_of_torchvision_follows_the_epoch_only():
     train, _ = digits()
     x, _ = joined(loaded([16, 16], dataset=train))
     assert torch.equal(x, joined(loaded([32], dataset=as_a_worker_gets_it(train)))[0])
@@ -498,7 +501,8 @@ def write_cifar(folder, kind, monkeypatch):
 
 
 @CIFARS
-def test_cifar_validates_normalised_images_and_trains_on_cropped_and_flipped_ones(load, tmp_path, monkeypatch):
+def test_cifar_trains_on_cropped_and_flipped_images(load, tmp_path, monkeypatch):
+    """CIFAR validates normalised images and trains on cropped and flipped ones."""
     write_cifar(tmp_path, torchvisions(load), monkeypatch)
     train, validation = load(str(tmp_path))
     plain, _ = load(str(tmp_path), augment=False)
@@ -524,7 +528,7 @@ def test_cifar_validates_normalised_images_and_trains_on_cropped_and_flipped_one
 
 
 @CIFARS
-def test_a_missing_or_damaged_cifar_names_the_folder_and_the_flag(load, tmp_path, monkeypatch):
+def test_a_missing_or_damaged_cifar_names_folder_and_flag(load, tmp_path, monkeypatch):
     kind, name = torchvisions(load), "CIFAR-10" if load is cifar10 else "CIFAR-100"
     where = re.escape(str(tmp_path / kind.base_folder))
     with pytest.raises(
@@ -550,7 +554,7 @@ def served(tmp_path, monkeypatch):
         thread.join()
 
 
-def test_cifar_is_downloaded_once_and_a_failure_says_why_and_what_else_to_do(served, tmp_path, monkeypatch):
+def test_cifar_is_downloaded_once_and_a_failure_says_why(served, tmp_path, monkeypatch):
     kind = torchvisions(cifar10)
     write_cifar(tmp_path / "server", kind, monkeypatch)
     archive = shutil.make_archive(str(tmp_path / "server/cifar"), "gztar", tmp_path / "server", kind.base_folder)
@@ -578,7 +582,7 @@ def write_images(root, folders, *, size=(32, 32)):
 
 @pytest.mark.parametrize("validation_name", ["val", "test"])
 @pytest.mark.parametrize("size", [(32, 32), (40, 64), (10, 8)])
-def test_an_image_folder_gives_images_of_one_size_whatever_theirs(validation_name, size, tmp_path):
+def test_an_image_folder_gives_images_of_one_size(validation_name, size, tmp_path):
     folders = ["train/cat", "train/dog", f"{validation_name}/cat", f"{validation_name}/dog"]
     root = write_images(tmp_path, folders, size=size)
     for augment in (True, False):
@@ -592,7 +596,7 @@ def test_an_image_folder_gives_images_of_one_size_whatever_theirs(validation_nam
     torch.testing.assert_close(x[1], expected.reshape(3, 1, 1).expand(3, 24, 24))
 
 
-def test_a_cached_image_folder_gives_the_same_images_and_reads_each_file_once(tmp_path):
+def test_a_cached_image_folder_reads_each_file_once(tmp_path):
     root = write_images(tmp_path, ["train/cat", "train/dog", "val/cat", "val/dog"])
 
     def images(dataset):
@@ -666,9 +670,7 @@ IMAGENETS = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     ("image_size", "resized", "statistics"),
     [(24, 24, CIFAR10S), (64, 64, CIFAR10S), (65, 74, IMAGENETS), (96, 110, IMAGENETS), (224, 256, IMAGENETS)],
 )
-def test_validation_images_are_resized_cropped_and_normalised_as_the_field_does(
-    image_size, resized, statistics, tmp_path
-):
+def test_validation_images_are_resized_cropped_and_normalised(image_size, resized, statistics, tmp_path):
     from torchvision.models import ResNet18_Weights
     from torchvision.transforms import v2
 
@@ -687,9 +689,8 @@ def test_validation_images_are_resized_cropped_and_normalised_as_the_field_does(
 @pytest.mark.parametrize(
     ("image_size", "cache", "num_workers"), [(24, False, 0), (24, True, 0), (224, False, 1), (224, True, 0)]
 )
-def test_training_images_are_padded_and_cropped_if_small_and_cropped_and_resized_if_large(
-    image_size, cache, num_workers, tmp_path
-):
+def test_training_images_are_cropped_by_their_size(image_size, cache, num_workers, tmp_path):
+    """Training images are padded and cropped if small and cropped and resized if large."""
     from torchvision.transforms import v2
 
     train, _ = imagefolder(write_photographs(tmp_path), image_size=image_size, cache=cache)
@@ -715,7 +716,7 @@ def built(*overrides):
 
 
 @pytest.mark.parametrize("image_size", [24, 96])
-def test_a_users_own_statistics_take_the_place_of_the_default_ones(image_size, tmp_path):
+def test_a_users_own_statistics_replace_the_default_ones(image_size, tmp_path):
     data = ["data=imagefolder", f"data.root={write_photographs(tmp_path)}", f"data.image_size={image_size}"]
     _, plain = built(*data, "data.mean=[0,0,0]", "data.std=[1,1,1]")
     for of_its_own in (["data.mean=[0.5,0.25,0]", "data.std=[0.5,2,1]"], []):
@@ -740,12 +741,12 @@ def test_a_users_own_statistics_take_the_place_of_the_default_ones(image_size, t
         ({"mean": [0, 0, 0], "std": [1, "a", 1]}, r"data\.std=\[1, 'a', 1\]: expected three numbers above 0"),
     ],
 )
-def test_an_image_folder_of_impossible_size_or_statistics_is_refused(arguments, message):
+def test_an_image_folder_of_impossible_size_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         imagefolder("nowhere", **arguments)
 
 
-def test_imagenet_is_a_folder_of_large_images_whatever_their_size(tmp_path):
+def test_imagenet_is_a_folder_of_large_images(tmp_path):
     from torchvision.transforms import v2
 
     root = write_photographs(tmp_path)
@@ -768,14 +769,14 @@ def test_imagenet_is_a_folder_of_large_images_whatever_their_size(tmp_path):
     ],
     ids=["nothing", "validation images not in folders", "too few classes"],
 )
-def test_an_imagenet_that_lacks_something_says_what_and_how_to_make_it(folders, message, tmp_path):
+def test_an_incomplete_imagenet_says_how_to_make_it(folders, message, tmp_path):
     write_images(tmp_path, folders)
     unpack = r"ILSVRC2012_devkit_t12.tar.gz .* to {root} and run there: python -c \".*ImageNet\('\.', s\)[^\n]*\"$"
     with pytest.raises(DataError, match=f"^ImageNet: {message}.*{unpack}".format(root=re.escape(str(tmp_path)))):
         imagenet(str(tmp_path))
 
 
-def test_made_up_images_are_the_same_in_any_order_and_differ_between_samples():
+def test_made_up_images_are_the_same_in_any_order():
     first, second = synthetic(num_samples=6, image_size=8), as_a_worker_gets_it(synthetic(num_samples=12, image_size=8))
     for a, b in zip(first, second, strict=True):
         size = min(len(a), len(b))
@@ -801,7 +802,9 @@ def test_made_up_images_of_no_size_are_refused():
         synthetic(num_classes=0)
 
 
-def test_how_long_loading_keeps_the_first_stage_waiting_is_measured_and_nothing_if_workers_load():
+def test_how_long_loading_keeps_the_first_stage_is_measured():
+    """How long loading keeps the first stage waiting is measured and nothing if workers load."""
+
     class Slow(Augmented):
         def __getitem__(self, index):
             time.sleep(0.005)

@@ -100,7 +100,7 @@ def given(K, M, *, epochs=2, **options):
 
 @pytest.mark.parametrize("K", [1, 2, 3])
 @pytest.mark.parametrize("M", [1, 2, 3, 4])
-def test_no_number_of_stages_and_no_size_of_micro_batches_changes_a_sample(K, M, expected):
+def test_no_number_of_stages_or_size_changes_a_sample(K, M, expected):
     assert given(K, M) == expected
 
 

@@ -47,7 +47,7 @@ def lets_in(listener: socket.socket, *, seconds: float = 0.1) -> bool:
 
 
 @on_linux
-def test_a_shut_port_answers_nobody_and_keeps_whoever_is_connected() -> None:
+def test_a_shut_port_keeps_its_connections_and_answers_no_other() -> None:
     with listening() as listener, socket.create_connection(listener.getsockname()) as friend:
         inside, _ = listener.accept()
         block(listener)
@@ -60,7 +60,7 @@ def test_a_shut_port_answers_nobody_and_keeps_whoever_is_connected() -> None:
 
 
 @on_linux
-def test_what_begins_to_listen_inside_is_shut_behind_and_nothing_else() -> None:
+def test_what_begins_to_listen_inside_is_shut_behind() -> None:
     with listening() as before:
         with blocking_new(), contextlib.ExitStack() as opened:
             inside = opened.enter_context(listening())
@@ -71,7 +71,8 @@ def test_what_begins_to_listen_inside_is_shut_behind_and_nothing_else() -> None:
 
 
 @on_linux
-def test_the_store_of_rank_0_listens_at_one_address_and_serves_whoever_came_before_it_was_shut() -> None:
+def test_the_store_of_rank_0_serves_who_came_before_it_was_shut() -> None:
+    """The store of rank 0 listens at one address and serves who came before it was shut."""
     with listening() as listener:
         store = store_on(listener, LONG_ENOUGH)
         _, port = listener.getsockname()
@@ -84,7 +85,8 @@ def test_the_store_of_rank_0_listens_at_one_address_and_serves_whoever_came_befo
 
 
 @on_linux
-def test_a_default_timeout_of_the_users_code_leaves_the_sockets_of_others_as_they_are() -> None:
+def test_a_default_timeout_of_the_user_leaves_sockets_alone() -> None:
+    """A default timeout of the user's code leaves the sockets of others as they are."""
     with blocking_new(), contextlib.ExitStack() as opened:
         both = [opened.enter_context(listening()) for _ in range(2)]
         both[1].setblocking(False)
@@ -106,9 +108,10 @@ class Unfiltered(socket.socket):
 
 
 @on_linux
-def test_a_kernel_that_shuts_no_port_ends_no_training_and_is_told_by_one_process_of_each_node(
+def test_a_kernel_that_shuts_no_port_is_reported_once_per_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A kernel that shuts no port ends no training and is reported by one process of each node."""
     monkeypatch.setattr(port_filter, "_error", None)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with listening() as listener:
@@ -124,7 +127,7 @@ def test_a_kernel_that_shuts_no_port_ends_no_training_and_is_told_by_one_process
     shows(capsys.readouterr().err, ["warning: the ports of", "stay open", "Protocol not available", "SECURITY.md"])
 
 
-def test_a_port_that_is_taken_is_told_with_its_address_and_what_to_choose() -> None:
+def test_a_taken_port_is_reported_with_its_address() -> None:
     with listening() as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1, port {port}: .* in use; choose"):
@@ -134,14 +137,15 @@ def test_a_port_that_is_taken_is_told_with_its_address_and_what_to_choose() -> N
 # --- interfaces ------------------------------------------------------------------------------------------------------
 
 
-def test_an_interface_that_is_not_there_is_told_before_any_process_starts(tmp_path, monkeypatch) -> None:
+def test_a_missing_interface_is_reported_before_processes_start(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(network.GLOO, NO_SUCH)
     line = in_process(*words(tmp_path / "run", processes=True)).refusal()
     shows(line, [f"{network.GLOO}={NO_SUCH}", f"no network interface {NO_SUCH}", "lo"])
     assert not (tmp_path / "run").exists()
 
 
-def test_a_named_interface_is_that_of_all_transports_and_none_is_loopback_on_one_node(monkeypatch) -> None:
+def test_a_named_interface_is_that_of_all_transports(monkeypatch) -> None:
+    """A named interface is that of all transports and none is loopback on one node."""
     names = [name for _, name in socket.if_nameindex()]
     for named in ({}, {network.GLOO: names[-1]}, {network.RPC: names[-1]}):
         with monkeypatch.context() as patch:
@@ -156,7 +160,7 @@ def test_a_named_interface_is_that_of_all_transports_and_none_is_loopback_on_one
             assert found == [chosen, chosen, f"={chosen}"]
 
 
-def test_on_several_nodes_a_first_node_that_only_it_can_reach_is_refused(monkeypatch) -> None:
+def test_a_first_node_that_only_it_can_reach_is_refused(monkeypatch) -> None:
     for variable in (network.GLOO, network.RPC):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -165,7 +169,7 @@ def test_on_several_nodes_a_first_node_that_only_it_can_reach_is_refused(monkeyp
         network.choose_interface(size=2)
 
 
-def test_an_interface_whose_name_the_route_does_not_tell_is_to_be_named(monkeypatch) -> None:
+def test_an_interface_the_route_does_not_tell_is_to_be_named(monkeypatch) -> None:
     monkeypatch.setattr(network, "is_loopback", lambda address: False)
     monkeypatch.setattr(network, "address_of", lambda name: None)  # as of one that has IPv6 alone
     with pytest.raises(ConfigError, match=r"from 127.0.0.1, and no network interface here has .*; name .*=NAME, "):
@@ -189,7 +193,8 @@ def first_node(monkeypatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_a_node_whose_own_name_means_loopback_meets_itself_where_the_others_meet_it(first_node, monkeypatch) -> None:
+def test_a_node_named_loopback_meets_itself_where_others_meet_it(first_node, monkeypatch) -> None:
+    """A node whose own name means loopback meets itself where the others meet it."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with ThreadPoolExecutor() as ranks:
         met = list(ranks.map(lambda rank: rendezvous.Rendezvous(rank, 2, LONG_ENOUGH), (0, 1)))
@@ -200,9 +205,8 @@ def test_a_node_whose_own_name_means_loopback_meets_itself_where_the_others_meet
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_where_every_node_would_meet_itself_none_does_unless_loopback_is_what_joins_them(
-    host, first_node, monkeypatch
-) -> None:
+def test_where_every_node_would_meet_itself_none_does(host, first_node, monkeypatch) -> None:
+    """Where every node would meet itself none does unless loopback is what joins them."""
     with pytest.raises(ConfigError, match=f"several nodes, but {host} is each of them to itself, .* joined by fast0"):
         rendezvous.reachable(host)
     monkeypatch.setenv(network.GLOO, network.loopback())
@@ -229,7 +233,7 @@ def agreed(store: dist.Store, order: list[int]) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
-def test_every_attempt_in_one_store_has_a_name_of_its_own_whoever_comes_first(order: list[int]) -> None:
+def test_every_attempt_in_one_store_has_a_name_of_its_own(order: list[int]) -> None:
     """The store holds all that the dead have written: their names, their list, and that all had confirmed it."""
     store, past = dist.HashStore(), set()
     for _ in range(3):

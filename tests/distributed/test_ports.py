@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.kill import ADL_DIST, HOLD, Command
 from tests.support.ports import Fuzzer, free_port, open_ports
+from tests.support.tiers import slow
 from tests.support.weights import assert_same, ended, weights_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="finds ports in /proc")]
@@ -40,11 +41,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "start", [ADL_DIST, (*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", *MODULE)], ids=["own launcher", "torchrun"]
+    "start",
+    [
+        pytest.param(ADL_DIST, id="own launcher"),
+        slow((*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", *MODULE), id="torchrun"),
+    ],
 )
-def test_on_one_node_a_run_listens_on_loopback_only_and_strangers_cannot_even_connect(
+def test_a_run_listens_on_loopback_only_and_lets_no_stranger_in(
     start: Sequence[str], tmp_path: Path, undisturbed: dict[str, Tensor]
 ) -> None:
+    """On one node a run listens on loopback only and strangers cannot even connect."""
     (tmp_path / HOLD).touch()
     with Command(WORDS, folder=tmp_path, start=start) as run:
         run.wait_for_update(1)
@@ -61,7 +67,7 @@ def test_on_one_node_a_run_listens_on_loopback_only_and_strangers_cannot_even_co
 
 
 @pytest.mark.slow
-def test_on_two_nodes_a_killed_rank_restarts_all_and_a_stranger_at_the_agents_store_changes_no_bit(
+def test_two_nodes_restart_and_a_stranger_changes_no_bit(
     tmp_path: Path, undisturbed: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two agents of torchrun on this machine, joined by the interface that is named."""

@@ -29,7 +29,7 @@ def test_cores_are_shared_out_once(of_ranks, shares):
     assert [own_cores(of_ranks, rank) for rank in range(len(of_ranks))] == shares
 
 
-def test_a_process_is_bound_until_the_end_of_its_work_even_if_that_fails():
+def test_a_process_is_bound_until_its_work_ends_or_fails():
     before = os.sched_getaffinity(0)
     with contextlib.suppress(KeyError), bound_to([min(before)]):
         during = os.sched_getaffinity(0)
@@ -48,7 +48,7 @@ class Cores(Dataset):
         return torch.zeros(1), len(os.sched_getaffinity(0))
 
 
-def test_workers_load_on_all_cores_of_a_process_whose_computing_thread_is_bound():
+def test_workers_load_on_all_cores_of_a_bound_process():
     before = os.sched_getaffinity(0)
     loader = Loader(Cores(), seed=0, shuffle=False, num_workers=1)
     with bound_to([min(before)]):

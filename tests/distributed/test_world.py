@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adl_dist.control import reports, rpc
+from adl_dist.control.messages import Finish
+from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed import device
 from adl_dist.distributed.device import edge_backend
 from adl_dist.distributed.world import connect, disconnect
@@ -34,14 +35,17 @@ def test_edges_use_nccl_on_every_rank_or_on_none(of_ranks, agreed, monkeypatch):
         assert edge_backend(torch.device("cpu"), rank, 2, store) == agreed
 
 
-def test_a_process_group_of_the_users_own_without_the_cpu_is_refused_with_the_way_out(monkeypatch):
+def test_a_users_process_group_without_the_cpu_is_refused(monkeypatch):
+    """A process group of the user's own without the CPU is refused with the way out."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     with pytest.raises(ConfigError, match=r"it is cuda:nccl.* init_process_group\('cpu:gloo,cuda:nccl'\)"):
         connect(2, device_type="cuda", timeout_seconds=1)
 
 
-def test_a_store_that_has_ended_with_rank_0_is_told_in_one_line_and_covers_no_error_of_this_ranks_own():
+def test_a_store_that_ended_with_rank_0_is_one_line():
+    """A store that has ended with rank 0 is reported in one line and covers no error of this rank's own."""
+
     class Ended(dist.HashStore):
         def set(self, key, value):
             raise dist.DistNetworkError("Broken pipe")
@@ -69,7 +73,7 @@ def group_of_the_users_own(folder, ends_first):
 
 
 @pytest.mark.parametrize("ends_first", [False, True])
-def test_a_process_group_of_the_users_own_stays_his_and_may_end_before_ours(ends_first, tmp_path):
+def test_a_users_process_group_stays_his_and_may_end_before_ours(ends_first, tmp_path):
     assert run_ranks(2, group_of_the_users_own, tmp_path, ends_first) == [None if ends_first else 3.0] * 2
 
 
@@ -80,32 +84,31 @@ def trains_and_ends(planted):
     return summary["updates"]
 
 
-def plant(module, name, *, before=0.0, after=0.0, of=""):
-    """Have ``module``'s function take its time with messages that hold all of ``of``."""
-    take = getattr(module, name)
+def plant(name, *, before=0.0, after=0.0, is_meant):
+    """Have an endpoint's method take its time with the messages that are meant."""
+    take = getattr(JobEndpoint, name)
 
     @functools.wraps(take)
-    def slow(message):
-        is_meant = all(part in message.replace(" ", "") for part in of.split())
-        time.sleep(before if is_meant else 0.0)
-        take(message)
-        time.sleep(after if is_meant else 0.0)
+    def slow(self, message):
+        time.sleep(before if is_meant(message) else 0.0)
+        take(self, message)
+        time.sleep(after if is_meant(message) else 0.0)
 
-    setattr(module, name, slow)
+    setattr(JobEndpoint, name, slow)
 
 
 def rank_0_answers_late(rank):
     if rank == 0:
-        plant(reports, "_take", after=5.0, of='"rank":1 "results"')
+        plant("take_report", after=5.0, is_meant=lambda report: report.rank == 1 and report.results is not None)
 
 
 def rank_2_ends_before_rank_1_is_told(rank):
     rank_0_answers_late(rank)
     if rank > 0:
         late = {"before": 1.0} if rank == 1 else {"after": 60.0}
-        plant(rpc, "_take_command", **late, of='"stop"')
+        plant("take_command", **late, is_meant=lambda command: isinstance(command, Finish))
 
 
 @pytest.mark.parametrize("planted", [rank_0_answers_late, rank_2_ends_before_rank_1_is_told])
-def test_rank_0_may_end_before_another_hears_that_it_has_its_results(planted):
+def test_rank_0_may_end_before_another_has_its_results(planted):
     assert run_ranks(3, trains_and_ends, planted) == [UPDATES] * 3

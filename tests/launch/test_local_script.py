@@ -15,7 +15,8 @@ pytestmark = pytest.mark.ranks
 SCRIPT = str(ROOT / "launch" / "local.sh")
 
 
-def test_the_script_for_one_machine_trains_under_torchrun_and_leaves_nothing(tmp_path):
+@pytest.mark.slow
+def test_the_script_for_one_machine_trains_under_torchrun(tmp_path):
     _, *settings = words(tmp_path / "run", "partition.num_stages=2", processes=True)
     temporary = tmp_path / "tmp"
     temporary.mkdir()

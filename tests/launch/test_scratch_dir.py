@@ -34,7 +34,7 @@ def launcher():
             process.kill()
 
 
-def test_a_launcher_removes_its_folder_and_those_of_killed_ones_and_no_others(tmpdir_of_launchers):
+def test_a_launcher_removes_its_folder_and_those_of_killed_ones(tmpdir_of_launchers):
     for name in ("adl-dist-bench-1", f"{PREFIX}just-made"):
         (tmpdir_of_launchers / name).mkdir()
     others = set(tmpdir_of_launchers.iterdir())
@@ -47,7 +47,7 @@ def test_a_launcher_removes_its_folder_and_those_of_killed_ones_and_no_others(tm
         assert not own.exists()
 
 
-def test_a_launcher_whose_new_folder_is_swept_before_it_is_locked_makes_another(tmpdir_of_launchers, monkeypatch):
+def test_a_launcher_whose_folder_is_swept_early_makes_another(tmpdir_of_launchers, monkeypatch):
     flock, taken = fcntl.flock, []
 
     def swept(lock, how):

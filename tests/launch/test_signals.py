@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from adl_dist.launch import signals
-from adl_dist.launch.local import _Stopping
+from adl_dist.launch.local import StopHandler
 from adl_dist.launch.signals import SignalEscalation, signal_handler
 
 # The main thread is busy in C for a while and runs no Python, as when it waits for a message of a peer.
@@ -54,7 +54,7 @@ def test_a_process_that_waits_in_c_asks_at_the_first_signal_and_ends_at_the_seco
     finally:
         process.kill()
     assert process.returncode == 130
-    assert err.strip() == "adl-dist: ended by SIGINT; the same command goes on from the last checkpoint"
+    assert err.strip() == "adl-dist: ended by SIGINT; the same command resumes from the last checkpoint"
 
 
 def test_a_process_whose_peer_is_gone_ends_at_the_first_signal():
@@ -90,7 +90,7 @@ def test_no_room_for_temporary_files_keeps_no_stop_from_rank_0(tmp_path, monkeyp
 
     before, asked = signal.getsignal(signal.SIGUSR1), []
     monkeypatch.setenv("ADL_DIST_RENDEZVOUS", str(tmp_path))
-    stopping = _Stopping(passes_on=True)  # of the launcher
+    stopping = StopHandler(passes_on=True)  # of the launcher
     stopping.folder = tmp_path
     with signal_handler(lambda name: not asked.append(name)):
         monkeypatch.setattr(Path, "write_text", full)

@@ -70,7 +70,8 @@ def test_width_makes_a_resnet_as_narrow_and_no_shallower():
 
 
 @pytest.mark.parametrize(("shortcut", "before"), [("A", 2), ("A_after", 0)])
-def test_shortcut_option_a_is_every_second_pixel_and_zeros_on_both_sides_or_after(shortcut, before):
+def test_shortcut_option_a_is_every_second_pixel_and_zeros(shortcut, before):
+    """Shortcut option a is every second pixel and zeros on both sides or after."""
     x = images(2, 4, 5, 6)
     expected = torch.zeros(2, 8, 3, 3)
     for b in range(2):
@@ -90,14 +91,16 @@ def test_shortcut_a_after_is_that_of_the_code_of_ddg():
     assert torch.equal(cifar_resnet(8, width=4, shortcut="A_after").layer2_0.shortcut(x), theirs)
 
 
-def test_shortcut_b_adds_a_1x1_convolution_and_batch_norm_to_the_two_blocks_that_halve():
+def test_shortcut_b_adds_a_1x1_convolution_and_batch_norm():
+    """Shortcut b adds a 1x1 convolution and BatchNorm to the two blocks that halve."""
     names = {name for name, _ in cifar_resnet(14, shortcut="B").named_parameters()}
     added = names - {name for name, _ in cifar_resnet(14).named_parameters()}
     assert added == {f"layer{i}_0.shortcut.{name}" for i in (2, 3) for name in ("conv.weight", "bn.weight", "bn.bias")}
     assert cifar_resnet(14, shortcut="B")(images(2, 3, 9, 9)).shape == (2, 10)
 
 
-def test_pool_size_6_sees_the_upper_left_6_by_6_of_the_8_by_8_that_cifar_comes_to():
+def test_pool_size_6_sees_the_upper_left_6_by_6():
+    """Pool size 6 sees the upper left 6 by 6 of the 8 by 8 that CIFAR comes to."""
     model = cifar_resnet(8, pool_size=6).eval()
     maps = model[:-1](x := images(2, 3, 32, 32))
     seen = maps[:, :, :6, :6].mean((2, 3))
@@ -143,7 +146,7 @@ def test_no_unit_ends_or_begins_with_an_operation_in_place(make):
         assert (received._version, x._version) == (0, 0), name
 
 
-def test_each_layer_but_the_first_halves_the_image_and_doubles_the_channels():
+def test_each_layer_but_the_first_halves_the_image():
     x, shapes = images(2, 3, 32, 32), []
     for unit in cifar_resnet(14)[:-1]:
         x = unit(x)
@@ -171,7 +174,7 @@ def test_every_parameter_gets_a_gradient_from_small_grey_images(make, side):
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
-def test_convolutions_start_with_he_initialisation_over_the_fan_out():
+def test_convolutions_start_with_he_initialisation():
     convs = [m for m in cifar_resnet18().modules() if isinstance(m, nn.Conv2d) and m.weight.numel() > 30_000]
     assert len(convs) > 15
     for conv in convs:
@@ -201,7 +204,7 @@ def test_memory_format_channels_last_survives_every_unit(make):
 @pytest.mark.parametrize(
     ("depth", "nearest"), [(21, "20 and 26"), (19, "14 and 20"), (55, "50 and 56"), (2, "8"), (7, "8"), (-3, "8")]
 )
-def test_a_depth_that_is_not_6n_plus_2_is_refused_with_the_nearest_that_are(depth, nearest):
+def test_a_depth_that_is_not_6n_plus_2_is_refused(depth, nearest):
     with pytest.raises(ConfigError, match=rf"model\.depth={depth} is not 6n\+2 .* the nearest that is: {nearest}$"):
         cifar_resnet(depth)
 
@@ -245,7 +248,7 @@ def test_a_wide_block_is_the_papers_equation(channels, stride):
     torch.testing.assert_close(block(x), residual + around)
 
 
-def test_dropout_of_a_wide_block_is_in_its_residual_alone_and_in_training_alone():
+def test_dropout_of_a_wide_block_is_in_its_residual_alone():
     x = images(2, 4, 5, 5)
     block = PreActivationBlock(4, 4, 1, dropout=1.0)
     assert torch.equal(block(x), x)
@@ -254,7 +257,7 @@ def test_dropout_of_a_wide_block_is_in_its_residual_alone_and_in_training_alone(
     assert dropouts == [0.3] * 3
 
 
-def test_squeeze_and_excitation_scales_channels_by_a_gate_of_their_means():
+def test_squeeze_and_excitation_scales_channels():
     gate, x = SqueezeExcitation(32), images(2, 32, 3, 5)
     expected = torch.empty_like(x)
     for b in range(2):
@@ -267,7 +270,8 @@ def test_squeeze_and_excitation_scales_channels_by_a_gate_of_their_means():
     torch.testing.assert_close(gate(x), expected)
 
 
-def test_se_resnet18_with_gates_at_one_half_is_torchvisions_resnet18_with_half_the_residuals():
+def test_se_resnet18_with_half_gates_is_torchvisions():
+    """SE-ResNet-18 with gates at one half is torchvision's ResNet-18 with half the residuals."""
     theirs = torchvision.models.resnet18(num_classes=7)
     ours = se_resnet18(num_classes=7)
     names = [name for name in ours.state_dict() if ".se." not in name]
@@ -284,7 +288,7 @@ def test_se_resnet18_with_gates_at_one_half_is_torchvisions_resnet18_with_half_t
     assert torch.equal(ours(x), theirs(x))
 
 
-def test_every_classification_builder_of_torchvision_is_taken_and_builds():
+def test_every_classification_builder_of_torchvision_builds():
     names = torchvision.models.list_models(module=torchvision.models)
     first_of_each_family = {builder_of(name).__module__: name for name in reversed(names)}
     assert len(names) >= 80
@@ -296,7 +300,7 @@ def test_every_classification_builder_of_torchvision_is_taken_and_builds():
 
 
 @pytest.mark.parametrize("name", ["googlenet", "inception_v3"])
-def test_networks_with_auxiliary_heads_come_without_them_and_without_a_warning(name):
+def test_networks_with_auxiliary_heads_come_without_them(name):
     model = torchvision_model(name, num_classes=3)
     assert model.training
     side = 75 if name == "inception_v3" else 32
@@ -321,7 +325,7 @@ def test_networks_with_auxiliary_heads_come_without_them_and_without_a_warning(n
         ("resnet18", {"groups": 2}, "refuses model.groups=2: ValueError: BasicBlock only supports groups=1"),
     ],
 )
-def test_what_torchvision_cannot_build_is_refused_with_the_reason(name, options, message):
+def test_what_torchvision_cannot_build_is_refused(name, options, message):
     with pytest.raises(ConfigError, match=message):
         torchvision_model(name, **options)
 

@@ -32,13 +32,13 @@ def victims_of_stage_1(second, **more):
     return [member(waits(0, "grad", "RG", 4, 1)), member(second, **more), member(waits(2, "act", "RA", 7, 1))]
 
 
-def test_a_stage_asleep_in_forward_backward_or_update_is_the_cause():
+def test_a_stage_asleep_in_any_action_is_the_cause():
     for doing, op in (("forward 7", "F"), ("backward 4", "B"), ("update 2", "U")):
         cause = cause_of(victims_of_stage_1(stage(1, doing, op, 7), at="net.py:3 in slow"), TRAINING)
         assert cause == (1, f"stage 1 (node, pid 101): still at work: {doing} since 60 s, at net.py:3 in slow")
 
 
-def test_a_stuck_data_loader_is_the_cause_with_its_worker_processes():
+def test_a_stuck_data_loader_is_the_cause_with_its_workers():
     chain = [waits(1, "act", "RA", 8, 0), waits(2, "act", "RA", 8, 1)]
     load = stage(0, "load 8", "L", 8)
     text = cause_of([member(load), *map(member, chain)], TRAINING).text
@@ -60,7 +60,7 @@ def test_a_stuck_data_loader_is_the_cause_with_its_worker_processes():
         ("", "its host is down or cut off"),
     ],
 )
-def test_a_process_that_does_not_answer_is_the_cause_whatever_it_told_before(state, said):
+def test_a_process_that_does_not_answer_is_the_cause(state, said):
     last_told = waits(1, "act", "RA", 5, 0)
     cause = cause_of(victims_of_stage_1(last_told, silent=61.0, state=state), TRAINING)
     assert cause.rank == 1
@@ -68,7 +68,8 @@ def test_a_process_that_does_not_answer_is_the_cause_whatever_it_told_before(sta
     assert said in cause.text
 
 
-def test_a_process_that_is_gone_comes_before_one_that_is_stopped_and_that_before_one_that_cannot_be_seen():
+def test_gone_comes_before_stopped_and_that_before_unseen():
+    """A process that is gone comes before one that is stopped and that before one that cannot be seen."""
     statuses = [
         member(stage(0, "forward 1", "F", 1)),
         member(stage(1, "forward 1", "F", 1), silent=9.0, state=""),
@@ -82,7 +83,7 @@ def test_a_process_that_is_gone_comes_before_one_that_is_stopped_and_that_before
     assert found == [3, 2, 1]
 
 
-def test_a_message_that_was_sent_and_does_not_arrive_is_the_fault_of_the_link():
+def test_a_sent_message_that_does_not_arrive_is_the_links_fault():
     statuses = [
         member(waits(0, "grad", "RG", 4, 1, counts={"RG": 4})),
         member(waits(1, "grad", "RG", 5, 2, counts={"SA": 8, "SG": 4, "RG": 5})),
@@ -93,7 +94,8 @@ def test_a_message_that_was_sent_and_does_not_arrive_is_the_fault_of_the_link():
     assert cause.text.startswith("the link from stage 1 to stage 2: act 7 was sent and has not arrived in 60 s")
 
 
-def test_a_stage_at_work_on_a_gradient_of_gpipe_which_come_in_descending_order_is_not_blamed_on_the_link():
+def test_a_stage_at_work_on_gpipe_is_not_blamed_on_the_link():
+    """A stage at work on a gradient of GPipe which come in descending order is not blamed on the link."""
     statuses = [
         member(waits(0, "grad", "RG", 2, 1, last={"SA": 3, "RG": 3}, counts={"SA": 4, "RG": 1})),
         member(stage(1, "backward 2", "B", 2, last={"RA": 3, "SG": 3}, counts={"RA": 4, "SG": 1})),
@@ -101,7 +103,8 @@ def test_a_stage_at_work_on_a_gradient_of_gpipe_which_come_in_descending_order_i
     assert cause_of(statuses, TRAINING) == (1, "stage 1 (node, pid 101): still at work: backward 2 since 60 s")
 
 
-def test_what_was_sent_in_another_segment_or_only_launched_on_a_gpu_is_not_taken_for_lost():
+def test_what_was_sent_in_another_segment_is_not_taken_for_lost():
+    """What was sent in another segment or only launched on a GPU is not taken for lost."""
     receiver = waits(1, "act", "RA", 3, 0)
     before = StageStatus(stage=0, doing="forward 0", op="F", seconds=60.0, segment=0, counts={"SA": 9})
     assert cause_of([member(before), member(receiver)], TRAINING).rank == 0
@@ -116,7 +119,7 @@ def test_stages_that_wait_for_each_other_are_called_a_bug():
     assert "stage 0 waits for stage 1 waits for stage 0; that is a bug of adl_dist" in cause.text
 
 
-def test_of_two_stages_at_work_the_one_that_more_wait_for_is_the_cause():
+def test_the_stage_that_most_wait_for_is_the_cause():
     statuses = [
         member(stage(0, "forward 9", "F", 9, seconds=90.0)),
         member(waits(1, "grad", "RG", 4, 2)),
@@ -126,14 +129,15 @@ def test_of_two_stages_at_work_the_one_that_more_wait_for_is_the_cause():
 
 
 @pytest.mark.parametrize("what", ["save", "load"])
-def test_a_slow_save_or_load_is_the_fault_of_the_stage_that_is_still_at_it(what):
+def test_a_slow_save_or_load_is_the_fault_of_its_stage(what):
     slow = member(stage(1, what), phase=what, at="checkpoint.py:9 in write")
     statuses = [member(idle(0), phase="idle"), slow, member(idle(2), phase="idle")]
     said = f"takes long to {what} its part of a checkpoint, since 60 s, at checkpoint.py:9 in write"
     assert cause_of(statuses, CoordinatorStatus(what, True, 60.0)) == (1, f"stage 1 (node, pid 101): {said}")
 
 
-def test_a_save_beside_training_that_the_coordinator_waits_for_is_the_fault_of_the_process_that_still_writes():
+def test_a_background_save_that_is_awaited_is_its_writers_fault():
+    """A save next to training that the coordinator waits for is the fault of the process that still writes."""
     waiting = CoordinatorStatus("train", False, 60.0, "saving.py:9 in wait")
     at = {"saving": "saving", "saving_at": "checkpoint.py:9 in write"}
     statuses = [
@@ -148,12 +152,13 @@ def test_a_save_beside_training_that_the_coordinator_waits_for_is_the_fault_of_t
     assert text == "stage 0 (node, pid 100): takes long to complete a checkpoint, beside training"
 
 
-def test_a_save_beside_training_is_not_the_cause_while_a_stage_holds_up_the_others():
+def test_a_background_save_is_not_the_cause_of_a_slow_stage():
+    """A save next to training is not the cause while a stage holds up the others."""
     statuses = [*victims_of_stage_1(stage(1, "forward 7", "F", 7))[:2], member(idle(2), saving="saving")]
     assert cause_of(statuses, TRAINING).rank == 1
 
 
-def test_when_all_stages_have_nothing_to_do_the_coordinator_is_the_cause():
+def test_when_no_stage_has_anything_to_do_it_is_the_coordinator():
     at_work = CoordinatorStatus("save", False, 60.0, "checkpoint.py:9 in commit")
     cause = cause_of([member(idle(k), phase="idle") for k in range(2)], at_work)
     assert cause == (
@@ -162,14 +167,16 @@ def test_when_all_stages_have_nothing_to_do_the_coordinator_is_the_cause():
     )
 
 
-def test_a_stage_whose_neighbour_has_finished_its_part_waits_for_the_link_not_for_the_coordinator():
+def test_a_stage_of_a_finished_neighbour_waits_for_the_link():
+    """A stage whose neighbour has finished its part waits for the link not for the coordinator."""
     done = stage(0, "wait for the next command", waits_for=[COORDINATOR], counts={"SA": 8})
     behind = waits(1, "act", "RA", 7, 0, counts={"RA": 7})
     cause = cause_of([member(done, phase="idle"), member(behind)], TRAINING)
     assert "the link from stage 0 to stage 1: act 7" in cause.text
 
 
-def test_all_stages_in_one_process_have_one_line_each_and_that_one_at_work_is_the_cause():
+def test_of_stages_in_one_process_the_one_at_work_is_the_cause():
+    """All stages in one process have one line each and that one at work is the cause."""
     at_work = stage(1, "backward 3", "B", 3)
     others = [stage(k, "wait for its turn", waits_for=[1]) for k in (0, 2)]
     seen = ProcessStatus(host="node", pid=7, phase="train", stages=[others[0], at_work, others[1]], at="net.py:3 in f")
@@ -183,7 +190,8 @@ def test_all_stages_in_one_process_have_one_line_each_and_that_one_at_work_is_th
     ]
 
 
-def test_the_picture_holds_the_last_message_on_each_edge_and_how_long_a_silent_process_has_been_so():
+def test_the_picture_holds_the_last_message_on_each_edge():
+    """The picture holds the last message on each edge and how long a silent process has been so."""
     told = stage(1, "forward 7", "F", 7, last={"RA": 7, "SA": 6, "RG": 4, "SG": 3, "B": 3})
     shown = picture([member(told, silent=9.5, state="T"), RankStatus(rank=2)], TRAINING).splitlines()
     assert shown[0] == (

@@ -1,6 +1,5 @@
 """The doctor with all stages in one process, and the deputies of the other processes."""
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,8 @@ import pytest
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
-from adl_dist.monitor.activity import ActivityRecorder
+from adl_dist.monitor.activity import ActivityLog
+from adl_dist.monitor.heartbeat import Heartbeat, HeartbeatMonitor
 from adl_dist.monitor.status import ProcessStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, asleep_then_slow, fit, trainer_of
@@ -80,44 +80,43 @@ def test_limits_that_cannot_be_are_refused(stall, abort, said):
 
 @needs_proc
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGSTOP, "is stopped (SIGSTOP)"), (signal.SIGKILL, "is gone")])
-def test_a_deputy_tells_that_rank_0_asks_no_more_and_why_and_then_ends_it_and_its_own_process(
+def test_a_heartbeat_monitor_reports_that_rank_0_asks_no_more_and_why_and_then_ends_both_processes(
     number, said, monkeypatch
 ):
-    told, ends = [], []
-    monkeypatch.setattr(heartbeat, "say", lambda text, level=0: told.append(text))
+    lines, ends = [], []
+    monkeypatch.setattr(heartbeat, "print_bounded", lambda text, level=0: lines.append(text))
     monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
+    answers = Heartbeat()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
         try:
-            asker = ProcessStatus(
-                host="node", pid=rank_0.pid, machine=machine(), start_time=start_time(rank_0.pid)
-            ).to_json()
-            watching = heartbeat.HeartbeatMonitor(1, stall_seconds=0.4, abort_seconds=0.8)
-            watching.start()
+            asker = ProcessStatus(host="node", pid=rank_0.pid, machine=machine(), start_time=start_time(rank_0.pid))
+            monitor = HeartbeatMonitor(answers, 1, WatchdogTimeouts(stall_seconds=0.4, abort_seconds=0.8))
+            monitor.start()
             for _ in range(10):
-                json.loads(heartbeat.answer(json.dumps({"closely": False, "asker": asker})))
+                answers.answer(asker, closely=False)
                 time.sleep(0.1)
-            assert told == []
+            assert lines == []
             os.kill(rank_0.pid, number)
             began = time.monotonic()
             while not ends and time.monotonic() - began < 10:
                 time.sleep(0.05)
-            watching.stop()
+            monitor.stop()
             assert rank_0.wait(timeout=5) == -signal.SIGKILL
         finally:
             rank_0.kill()
-    assert "rank 0, which looks after the job, has not asked for" in told[0]
-    assert f"stage 0 (node, pid {rank_0.pid}): the process {said}" in told[0]
-    assert told[1].startswith("adl-dist: error: rank 1 ends itself: rank 0, which looks after the job")
+    assert "rank 0, which looks after the job, has not asked for" in lines[0]
+    assert f"stage 0 (node, pid {rank_0.pid}): the process {said}" in lines[0]
+    assert lines[1].startswith("adl-dist: error: rank 1 ends itself: rank 0, which looks after the job")
     assert ends[0] - began < 0.8 + 2
 
 
 @needs_proc
-def test_a_rank_0_that_is_gone_is_known_by_name_to_those_it_has_asked(monkeypatch):
+def test_a_rank_0_that_is_gone_is_known_by_name_to_those_it_has_asked():
+    answers = Heartbeat()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
         asker = ProcessStatus(host="node", pid=rank_0.pid, machine=machine(), start_time=start_time(rank_0.pid))
-        monkeypatch.setattr(heartbeat, "_asked", (time.monotonic(), asker))
-        monkeypatch.setattr(heartbeat, "_beacon", heartbeat._beacon)
-        heartbeat.activate(ActivityRecorder(1))  # rank 0 may begin to ask before this process is there to be asked
-        assert heartbeat.rank0_status() is None
+        answers.answer(asker, closely=False)
+        answers.activate(ActivityLog(1))  # rank 0 may begin to ask before this process is there to be asked
+        assert answers.rank0_status() is None
         rank_0.kill()
-    assert heartbeat.rank0_status() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"
+    assert answers.rank0_status() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"

@@ -8,10 +8,9 @@ import time
 import pytest
 
 from adl_dist.checkpoint.layout import HashedFile
-from adl_dist.distributed.world import single_process
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
-from adl_dist.monitor.activity import ActivityRecorder
+from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.status import CoordinatorStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.watchdog import Watchdog
@@ -93,6 +92,14 @@ def test_a_doctor_that_nobody_hears_writes_its_log_and_looks_on(tmp_path, monkey
     assert "could not look" not in log
 
 
+class Alone:
+    """The other processes of a job that has none."""
+
+    def statuses(self, limits, asker, *, closely):
+        assert not limits
+        return {}
+
+
 def test_a_doctor_that_an_error_befalls_says_so_once_and_goes_on(caplog):
     looks = []
 
@@ -103,9 +110,8 @@ def test_a_doctor_that_an_error_befalls_says_so_once_and_goes_on(caplog):
         return CoordinatorStatus()
 
     nothing = dict.fromkeys(("on_gone", "on_end"), lambda *_: None)
-    doctor = Watchdog(
-        single_process("cpu"), ActivityRecorder(1), coordination, stall_seconds=0.1, abort_seconds=None, **nothing
-    )
+    timeouts = WatchdogTimeouts(stall_seconds=0.1, abort_seconds=None)
+    doctor = Watchdog(1, Alone(), ActivityLog(1), coordination, timeouts, **nothing)
     doctor.start()
     began = time.monotonic()
     while len(looks) < 6 and time.monotonic() - began < 10:
@@ -118,10 +124,10 @@ def test_a_doctor_that_an_error_befalls_says_so_once_and_goes_on(caplog):
 
 def test_a_deputy_that_rank_0_has_never_asked_ends_its_process_and_says_so(monkeypatch):
     told, ends = [], []
-    monkeypatch.setattr(heartbeat, "_asked", (0.0, None))
-    monkeypatch.setattr(heartbeat, "say", lambda text, level=0: told.append(text))
+    monkeypatch.setattr(heartbeat, "print_bounded", lambda text, level=0: told.append(text))
     monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
-    watching = heartbeat.HeartbeatMonitor(1, stall_seconds=0.2, abort_seconds=0.5)
+    timeouts = WatchdogTimeouts(stall_seconds=0.2, abort_seconds=0.5)
+    watching = heartbeat.HeartbeatMonitor(heartbeat.Heartbeat(), 1, timeouts)
     watching.start()
     began = time.monotonic()
     while not ends and time.monotonic() - began < 10:
@@ -165,7 +171,7 @@ def test_large_data_are_counted_and_synced_piece_by_piece(tmp_path, monkeypatch)
         assert (tmp_path / "file").read_bytes() == data[:8]
         assert len(counted) == 3 + 2
     assert (tmp_path / "file").read_bytes() == data
-    assert file.told["bytes"] == 10
+    assert file.digest["bytes"] == 10
 
 
 COMMAND = """

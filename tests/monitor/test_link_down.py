@@ -68,9 +68,8 @@ def wait_for(what: str, there, ranks, seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_link_that_is_down_is_the_cause_in_time_and_when_it_is_up_again_the_run_ends_with_the_same_bits(
-    spaces, tmp_path
-):
+def test_a_link_that_is_down_is_the_cause_and_costs_no_bit(spaces, tmp_path):
+    """A link that is down is the cause in time and when it is up again the run ends with the same bits."""
     metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "logs" / "rank0.log"
     ranks = [rank(number, spaces, tmp_path) for number in range(2)]
     try:

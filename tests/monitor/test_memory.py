@@ -6,7 +6,6 @@ import torch
 
 from adl_dist.monitor import memory
 from adl_dist.monitor.memory import MemoryMeter
-from adl_dist.schedule import Action, Op
 
 NOTHING = SimpleNamespace(named_parameters=lambda: [], module=None, head=None, optimizer=None)  # a stage
 
@@ -22,8 +21,9 @@ def test_allocations_alone_are_written_down(monkeypatch):
 
     monkeypatch.setattr(memory, "profile", Told)
     meter = MemoryMeter(torch.device("cpu"), num_updates=1)
-    for _ in meter.measured(iter([(0, Action(Op.UPDATE, 0))]), NOTHING):
+    with meter.segment(NOTHING):
         torch.ones(1000).mul(2.0)
+        meter.count_update()
     assert meter.peak_bytes >= 8000
     assert set(names) == {"[memory]"}
     with torch.profiler.profile() as after:
@@ -35,10 +35,10 @@ def test_a_first_segment_that_ends_early_does_not_settle_the_peak():
     meter = MemoryMeter(torch.device("cpu"), num_updates=3)
     peaks = []
     for kib in ([1], [512, 2], [4096]):  # held at each update of a segment
-        order = iter([(0, Action(Op.UPDATE, number)) for number in range(len(kib))])
-        for (_, _), size in zip(meter.measured(order, NOTHING), kib, strict=True):
-            torch.zeros(size * 1024, dtype=torch.uint8)
-        meter.stop()
+        with meter.segment(NOTHING):
+            for size in kib:
+                torch.zeros(size * 1024, dtype=torch.uint8)
+                meter.count_update()
         peaks.append(meter.peak_bytes)
     assert peaks[0] < 2 * 1024 <= 512 * 1024 <= peaks[1] < 4096 * 1024
     assert peaks[2] == peaks[1], "it looks at the first updates only"

@@ -12,6 +12,7 @@ from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import predict
 from adl_dist.schedule import Pipeline, method
 from tests.support.ranks import run_ranks
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.ranks
 
@@ -58,7 +59,7 @@ def profile():
     )
 
 
-@pytest.mark.parametrize(("name", "K"), [("adl", 4), ("gpipe", 2)])
+@pytest.mark.parametrize(("name", "K"), [("adl", 4), slow("gpipe", 2)])
 def test_each_stage_holds_what_was_predicted_within_10_percent(name, K, profile):
     """Of ResNet-18, cut evenly."""
     first, more = divmod(len(profile.units), K)

@@ -1,6 +1,5 @@
 """The trace of a run with all stages in one process."""
 
-import functools
 import json
 
 import pytest
@@ -9,7 +8,7 @@ from torch import nn
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.monitor.trace import KINDS, Tracer
+from adl_dist.monitor.activity import KINDS
 from adl_dist.schedule import Op, Segment
 from tests.support import traces
 from tests.support.toys import FixedImages, batch_norm_net
@@ -108,7 +107,7 @@ def test_tracing_changes_no_bit_of_the_weights(tmp_path):
 
 
 def test_only_the_first_events_are_kept_but_all_count(tmp_path, monkeypatch):
-    monkeypatch.setattr("adl_dist.training.trainer.Tracer", functools.partial(Tracer, most=20))
+    monkeypatch.setattr("adl_dist.training.trainer.MOST_EVENTS", 20)
     summary = run(trainer_of(), tmp_path, trace=True)
     assert all(len(events) == 20 for events in traces.read_trace(tmp_path).values())
     traces.assert_shares_are_all_of_the_time(summary, K)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.monitor import clock
+from adl_dist.monitor import trace
 from adl_dist.schedule import Segment
 from tests.support import traces
 from tests.support.ranks import run_ranks
@@ -32,7 +32,7 @@ def train_traced(run_dir, seconds_off):
     if seconds_off and not trainer.needs_data:
         true = time.perf_counter
         time.perf_counter = lambda: true() + seconds_off
-        clock._whose_clock = lambda: "another machine's"
+        trace.machine = lambda: "another machine"
     return trainer.fit(
         FixedImages(NUM_SAMPLES),
         epochs=1,
@@ -53,7 +53,7 @@ def test_two_processes_make_one_trace_on_one_clock(seconds_off, tmp_path):
     method = adl_dist.method("adl", accumulation_steps=M)
     traces.assert_every_action_is_one_event(events, method, training=[segment], validation=None)
     traces.assert_events_of_a_stage_do_not_overlap(events)
-    # Two clocks agree to half of a round trip between them, which a busy machine makes long.
+    # Machines agree by their wall clocks, of which each process reads two in turn; a busy machine may part the two.
     traces.assert_nothing_is_received_before_it_is_sent(events, slack_us=20_000 if seconds_off else 0.0)
     traces.assert_shares_are_all_of_the_time(summary, 2)
     stages = json.loads((tmp_path / "trace.json").read_text())["otherData"]["stages"]

@@ -31,7 +31,7 @@ def test_warm_up_grows_by_equal_steps_and_ends_at_one():
     assert warmup_factor(0, num_warmup_updates=0) == 1.0
 
 
-def test_multistep_drops_at_its_milestones_and_not_one_update_earlier():
+def test_multistep_drops_at_its_milestones():
     factors = [multistep_factor(s, milestones=[3, 5], gamma=0.5, num_warmup_updates=2) for s in range(7)]
     assert factors == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
 
@@ -64,7 +64,7 @@ def test_cosine_is_torchs_annealing_over_the_whole_run():
     assert learning_rates(ours, 31) == pytest.approx(learning_rates(theirs, 31), rel=1e-12)
 
 
-def test_the_papers_recipe_warms_up_for_3_epochs_and_drops_at_150_225_and_275():
+def test_the_papers_recipe_warms_up_and_drops():
     updates = 4
     schedule = multistep(sgd(0.1), updates_per_epoch=updates, milestones=[150, 225, 275], warmup_epochs=3)
     rates = learning_rates(schedule, 300 * updates)
@@ -98,7 +98,8 @@ torchs_own = pytest.mark.filterwarnings("ignore:The epoch parameter in `schedule
 @torchs_own
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("done", [0, 1, 13])
-def test_a_resumed_schedule_goes_on_with_the_uninterrupted_ones_rates_to_the_bit(kind, done):
+def test_a_resumed_schedule_has_the_uninterrupted_ones_rates(kind, done):
+    """A resumed schedule continues with the uninterrupted one's rates to the bit."""
     uninterrupted = learning_rates(SCHEDULES[kind](sgd()), 40)
     resumed = SCHEDULES[kind](sgd())
     fast_forward(resumed, done)
@@ -108,7 +109,7 @@ def test_a_resumed_schedule_goes_on_with_the_uninterrupted_ones_rates_to_the_bit
 
 @torchs_own
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_it_makes_no_difference_whether_the_optimizers_state_was_loaded_before(kind):
+def test_it_does_not_matter_if_optimizer_state_was_loaded_before(kind):
     first = SCHEDULES[kind](sgd())
     learning_rates(first, 13)
     saved = first.optimizer.state_dict()
@@ -120,7 +121,7 @@ def test_it_makes_no_difference_whether_the_optimizers_state_was_loaded_before(k
     assert learning_rates(resumed, 20) == expected
 
 
-def test_a_learning_rate_that_is_a_tensor_is_fast_forwarded_in_place():
+def test_a_learning_rate_tensor_is_fast_forwarded_in_place():
     """As ``fused=True`` and compiled optimizers keep it."""
     optimizer = sgd(torch.tensor(0.1))
     rate = optimizer.param_groups[0]["lr"]

@@ -21,6 +21,7 @@ from adl_dist.partition.balance import (
     stage_memory,
     stage_time,
 )
+from tests.support.tiers import slow
 from tests.test_house import PACKAGE, imported
 
 
@@ -152,10 +153,11 @@ def random_instance(draw):
     return units, K, held, machine, draw.choice([0.0, 0.5, 1.0, 2.0])
 
 
-def test_what_it_finds_is_what_brute_force_over_all_cuts_finds_on_1000_random_instances():
+@pytest.mark.parametrize("num_instances", [200, slow(1000)])
+def test_it_finds_what_brute_force_over_all_cuts_finds(num_instances):
     outcomes = dict.fromkeys(("optimum", "memory", "places"), 0)
 
-    @settings(max_examples=1000)
+    @settings(max_examples=num_instances)
     @given(st.randoms(use_true_random=False, note_method_calls=False))
     def compare(draw):
         units, K, held, machine, copies = random_instance(draw)
@@ -180,13 +182,13 @@ def test_what_it_finds_is_what_brute_force_over_all_cuts_finds_on_1000_random_in
             outcomes["memory"] += 1
 
     compare()
-    assert sum(outcomes.values()) >= 1000
-    assert min(outcomes.values()) >= 20, outcomes
+    assert sum(outcomes.values()) >= num_instances
+    assert min(outcomes.values()) >= num_instances / 50, outcomes
 
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**32))
-def test_times_that_no_float_holds_exactly_tie_where_the_figures_of_the_cuts_tie_to_the_last_bit(seed):
+def test_times_that_no_float_holds_tie_to_the_last_bit(seed):
     """No tolerance: the tables add, divide and compare as the figures of one cut do."""
     draw = random.Random(seed)
     forward, backward = draw.random(), draw.random()
@@ -219,7 +221,8 @@ def sizes(units, K, *, held=None, **machine):
     return best_balance(units, num_stages=K, held=held or adl(K), machine=Machine(**machine)).sizes
 
 
-def test_equal_units_are_spread_evenly_and_what_is_left_over_goes_to_the_last_stages():
+def test_equal_units_are_spread_evenly():
+    """Equal units are spread evenly and what is left over goes to the last stages."""
     assert sizes([unit()] * 12, 4) == [3, 3, 3, 3]
     assert sizes([unit()] * 5, 2) == [2, 3]
     assert sizes([unit()] * 3, 3) == [1, 1, 1]
@@ -239,14 +242,15 @@ def test_a_stage_that_recomputes_gets_less_work():
     assert sizes([unit()] * 7, 2, held=held) == [3, 4]
 
 
-def test_memory_pushes_units_away_from_the_first_stage_which_holds_the_most_graphs():
+def test_memory_pushes_units_away_from_the_first_stage():
+    """Memory pushes units away from the first stage which holds the most graphs."""
     units = [unit(activation_bytes=10)] * 12
     assert sizes(units, 3, memory_bytes=200) == [4, 4, 4]
     assert sizes(units, 3, memory_bytes=120) == [2, 4, 6]
     assert sizes(units, 3, memory_bytes=[100, 1000, 1000]) == [2, 5, 5]
 
 
-def test_weight_versions_and_optimizer_state_count_against_the_limit():
+def test_weight_versions_and_optimizer_state_count():
     units, machine = [unit(parameter_bytes=10)] * 6, Machine(memory_bytes=150)
     for held, optimizer_copies, expected in (
         ([StageFootprint(graphs=3), StageFootprint(graphs=1)], 1.0, [3, 3]),
@@ -272,7 +276,8 @@ def test_a_busier_stage_at_a_wide_cut_weighs_what_it_copies():
     assert sizes(units, 2, seconds_per_byte=1.0) == [1, 3]
 
 
-def test_of_equally_fast_cuts_it_takes_the_one_that_sends_least_and_then_the_earliest():
+def test_of_equally_fast_cuts_it_takes_the_one_that_sends_least():
+    """Of equally fast cuts it takes the one that sends least and then the earliest."""
     slow, wide = unit(act_bytes=4, grad_bytes=4), unit(0, act_bytes=9)
     assert sizes([slow, unit(0, act_bytes=5, grad_bytes=2), wide, unit()], 2) == [2, 2]
     assert sizes([slow, unit(0, act_bytes=5, grad_bytes=3), wide, unit()], 2) == [1, 3]
@@ -308,7 +313,7 @@ def test_the_figures_of_a_given_cut_are_those_of_its_parts():
 # --- What cannot be ----------------------------------------------------------------------------------------
 
 
-def test_more_stages_than_places_to_cut_are_refused_with_the_places():
+def test_more_stages_than_places_to_cut_are_refused():
     units = [UnitCost(name=name, forward=1, backward=2, may_cut=name in "bd") for name in "abcd"]
     for K in (3, 5):
         with pytest.raises(
@@ -321,7 +326,8 @@ def test_more_stages_than_places_to_cut_are_refused_with_the_places():
         best_balance([], num_stages=1, held=adl(1))
 
 
-def test_a_limit_that_no_cut_fits_is_refused_with_the_smallest_largest_stage_and_the_way_out():
+def test_a_limit_that_no_cut_fits_is_refused_with_the_way_out():
+    """A limit that no cut fits is refused with the smallest largest stage and the way out."""
     units = [unit(activation_bytes=1000)] * 6
     told = (
         r"into 2 stages .*balance=\[1, 5\].* needs 5,000 bytes on stage 1 \(micro-batches .*: 1, .* has 4,999; "
@@ -365,7 +371,7 @@ def test_a_machine_that_cannot_be_is_refused(machine, num_held, told):
 
 
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
-def test_a_cost_that_is_no_time_is_refused_with_the_name_of_its_unit(wrong):
+def test_a_cost_that_is_no_time_is_refused_with_its_unit(wrong):
     with pytest.raises(ConfigError, match=r"unit 'conv': backward must be finite and at least 0, got"):
         UnitCost(name="conv", forward=1, backward=wrong)
 

@@ -68,7 +68,7 @@ def pieces_of_one_unit(model, granularity="layer"):
 
 @pytest.mark.parametrize("M", [1, 2])
 @pytest.mark.parametrize("K", [1, 2, 3, 4])
-def test_a_net_whose_skips_relay_over_stages_follows_the_equations_to_1e_12(K, M):
+def test_skips_over_several_stages_follow_the_equations_to_1e_12(K, M):
     """The input at the last stage, a tensor in three stages, booleans, shapes, in-place ReLUs, uneven micro-batches."""
     data = FixedImages(11, dtype=torch.float64)
     batches = [
@@ -93,7 +93,7 @@ def test_a_net_whose_skips_relay_over_stages_follows_the_equations_to_1e_12(K, M
     assert summary["validation_loss"] == pytest.approx(float(loss), rel=1e-12)
 
 
-def test_of_a_tensor_whose_shape_alone_is_needed_nothing_is_sent_but_its_shape():
+def test_a_tensor_whose_shape_alone_is_needed_is_not_sent():
     stages = [stage.train() for stage in cut(unet(), num_stages=4, balance=UNET_BALANCE[4])]
     acts = FixedImages(5).images
     crossing = []
@@ -275,7 +275,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_a_model_cut_wherever_it_can_be_computes_what_the_uncut_one_does(make):
+def test_a_model_cut_anywhere_computes_what_the_uncut_one_does(make):
     """Outputs, gradients of input and parameters, and buffers after a step; outputs in evaluation after it."""
     torch.manual_seed(0)
     model = make().double()
@@ -329,7 +329,7 @@ class Containers(nn.Module):
 
 
 @pytest.mark.parametrize("granularity", ["layer", "block"])
-def test_what_blocks_return_in_containers_crosses_cuts_as_tensors(granularity):
+def test_what_blocks_return_in_containers_crosses_cuts(granularity):
     torch.manual_seed(0)
     model, x = Containers(), torch.randn(3, 4)
     assert linearise(model, granularity="block").units == ["split", "pair", "add", "last", "add_2"]
@@ -364,7 +364,8 @@ NESTED = {
 
 
 @pytest.mark.parametrize("granularity", ["layer", "block"])
-def test_units_are_named_by_the_layer_or_the_block_and_the_function_that_they_run(granularity):
+def test_units_are_named_by_the_layer_and_function_they_run(granularity):
+    """Units are named by the layer or the block and the function that they run."""
     expected = [*NESTED[granularity], "act", "mean", "mul", "act_2", "add", "head"]
     assert linearise(Nested(), granularity=granularity).units == expected
 
@@ -420,7 +421,8 @@ class ReadTwice(Net):
         (ReadTwice, "cannot be cut after mul: 'c.bias'.* would cross it; .* on one stage, or untie", "mul"),
     ],
 )
-def test_a_tensor_that_two_stages_would_need_is_named_and_an_even_cut_keeps_it_on_one(make, message, even):
+def test_a_tensor_that_two_stages_need_is_named(make, message, even):
+    """A tensor that two stages would need is named and an even cut keeps it on one."""
     model = make()
     units = linearise(model, granularity="layer").units
     with pytest.raises(PartitionError, match=message):
@@ -512,7 +514,7 @@ class DropoutInPlace(nn.Module):
         return self.b(self.drop(torch.tanh(h))) + self.c(h)
 
 
-def test_a_stage_that_begins_in_place_in_training_only_leaves_alone_what_came_in():
+def test_a_stage_in_place_in_training_leaves_its_input_alone():
     """The stage before it needs the output of its tanh for its own backward, in this process the very same tensor."""
 
     def run(inplace):
@@ -654,7 +656,8 @@ def hooked_sequential():
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_a_cut_model_would_get_wrong_is_refused_with_the_place_and_a_way_out(make, message):
+def test_what_a_cut_model_would_get_wrong_is_refused(make, message):
+    """What a cut model would get wrong is refused with the place and a way out."""
     model = make()
     state, generators = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
     with pytest.raises(PartitionError, match=message):

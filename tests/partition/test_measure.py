@@ -98,7 +98,7 @@ class SlowAtTimes(nn.Linear):
 
 
 @pytest.mark.parametrize(("calls", "expected"), [((0, 1), 0.0), ((2,), 0.1), ((3, 4), 0.2)])
-def test_the_model_takes_the_mean_of_all_rounds_but_those_that_warm_up(monkeypatch, calls, expected):
+def test_the_model_takes_the_mean_of_all_rounds_but_warm_up(monkeypatch, calls, expected):
     monkeypatch.setattr("adl_dist.partition.measure.MOST", 3)
     _, told = profile_of(nn.Sequential(SlowAtTimes(calls, 0.3)), torch.randn(4, 4))
     assert told.forward == pytest.approx(expected, abs=0.05)
@@ -146,12 +146,13 @@ def test_bytes_of_a_perceptron_are_those_counted_by_hand():
     )
 
 
-def test_what_the_next_unit_keeps_is_held_at_the_end_of_the_stage_before_it_only():
+def test_what_the_next_unit_keeps_is_held_by_the_last_unit_only():
+    """What the next unit keeps is held at the end of the stage before it only."""
     units, _ = profile_of(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)), torch.randn(4, 6))
     assert (units["0"].held_before, units["0"].held_behind, units["1"].activation_bytes >= 4 * 4 * 8) == (128, 0, True)
 
 
-def test_two_tensors_cross_inside_of_a_residual_block_and_one_behind_it():
+def test_two_tensors_cross_in_a_residual_block_and_one_behind_it():
     units, _ = profile_of(nn.Sequential(Residual(), nn.Linear(6, 5)), torch.randn(4, 6))
     assert {name: (u.num_tensors, u.act_bytes) for name, u in units.items()} == {
         "0.first": (2, 192),
@@ -162,12 +163,13 @@ def test_two_tensors_cross_inside_of_a_residual_block_and_one_behind_it():
     }
 
 
-def test_where_something_without_a_batch_would_cross_no_cut_is_made():
+def test_what_has_no_batch_and_would_cross_no_cut_is_made():
     units, _ = profile_of(Transposing(), torch.randn(4, 6))
     assert {name: u.may_cut for name, u in units.items()} == {"first": False, "second": False, "tanh": False}
 
 
-def test_measuring_leaves_weights_statistics_mode_and_random_streams_as_they_were():
+def test_measuring_leaves_weights_mode_and_streams_as_they_were():
+    """Measuring leaves weights statistics mode and random streams as they were."""
     model = batch_norm_net(dropout=0.5).eval()
     model[2].norm.train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -212,7 +214,7 @@ def fit(trainer, run_dir=None, **changed):
     )
 
 
-def test_auto_cuts_before_the_slow_unit_and_keeps_what_it_measured(tmp_path, caplog):
+def test_auto_cuts_before_the_slow_unit_and_keeps_its_profile(tmp_path, caplog):
     trainer = trainer_of(slow_in_the_middle(), granularity="block")
     with caplog.at_level(logging.INFO, logger="adl_dist"):
         fit(trainer, tmp_path)
@@ -236,7 +238,7 @@ def test_a_slower_device_gets_less():
     assert trainer._partitioned.sizes[0] < 4
 
 
-def test_before_a_measured_cut_is_settled_the_whole_state_is_there():
+def test_a_measured_cut_is_settled_with_the_whole_state_there():
     model = batch_norm_net()
     trainer = trainer_of(model)
     state = trainer.full_state_dict()
@@ -258,7 +260,7 @@ def test_nonsense_is_refused_before_anything_is_measured(changed, said):
         trainer_of(batch_norm_net(), **changed)
 
 
-def test_more_stages_than_units_are_refused_before_anything_is_measured():
+def test_more_stages_than_units_are_refused_before_measuring():
     with pytest.raises(PartitionError, match="needs at least 9 units, but the model has 7"):
         trainer_of(batch_norm_net(), num_stages=9, granularity="block")
 
@@ -269,7 +271,8 @@ def test_a_file_that_is_no_profile_is_named(tmp_path):
         fit(trainer_of(batch_norm_net()), tmp_path)
 
 
-def test_under_autocast_half_the_bytes_cross_a_cut_and_lowered_weights_are_kept_with_each_graph():
+def test_under_autocast_half_the_bytes_cross_a_cut():
+    """Under autocast half the bytes cross a cut and lowered weights are kept with each graph."""
     within = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
     plain, _ = profile_of(perceptron(), torch.randn(4, 6))
     lowered, _ = profile_of(perceptron(), torch.randn(4, 6), within=within)
@@ -278,7 +281,7 @@ def test_under_autocast_half_the_bytes_cross_a_cut_and_lowered_weights_are_kept_
     assert lowered["2"].activation_bytes - plain["2"].activation_bytes == 2 * 5 * 8  # its weights, lowered
 
 
-def test_a_narrow_wire_halves_what_is_sent_and_not_what_a_stage_keeps_of_it():
+def test_a_narrow_wire_halves_what_is_sent_not_what_is_kept():
     plain, _ = profile_of(perceptron(), torch.randn(4, 6))
     narrow, _ = profile_of(perceptron(), torch.randn(4, 6), wire_dtype=torch.bfloat16)
     assert (narrow["0"].act_bytes, narrow["0"].grad_bytes, narrow["0"].widened_bytes) == (64, 64, 64)

@@ -123,7 +123,8 @@ def trained(make, sizes):
     ],
     ids=lambda make: make.__name__,
 )
-def test_wherever_it_can_be_cut_training_and_evaluation_are_those_of_the_plain_loop(make):
+def test_cut_anywhere_training_is_that_of_the_plain_loop(make):
+    """Wherever it can be cut training and evaluation are those of the plain loop."""
     chain, (expected, evaluated) = linearise(make().double(), granularity="layer"), plain_loop(make)
     places = [cut for cut in range(len(chain.units) - 1) if cut not in chain.forbidden]
     assert places
@@ -207,7 +208,7 @@ class FirstIfSeveral(nn.Module):
         return nn.functional.cross_entropy(out if isinstance(out, torch.Tensor) else out.logits, target)
 
 
-def test_a_stage_that_overwrites_one_of_fewer_tensors_in_evaluation_evaluates():
+def test_a_stage_that_overwrites_one_tensor_evaluates():
     """GoogLeNet's heads cross this cut in training only, and the stage behind it begins with a ReLU in place."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(4, 3, 64, 64), torch.arange(4))

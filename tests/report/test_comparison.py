@@ -1,12 +1,17 @@
-"""The table and the figure of a comparison, on runs whose numbers are made up."""
+"""The table and the figure of a comparison, on run folders whose numbers are made up."""
 
 import json
 import math
 
 import pytest
+import yaml
 
+from adl_dist.errors import ConfigError
 from adl_dist.report.comparison import write_comparison
-from adl_dist.report.runs import Run
+from adl_dist.report.runs import read_runs
+from tests.support.commands import in_process, shows
+
+EPOCHS = 3
 
 
 class Runs:
@@ -15,31 +20,26 @@ class Runs:
     def __init__(self, folder):
         self.folder, self.made = folder, []
 
-    def add(self, label, *values, K=2, M=1, seed=0, method=None, status="complete", name="accuracy", **more):
-        """``values``: of validation, after each epoch."""
-        path = self.folder / f"{label}-{K}-{seed}"
+    def add(self, method, *values, K=2, M=1, seed=0, name="accuracy", ended=None, diverged=None, **more):
+        """``values``: of validation, after each epoch; ``diverged``: update and epoch."""
+        path = self.folder / f"run{len(self.made)}"
         path.mkdir()
         lines = [{"name": f"validation/{name}", "value": v, "update": 9 * e, "epoch": e} for e, v in enumerate(values)]
         (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        if status == "complete":
-            summary = {f"validation_{name}": values[-1], "epochs": len(values), "updates": 9 * len(values)}
+        if diverged:
+            (path / "diverged.json").write_text(json.dumps(dict(zip(("update", "epoch"), diverged, strict=True))))
+        elif ended is not False:
+            summary = {f"validation_{name}": values[-1], "epochs": EPOCHS, "updates": 9 * EPOCHS}
             (path / "summary.json").write_text(json.dumps({**summary, "stages": []}))
-        method = {"name": method or label.split()[0]}
-        self.made.append(
-            Run(
-                label=label,
-                num_stages=K,
-                accumulation_steps=M,
-                method=method,
-                seed=seed,
-                folder=path,
-                status=status,
-                **more,
-            )
-        )
+        partition = {"num_stages": K, **more.pop("partition", {})}
+        settings = {"name": method, "accumulation_steps": M, **more.pop("settings", {})}
+        train = {"epochs": EPOCHS, "max_updates": None}
+        config = {"method": settings, "partition": partition, "train": train, "seed": seed, "run_dir": str(path)}
+        (path / "config.yaml").write_text(yaml.safe_dump({**config, **more}))
+        self.made.append(path)
 
     def table(self):
-        write_comparison(self.folder, self.made, command="adl-dist train experiment=toy")
+        write_comparison(self.folder, read_runs(self.made), command="adl-dist train experiment=toy")
         lines = (self.folder / "comparison.md").read_text().splitlines()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
         return rows[0], {row[0]: row[1:] for row in rows[2:]}
@@ -50,7 +50,7 @@ def runs(tmp_path):
     return Runs(tmp_path)
 
 
-def test_a_row_has_median_range_and_number_of_seeds_and_the_difference_to_bp(runs):
+def test_a_row_has_median_range_seeds_and_difference_to_bp(runs):
     for seed, value in enumerate((0.95, 0.91, 0.92)):
         runs.add("adl", 0.1, value, seed=seed)
         runs.add("bp", 0.1, value + 0.01, seed=seed)
@@ -60,36 +60,37 @@ def test_a_row_has_median_range_and_number_of_seeds_and_the_difference_to_bp(run
 
 
 def test_the_rows_of_bp_come_first_and_the_others_as_given(runs):
-    for label in ("fdg", "bp M=4", "adl", "bp M=1"):
-        runs.add(label, 0.5)
-    assert list(runs.table()[1]) == ["bp M=4", "bp M=1", "fdg", "adl"]
+    for method, M in (("fdg", 1), ("bp", 4), ("adl", 1), ("bp", 1)):
+        runs.add(method, 0.5, M=M)
+    assert list(runs.table()[1]) == ["bp M=4", "bp", "fdg", "adl"]
 
 
 def test_a_method_is_compared_with_bp_of_the_same_accumulation(runs):
-    runs.add("bp M=4", 0.9, M=4)
-    runs.add("bp M=1", 0.7, M=1)
-    runs.add("adl M=4", 0.9, M=4)
+    runs.add("bp", 0.9, M=4)
+    runs.add("bp", 0.7, M=1)
+    runs.add("adl", 0.9, M=4)
     runs.add("fdg", 0.9, M=1)
-    runs.add("adl M=2", 0.8, M=2)
+    runs.add("adl", 0.8, M=2)
     _, rows = runs.table()
     assert [rows[label][1] for label in ("adl M=4", "fdg", "adl M=2")] == ["+0.00", "+20.00", "\u221210.00"]
 
 
-def test_runs_that_diverged_are_counted_in_the_table_and_are_no_part_of_the_median(runs):
+def test_runs_that_diverged_are_counted_but_not_in_the_median(runs):
+    """Runs that diverged are counted in the table and are no part of the median."""
     runs.add("bp", 0.9)
-    runs.add("fdg", 0.5, math.nan, seed=0, status="diverged", ended_at_update=11, ended_in_epoch=1)
+    runs.add("fdg", 0.5, math.nan, seed=0, diverged=(11, 1))
     runs.add("fdg", 0.5, 0.8, seed=1)
-    runs.add("ddg", seed=0, status="diverged", ended_at_update=3, ended_in_epoch=0)
-    runs.add("ddg", seed=1, status="failed")
+    runs.add("ddg", seed=0, diverged=(3, 0))
+    runs.add("ddg", seed=1, ended=False)
     _, rows = runs.table()
     assert rows["fdg"][0] == "80.00 % (80.00 to 80.00, 1), **1 of 2 diverged**"
-    assert rows["ddg"][0] == "**1 of 2 diverged**, **1 of 2 failed**"
+    assert rows["ddg"][0] == "**1 of 2 diverged**, **1 of 2 unfinished**"
     written = (runs.folder / "comparison.csv").read_text().splitlines()
     assert len(written) == 1 + 5
     assert sum(",diverged,11,1,,0.5," in line for line in written) == 1
 
 
-def test_a_variant_that_was_not_run_with_some_k_is_compared_with_bp_of_any_k(runs):
+def test_a_variant_not_run_with_a_k_is_compared_with_bp_of_any_k(runs):
     runs.add("bp", 0.9)
     runs.add("adl", 0.9, K=4)
     assert runs.table()[1]["adl"] == ["not run", ".", "90.00 % (90.00 to 90.00, 1)", "+0.00"]
@@ -107,7 +108,7 @@ def test_the_same_runs_give_the_same_files_to_the_byte(runs):
     names = ("comparison.md", "comparison.csv", "curves.svg", "curves.png")
     for label in ("bp", "adl", "fdg"):
         runs.add(label, 0.1, 0.6, 0.9)
-    runs.add("ddg", 0.1, status="diverged", ended_at_update=12, ended_in_epoch=1)
+    runs.add("ddg", 0.1, diverged=(12, 1))
     runs.table()
     before = [(runs.folder / name).read_bytes() for name in names]
     runs.table()
@@ -117,18 +118,67 @@ def test_the_same_runs_give_the_same_files_to_the_byte(runs):
 
 
 def test_runs_that_all_diverged_still_give_a_table_and_a_figure(runs):
-    runs.add("fdg", status="diverged", ended_at_update=0, ended_in_epoch=0)
+    runs.add("fdg", diverged=(0, 0))
     assert runs.table()[1]["fdg"][0] == "**1 of 1 diverged**"
     assert (runs.folder / "curves.png").stat().st_size > 1000
 
 
-def test_what_each_stage_held_is_a_table_of_its_own_if_it_was_measured(runs):
+def test_what_each_stage_held_is_a_table_of_its_own(runs):
     runs.add("bp", 0.5)
     runs.add("adl", 0.5)
-    summary = {"validation_accuracy": 0.5, "epochs": 1, "updates": 9}
+    summary = {"validation_accuracy": 0.5, "epochs": EPOCHS, "updates": 9}
     stages = [{"peak_tensor_bytes": n * 2**20, "peak_memory_bytes": 0, "staleness_mean": 0.0} for n in (3, 1.5)]
-    (runs.made[1].folder / "summary.json").write_text(json.dumps({**summary, "stages": stages}))
+    (runs.made[1] / "summary.json").write_text(json.dumps({**summary, "stages": stages}))
     _, rows = runs.table()
     assert rows["MiB of tensors"] == ["stage 0", "stage 1", "mean", "largest"]
     assert rows["adl, K = 2, seed 0"] == ["3.0", "1.5", "2.2", "3.0"]
     assert "bp, K = 2, seed 0" not in rows
+
+
+def test_a_row_is_named_by_its_method_and_by_all_that_tells_the_runs_apart(runs):
+    runs.add("bp", 0.5, M=4, model={"width": 8})
+    runs.add("adl", 0.5, M=4, model={"width": 8}, settings={"weights": "stash"})
+    runs.add("adl", 0.5, M=4, model={"width": 16}, settings={"weights": "latest"})
+    expected = ["bp M=4 model.width=8", "adl M=4 model.width=8", "adl M=4 weights=latest model.width=16"]
+    assert list(runs.table()[1]) == expected
+
+
+def test_two_cuts_are_two_rows_but_not_those_of_different_numbers_of_stages(runs):
+    for K, balance in ((2, "[3, 2]"), (3, "[2, 2, 1]")):
+        runs.add("adl", 0.5, K=K, partition={"balance": balance})
+    assert list(runs.table()[1]) == ["adl"]
+    runs.add("adl", 0.5, K=2, partition={"balance": "even"})
+    assert len(runs.table()[1]) == 3
+
+
+def test_a_run_that_has_been_prolonged_is_unfinished_until_it_gets_there(runs):
+    runs.add("adl", 0.5)
+    (runs.made[0] / "summary.json").write_text(json.dumps({"epochs": EPOCHS - 1, "updates": 9}))
+    assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
+
+
+def test_the_command_compares_the_runs_below_a_folder_and_writes_there(runs):
+    runs.add("bp", 0.9)
+    runs.add("adl", 0.8)
+    done = in_process("compare", str(runs.folder))
+    assert (done.code, done.err) == (0, "")
+    shows(done.out, ["| bp ", "| adl ", "\u221210.00", f"adl-dist compare {runs.folder}"])
+    assert done.out.startswith((runs.folder / "comparison.md").read_text())
+    out = runs.folder / "some" / "where"
+    assert in_process("compare", *map(str, runs.made), f"out={out}").code == 0
+    assert sorted(path.name for path in out.iterdir()) == [
+        "comparison.csv",
+        "comparison.md",
+        "curves.png",
+        "curves.svg",
+    ]
+
+
+def test_what_is_no_run_is_refused_in_one_line(tmp_path):
+    shows(in_process("compare").refusal(), ["adl-dist compare RUNS..."])
+    shows(in_process("compare", str(tmp_path)).refusal(), [str(tmp_path), "holds no run"])
+    for content in ("seed: 0\n", "- 1\n", "a: [\n"):
+        (tmp_path / "config.yaml").write_text(content)
+        shows(in_process("compare", str(tmp_path)).refusal(), [str(tmp_path), "made by adl-dist train"])
+    with pytest.raises(ConfigError, match="give run folders"):
+        read_runs([tmp_path / "none"])

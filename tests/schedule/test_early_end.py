@@ -39,7 +39,8 @@ def actions_of(a_method, k, K, groups):
 
 
 @pytest.mark.parametrize(("name", "K", "M"), GRID)
-def test_until_a_micro_batch_beyond_it_comes_a_stage_does_what_the_shorter_segment_has(name, K, M):
+def test_until_a_later_micro_batch_a_stage_does_the_same(name, K, M):
+    """Until a micro-batch beyond it comes a stage does what the shorter segment has."""
     a_method, groups = chosen(name, K, M)
     for k, num_updates in itertools.product(range(K), range(1, len(groups))):
         actions, end = actions_of(a_method, k, K, groups), sum(groups[:num_updates])
@@ -53,7 +54,8 @@ def test_until_a_micro_batch_beyond_it_comes_a_stage_does_what_the_shorter_segme
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize(("name", "K", "M"), GRID)
-def test_ended_at_any_load_all_stages_end_after_the_same_update_having_posted_no_receive_in_vain(name, K, M, ahead):
+def test_ended_at_any_load_all_stages_end_after_the_same_update(name, K, M, ahead):
+    """Ended at any load all stages end after the same update having posted no receive in vain."""
     a_method, groups = chosen(name, K, M)
     for stop_at in range(0, NUM_MICRO_BATCHES, 5):
         lists = [actions_of(a_method, k, K, groups) for k in range(K)]
@@ -82,7 +84,7 @@ def test_the_fewest_updates_that_load_so_many_micro_batches():
     assert [updates_that_load([4, 4, 2], n) for n in (1, 4, 5, 8, 9, 10, 11)] == [1, 1, 2, 2, 3, 3, 3]
 
 
-def test_emptying_the_pipeline_leaves_no_trace_just_where_nothing_is_stale():
+def test_emptying_leaves_no_trace_just_where_nothing_is_stale():
     def untraced(K):
         return {name for name in METHODS if Pipeline(method(name), K).drain_is_exact}
 

@@ -84,7 +84,7 @@ def test_figure_1_staleness_of_three_modules(M, expected):
     assert [[at_backward[k, b] - at_forward[k, b] for b in steady] for k in range(3)] == expected
 
 
-def test_figure_1_module_1_forwards_batch_5_and_backwards_batch_1_in_iteration_5():
+def test_figure_1_module_1_in_iteration_5():
     """Fig. 1 counts from 1: iteration 5 of module 1 is the tick with F4 and B0."""
     words = format_actions(actions_of(3, [2] * 4)[0]).split()
     assert words[words.index("F4") : words.index("F5")] == ["F4", "SA4", "ST4", "RG0", "B0", "L5"]
@@ -108,7 +108,7 @@ def test_figure_2_averaged_staleness_of_modules_1_and_6(M):
 
 @pytest.mark.parametrize("K", [2, 3, 8, 16])
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 7])
-def test_mean_staleness_is_delay_over_m_and_sums_to_k_times_k_minus_1_over_m(K, M):
+def test_mean_staleness_is_delay_over_m(K, M):
     means = [statistics.mean(Pipeline(adl(M), K).steady_staleness(k)) for k in range(K)]
     assert means == pytest.approx([2 * (K - 1 - k) / M for k in range(K)])
     assert sum(means) == pytest.approx(K * (K - 1) / M)
@@ -128,7 +128,8 @@ def test_staleness_is_that_of_the_formula_under_any_interleaving(K, N, M, seed):
 
 @settings(max_examples=300)
 @given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_any_groups_in_any_order_give_the_same_versions_and_never_exceed_delay_plus_one_in_flight(K, sizes, seed):
+def test_any_groups_in_any_order_give_the_same_versions(K, sizes, seed):
+    """Any groups in any order give the same versions and never exceed delay plus one in flight."""
     at_forward, at_backward, most = versions(K, sizes, seed)
     reference = versions(K, sizes, seed=0)
     assert (at_forward, at_backward) == reference[:2]
@@ -154,7 +155,7 @@ def test_every_stage_updates_with_the_same_micro_batches():
 
 @pytest.mark.parametrize("K", range(2, 9))
 @pytest.mark.parametrize("sizes", [[1] * 20, [4] * 5, [3, 3, 3, 1]])
-def test_one_group_per_direction_never_deadlocks_even_without_buffers(K, sizes):
+def test_one_group_per_direction_never_deadlocks(K, sizes):
     check_rendezvous(actions_of(K, sizes))
 
 
@@ -188,7 +189,8 @@ def test_no_method_deadlocks_even_without_buffers(variant, K):
 
 @settings(max_examples=150)
 @given(st.integers(2, 6), st.integers(1, 5), st.data())
-def test_no_list_of_delays_deadlocks_even_with_as_few_sends_under_way_as_we_allow(K, M, data):
+def test_no_list_of_delays_deadlocks_with_the_fewest_sends(K, M, data):
+    """No list of delays deadlocks even with as few sends under way as we allow."""
     delays = sorted(data.draw(st.lists(st.integers(0, 12), min_size=K, max_size=K)), reverse=True)
     weights = data.draw(st.sampled_from(["stash", "recompute"]))
     order = data.draw(st.sampled_from(["forward_first", "backward_first"]))
@@ -203,7 +205,7 @@ def on_every_edge(num_stages, number):
 
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
 @pytest.mark.parametrize("K", [2, 3, 5])
-def test_what_may_be_under_way_is_what_a_receiver_leaves_lying_that_takes_its_turn_last(variant, K):
+def test_under_way_is_what_the_last_receiver_leaves_lying(variant, K):
     """Counted for each edge by itself, in the replay in which its receiver only moves when nobody else can."""
     name, options = variant
     made = actions_of(K, [8] * 5, method(name, accumulation_steps=8, **options))
@@ -240,7 +242,7 @@ def test_every_edge_of_training_and_of_evaluation_has_a_limit(name, K):
 
 @pytest.mark.parametrize("M", [1, 2, 4])
 @pytest.mark.parametrize("K", [2, 4, 8])
-def test_adl_keeps_three_messages_of_each_edge_where_delays_differ_by_two(K, M):
+def test_adl_keeps_three_messages_of_each_edge(K, M):
     """d_k - d_k+1 + 1: the one that leaves, and those that the answer to an earlier one has not spoken of."""
     most = max_pending_of(Pipeline(method("adl", accumulation_steps=M), K))
     assert {most[what, k] for what, k in most if what in ("act", "grad")} == {3}
@@ -291,9 +293,8 @@ def test_stages_get_their_turns_as_often_as_their_speeds_say():
 
 @pytest.mark.parametrize("K", [2, 3, 5])
 @pytest.mark.parametrize(("size", "reuse", "speeds"), [(1, None, None), (4, 1, None), (3, 2, True)])
-def test_replay_buffers_never_deadlock_and_give_every_stage_as_many_steps_as_there_are_micro_batches(
-    K, size, reuse, speeds
-):
+def test_replay_buffers_never_deadlock(K, size, reuse, speeds):
+    """Replay buffers never deadlock and give every stage as many steps as there are micro-batches."""
     chosen = method(
         "dgl", buffer_size=size, buffer_reuse=reuse, stage_speeds=[1 / (k + 1) for k in range(K)] if speeds else None
     )
@@ -317,7 +318,8 @@ def test_replay_buffers_never_deadlock_and_give_every_stage_as_many_steps_as_the
             assert all(0 <= b < 17 for b in origins[k])
 
 
-def test_a_replay_buffer_gives_the_entry_used_least_and_of_these_the_one_written_last():
+def test_a_replay_buffer_gives_the_least_used_then_the_newest():
+    """A replay buffer gives the entry used least and of these the one written last."""
     buffer = Buffer(size=3, most_uses=None)
     assert [buffer.write(entry) for entry in range(4)] == [None, None, None, 0]
     assert [buffer.read() for _ in range(5)] == [3, 2, 1, 3, 2]
@@ -325,7 +327,8 @@ def test_a_replay_buffer_gives_the_entry_used_least_and_of_these_the_one_written
     assert buffer.read() == 9
 
 
-def test_an_entry_is_used_no_more_often_than_allowed_until_nothing_more_will_come():
+def test_an_entry_is_used_no_more_often_than_allowed():
+    """An entry is used no more often than allowed until nothing more will come."""
     buffer = Buffer(size=2, most_uses=1)
     buffer.write(0)
     assert buffer.may_read(is_final=False)
@@ -335,7 +338,7 @@ def test_an_entry_is_used_no_more_often_than_allowed_until_nothing_more_will_com
 
 
 @pytest.mark.parametrize("variant", ALL, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
-def test_every_version_and_every_staleness_is_that_of_the_formula(variant):
+def test_every_version_and_staleness_is_that_of_the_formula(variant):
     """Counted in a replay: which weights each forward of each method sees, and which update it enters."""
     name, options = variant
     K, M, N = 4, 8, 30
@@ -356,7 +359,7 @@ def test_every_version_and_every_staleness_is_that_of_the_formula(variant):
     assert version == [4] * K
 
 
-def test_a_receive_before_its_send_is_a_deadlock_that_names_every_stage():
+def test_a_receive_before_its_send_is_a_deadlock_of_all_stages():
     broken = actions_of(2, [1] * 4)
     broken[0].insert(0, broken[0].pop(broken[0].index(Action(Op.RECV_GRAD, 0))))
     with pytest.raises(ScheduleError, match=r"stage 0 at RG0 \(RECV_GRAD\), stage 1 at RA0 \(RECV_ACT\)"):
@@ -384,7 +387,7 @@ def test_a_message_that_nobody_receives_is_refused():
 
 
 @given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 7))
-def test_a_segment_holds_every_sample_once_and_its_weights_sum_to_one_per_group(n, size, M):
+def test_a_segment_holds_every_sample_once_with_weights_of_one(n, size, M):
     segment = Segment(epoch=0, first_update=0, num_samples=n, micro_batch_size=size, accumulation_steps=M)
     assert sum(segment.sizes) == n
     assert sum(segment.group_sizes) == len(segment.sizes)
@@ -423,7 +426,7 @@ def test_evaluation_visits_every_micro_batch_once_on_every_stage(K):
     assert len(list(replay(plans))) == sum(map(len, plans))
 
 
-def test_the_printed_table_shows_forward_backward_and_update_of_each_tick():
+def test_the_printed_table_shows_the_actions_of_each_tick():
     lines = describe(Pipeline(method("adl", accumulation_steps=2), 3), num_micro_batches=6).splitlines()
     stage_0 = next(line for line in lines if line.startswith("stage 0"))
     assert " ".join(stage_0.split()[2:]) == "F0 F1 F2 F3 F4 B0 F5 B1 U0 B2 B3 U1 B4 B5 U2"

@@ -1,14 +1,16 @@
 """What schedules take and hold: against formulas, the published tables, and examples small enough for a pencil."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Costs, Pipeline, actions_of_all, describe, figures, method, simulate, speed
 from adl_dist.schedule.actions import Op
-from adl_dist.schedule.capped import simulate_dataflow, simulate_synchronous
-from adl_dist.schedule.timing import makespan, stragglers
+from adl_dist.schedule.timing import makespan
+from benchmarks.capped import simulate_dataflow, simulate_synchronous, stragglers
+from benchmarks.paper_tables import cap_time, list_time, paper_tables
 
 N = 600  # as in the dossier's simulation
 HOPS = (0, 0.1, 0.25, 0.5, 1)
@@ -27,21 +29,6 @@ def worked(spans, stage):
     ]
 
 
-def listed(delays, *, num=N, **options):
-    """Time per micro-batch of processes that follow the list, in units of one stage's work."""
-    costs = Costs.balanced(len(delays), link=options.pop("link", 0.0))
-    lists = actions_of_all(
-        Pipeline(method("adl", accumulation_steps=1, delay=delays), len(delays)), num_micro_batches=num
-    )
-    return makespan(simulate(lists, costs, **options)) / num / 3
-
-
-def free(delays, *, num=N, **options):
-    """The same of stages that do what is ready."""
-    costs = Costs.balanced(len(delays), link=options.pop("link", 0.0))
-    return makespan(simulate_dataflow(costs, [d + 1 for d in delays], num_micro_batches=num, **options)) / num / 3
-
-
 # --- With a pencil -----------------------------------------------------------------------------------------
 
 TINY = Costs(forward=[1, 2], backward=[2, 3], update=[0.5, 0.5], link=[0.25])
@@ -58,7 +45,7 @@ TINY_STAGES = [
 ]
 
 
-def test_two_stages_and_two_micro_batches_take_what_a_pencil_says():
+def test_two_stages_take_what_a_pencil_says():
     spans = simulate(actions_of_all(Pipeline(method("pipedream"), 2), num_micro_batches=2), TINY)
     assert [worked(spans, k) for k in range(2)] == TINY_STAGES
     assert makespan(spans) == 14.5
@@ -69,13 +56,14 @@ def test_a_cap_of_two_and_one_takes_the_same_as_the_list_there():
     assert [worked(spans, k) for k in range(2)] == TINY_STAGES
 
 
-def test_with_accumulation_a_stage_under_a_cap_updates_after_m_backwards_and_after_the_last():
+def test_under_a_cap_a_stage_updates_after_m_backwards():
+    """With accumulation a stage under a cap updates after m backwards and after the last."""
     spans = simulate_dataflow(TINY, [2, 1], num_micro_batches=5, accumulation_steps=2)
     order = [str(s.action) for s in spans if s.stage == 1 and s.action.op is not Op.FORWARD]
     assert order == ["B0", "B1", "U0", "B2", "B3", "U1", "B4", "U2"]
 
 
-def test_a_stage_under_a_cap_never_has_more_in_flight_and_overlaps_nothing():
+def test_a_stage_under_a_cap_holds_no_more_and_overlaps_nothing():
     caps = [5, 3, 1]
     spans = simulate_dataflow(Costs.balanced(3, link=0.7), caps, num_micro_batches=40, slowdown=stragglers(1))
     for k, cap in enumerate(caps):
@@ -117,14 +105,14 @@ def test_balanced_stages_speed_up_as_the_formula_says(name, options, formula, K)
     assert speed(method(name, **options), Costs.balanced(K)).speed_up == pytest.approx(formula(K), abs=1e-9)
 
 
-def test_gpipe_that_replays_all_but_the_last_has_the_published_1_33_1_71_2_00():
+def test_gpipe_that_replays_has_the_published_1_33_1_71_2_00():
     told = [speed(method("gpipe", recompute="except_last"), Costs.balanced(K)).speed_up for K in (2, 3, 4)]
     assert told == pytest.approx([1.33, 1.71, 2.00], abs=0.005)
 
 
 @pytest.mark.parametrize(("K", "M"), [(2, 1), (3, 4), (4, 8), (5, 3)])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_a_flushed_pipeline_waits_for_k_minus_1_of_m_plus_k_minus_1(name, K, M):
+def test_a_flushed_pipeline_waits_k_minus_1_of_m_plus_k_minus_1(name, K, M):
     told = speed(method(name, accumulation_steps=M), Costs.balanced(K))
     assert told.bubble == pytest.approx((K - 1) / (M + K - 1))
 
@@ -139,14 +127,14 @@ def test_unbalanced_stages_run_at_the_pace_of_the_slowest(name):
 
 
 @pytest.mark.parametrize(("backward", "longest"), [([2, 3, 4, 1.5], 2), ([4, 3, 2, 1], 4), ([1, 1, 9, 1], 9 - 3)])
-def test_a_forward_lock_takes_all_forwards_and_what_of_the_longest_backward_no_earlier_forward_hides(backward, longest):
+def test_a_forward_lock_takes_all_forwards_and_what_none_hides(backward, longest):
     """Stage k may go on until the next forward reaches it: sum f + max over k of b_k minus the forwards before k."""
     costs = Costs(forward=[1, 2, 1.5, 0.5], backward=backward)
     assert speed(method("ddg"), costs).time_per_update == pytest.approx(5 + longest)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_busy_shares_are_work_over_time_and_their_mean_is_what_no_bubble_takes(name):
+def test_busy_shares_are_work_over_time(name):
     costs = Costs(forward=[1, 2, 1], backward=[2, 2, 3], update=[0.5, 0.5, 0.5], link=[0.2, 0.1])
     chosen = method(name, accumulation_steps=4)
     told = speed(chosen, costs)
@@ -163,29 +151,32 @@ def test_busy_shares_are_work_over_time_and_their_mean_is_what_no_bubble_takes(n
 @pytest.mark.parametrize("prefer", ["backward", "forward"])
 @pytest.mark.parametrize(("delays", "expected"), HOP_TABLE.items())
 def test_stages_under_a_cap_take_what_the_hop_latency_table_says(delays, expected, prefer):
-    told = [free(delays, link=3 * c, prefer=prefer) for c in HOPS]
+    told = [cap_time(delays, num=N, link=3 * c, prefer=prefer) for c in HOPS]
     assert told == pytest.approx(expected, abs=0.002)
 
 
-def test_a_fixed_order_takes_the_same_at_regular_delays_and_longer_at_one_more_than_the_least():
+def test_a_fixed_order_is_slower_above_the_least_delays():
+    """A fixed order takes the same at regular delays and longer at one more than the least."""
     for delays in ((3, 2, 1, 0), (6, 4, 2, 0)):
-        assert [listed(delays, link=3 * c) for c in HOPS[1::3]] == pytest.approx(HOP_TABLE[delays][1::3], abs=0.002)
-    assert listed((4, 3, 2, 0), link=0.3) == pytest.approx(1.138, abs=0.002)
+        assert [list_time(delays, num=N, link=3 * c) for c in HOPS[1::3]] == pytest.approx(
+            HOP_TABLE[delays][1::3], abs=0.002
+        )
+    assert list_time((4, 3, 2, 0), num=N, link=0.3) == pytest.approx(1.138, abs=0.002)
 
 
 def mean_over_seeds(take, *args, **options):
-    return sum(take(*args, slowdown=stragglers(seed), **options) for seed in range(2)) / 2
+    return sum(take(*args, num=N, slowdown=stragglers(seed), **options) for seed in range(2)) / 2
 
 
 @pytest.mark.parametrize(
     ("delays", "backward", "forward", "fixed"),
     [((3, 2, 1, 0), 1.81, 1.57, 1.55), ((6, 4, 2, 0), 1.50, 1.34, 1.36), ((12, 8, 4, 0), 1.36, 1.29, 1.29)],
 )
-def test_deeper_queues_bear_stragglers_and_preferring_the_backward_does_not(delays, backward, forward, fixed):
+def test_deeper_queues_bear_stragglers(delays, backward, forward, fixed):
     told = (
-        mean_over_seeds(free, delays),
-        mean_over_seeds(free, delays, prefer="forward"),
-        mean_over_seeds(listed, delays),
+        mean_over_seeds(cap_time, delays),
+        mean_over_seeds(cap_time, delays, prefer="forward"),
+        mean_over_seeds(list_time, delays),
     )
     assert told == pytest.approx((backward, forward, fixed), abs=0.03)
 
@@ -195,6 +186,11 @@ def test_stages_that_meet_after_each_slot_take_1_60():
         simulate_synchronous(Costs.balanced(4), num_micro_batches=N, slowdown=stragglers(seed)) for seed in range(3)
     ]
     assert sum(times) / 3 / N / 3 == pytest.approx(1.60, abs=0.03)
+
+
+def test_the_tables_of_the_paper_are_those_of_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "results" / "timing.md").read_text()
+    assert paper_tables() == page.split("```\n")[1].rstrip("\n")
 
 
 # --- Staleness and memory ----------------------------------------------------------------------------------
@@ -231,7 +227,7 @@ def test_backward_first_is_one_mth_of_an_update_less_stale(M, means):
 
 
 @pytest.mark.parametrize("M", [1, 2, 3, 4, 5, 6, 8, 12])
-def test_the_staleness_of_sixteen_stages_is_the_table_of_the_paper(M):
+def test_the_staleness_of_sixteen_stages_is_the_papers(M):
     told = figures(Pipeline(method("adl", accumulation_steps=M), 16))
     for module in (1, 4, 8, 12, 14, 15, 16):
         d = 32 - 2 * module
@@ -270,7 +266,8 @@ def test_each_stage_holds_what_the_comparison_table_says(K, M):
         assert of("2bw") == [(d + 1, 0, 1) for d in one]
 
 
-def test_a_replay_buffer_holds_its_size_and_for_a_moment_the_entry_that_drives_another_out():
+def test_a_replay_buffer_holds_its_size_and_one_for_a_moment():
+    """A replay buffer holds its size and for a moment the entry that drives another out."""
     assert held("dgl", 3, buffer_size=5) == [(1, 0, 0), (1, 6, 0), (1, 6, 0)]
 
 
@@ -281,7 +278,9 @@ def test_2bw_is_one_update_stale_everywhere():
 # --- The table ---------------------------------------------------------------------------------------------
 
 
-def test_a_table_wider_than_the_screen_goes_on_in_blocks_that_fit_and_say_the_same():
+def test_a_table_wider_than_the_screen_continues_in_blocks():
+    """A table wider than the screen continues in blocks that fit and say the same."""
+
     def told(width):
         return describe(Pipeline(method("adl"), 3), num_micro_batches=20, width=width).splitlines()
 

@@ -71,7 +71,7 @@ def test_what_is_copied_off_a_gpu_keeps_its_order():
     assert _underway([]) == []
 
 
-def test_a_stage_without_loss_and_parameters_has_nothing_to_look_at():
+def test_a_stage_without_loss_and_parameters_checks_nothing():
     faults = NonFiniteCheck(GradientPolicy(), stage=0, is_last=False)
     faults.judge(StepStats(), (), update=0, epoch=0)
     faults.check()

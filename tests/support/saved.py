@@ -2,67 +2,57 @@
 
 import json
 import os
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from adl_dist.checkpoint import layout, storage
-from adl_dist.checkpoint.async_save import PartWriter
-from adl_dist.distributed.world import World, single_process
+from adl_dist.checkpoint.async_save import PartWriter, Saver
+from adl_dist.checkpoint.storage import MODEL, OPTIMIZER, Shard
 
 SIGNATURE = {"weight": [3, 4], "bias": [4], "num_batches_tracked": []}
+# The files of two stages, of which the second remembers nothing.
+FIRST, SECOND, MOMENTUM = (storage.file_name(*which, 2) for which in ((MODEL, 0), (MODEL, 1), (OPTIMIZER, 0)))
 
 
-def state(seed: int = 0) -> dict[str, Tensor]:
-    """A model by SIGNATURE and its momentum."""
+def shards(seed: int = 0) -> dict[str, Shard]:
+    """Return a model by SIGNATURE and its momentum."""
     random = torch.Generator().manual_seed(seed)
+    weight, bias, momentum = (torch.randn(shape, generator=random) for shape in ((3, 4), (4,), (3, 4)))
     return {
-        "model.weight": torch.randn(3, 4, generator=random),
-        "model.bias": torch.randn(4, generator=random),
-        "model.num_batches_tracked": torch.tensor(seed),
-        "optimizer.weight.momentum_buffer": torch.randn(3, 4, generator=random),
+        FIRST: Shard({"weight": weight, "num_batches_tracked": torch.tensor(seed)}),
+        SECOND: Shard({"bias": bias}),
+        MOMENTUM: Shard({"weight.momentum_buffer": momentum}),
     }
 
 
 def position(update: int, **metrics: float) -> dict[str, Any]:
-    """What a manifest tells besides the files."""
+    """Return what a manifest holds besides the files."""
     return {"update": update, "epochs": 1, "sample": 0, "metrics": metrics, "of": {}}
 
 
-def saved(folder: Path, update: int, tensors: Mapping[str, Tensor] | None = None, **metrics: float) -> Path:
-    """A complete checkpoint of two ranks in ``folder``."""
+def saved(folder: Path, update: int, content: Mapping[str, Shard] | None = None, **metrics: float) -> Path:
+    """Make a complete checkpoint in ``folder``."""
     path = layout.begin(folder, update)
-    parts = [{}, {}]
-    for place, (name, tensor) in enumerate((tensors or state()).items()):
-        parts[place % 2][name] = tensor
-    files = {}
-    for rank, part in enumerate(parts):
-        files |= storage.write(path, part, rank=rank)
-    files |= storage.join(path, [0, 1])
-    return layout.commit(path, position(update, **metrics), files)
+    files = storage.write(path, content or shards())
+    return layout.commit(path, position(update, **metrics), files | storage.write_index(path, files))
 
 
-def resealed(path: Path, **files: bytes) -> Path:
-    """Replace files of a checkpoint, by their names without dots, and make all checksums right again."""
-    names = {file.name.replace(".", ""): file for file in path.iterdir()}
-    for name, content in files.items():
-        names[name].write_bytes(content)
+def resealed(path: Path, files: Mapping[str, bytes]) -> Path:
+    """Replace files of a checkpoint, by their names, and make all checksums right again."""
     manifest = json.loads((path / layout.MANIFEST).read_bytes())
-    told = {}
+    digests = {}
     for name in manifest["files"]:
-        content = (path / name).read_bytes()
+        content = files.get(name, (path / name).read_bytes())
         (path / name).unlink()
         with layout.HashedFile(path / name) as out:
             out.write(content)
-        told[name] = out.told
-    position = {key: manifest[key] for key in ("update", "epochs", "sample", "metrics", "of")}
+        digests[name] = out.digest
     moved = path.rename(path.with_name(".saving-again"))
     (moved / layout.MANIFEST).unlink()
-    return layout.commit(moved, position, told)
+    return layout.commit(moved, position(manifest["update"]), digests)
 
 
 class Trap:
@@ -75,21 +65,13 @@ class Trap:
         return os.mkdir, (self._file,)
 
 
-def index_of(path: Path) -> Any:
-    """The index of a checkpoint, to be changed and pickled again."""
-    return pickle.loads((path / storage.INDEX).read_bytes())
-
-
 class OneProcess:
-    """A crew of one process that holds ``tensors``."""
+    """One process that holds ``content`` and reports to ``saver``."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self._world: World = single_process(torch.device("cpu"))
+    def __init__(self, content: Mapping[str, Shard], saver: Saver) -> None:
+        self._content, self._saver = content, saver
 
-    def call(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Save, which is all that it is asked for."""
-        assert do == "save"
-        path = Path(arguments.pop("path"))
-        PartWriter(self._world).write(path, self._tensors, **arguments)
-        return [{"stage": 0, "rank": 0}]
+    def write_parts(self, path: Path, *, token: str, background: bool) -> set[int]:
+        """Write all that there is."""
+        PartWriter(0, self._saver.take_part).write(path, self._content, token=token, background=background)
+        return {0}

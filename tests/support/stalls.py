@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import adl_dist
+from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.checkpoint.run_dir import RunFolder
-from adl_dist.control.worker import LocalWorker
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import values
 
@@ -127,18 +127,18 @@ def all_stalls(run_dir: Path) -> None:
                 asleep("load of stage 0")()
             return super().__getitem__(index)
 
-    execute, write_summary = LocalWorker.execute, RunFolder.write_summary
+    write_part, write_summary = PartWriter.write, RunFolder.write_summary
 
-    def slow_save(self: LocalWorker, do: str, *args: Any) -> Any:
-        if do == "save" and os.environ["RANK"] == "2":
+    def slow_save(self: PartWriter, *args: Any, **more: Any) -> None:
+        if os.environ["RANK"] == "2":
             asleep("save of stage 2")()
-        return execute(self, do, *args)
+        write_part(self, *args, **more)
 
     def slow_summary(self: RunFolder, summary: Any) -> None:
         asleep("summary of the coordinator")()
         write_summary(self, summary)
 
-    LocalWorker.execute, RunFolder.write_summary = slow_save, slow_summary  # type: ignore[method-assign]
+    PartWriter.write, RunFolder.write_summary = slow_save, slow_summary  # type: ignore[method-assign]
     run_dir.mkdir(exist_ok=True)
     stage_1 = At(3, asleep("forward of stage 1"))
     stage_2 = AtBackward(15, asleep("backward of stage 2"))

@@ -9,18 +9,11 @@ from torch import nn
 import adl_dist
 from adl_dist.errors import ConfigError
 from adl_dist.partition import cut
-from tests.support.oracle import train_by_the_equations
+from tests.support.equations import by_the_equations
 from tests.support.runs import (
     BALANCE,
-    EPOCHS,
-    LR,
-    MICRO_BATCH,
-    MOMENTUM,
-    NUM_SAMPLES,
-    WEIGHT_DECAY,
     train,
     trainer_of,
-    warm_up,
 )
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -40,36 +33,17 @@ def loss_fn(out, target):
         return nn.functional.cross_entropy(out, target)
 
 
-@pytest.fixture
-def one_thread():
-    """As the stages have it: which kernel computes, and in which order it sums, may depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("K", "weights"), [(1, "stash"), (2, "stash"), (4, "stash"), (3, "recompute")])
 def test_stages_under_autocast_equal_the_equations_bit_for_bit(K, weights):
     """No tolerance would do: a last digit decides how autocast rounds a weight to bfloat16, and then all digits differ.
 
     Both sides make the same roundings in the same order, so they agree on any CPU, whichever kernels it has.
     """
-    data = FixedImages(NUM_SAMPLES)
-    starts = range(0, NUM_SAMPLES, MICRO_BATCH)
-    batches = [(data.images[i : i + MICRO_BATCH], torch.tensor(data.labels[i : i + MICRO_BATCH])) for i in starts]
-    parts = cut(batch_norm_net(), num_stages=K, balance=BALANCE[K])
-    expected = train_by_the_equations(
-        [Autocasted(OrderedDict(part.named_children())) for part in parts],
-        [batches] * EPOCHS,
-        M=2,
-        loss_fn=loss_fn,
-        lr=[LR * warm_up(s) for s in range(EPOCHS * 11)],
-        momentum=MOMENTUM,
-        weight_decay=WEIGHT_DECAY,
-        weights=weights,
-    )
+    modules = [
+        Autocasted(OrderedDict(part.named_children()))
+        for part in cut(batch_norm_net(), num_stages=K, balance=BALANCE[K])
+    ]
+    expected = by_the_equations(K, 2, None, weights, modules=modules, dtype=torch.float32, loss_fn=loss_fn)
     state, _ = train(K, 2, torch.float32, options={"weights": weights}, **LOWERED)
     plain, _ = train(K, 2, torch.float32, options={"weights": weights})
     for name in expected:
@@ -78,7 +52,8 @@ def test_stages_under_autocast_equal_the_equations_bit_for_bit(K, weights):
     assert not all(torch.equal(state[name], plain[name]) for name in state)
 
 
-def test_bfloat16_crosses_the_cut_in_both_directions_and_parameters_stay_float32():
+def test_bfloat16_crosses_the_cut_and_parameters_stay_float32():
+    """Bfloat16 crosses the cut in both directions and parameters stay float32."""
     seen = {}
     model = batch_norm_net()
     model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].dtype))

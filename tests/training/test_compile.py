@@ -49,7 +49,8 @@ def perceptron(seed=0):
     return nn.Sequential(*stages)
 
 
-def test_a_compiled_run_equals_the_plain_run_to_a_hundred_thousandth_and_leaves_the_model_uncompiled():
+@pytest.mark.slow
+def test_a_compiled_run_equals_the_plain_run_to_1e_5():
     """With the compiler itself, without samples left over: two graphs a stage, or this would take a minute."""
     torch._dynamo.reset()
     counters.clear()

@@ -7,56 +7,25 @@ from torch.utils.data import DataLoader
 
 from adl_dist.partition import cut
 from adl_dist.schedule.replay import at_random
-from tests.support.oracle import train_by_the_equations
+from tests.support.equations import assert_close, assert_same_bits, by_the_equations, micro_batches
 from tests.support.runs import (
     BALANCE,
     EPOCHS,
-    LR,
     MICRO_BATCH,
-    MOMENTUM,
     NUM_SAMPLES,
-    WEIGHT_DECAY,
     sgd,
     train,
-    warm_up,
     warm_up_schedule,
 )
+from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
-
-
-def micro_batches(dtype, size=MICRO_BATCH):
-    data = FixedImages(NUM_SAMPLES, dtype=dtype)
-    return [(data.images[i : i + size], torch.tensor(data.labels[i : i + size])) for i in range(0, NUM_SAMPLES, size)]
-
-
-def assert_equal(got, expected):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(got[name], expected[name]), name
-
-
-def assert_close(got, expected, tolerance=1e-12):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("M", [1, 2, 3, 4])
 @pytest.mark.parametrize("K", [1, 2, 3, 4])
 def test_k_stages_follow_the_equations_of_the_paper_to_1e_12(K, M):
-    modules = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])
-    modules = [m if K > 1 else batch_norm_net().double() for m in modules]
-    expected = train_by_the_equations(
-        modules,
-        [micro_batches(torch.float64)] * EPOCHS,
-        M=M,
-        loss_fn=nn.CrossEntropyLoss(),
-        lr=[LR * warm_up(s) for s in range(EPOCHS * 11)],
-        momentum=MOMENTUM,
-        weight_decay=WEIGHT_DECAY,
-    )
     state, _ = train(K, M, torch.float64)
-    assert_close(state, expected)
+    assert_close(state, by_the_equations(K, M, None, "stash"))
 
 
 @pytest.mark.parametrize("M", [1, 3])
@@ -66,9 +35,7 @@ def test_one_stage_equals_a_plain_torch_loop_bit_for_bit(M, dtype):
     optimizer = sgd(model.parameters())
     schedule = warm_up_schedule(optimizer)
     loss_fn = nn.CrossEntropyLoss()
-    batches = micro_batches(dtype)
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    batches = micro_batches(dtype=dtype)
     for _ in range(EPOCHS):
         for start in range(0, len(batches), M):
             group = batches[start : start + M]
@@ -78,26 +45,23 @@ def test_one_stage_equals_a_plain_torch_loop_bit_for_bit(M, dtype):
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-    torch.set_num_threads(torch_threads)
     state, _ = train(1, M, dtype)
-    assert_equal(state, model.state_dict())
+    assert_same_bits(state, model.state_dict())
 
 
-def test_one_stage_and_one_step_equals_the_loop_of_every_torch_tutorial_bit_for_bit():
+def test_one_stage_equals_the_loop_of_every_torch_tutorial():
+    """One stage and one step equals the loop of every torch tutorial bit for bit."""
     model = batch_norm_net()
     optimizer = sgd(model.parameters())
     schedule = warm_up_schedule(optimizer)
-    torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     for _ in range(EPOCHS):
         for x, target in DataLoader(FixedImages(NUM_SAMPLES), batch_size=MICRO_BATCH):
             optimizer.zero_grad()
             nn.CrossEntropyLoss()(model(x), target).backward()
             optimizer.step()
             schedule.step()
-    torch.set_num_threads(torch_threads)
     state, _ = train(1, 1, torch.float32)
-    assert_equal(state, model.state_dict())
+    assert_same_bits(state, model.state_dict())
 
 
 @pytest.mark.parametrize("K", [2, 3, 4])
@@ -115,13 +79,14 @@ def test_latest_and_stash_are_two_different_things(K):
     assert max((stash[n] - latest[n]).abs().max() for n in stash) > 1e-6
 
 
+@pytest.mark.parametrize("num_orders", [10, slow(40)])
 @pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_the_order_of_events_does_not_change_a_bit(weights):
-    """40 random interleavings of real tensors, dropout included; see test_engine.py for 10,000 without."""
+def test_the_order_of_events_does_not_change_a_bit(weights, num_orders):
+    """Random interleavings of real tensors, dropout included; see test_engine.py for thousands without."""
     expected, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3)
-    for seed in range(40):
+    for seed in range(num_orders):
         got, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3, pick_next=at_random(seed))
-        assert_equal(got, expected)
+        assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize("K", [2, 3])
@@ -146,7 +111,7 @@ def test_fused_and_foreach_optimizers_give_the_stashed_gradient(K, optimizer):
 
     versions = [[m] for m in modules]
     schedules = [warm_up_schedule(o) for o in optimizers]
-    batches = micro_batches(torch.float64)
+    batches = micro_batches()
     for _ in range(EPOCHS):
         base = len(versions[0]) - 1
         for b, (x, target) in enumerate(batches):

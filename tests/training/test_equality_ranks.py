@@ -7,6 +7,7 @@ from adl_dist.schedule import METHODS
 from tests.support.planted import nan_inputs
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import train
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.ranks
 
@@ -27,15 +28,22 @@ CASES = [
 ]
 
 
-def train_all(K):
-    return [train(K, M, dtype, **options) for M, dtype, options in CASES]
+ADL = CASES[0 : 2 * 4 : 2]  # M = 1 .. 4
 
 
-@pytest.mark.parametrize("K", [2, 3, 4])
-def test_k_processes_equal_one_process_bit_for_bit(K):
+def train_all(K, cases):
+    return [train(K, M, dtype, **options) for M, dtype, options in cases]
+
+
+@pytest.mark.parametrize(
+    ("K", "cases"),
+    [(2, ADL), (3, CASES), (4, ADL), slow(2, CASES), slow(4, CASES)],
+    ids=["2", "3 all", "4", "2 all", "4 all"],
+)
+def test_k_processes_equal_one_process_bit_for_bit(K, cases):
     """Compare also the float64 runs, of which test_equality.py shows that they follow the equations."""
-    by_rank = run_ranks(K, train_all, K, timeout_seconds=110)
-    for case, (M, dtype, options) in enumerate(CASES):
+    by_rank = run_ranks(K, train_all, K, cases, timeout_seconds=110)
+    for case, (M, dtype, options) in enumerate(cases):
         expected, expected_summary = train(K, M, dtype, **options)
         for rank in range(K):
             state, summary = by_rank[rank][case]
@@ -73,7 +81,7 @@ def stage_1_raises():
     trainer.fit(FixedImages(32), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
 
 
-def test_the_cause_of_a_failure_is_known_on_every_rank_before_its_victims():
+def test_every_rank_knows_the_cause_of_a_failure_first():
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, stage_1_raises)
     text = str(failure.value)
@@ -99,7 +107,7 @@ def a_head_where_none_can_be():
     trainer.fit(FixedImages(16), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
 
 
-def test_a_method_that_does_not_fit_the_model_is_refused_on_every_rank():
+def test_a_method_that_does_not_fit_is_refused_on_every_rank():
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, a_head_where_none_can_be)
     text = str(failure.value)

@@ -1,6 +1,5 @@
 """Every method against its own equations, in float64 to 1e-12, and what the papers say of it."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -8,97 +7,39 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.partition import cut
 from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import build_head
 from adl_dist.transport import TensorSpec
-from tests.support.oracle import train_by_the_equations, train_greedily
+from tests.support.equations import (
+    EQUATIONS,
+    assert_close,
+    assert_same_bits,
+    by_the_equations,
+    decoupled,
+    micro_batches,
+    minimal,
+    modules_of,
+)
+from tests.support.oracle import train_greedily
 from tests.support.runs import (
     BALANCE,
     EPOCHS,
     LR,
-    MICRO_BATCH,
     MOMENTUM,
-    NUM_SAMPLES,
     WEIGHT_DECAY,
     sgd,
     train,
     warm_up,
     warm_up_schedule,
 )
+from tests.support.tiers import grid
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
-
-
-def decoupled(K):
-    return [2 * (K - k) for k in range(1, K + 1)]
-
-
-def minimal(K):
-    return [K - k for k in range(1, K + 1)]
-
-
-def at_once(K):
-    return [0] * K
-
-
-# What the equations of each method say: the delay of each module and the weights of the backward.
-EQUATIONS = {
-    "bp": (at_once, "stash"),
-    "gpipe": (at_once, "stash"),
-    "1f1b": (at_once, "stash"),
-    "adl": (decoupled, "stash"),
-    "fdg": (decoupled, "stash"),
-    "dsp": (decoupled, "recompute"),
-    "ddg": (minimal, "stash"),
-    "fr": (minimal, "recompute"),
-    "pipedream": (minimal, "stash"),
-    "2bw": (minimal, "2bw"),
-    "paci": (minimal, "latest"),
-}
-
-
-def modules_of(K):
-    modules = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])
-    return modules if K > 1 else [batch_norm_net().double()]
-
-
-@functools.cache
-def micro_batches(size=MICRO_BATCH, num_samples=NUM_SAMPLES):
-    data = FixedImages(num_samples, dtype=torch.float64)
-    return [(data.images[i : i + size], torch.tensor(data.labels[i : i + size])) for i in range(0, num_samples, size)]
-
-
-def by_the_equations(K, M, delays, weights, *, epochs=EPOCHS, lr=None, **options):
-    return train_by_the_equations(
-        modules_of(K),
-        [micro_batches()] * epochs,
-        M=M,
-        loss_fn=nn.CrossEntropyLoss(),
-        lr=lr or [LR * warm_up(s) for s in range(epochs * 11)],
-        momentum=MOMENTUM,
-        weight_decay=WEIGHT_DECAY,
-        delays=delays,
-        weights=weights,
-        **options,
-    )
 
 
 def run(K, M, name, **options):
     state, _ = train(K, M, torch.float64, method=name, options=options)
     return state
-
-
-def assert_close(got, expected, tolerance=1e-12):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
-
-
-def assert_same_bits(got, expected):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(got[name], expected[name]), name
 
 
 def differ(a, b):
@@ -107,14 +48,19 @@ def differ(a, b):
 
 # --- Each method's own equations ---------------------------------------------------------------------------
 
+BY_DEFAULT = [(1, 3), (2, 1), (3, 2), (4, 4)]  # (K, M): each size once, and M enough for 2bw
+WEIGHTS = ["stash", "latest", "recompute"]
+DELAYS = ["decoupled", "minimal", [5, 3, 0], [2, 2, 1], [0, 0, 0]]
+
 
 def test_every_method_has_its_equations_here():
     assert EQUATIONS.keys() | {"dgl"} == METHODS.keys()
 
 
-@pytest.mark.parametrize("M", [1, 2, 3, 4])
-@pytest.mark.parametrize("K", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", EQUATIONS)
+@pytest.mark.parametrize(
+    ("name", "K", "M"),
+    grid(EQUATIONS, range(1, 5), range(1, 5), default=[(n, *k) for n in EQUATIONS for k in BY_DEFAULT]),
+)
 def test_a_method_follows_its_equations_to_1e_12(name, K, M):
     """Uneven last micro-batch, uneven last group, BatchNorm, momentum, weight decay, another rate at each update."""
     delays, weights = EQUATIONS[name]
@@ -123,9 +69,15 @@ def test_a_method_follows_its_equations_to_1e_12(name, K, M):
     assert_close(run(K, M, name), by_the_equations(K, M, delays(K), weights))
 
 
-@pytest.mark.parametrize("M", [1, 3])
-@pytest.mark.parametrize("delay", ["decoupled", "minimal", [5, 3, 0], [2, 2, 1], [0, 0, 0]])
-@pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
+@pytest.mark.parametrize(
+    ("weights", "delay", "M"),
+    grid(
+        WEIGHTS,
+        DELAYS,
+        [1, 3],
+        default=[(w, d, (1, 3)[(i + j) % 2]) for i, w in enumerate(WEIGHTS) for j, d in enumerate(DELAYS)],
+    ),
+)
 def test_any_delays_with_any_weights_follow_the_equations(delay, weights, M):
     listed = {"decoupled": decoupled(3), "minimal": minimal(3)}.get(str(delay), delay)
     assert_close(run(3, M, "adl", delay=delay, weights=weights), by_the_equations(3, M, listed, weights))
@@ -139,8 +91,9 @@ def test_the_queues_of_dsp_add_up_to_its_staleness(p, q, expected):
     assert_close(got, by_the_equations(3, 1, expected, "recompute"))
 
 
-@pytest.mark.parametrize("K", [2, 3, 4])
-@pytest.mark.parametrize("name", ["fdg", "ddg", "fr"])
+@pytest.mark.parametrize(
+    ("name", "K"), grid(["fdg", "ddg", "fr"], [2, 3, 4], default=[("fdg", 3), ("ddg", 4), ("fr", 2)])
+)
 def test_shrinking_follows_the_equations(name, K):
     delays, weights = EQUATIONS[name]
     got = run(K, 1, name, gradient_shrink=0.5)
@@ -149,7 +102,9 @@ def test_shrinking_follows_the_equations(name, K):
 
 
 @pytest.mark.parametrize("K", [2, 3, 4])
-def test_the_first_gradient_of_stage_k_is_shrunk_by_beta_to_the_k_minus_1_minus_k_and_weight_decay_is_not(K):
+def test_the_first_gradient_is_shrunk_and_weight_decay_is_not(K):
+    """The first gradient of stage k is shrunk by beta to the k-1-k and weight decay is not."""
+
     def first_step(beta, weight_decay):
         trainer = adl_dist.Trainer(
             batch_norm_net().double(),
@@ -177,8 +132,7 @@ def test_the_first_gradient_of_stage_k_is_shrunk_by_beta_to_the_k_minus_1_minus_
 # --- Synchronous methods -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("M", [1, 3, 4])
-@pytest.mark.parametrize("K", [2, 4])
+@pytest.mark.parametrize(("K", "M"), grid([2, 4], [1, 3, 4], default=[(2, 3), (4, 4)]))
 def test_bp_and_1f1b_and_gpipe_reach_the_same_weights(K, M):
     """BP and 1F1B add gradients in one order, hence to the bit; GPipe in reverse."""
     bp = run(K, M, "bp")
@@ -191,7 +145,7 @@ def test_bp_across_stages_equals_one_stage_bit_for_bit():
 
 
 @pytest.mark.parametrize("recompute", ["except_last", "always"])
-def test_recomputation_changes_nothing_in_gpipe_neither_batch_norm_nor_dropout(recompute):
+def test_recomputation_changes_nothing_in_gpipe(recompute):
     expected, _ = train(3, 4, torch.float32, method="gpipe", dropout=0.3)
     got, _ = train(3, 4, torch.float32, method="gpipe", dropout=0.3, options={"recompute": recompute})
     assert_same_bits(got, expected)
@@ -211,7 +165,7 @@ def awkward_nets():
 
 
 @pytest.mark.parametrize("first", awkward_nets())
-def test_a_replay_meets_the_input_and_the_buffers_that_the_forward_met(first):
+def test_a_replay_meets_the_input_and_buffers_of_the_forward(first):
     def state(recompute):
         torch.manual_seed(3)
         model = nn.Sequential(awkward_nets()[first], *batch_norm_net())
@@ -240,9 +194,13 @@ def test_one_stage_is_plain_sgd_with_accumulation_bit_for_bit(name):
         assert_same_bits(train(1, 3, torch.float32, method=name)[0], plain)
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if n != "dgl"])
-@pytest.mark.parametrize("K", [3, 4])
-def test_with_a_learning_rate_of_zero_every_gradient_is_that_of_bp(name, K):
+WITHOUT_DGL = [name for name in METHODS if name != "dgl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "K"), grid(WITHOUT_DGL, [3, 4], default=[(n, 3 + i % 2) for i, n in enumerate(WITHOUT_DGL)])
+)
+def test_with_a_rate_of_zero_every_gradient_is_that_of_bp(name, K):
     """Staleness cannot matter if the weights stand still: momentum then holds the same sum of gradients as in BP."""
 
     def buffers_of(name):
@@ -278,7 +236,7 @@ def test_2bw_is_sgd_delayed_by_one_update_whatever_the_cut():
     assert_close(run(3, 4, "adl", weights="2bw", delay="decoupled"), expected)
 
 
-def test_ddg_and_pipedream_differ_in_the_forward_lock_alone_and_so_not_in_a_bit():
+def test_ddg_and_pipedream_differ_in_no_bit():
     assert_same_bits(run(4, 1, "ddg"), run(4, 1, "pipedream"))
 
 
@@ -296,7 +254,7 @@ def test_methods_that_differ_reach_different_weights(pair):
 
 
 @pytest.mark.parametrize("M", [1, 4])
-def test_backward_first_follows_the_equations_with_each_delay_one_shorter(M):
+def test_backward_first_has_each_delay_one_shorter(M):
     got = run(4, M, "adl", order="backward_first")
     assert_close(got, by_the_equations(4, M, [5, 3, 1, 0], "stash"))
 
@@ -322,9 +280,8 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("M", [1, 2])
-@pytest.mark.parametrize("name", SLOTS)
-def test_the_slot_clock_shows_each_stage_the_rate_of_the_moment_of_its_update(name, M):
+@pytest.mark.parametrize(("name", "M"), grid(SLOTS, [1, 2], default=[(n, 1 + i % 2) for i, n in enumerate(SLOTS)]))
+def test_the_slot_clock_gives_each_stage_the_rate_of_its_update(name, M):
     K, options = 3, {"activation_queue": 2} if name == "dsp" else {}
     delays, weights = EQUATIONS[name]
     listed = [6, 3, 0] if name == "dsp" else delays(K)
@@ -339,7 +296,7 @@ def test_the_slot_clock_shows_each_stage_the_rate_of_the_moment_of_its_update(na
 
 
 @pytest.mark.parametrize("M", [1, 4])
-def test_the_slot_clock_of_backward_first_is_that_of_the_authors_mode_b(M):
+def test_the_slot_clock_of_backward_first_is_that_of_mode_b(M):
     """Module k < K steps in the slot of its backward, module K at the start of the next."""
     K = 4
 
@@ -351,7 +308,7 @@ def test_the_slot_clock_of_backward_first_is_that_of_the_authors_mode_b(M):
     assert_close(got, by_the_equations(K, M, [5, 3, 1, 0], "stash", lr_of=rate))
 
 
-def test_a_schedule_of_fixed_length_is_not_run_past_its_end_by_the_slot_clock():
+def test_the_slot_clock_does_not_run_past_a_fixed_schedule():
     def schedule(optimizer, total_updates):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_updates + 1)
 
@@ -495,8 +452,7 @@ def test_dgl_follows_its_equations_with_any_head(head):
     assert_close(greedy(3, 1, head=head), greedily(3, 1, head))
 
 
-@pytest.mark.parametrize("K", [1, 2, 4])
-@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize(("K", "M"), grid([1, 2, 4], [1, 3], default=[(1, 1), (2, 1), (4, 3)]))
 def test_dgl_follows_its_equations(K, M):
     assert_close(greedy(K, M, head="mlp"), greedily(K, M, "mlp"))
 

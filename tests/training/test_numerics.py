@@ -34,13 +34,14 @@ def seen_and_left(**options):
 
 
 @pytest.mark.parametrize(("tf32", "benchmark"), [(False, False), (True, False), (False, True)])
-def test_tf32_and_the_choice_of_kernels_are_as_said_while_stages_compute_and_as_before_afterwards(tf32, benchmark):
+def test_tf32_and_kernels_are_as_said_while_stages_compute(tf32, benchmark):
+    """TF32 and the choice of kernels are as said while stages compute and as before afterwards."""
     before = flags()
     seen, left = seen_and_left(tf32=tf32, cudnn_benchmark=benchmark)
     assert seen == ([tf32] * 3, tf32, tf32, benchmark)
     assert left == before
 
 
-def test_full_precision_is_the_default_whatever_torch_itself_takes():
+def test_full_precision_is_the_default():
     assert cudnn.allow_tf32
     assert seen_and_left()[0] == ([False] * 3, False, False, False)

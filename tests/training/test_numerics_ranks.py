@@ -27,7 +27,7 @@ def train_all(K):
     return [train(K, M, torch.float32, **options) for M, options in CASES]
 
 
-def test_three_processes_in_lower_precision_equal_one_process_bit_for_bit():
+def test_three_processes_in_lower_precision_equal_one():
     by_rank = run_ranks(3, train_all, 3, timeout_seconds=110)
     for case, (M, options) in enumerate(CASES):
         expected, expected_summary = train(3, M, torch.float32, **options)

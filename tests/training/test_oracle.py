@@ -17,14 +17,6 @@ K = len(BALANCE)
 POLICIES = ["stash", "recompute", "latest", "2bw"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def micro_batches(samples=20, size=3):
     data = FixedImages(samples, dtype=torch.float64)
     return [(data.images[i : i + size], torch.tensor(data.labels[i : i + size])) for i in range(0, samples, size)]
@@ -77,7 +69,7 @@ def test_without_delays_every_policy_is_plain_sgd(weights, M):
 
 
 @pytest.mark.parametrize("weights", POLICIES)
-def test_while_the_weights_stand_still_every_policy_gives_the_gradients_of_bp(weights):
+def test_while_weights_stand_still_every_policy_is_bp(weights):
     """Learning rate 0, and 1 in the end: with momentum 1 the last step takes off the sum of all gradients."""
     lr = [0.0] * 5 + [1.0]
     got = train(weights, lr=lr, momentum=1.0)
@@ -197,7 +189,8 @@ def test_2bw_is_serial_sgd_one_step_late():
 
 
 @pytest.mark.parametrize("weights", POLICIES)
-def test_beta_shrinks_the_gradient_of_module_k_by_beta_to_the_k_minus_k_but_no_decay(weights):
+def test_beta_shrinks_the_gradient_of_module_k_but_no_decay(weights):
+    """Beta shrinks the gradient of module k by beta to the k minus k but no decay."""
     one_update = {"weights": weights, "epochs": 1, "M": len(BATCHES), "lr": [0.1]}
     plain, shrunk = train(**one_update), train(**one_update, shrink=0.5, weight_decay=0.2)
     for k, module in enumerate(modules(), start=1):
@@ -224,7 +217,7 @@ def test_running_statistics_move_once_per_batch(weights):
     assert_close(train(weights, epochs=1, lr=[0.0] * 3), model.state_dict())
 
 
-def test_the_sum_of_micro_batches_is_their_mean_at_a_higher_learning_rate():
+def test_the_sum_of_micro_batches_is_a_mean_at_a_higher_rate():
     equal = BATCHES[:6]
     options = {"M": 3, "loss_fn": LOSS}
     mean = train_by_the_equations(modules(), [equal], lr=[0.3, 0.06], **options)
@@ -256,7 +249,7 @@ REUSE = [{2: [0, 0, 2, 1, 6, 6], 3: [1, 0, 5, 5]}, {1: [6, 5, 4, 3], 3: [3, 3, 1
 
 
 @pytest.mark.parametrize("sources", [None, REUSE], ids=["in turn", "from replay buffers"])
-def test_greedy_training_is_a_separate_loop_of_torch_for_every_module(sources):
+def test_greedy_training_is_a_torch_loop_for_every_module(sources):
     state, of_heads = train_greedily(
         modules(),
         heads(),

@@ -45,7 +45,7 @@ def train_all():
     return [train(*case) for case in CASES]
 
 
-def test_skips_masks_and_shapes_that_travel_through_processes_change_no_bit():
+def test_skips_and_masks_through_processes_change_no_bit():
     """Over its cuts go the input itself, a tensor for three stages, booleans, and shapes without a byte."""
     by_rank = run_ranks(K, train_all, timeout_seconds=110)
     for place, case in enumerate(CASES):

@@ -37,7 +37,7 @@ def records_of(run_dir):
 
 
 @pytest.mark.parametrize(("K", "M"), [(1, 2), (2, 4), (3, 1), (4, 3), (4, 4)])
-def test_recorded_staleness_is_that_of_the_formula_for_every_micro_batch(K, M, tmp_path):
+def test_recorded_staleness_is_that_of_the_formula(K, M, tmp_path):
     N = 26
     trainer_of(K, M).fit(
         FixedImages(N * 2 - 1),
@@ -81,7 +81,8 @@ class Recording(Dataset):
         return image, label
 
 
-def test_k_and_m_do_not_change_which_samples_come_in_which_order_with_which_augmentation():
+def test_k_and_m_do_not_change_samples_order_or_augmentation():
+    """K and m do not change which samples come in which order with which augmentation."""
     given = {}
     for K in (1, 2, 3, 4):
         for M in (1, 2, 4):
@@ -98,7 +99,8 @@ def test_k_and_m_do_not_change_which_samples_come_in_which_order_with_which_augm
 
 
 @pytest.mark.parametrize("K", [1, 3])
-def test_evaluation_in_the_pipeline_counts_every_sample_once_and_equals_the_uncut_model(K):
+def test_pipelined_evaluation_counts_every_sample_once(K):
+    """Evaluation in the pipeline counts every sample once and equals the uncut model."""
     data, validation = FixedImages(20), FixedImages(17, seed=3)
     trainer = trainer_of(K)
     summary = trainer.fit(
@@ -173,7 +175,7 @@ def test_the_run_folder_holds_what_the_design_says(tmp_path):
     assert {"validation_accuracy", "validation_loss", "samples_per_second", "seconds"} <= summary.keys()
 
 
-def test_the_loss_that_is_logged_is_the_mean_over_the_samples_of_the_group(tmp_path):
+def test_the_logged_loss_is_the_mean_over_the_groups_samples(tmp_path):
     """The first group meets the initial weights, so its loss can be had from the uncut model."""
     data, model = FixedImages(7), batch_norm_net()
     trainer = trainer_of(1, M=3)
@@ -195,25 +197,26 @@ def test_the_loss_that_is_logged_is_the_mean_over_the_samples_of_the_group(tmp_p
     assert first["num_samples"] == 6
 
 
-def test_the_callers_random_stream_and_threads_are_left_alone():
+def test_the_callers_random_stream_and_threads_are_left_alone(request):
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     trainer = trainer_of(2, model=batch_norm_net(dropout=0.5))
     torch.manual_seed(3)
     trainer.fit(Recording(12), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
     assert torch.equal(torch.rand(3), expected)
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
 
 
-def test_a_run_keeps_one_tensor_for_equal_loss_weights_and_afterwards_no_stage(monkeypatch):
+def test_a_run_keeps_one_tensor_for_equal_loss_weights(monkeypatch):
     stages, weights, run = [], [], engine.run
 
-    def seen(order, contexts):
+    def seen(order, contexts, *rest):
         stages.extend(weakref.ref(context.stage) for context in contexts.values())
         weights.append([id(weight) for weight in contexts[1].loss_grads])
-        run(order, contexts)
+        run(order, contexts, *rest)
 
     monkeypatch.setattr(engine, "run", seen)
     trainer_of(2, M=2).fit(
@@ -236,9 +239,9 @@ def test_a_run_that_fails_keeps_no_stage_alive_either(monkeypatch):
 
     stages, run = [], engine.run
 
-    def seen(order, contexts):
+    def seen(order, contexts, *rest):
         stages.extend(weakref.ref(context.stage) for context in contexts.values())
-        run(order, contexts)
+        run(order, contexts, *rest)
 
     monkeypatch.setattr(engine, "run", seen)
     with pytest.raises(OSError, match="gone"):
@@ -318,7 +321,7 @@ class Doubling(nn.Sequential):
         return super().forward(2 * x)
 
 
-def test_a_sequential_with_a_forward_of_its_own_is_cut_as_that_says():
+def test_a_sequential_with_its_own_forward_is_cut_as_that_says():
     model, x = Doubling(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
     stages = cut(model, num_stages=2, balance=["1"])
     assert [[*stage.state_dict()] for stage in stages] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
@@ -329,7 +332,7 @@ def test_a_sequential_with_a_forward_of_its_own_is_cut_as_that_says():
 # --- What must not leak, and what must be refused --------------------------------------------------------------
 
 
-def test_gradients_left_by_an_interrupted_group_do_not_reach_the_next_fit():
+def test_gradients_of_an_interrupted_group_do_not_reach_the_next():
     left, fresh = trainer_of(2, model=(model := batch_norm_net())), trainer_of(2)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
@@ -339,7 +342,7 @@ def test_gradients_left_by_an_interrupted_group_do_not_reach_the_next_fit():
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_a_second_fit_equals_a_fresh_trainer_on_the_weights_of_the_first():
+def test_a_second_fit_equals_a_fresh_trainer():
     trainer = trainer_of(3)
     trainer.fit(FixedImages(20), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
     model = batch_norm_net(seed=5)
@@ -352,7 +355,7 @@ def test_a_second_fit_equals_a_fresh_trainer_on_the_weights_of_the_first():
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_stages_that_start_in_place_or_hold_no_parameter_train_like_the_uncut_model(channels_last):
+def test_stages_that_start_in_place_train_like_the_uncut_model(channels_last):
     """Cut into single units: one is a ReLU that overwrites its input, two have nothing to train. lr = 0 compares."""
 
     def states(K):
@@ -382,7 +385,8 @@ def test_stages_that_start_in_place_or_hold_no_parameter_train_like_the_uncut_mo
         torch.testing.assert_close(cut_up[name], uncut[name], rtol=1e-12, atol=1e-12)
 
 
-def test_a_three_dimensional_net_trains_with_channels_last_as_the_command_line_sets_it():
+def test_a_three_dimensional_net_trains_with_channels_last():
+    """A three dimensional net trains with channels last as the command line sets it."""
     model = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 2, (2, 3, 3)), nn.Flatten(), nn.Linear(32, NUM_CLASSES))
     trainer_of(2, model=model, channels_last=True).fit(
         FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True)
@@ -408,7 +412,7 @@ def test_arguments_of_fit_are_checked_before_anything_happens(arguments, message
         trainer_of(2).fit(FixedImages(8), **values(**options))
 
 
-def test_validation_data_of_another_shape_is_refused_before_training():
+def test_validation_data_of_another_shape_is_refused():
     class Larger(FixedImages):
         def __getitem__(self, index):
             return torch.zeros(2, 7, 7), self.labels[index]
@@ -460,7 +464,9 @@ def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
         assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == saved
 
 
-def test_a_script_that_its_launcher_starts_again_goes_on_whatever_it_was_told_to_resume(tmp_path, monkeypatch):
+def test_a_script_started_again_by_its_launcher_resumes(tmp_path, monkeypatch):
+    """A script that its launcher starts again continues whatever it was told to resume."""
+
     def fit(epochs):
         told = {"run_dir": tmp_path, "resume": "never", "quiet": True, "tensorboard": False}
         return trainer_of(2).fit(FixedImages(8), epochs=epochs, batch_size=4, **values(**told))["updates"]
@@ -472,7 +478,7 @@ def test_a_script_that_its_launcher_starts_again_goes_on_whatever_it_was_told_to
         fit(epochs=3)
 
 
-def test_bytes_that_changed_in_a_checkpoint_end_in_one_readable_error(tmp_path):
+def test_changed_bytes_in_a_checkpoint_end_in_one_readable_error(tmp_path):
     trainer = trainer_of(2)
     trainer.fit(
         FixedImages(8),
@@ -482,9 +488,9 @@ def test_bytes_that_changed_in_a_checkpoint_end_in_one_readable_error(tmp_path):
         monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
     )
     (path,) = (tmp_path / "checkpoints").iterdir()
-    data = path / "__0_0.distcp"
+    data = path / "model-00001-of-00002.safetensors"
     data.write_bytes(bytes(255 - b for b in data.read_bytes()))
-    with pytest.raises(adl_dist.AdlError, match=r"__0_0.distcp should have the SHA-256"):
+    with pytest.raises(adl_dist.AdlError, match=r"model-00001-of-00002.safetensors should have the SHA-256"):
         trainer_of(2).load_checkpoint(path)
 
 

@@ -7,6 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from adl_dist.data import digits
+from adl_dist.models import cifar_resnet
+from tests.support.commands import in_process
+from tests.support.ranks import command_on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -21,7 +27,8 @@ def run(*command, cwd):
     return done
 
 
-def test_a_users_script_learns_and_gives_the_same_bits_plainly_and_under_torchrun(tmp_path):
+def test_a_users_script_gives_the_same_bits_under_torchrun(tmp_path):
+    """A user's script learns and gives the same bits plainly and under torchrun."""
     plain = json.loads(run(sys.executable, SCRIPT, "plain", cwd=tmp_path).stdout)
     under_torchrun = json.loads(run(*TORCHRUN, SCRIPT, "torchrun", cwd=tmp_path).stdout)
     assert under_torchrun == plain
@@ -30,29 +37,25 @@ def test_a_users_script_learns_and_gives_the_same_bits_plainly_and_under_torchru
     assert {p.name for p in (tmp_path / "torchrun" / "logs").iterdir()} == {"rank0.log", "rank1.log"}
 
 
-@pytest.mark.timeout(300)  # three commands, one of which trains
-def test_the_digits_are_learnt_by_two_processes_and_export_and_evaluate_agree(tmp_path):
-    """The main job, shortened to 6 epochs: train, evaluate, export, load into the uncut model."""
-    command = [sys.executable, "-m", "adl_dist"]
-    options = ["run_dir=run", "train.epochs=6", "runtime.tensorboard=false"]
-    trained = run(*command, "train", *options, cwd=tmp_path)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+def test_the_digits_are_learnt_and_export_and_evaluate_agree(tmp_path):
+    """The main job in two processes, shortened to 6 epochs: train, evaluate, export, load into the uncut model."""
+    run_dir, out = tmp_path / "run", tmp_path / "model.pt"
+    trained = command_on_ranks(2, "train", f"run_dir={run_dir}", "train.epochs=6", "runtime.tensorboard=false")
+    assert (trained.code, trained.err) == (0, "")
+    summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["validation_accuracy"] >= 0.95
-    assert f"validation accuracy {summary['validation_accuracy']:.2%}" in trained.stdout
-    assert trained.stderr == ""
+    assert f"validation accuracy {summary['validation_accuracy']:.2%}" in trained.out
     assert [s["staleness_max"] for s in summary["stages"]] == [1, 0]
 
-    evaluated = run(*command, "evaluate", "run_dir=run", cwd=tmp_path).stdout
+    evaluated = in_process("evaluate", f"run_dir={run_dir}").out
     assert f"validation accuracy {summary['validation_accuracy']:.2%}, 360 samples" in evaluated
 
-    run(*command, "export", "run_dir=run", "out=model.pt", cwd=tmp_path)
-    check = (
-        "import torch; from adl_dist.models import cifar_resnet; from adl_dist.data import digits\n"
-        "model = cifar_resnet(8, in_channels=1); model.load_state_dict(torch.load('model.pt', weights_only=True))\n"
-        "_, data = digits(); x, y = zip(*data); model.eval()\n"
-        "print(sum(int(model(a[None]).argmax()) == int(b) for a, b in zip(x, y)))"
-    )
-    correct = int(run(sys.executable, "-c", check, cwd=tmp_path).stdout)
+    assert in_process("export", f"run_dir={run_dir}", f"out={out}").code == 0
+    model = cifar_resnet(8, in_channels=1)
+    model.load_state_dict(torch.load(out, weights_only=True))
+    x, y = zip(*digits()[1], strict=True)
+    model.eval()
+    correct = int((model(torch.stack(x)).argmax(1) == torch.tensor(y)).sum())
     assert correct == round(summary["validation_accuracy"] * 360)
 
 

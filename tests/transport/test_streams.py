@@ -20,7 +20,7 @@ def slowly(value):
     return x[:1024] + value
 
 
-def test_what_is_still_being_computed_is_copied_out_as_it_will_be():
+def test_what_is_still_being_computed_is_copied_out_right():
     from adl_dist.transport.staging import to_host
 
     copies = [to_host(slowly(value)) for value in range(8)]  # the tensors themselves are freed at once
@@ -29,7 +29,7 @@ def test_what_is_still_being_computed_is_copied_out_as_it_will_be():
         assert bool((host == value).all())
 
 
-def test_a_pinned_buffer_is_not_used_again_before_it_was_copied_in():
+def test_a_pinned_buffer_is_not_used_before_it_was_copied_in():
     from adl_dist.transport.staging import to_device
 
     device, tensors = torch.device("cuda", torch.cuda.current_device()), []

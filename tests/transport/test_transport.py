@@ -34,7 +34,7 @@ def train_tuples(K):
 
 
 @pytest.mark.parametrize("K", [2, 3, 4])
-def test_several_tensors_per_edge_follow_the_equations_in_one_process_and_in_k(K):
+def test_several_tensors_per_edge_follow_the_equations(K):
     data = FixedImages(13, dtype=torch.float64)
     batches = [(data.images[i : i + 3], torch.tensor(data.labels[i : i + 3])) for i in range(0, 13, 3)]
     expected = train_by_the_equations(
@@ -59,7 +59,8 @@ def test_a_spec_describes_a_tensor_and_makes_others_of_its_kind(channels_last):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_a_tensor_in_the_agreed_format_is_sent_without_a_copy_and_any_other_is_converted(channels_last):
+def test_a_tensor_in_the_agreed_format_is_sent_without_a_copy(channels_last):
+    """A tensor in the agreed format is sent without a copy and any other is converted."""
     spec = TensorSpec((3, 4, 5), "float32", channels_last)
     there = IMAGE.to(memory_format=torch.channels_last) if channels_last else IMAGE
     assert spec.fit(there, 2, str).data_ptr() == there.data_ptr()
@@ -69,7 +70,7 @@ def test_a_tensor_in_the_agreed_format_is_sent_without_a_copy_and_any_other_is_c
     assert torch.equal(converted, IMAGE)
 
 
-def test_free_strides_of_dimensions_of_size_1_arrive_as_those_that_a_fresh_tensor_has():
+def test_free_strides_of_size_1_arrive_as_a_fresh_tensors():
     """Kernels are chosen by strides, so in one process a peer must see what a peer in another process sees."""
     spec = TensorSpec((3, 1, 1), "float32", channels_last=True)
     odd = torch.arange(3.0).as_strided((1, 3, 1, 1), (3, 1, 1, 1))
@@ -82,7 +83,8 @@ def test_free_strides_of_dimensions_of_size_1_arrive_as_those_that_a_fresh_tenso
     ("tensor", "found"),
     [(IMAGE[:, :2], r"float32\[2, 2, 4, 5\]"), (IMAGE[:1], r"float32\[1, 3, 4, 5\]"), (IMAGE.double(), "float64")],
 )
-def test_another_shape_or_dtype_than_agreed_names_edge_and_micro_batch_and_both_shapes(tensor, found):
+def test_another_shape_or_dtype_than_agreed_names_the_edge(tensor, found):
+    """Another shape or dtype than agreed names edge and micro-batch and both shapes."""
     channel = LocalChannel(Specs.always([TensorSpec((3, 4, 5), "float32")]), what="act", edge="stage 0 -> stage 1")
     channel.open([2] * 8, training=True)
     with pytest.raises(
@@ -100,7 +102,8 @@ def test_a_micro_batch_out_of_order_is_refused():
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_what_travels_in_bfloat16_takes_half_the_bytes_and_arrives_rounded_in_the_agreed_format(channels_last):
+def test_what_travels_in_bfloat16_takes_half_the_bytes(channels_last):
+    """What travels in bfloat16 takes half the bytes and arrives rounded in the agreed format."""
     tensor = IMAGE.to(memory_format=torch.channels_last) if channels_last else IMAGE
     spec = TensorSpec.of(tensor + 2**-10).travelling(torch.bfloat16)
     assert TensorSpec.from_json(spec.to_json()) == spec
@@ -119,7 +122,8 @@ def test_what_is_no_wider_or_no_real_number_travels_as_it_is(dtype):
     assert spec.travelling(torch.bfloat16) == spec
 
 
-def test_activations_and_gradients_reach_the_next_stage_rounded_and_in_the_dtype_of_the_run():
+def test_what_reaches_the_next_stage_is_rounded_in_its_dtype():
+    """Activations and gradients reach the next stage rounded and in the dtype of the run."""
     seen = {}
     model = batch_norm_net()
     model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].detach()))

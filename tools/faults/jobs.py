@@ -1,6 +1,7 @@
 """What the simulation trains: tiny networks in float64 by any method, a few milliseconds per epoch."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,8 +88,10 @@ class Job:
         saves_where_epochs_end = self.options.get("every_epochs", 1) == 1
         return is_stale and "every_updates" in self.options and saves_where_epochs_end
 
-    def train(self, run_dir: Path) -> tuple[adl_dist.Trainer, dict[str, Any]]:
-        """Train, or go on training, in ``run_dir``; return the trainer that has the weights, and the summary."""
+    def train(
+        self, run_dir: Path, begin: Callable[[adl_dist.Trainer], None]
+    ) -> tuple[adl_dist.Trainer, dict[str, Any]]:
+        """Train, or resume, in ``run_dir``; return the trainer, which ``begin`` gets first, and the summary."""
         trainer = adl_dist.Trainer(
             network(),
             loss_fn=nn.CrossEntropyLoss(),
@@ -98,6 +101,7 @@ class Job:
             lr_schedule=falling,
             **values(dtype=torch.float64, threads=1),
         )
+        begin(trainer)
         summary = trainer.fit(
             Points(self.num_samples, noise=0.1),
             batch_size=MICRO_BATCH * self.method.micro_batches_per_update,

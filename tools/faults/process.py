@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from adl_dist import Trainer, engine
 from adl_dist.checkpoint import async_save
-from adl_dist.control import rpc, run_socket, worker
+from adl_dist.control import run_socket, worker
 from adl_dist.control.requests import Ask
 from adl_dist.engine import StageContext
 from adl_dist.schedule import Action
@@ -48,7 +48,10 @@ class Process:
             stack.enter_context(patch.object(run_socket.LiveControl, "start", lambda self: None))
             stack.enter_context(redirect_stderr(io.StringIO()))  # warnings
             stack.enter_context(self._disk.watched())
-            return self._job.train(self._run_dir)
+            return self._job.train(self._run_dir, self._begin)
+
+    def _begin(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
     def bury(self) -> None:
         """Leave the folder as it was when the process died."""
@@ -86,7 +89,7 @@ class Process:
                     case Step.RAISES:
                         raise StageBroke(f"stage {context.stage.index} at {action}")
                     case Step.ASKED_TO_STOP:
-                        rpc.requests.ask(Ask.STOP, "the simulation")
+                        self._trainer.requests.ask(Ask.STOP, "the simulation")
             step(action, context)
 
         return stepped

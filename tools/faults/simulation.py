@@ -149,7 +149,7 @@ def end_of(trainer: Trainer, run_dir: Path) -> End:
     return End(
         weights=trainer.full_state_dict(),
         checkpoints=[path.name for path in saved],
-        newest={file.name: file.read_bytes() for file in saved[-1].glob("*.distcp")},
+        newest={file.name: file.read_bytes() for file in saved[-1].glob("*.safetensors")},
         values=_values(run_dir / METRICS),
     )
 

@@ -14,8 +14,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.methods import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import measure_link
-from adl_dist.cli.plan.neighbours import neighbours
-from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.plan.profiler import BackgroundLoad, Profiler
 from adl_dist.data import check_dataset
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import AdlError, ConfigError, PartitionError
@@ -278,8 +277,8 @@ def predict_speeds(
     how: dict[str, Any] = {"shape": None, "granularity": granularity, "threads": threads}
     num_others = max(0, min(K, num_cores() // threads) - 1) if is_cpu else 0
     predicted: dict[str, float] = {}
-    with neighbours(num_others, overrides, how, batch // method.micro_batches_per_update) as others:
-        profiler = Profiler(config, **how, kept_in=None, quiet=False, others=others)
+    with BackgroundLoad.started(num_others, overrides, how, batch // method.micro_batches_per_update) as load:
+        profiler = Profiler(config, **how, kept_in=None, quiet=False, load=load)
         profile = functools.cache(lambda M: profiler.profile(batch // M))
         if sizes is None:
             M = method.micro_batches_per_update

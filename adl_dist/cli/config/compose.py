@@ -32,8 +32,8 @@ class SweepConfig:
     """``sweep.*``, which only several runs have.
 
     Attributes:
-        jobs: runs side by side; None: as many as there are cores for.
-        variants: words of each, by the name it has in the comparison. Every variant meets every swept value.
+        jobs: number of runs at the same time; None: as many as there are cores for.
+        variants: settings that belong together, by the name of their folder; each is run with every swept value.
     """
 
     jobs: int | None = None

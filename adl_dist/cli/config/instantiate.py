@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from hydra.utils import get_object
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from adl_dist.checkpoint.state import read_weights
+from adl_dist.checkpoint.storage import SUFFIX
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
@@ -288,15 +291,25 @@ def _signature(target: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _load_state(model: nn.Module, path: Path) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"init_from={path} is not a file; expected a state_dict saved by torch.save")
+    if not path.exists():
+        raise CheckpointError(
+            f"init_from={path} is not there; expected a state_dict saved by torch.save, a {SUFFIX} file, or the "
+            "folder of a checkpoint"
+        )
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        if path.is_dir():
+            state: Any = read_weights(path)
+        elif path.suffix == SUFFIX:
+            state = load_file(path, backend="pread")
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"init_from: {error}") from error
     except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error).strip() or "no more is known").splitlines()[0][:100]
         raise CheckpointError(
             f"init_from={path} cannot be read ({type(error).__name__}: {reason}); expected a state_dict saved by "
-            "torch.save, like that of adl-dist export"
+            f"torch.save, or a {SUFFIX} file, like those of adl-dist export"
         ) from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"init_from={path} holds a {type(state).__name__}; expected a state_dict")

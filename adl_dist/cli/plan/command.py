@@ -1,4 +1,4 @@
-"""``adl-dist plan``: measures the model, cuts it, predicts what each method would do with it, and recommends one."""
+"""``adl-dist plan``: measure the model, cut it, predict what each method would do with it, and recommend one."""
 
 import argparse
 import json
@@ -16,8 +16,7 @@ from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.methods import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import measure_link
-from adl_dist.cli.plan.neighbours import neighbours
-from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.plan.profiler import BackgroundLoad, Profiler
 from adl_dist.cli.plan.report import facts_of, line_to_paste, report
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
@@ -32,13 +31,13 @@ from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.training.partitioned_model import device_memory
 
-PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs, if nothing is said: PCIe 4, cautiously
+PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs by default: a cautious PCIe 4
 BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 DEFAULT_METHODS = "bp,gpipe,1f1b,ddg,fr,fdg,adl"
 
 
 def plan(words: list[str]) -> None:
-    """Read the flags and do as they say."""
+    """Run the command with these command-line words."""
     flags = _flags(words)
     config, _ = compose_run(flags.overrides)
     instantiate.check_targets(config)
@@ -52,7 +51,7 @@ def plan(words: list[str]) -> None:
     stages = _stages(flags.stages, config, num_devices)
     granularity = config.partition.granularity.value if config.partition.granularity else "layer"
     machine = _machine(flags, torch.device(config.runtime.device.value))
-    how: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "shape": None if flags.input is None else _numbers("--input", flags.input),
         "granularity": granularity,
         "threads": config.runtime.threads or default_threads(max(stages)),
@@ -60,38 +59,39 @@ def plan(words: list[str]) -> None:
     chosen = config.method.chosen()
     num = flags.neighbours
     if num is None:
-        num = _num_neighbours(config, num_devices, max(stages), how["threads"])
-    with neighbours(num, flags.overrides, how, batch // chosen.micro_batches_per_update) as others:
-        measurer = Profiler(config, **how, kept_in=flags.profile, quiet=flags.json, others=others)
-        _plan(flags, config, measurer, machine, methods, stages, num_devices)
+        num = _num_neighbours(config, num_devices, max(stages), settings["threads"])
+    size = batch // chosen.micro_batches_per_update
+    with BackgroundLoad.started(num, flags.overrides, settings, size) as load:
+        profiler = Profiler(config, **settings, kept_in=flags.profile, quiet=flags.json, load=load)
+        _plan(flags, config, profiler, machine, methods, stages, num_devices)
 
 
 def _plan(
     flags: argparse.Namespace,
     config: RunConfig,
-    measurer: Profiler,
+    profiler: Profiler,
     machine: Machine,
     methods: Sequence[Method],
     stages: Sequence[int],
     num_devices: int,
 ) -> None:
-    chosen, batch, granularity = config.method.chosen(), config.train.batch_size, measurer.granularity
+    chosen, batch, granularity = config.method.chosen(), config.train.batch_size, profiler.granularity
     steps = sorted({m.micro_batches_per_update for m in (*methods, chosen)})
-    profiles = {M: measurer.profile(batch // M) for M in steps}
+    profiles = {M: profiler.profile(batch // M) for M in steps}
     profile = profiles[chosen.micro_batches_per_update]
-    whole, share = measurer.pace(batch), measurer.pace_of_each(max(1, batch // num_devices))
+    whole, share = profiler.pace(batch), profiler.pace_of_each(max(1, batch // num_devices))
     other = alternative(profile, machine, num_devices=num_devices, whole=whole, share=share)
-    told, refused = [], []
+    predictions, refused = [], []
     for num_stages in stages:
         for each in methods:
-            own = profiles[each.micro_batches_per_update]
             try:
                 of_stages = replace(machine, speeds=_speeds(config, num_stages))
-                sizes = _sizes(config, measurer.chain, num_stages)
-                told.append(predict(own, Pipeline(each, num_stages), machine=of_stages, sizes=sizes))
+                sizes = _sizes(config, profiler.chain, num_stages)
+                profile_of_m = profiles[each.micro_batches_per_update]
+                predictions.append(predict(profile_of_m, Pipeline(each, num_stages), machine=of_stages, sizes=sizes))
             except (PartitionError, ConfigError) as error:
                 refused.append(f"{each.name}, K = {num_stages}: {error}")
-    advice = advise(told, other)
+    advice = advise(predictions, other)
     line = None if advice.choice is None else line_to_paste(advice.choice, granularity, flags.overrides)
     if flags.out is not None:
         _draw(flags.out, profile, advice.choice, config)
@@ -99,7 +99,7 @@ def _plan(
         facts = {
             "profile": asdict(profile),
             "machine": asdict(machine),
-            "predictions": [facts_of(prediction) for prediction in told],
+            "predictions": [facts_of(prediction) for prediction in predictions],
             "refused": refused,
             "alternative": asdict(other),
             "recommended": line,
@@ -107,7 +107,7 @@ def _plan(
         }
         _say(json.dumps(facts))
         return
-    _say(report(profile, machine, told, refused, other, with_units=flags.units))
+    _say(report(profile, machine, predictions, refused, other, with_units=flags.units))
     _say(f"\nrecommended  {advice.reason}")
     if line is not None:
         _say(f"             {line}")
@@ -123,15 +123,17 @@ def _flags(words: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="as of adl-dist train: model, data, batch size, M, optimizer")
-    add("--stages", metavar="K,K", help="numbers of stages; default: 2, 4, 8 .. as far as there are devices")
+    add(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="as for adl-dist train: model, data, batch size, M, optimizer"
+    )
+    add("--stages", metavar="K,K", help="numbers of stages; default: 2, 4, 8 .. up to the number of devices")
     add("--methods", default=DEFAULT_METHODS, metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS}")
-    add("--devices", type=int, metavar="N", help="how many there will be; default: GPUs, or cores, of this machine")
-    add("--memory", metavar="SIZE", help="of each device, like 80GiB; default: the GPU's, no limit on the CPU")
-    add("--bandwidth", type=float, metavar="BYTES/S", help="of a link; default: measured on the CPU, 12e9 between GPUs")
-    add("--latency", type=float, metavar="S", help="of a message; default: measured on the CPU, 1e-5 between GPUs")
+    add("--devices", type=int, metavar="N", help="number of devices; default: the GPUs, or cores, of this machine")
+    add("--memory", metavar="SIZE", help="memory of each device, like 80GiB; default: the GPU's, no limit on the CPU")
+    add("--bandwidth", type=float, metavar="BYTES/S", help="of each link; default: measured on CPUs, 12e9 between GPUs")
+    add("--latency", type=float, metavar="S", help="of each message; default: measured on CPUs, 1e-5 between GPUs")
     add("--input", metavar="C,H,W", help="shape of a sample, instead of looking at the data")
-    add("--profile", type=Path, metavar="FILE", help="keep the measurement there, and use it the next time")
+    add("--profile", type=Path, metavar="FILE", help="keep the measurement in FILE, and use it the next time")
     add(
         "--neighbours",
         type=int,
@@ -139,13 +141,13 @@ def _flags(words: list[str]) -> argparse.Namespace:
         help="also measure while N more processes compute; default: K - 1 on CPUs",
     )
     add("--units", action="store_true", help="also print each unit")
-    add("--out", type=Path, metavar="FILE", help="draw what each unit costs: FILE.svg, FILE.png or FILE.pdf")
+    add("--out", type=Path, metavar="FILE", help="draw the cost of each unit: FILE.svg, FILE.png or FILE.pdf")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_intermixed_args(words)
 
 
 def _check(flags: argparse.Namespace) -> None:
-    """Refuse what would only be found after measuring."""
+    """Refuse now what would otherwise be found only after measuring."""
     if flags.out is not None:
         check_suffix(flags.out)
     for name, least in (("devices", 1), ("neighbours", 0)):
@@ -153,7 +155,7 @@ def _check(flags: argparse.Namespace) -> None:
         if number is not None and number < least:
             raise ConfigError(f"--{name} {number} must be at least {least}")
     if flags.profile is not None and (flags.profile.is_dir() or not flags.profile.parent.is_dir()):
-        raise ConfigError(f"--profile {flags.profile}: expected the name of a file in a folder that is there")
+        raise ConfigError(f"--profile {flags.profile}: expected the name of a file in an existing folder")
 
 
 def _machine(flags: argparse.Namespace, device: torch.device) -> Machine:
@@ -166,7 +168,7 @@ def _machine(flags: argparse.Namespace, device: torch.device) -> Machine:
 
 
 def _sizes(config: RunConfig, chain: Chain, num_stages: int) -> Sequence[int] | None:
-    """The cut that the user asks for; None: the best one."""
+    """Return the cut that the user asks for; None: the best one."""
     balance = config.partition.balance
     if balance == "even":
         return None  # the default of training; here the question is which cut is best
@@ -195,7 +197,7 @@ def _devices(config: RunConfig) -> int:
 
 
 def _num_neighbours(config: RunConfig, num_devices: int, most_stages: int, threads: int) -> int:
-    """How many processes will disturb each one: CPUs share caches and memory, unless other machines are described."""
+    """Return how many other processes share caches and memory with each one: K - 1 on the CPUs of this machine."""
     if config.runtime.device is Device.cuda or num_devices > num_cores():
         return 0
     return max(0, min(most_stages, num_cores() // threads) - 1)
@@ -207,7 +209,7 @@ def _stages(text: str | None, config: RunConfig, num_devices: int) -> list[int]:
         return sorted({*powers, config.partition.num_stages} - {1}) or [2]
     stages = list(dict.fromkeys(_numbers("--stages", text)))
     if min(stages) < 2:
-        raise ConfigError(f"--stages {text}: expected numbers of at least 2; one device is in every table anyway")
+        raise ConfigError(f"--stages {text}: expected numbers of at least 2; one device is in every table already")
     return stages
 
 
@@ -235,8 +237,8 @@ def _bytes(text: str) -> int:
                 return int(float(text.removesuffix(unit)) * factor)
             except (ValueError, OverflowError):
                 break
-    raise ConfigError(f"--memory {text}: expected a number and a unit, like 80GiB (of {', '.join(BYTES)})")
+    raise ConfigError(f"--memory {text}: expected a number and a unit, like 80GiB (units: {', '.join(BYTES)})")
 
 
-def _say(text: str, to: Any = None) -> None:
-    (to or sys.stdout).write(text + "\n")
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")

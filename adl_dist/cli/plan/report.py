@@ -1,15 +1,22 @@
-"""What ``adl-dist plan`` prints."""
+"""Format what ``adl-dist plan`` prints."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from adl_dist.cli.config.methods import method_words
-from adl_dist.partition import Machine
+from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.advice import Alternative
 from adl_dist.partition.predict import Prediction
 from adl_dist.partition.profile import Profile
+from adl_dist.report.tables import text_table
+
+METHOD_HEAD = (
+    *("method", "K", "M", "images/s", "speed-up", "bubble", "staleness mean", "factor"),
+    *("memory per stage (MB)", "units per stage"),
+)
+UNIT_HEAD = ("unit", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
 
 
 def report(
@@ -21,31 +28,19 @@ def report(
     *,
     with_units: bool,
 ) -> str:
-    """Tables for people: what was measured, what each method would do, and what the devices would do without."""
-    of = profile.of
+    """Return tables of the measurement, of each method's prediction, and of the devices without a pipeline."""
+    spec = profile.of
     lines = [
-        f"{of['units']} units ({of['granularity']} grain), {of['parameters']:,} parameters, input {of['input']}, "
-        f"micro-batches of {of['micro_batch_size']}, {of['dtype']}, {of['device']}, {of['threads']} thread(s), "
-        f"torch {of['torch']}",
+        f"{spec['units']} units ({spec['granularity']} grain), {spec['parameters']:,} parameters, "
+        f"input {spec['input']}, micro-batches of {spec['micro_batch_size']}, {spec['dtype']}, {spec['device']}, "
+        f"{spec['threads']} thread(s), torch {spec['torch']}",
         f"one micro-batch: forward {1000 * profile.forward:.1f} ms, backward {1000 * profile.backward:.1f} ms; one "
         f"update {1000 * sum(u.update for u in profile.units):.2f} ms",
         f"link: {machine.bandwidth / 1e9:.2f} GB/s, latency {1e6 * machine.latency:.0f} us",
     ]
     if with_units:
-        lines += ["", *_unit_table(profile)]
-    lines += [
-        "",
-        "method     K  M   images/s  speed-up  bubble  staleness mean  factor  memory per stage (MB)   units per stage",
-    ]
-    for p in predictions:
-        memory = " ".join(f"{b / 1e6:.0f}" for b in p.balance.stage_bytes)
-        sizes = " ".join(map(str, p.balance.sizes))
-        stale = "/".join(f"{s:.3g}" for s in p.staleness_mean)
-        lines.append(
-            f"{p.pipeline.method.name:<10} {p.pipeline.num_stages:<2} {p.pipeline.micro_batches_per_update:<3} "
-            f"{p.images_per_second:<9,.0f} {p.images_per_second / other.single:<9.2f} {p.bubble:<7.1%} {stale:<15} "
-            f"{p.convergence_factor:<7.3g} {memory:<23} {sizes}"
-        )
+        lines += ["", *text_table([UNIT_HEAD, *map(_unit_row, profile.units)])]
+    lines += ["", *text_table([METHOD_HEAD, *(_method_row(p, other) for p in predictions)])]
     lines += [
         "",
         f"without a pipeline: one device {other.single:,.0f} images/s, {other.bytes / 1e6:,.0f} MB"
@@ -57,18 +52,34 @@ def report(
     return "\n".join(lines)
 
 
-def _unit_table(profile: Profile) -> Iterator[str]:
-    yield "unit                                      forward ms  backward ms  parameters kB  activations kB  crosses kB"
-    for unit in profile.units:
-        cut = f"{unit.act_bytes / 1e3:,.0f} ({unit.num_tensors})" if unit.may_cut else "no cut"
-        yield (
-            f"{unit.name[:41]:<42}{1000 * unit.forward:<12.3f}{1000 * unit.backward:<13.3f}"
-            f"{unit.parameter_bytes / 1e3:<15,.0f}{unit.activation_bytes / 1e3:<16,.0f}{cut}"
-        )
+def _method_row(p: Prediction, other: Alternative) -> list[str]:
+    return [
+        p.pipeline.method.name,
+        str(p.pipeline.num_stages),
+        str(p.pipeline.micro_batches_per_update),
+        f"{p.images_per_second:,.0f}",
+        f"{p.images_per_second / other.single:.2f}",
+        f"{p.bubble:.1%}",
+        "/".join(f"{s:.3g}" for s in p.staleness_mean),
+        f"{p.convergence_factor:.3g}",
+        " ".join(f"{b / 1e6:.0f}" for b in p.balance.stage_bytes),
+        " ".join(map(str, p.balance.sizes)),
+    ]
+
+
+def _unit_row(unit: UnitCost) -> list[str]:
+    return [
+        unit.name[:41],
+        f"{1000 * unit.forward:.3f}",
+        f"{1000 * unit.backward:.3f}",
+        f"{unit.parameter_bytes / 1e3:,.0f}",
+        f"{unit.activation_bytes / 1e3:,.0f}",
+        f"{unit.act_bytes / 1e3:,.0f} ({unit.num_tensors})" if unit.may_cut else "no cut",
+    ]
 
 
 def facts_of(p: Prediction) -> dict[str, Any]:
-    """A prediction as plain values."""
+    """Return a prediction as plain values."""
     return {
         "method": p.pipeline.method.settings,
         "num_stages": p.pipeline.num_stages,
@@ -82,7 +93,7 @@ def facts_of(p: Prediction) -> dict[str, Any]:
 
 
 def line_to_paste(choice: Prediction, granularity: str, overrides: Sequence[str]) -> str:
-    """The command that trains as predicted."""
+    """Return the command that trains as predicted."""
     words = [word for word in overrides if not word.lstrip("+~").startswith(("method", "partition"))]
     words += method_words(choice.pipeline.method)
     words += [f"partition.num_stages={choice.pipeline.num_stages}", f"partition.granularity={granularity}"]

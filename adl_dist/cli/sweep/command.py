@@ -1,150 +1,186 @@
-"""Several runs in one command: what has to hold before the first one starts, who runs them, and their comparison."""
+"""Run several runs: check all, start those that are not complete, and compare. Run folders are the only memory."""
 
-import itertools
 import os
-import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import torch
+from hydra import compose, initialize_config_dir
+from hydra._internal.callbacks import Callbacks  # what a HydraContext needs; there is no public way
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.types import HydraContext
+from omegaconf.errors import OmegaConfBaseException
 
 from adl_dist.checkpoint.run_dir import RunFolder, lock, make_folder
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import Plain, compose_run, parse
+from adl_dist.cli.config.compose import config_folder, readable
 from adl_dist.cli.config.schema import Device, RunConfig
-from adl_dist.cli.sweep.request import SEED, STAGES, Request, requested, told_of
-from adl_dist.cli.sweep.runner import Job, Outcome, outcome_of, run_side_by_side
-from adl_dist.cli.sweep.submit import submitted
+from adl_dist.cli.subprocesses import LOOK_SECONDS, end_all
+from adl_dist.cli.sweep.request import Job, Sweep, naming, requested
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
+from adl_dist.distributed.parent_process import LAUNCHER
 from adl_dist.errors import ConfigError
 from adl_dist.report.comparison import write_comparison
-from adl_dist.report.runs import Run
+from adl_dist.report.runs import read_json, read_runs, status_of
 
 __all__ = ["requested", "run"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """One run of a sweep, checked."""
-
-    label: str
-    config: RunConfig
-    plain: Plain
-    job: Job
+LOG = Path("logs") / "output.log"
+LAUNCHER_FOLDER = ".launcher"  # what a launcher of Hydra writes, inside the folder of the sweep
 
 
-def run(request: Request) -> int:
-    """Run what is not done yet, side by side, and compare.
+def run(sweep: Sweep) -> int:
+    """Run what is not complete yet, and compare.
 
     Returns:
         The exit code: 0, or 1 if a run failed. A run that diverged is a result.
 
     Raises:
-        AdlError: before any run has started; one of them cannot be run.
+        AdlError: one of the runs cannot be run; none has been started.
     """
-    plan = _planned(request)
-    outcomes = {planned.job.folder: outcome_of(planned.job) for planned in plan}
-    waiting = [planned.job for planned in plan if outcomes[planned.job.folder].is_open]
-    with _own(request.run_dir):
-        told = f"{len(plan)} runs in {request.run_dir}, {len(waiting)} of them to do"
-        if request.launcher:
-            _say(f"{told}, handed to {request.launcher[0]}; the same command runs what has not come to its end")
-            for job, outcome in submitted(waiting, launcher=request.launcher, folder=request.run_dir):
-                outcomes[job.folder] = outcome
-                _say(f"{job.title}: {outcome.said}")
+    _check(sweep)
+    with _locked(sweep.run_dir):
+        waiting = [job for job in sweep.jobs if _status(job) == "unfinished"]
+        note = "; the same command continues what has not come to its end"
+        _say(f"{len(sweep.jobs)} runs in {sweep.run_dir}, {len(waiting)} of them to do{note}")
+        if sweep.launcher and waiting:
+            message = _submit(waiting, sweep)
+            for job in waiting:
+                _say(f"{job.name}: {_outcome(job)}")
+            if message:
+                _say(f"{sweep.launcher[0]} said: {message}; see {sweep.run_dir / LAUNCHER_FOLDER}")
         else:
-            side_by_side = request.side_by_side or _default_side_by_side([planned.config for planned in plan])
-            _say(f"{told}, {side_by_side} side by side; Ctrl-C interrupts them, the same command goes on")
-            progress = _Progress(num_runs=len(plan), num_waiting=len(waiting))
-            for job, outcome, seconds in run_side_by_side(waiting, at_once=side_by_side):
-                outcomes[job.folder] = outcome
-                _say(progress.line(job, outcome, seconds))
-        write_comparison(
-            request.run_dir,
-            [_run_of(planned, outcomes[planned.job.folder]) for planned in plan],
-            command=request.command,
-            device=_device(plan[0].config),
+            started = time.monotonic()
+            at_once = sweep.side_by_side or _default_side_by_side([job.config for job in sweep.jobs])
+            for number, (job, code) in enumerate(_run_here(waiting, at_once=at_once), start=1):
+                left = (len(waiting) - number) * (time.monotonic() - started) / number
+                _say(f"{number}/{len(waiting)}  {job.name}: {_outcome(job, code)}; about {left / 60:.0f} min left")
+        if folders := [job.folder for job in sweep.jobs if RunFolder(job.folder).is_claimed]:
+            _say(f"\n{write_comparison(sweep.run_dir, read_runs(folders), command=sweep.command)}")
+    return 1 if any(_status(job) == "unfinished" for job in sweep.jobs) else 0
+
+
+def _check(sweep: Sweep) -> None:
+    """Refuse now what would stop a run only after others have taken their time."""
+    cuts = set()
+    for job in sweep.jobs:
+        with naming(job.name):
+            RunFolder(job.folder).check(job.plain, resume=job.config.resume)
+            if (cut := (job.folder.parent, job.config.partition.num_stages)) not in cuts:  # any seed gives the same
+                cuts.add(cut)
+                instantiate.check_targets(job.config)
+                if not sweep.launcher:  # which GPUs there are elsewhere is not known here
+                    check_device(job.config.runtime.device.value)
+                instantiate.check_cut(job.config)
+
+
+def _status(job: Job) -> str:
+    return status_of(job.folder, epochs=job.config.train.epochs, max_updates=job.config.train.max_updates)
+
+
+def _outcome(job: Job, code: int | None = None) -> str:
+    """Return what became of ``job`` in a few words."""
+    match _status(job):
+        case "complete":
+            summary = read_json(job.folder / "summary.json")
+            if "validation_accuracy" in summary:
+                return f"accuracy {summary['validation_accuracy']:.2%}"
+            return f"loss {summary['validation_loss']:.4f}" if "validation_loss" in summary else "complete"
+        case "diverged":
+            where = read_json(job.folder / "diverged.json")
+            return f"diverged at update {where.get('update')} (epoch {where.get('epoch')})"
+        case _:
+            how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+            return f"failed ({f'{how}; ' if code is not None else ''}see {job.folder / LOG})"
+
+
+def _run_here(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, int]]:
+    """Run ``jobs`` as processes, ``at_once`` at a time; yield each job with its exit code; leave no process behind."""
+    waiting, running = list(reversed(jobs)), list[tuple[Job, subprocess.Popen[bytes]]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                running.append(((job := waiting.pop()), _start(job)))
+            ended = [(job, process) for job, process in running if process.poll() is not None]
+            for entry in ended:
+                running.remove(entry)
+                yield entry[0], entry[1].returncode
+            if not ended:
+                time.sleep(LOOK_SECONDS)  # no portable call waits for several processes
+    finally:
+        end_all([process for _, process in running])
+
+
+def _start(job: Job) -> subprocess.Popen[bytes]:
+    log = job.folder / LOG
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "adl_dist", "train", *job.words],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            # It ends with this process; numpy's threads would compete with torch's.
+            env={**os.environ, LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": str(_threads(job.config))},
+            start_new_session=True,  # a Ctrl-C at the terminal reaches only this process, which then ends the others
         )
-    _say(f"\n{(request.run_dir / 'comparison.md').read_text()}")
-    return 1 if any(outcome.status == "failed" for outcome in outcomes.values()) else 0
 
 
-class _Progress:
-    """Counts runs and guesses how long the rest takes."""
+def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
+    """Hand ``jobs`` to a launcher of Hydra, like submitit's, and wait for all.
 
-    def __init__(self, *, num_runs: int, num_waiting: int) -> None:
-        self._num_runs, self._num_waiting = num_runs, num_waiting
-        self._num_ended, self._seconds = 0, 0.0
+    Returns:
+        The launcher's error, if a run or the launcher itself failed, else "".
 
-    def line(self, job: Job, outcome: Outcome, seconds: float) -> str:
-        """The line of a run that ended ``seconds`` after the first one started."""
-        self._num_ended += 1
-        left = self._num_waiting - self._num_ended
-        number = f"{self._num_runs - left:>{len(str(self._num_runs))}}/{self._num_runs}"
-        rest = seconds / self._num_ended * left
-        guess = f"about {rest / 60:.0f} min left" if rest > 90 else f"about {rest:.0f} s left"
-        return f"{number}  {job.title}: {outcome.said} in {outcome.seconds:.0f} s{f'; {guess}' if left else ''}"
-
-
-def _planned(request: Request) -> list[Planned]:
-    plan, checked, folders = list[Planned](), set(), dict[Path, str]()
-    # Seeds last, so that an interrupted sweep has something of everything.
-    keys = sorted(request.swept, key=lambda key: key != SEED)
-    for values in itertools.product(*(request.swept[key] for key in keys)):
-        for variant, own in request.variants.items():
-            # A method whose values do not depend on K may settle on one; it then meets the others only once.
-            settled = STAGES in {parse(word).key_or_group for word in own}
-            met = {key: word for key, word in zip(keys, values, strict=True) if not (settled and key == STAGES)}
-            rows = [word for key, word in met.items() if key not in (STAGES, SEED)]
-            planned = _plan_one(request, variant, rows, [*request.words, *own, *met.values()])
-            config, folder, title = planned.config, planned.job.folder, planned.job.title
-            if settled and any(planned.job == other.job for other in plan):
-                continue
-            if folder in folders:
-                raise ConfigError(f"{title} and {folders[folder]} would both be written to {folder}; leave one away")
-            folders[folder] = title
-            with told_of(title):
-                RunFolder(folder).check(planned.plain, resume=config.resume)
-                if (cut := (planned.label, config.partition.num_stages)) not in checked:
-                    checked.add(cut)  # the seed changes nothing about it
-                    instantiate.check_targets(config)
-                    if not request.launcher:  # elsewhere there may be GPUs, or none
-                        check_device(config.runtime.device.value)
-                    instantiate.check_cut(config)
-            plan.append(planned)
-    return plan
+    Raises:
+        ConfigError: there is no such launcher or setting, or no run came to its end.
+    """
+    folder = str((sweep.run_dir / LAUNCHER_FOLDER).resolve()).replace("'", "\\'")
+    words = [
+        *sweep.launcher,
+        f"hydra.sweep.dir='{folder}'",
+        "hydra.sweep.subdir=${hydra.job.num}",
+        "hydra.output_subdir=null",
+        "hydra.job.name=adl-dist",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+    ]
+    try:
+        with initialize_config_dir(str(config_folder()), version_base="1.3", job_name="adl-dist"):
+            config = compose("config", overrides=words, return_hydra_config=True)
+            hydra = GlobalHydra.instance().hydra
+            assert hydra is not None
+            HydraConfig.instance().set_config(config)
+            Plugins.instance().instantiate_launcher(
+                hydra_context=HydraContext(config_loader=hydra.config_loader, callbacks=Callbacks()),
+                task_function=partial(_run_numbered, jobs, os.getcwd()),
+                config=config,
+            ).launch([[] for _ in jobs], initial_job_idx=0)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(readable(error, sweep.launcher)) from error
+    except Exception as error:  # a launcher raises the first failure of a job, or the error of its cluster
+        message = " ".join(str(error).split())
+        if all(_status(job) == "unfinished" for job in jobs):
+            raise ConfigError(f"{sweep.launcher[0]} has brought none of the runs to an end: {message}") from error
+        return message
+    return ""
 
 
-def _plan_one(request: Request, variant: str, rows: Sequence[str], words: Sequence[str]) -> Planned:
-    with told_of(", ".join(filter(None, [variant, *rows])) or request.command):
-        config, plain = compose_run(words)
-    method = config.method.chosen()
-    default = "" if variant or rows else f"{method.name} M={method.micro_batches_per_update}"
-    label = " ".join(filter(None, [variant, *map(_short, rows), default]))
-    folder = request.run_dir / _as_name(label) / f"k{config.partition.num_stages}-seed{config.seed}"
-    quoted = str(folder).replace("'", "\\'")
-    job = Job(
-        title=f"{label}  K={config.partition.num_stages} seed {config.seed}",
-        words=[*words, f"run_dir='{quoted}'"],
-        folder=folder,
-        epochs=config.train.epochs,
-        max_updates=config.train.max_updates,
-        threads=_threads(config),
-    )
-    return Planned(label=label, config=config, plain=plain, job=job)
-
-
-def _short(word: str) -> str:
-    """``word`` as a table has room for it."""
-    return word.removeprefix("method=").replace("method.accumulation_steps=", "M=").lstrip("+")
-
-
-def _as_name(label: str) -> str:
-    return re.sub(r"[^\w.+-]+", "-", label.replace("=", "")).strip("-.")
+def _run_numbered(jobs: Sequence[Job], folder: str, _: Any) -> None:
+    """Run one job in a process of the launcher, which knows its number."""
+    os.chdir(folder)  # run folders are relative to it
+    for _job, _code in _run_here([jobs[HydraConfig.get().job.num]], at_once=1):
+        pass  # the run folder says what became of it
 
 
 def _threads(config: RunConfig) -> int:
@@ -153,41 +189,22 @@ def _threads(config: RunConfig) -> int:
 
 def _default_side_by_side(configs: Sequence[RunConfig]) -> int:
     if any(config.runtime.device is Device.cuda for config in configs):
-        return 1  # what fits on a GPU only the user knows
+        return 1  # only the user knows how many runs fit on a GPU
     most = max(_threads(c) * (c.partition.num_stages if c.runtime.processes else 1) for c in configs)
     return max(1, num_cores() // most)
 
 
-def _run_of(planned: Planned, outcome: Outcome) -> Run:
-    method = planned.config.method.chosen()
-    return Run(
-        label=planned.label,
-        num_stages=planned.config.partition.num_stages,
-        accumulation_steps=method.micro_batches_per_update,
-        method=method.settings,
-        seed=planned.config.seed,
-        folder=planned.job.folder,
-        status=outcome.status,
-        ended_at_update=outcome.update,
-        ended_in_epoch=outcome.epoch,
-    )
-
-
-def _device(config: RunConfig) -> str | None:
-    return torch.cuda.get_device_name() if config.runtime.device is Device.cuda else None
-
-
 @contextmanager
-def _own(folder: Path) -> Iterator[None]:
-    """Keep other sweeps out of ``folder``, whose runs would be taken for failed ones."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other sweeps out of ``folder``: their runs would fail, because ours hold the run folders."""
     make_folder(folder)
-    held = lock(folder)
-    if held is None:
-        raise ConfigError(f"run_dir={folder}: another sweep is running here; wait for it, or give another")
+    descriptor = lock(folder)
+    if descriptor is None:
+        raise ConfigError(f"run_dir={folder}: another sweep is running here; wait for it, or choose another run_dir")
     try:
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _say(text: str) -> None:

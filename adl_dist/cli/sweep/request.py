@@ -1,65 +1,87 @@
-"""Which runs a command line asks for, if it asks for several."""
+"""Find out which runs a command line asks for, if it asks for several, with Hydra's grammar and product."""
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hydra.core.override_parser.types import Override
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # as other sweepers of Hydra do
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from adl_dist.cli.config.compose import (
+    Plain,
     SweepConfig,
     allow_extra_keys,
+    compose_run,
     composed_of,
     is_of_launcher,
     named,
     parse,
     readable,
 )
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.world import launched_world_size
 from adl_dist.errors import AdlError, ConfigError
 
 FLAGS = ("--multirun", "-m")  # Hydra's own
-STAGES, SEED = "partition.num_stages", "seed"  # these two make columns and spreads; all other keys make rows
-HERE = "basic"  # Hydra's own launcher, which runs one job after the other; ours is used in its place
+STAGES, SEED = "partition.num_stages", "seed"  # they name a run within its row; all other keys name the row
+OWN_LAUNCHER = "basic"  # Hydra's default, which runs one job after the other; ours takes its place
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """Several runs, as a command line asks for them.
+class Job:
+    """One run: ``adl-dist train words``.
 
     Attributes:
-        words: what all of them have in common.
-        swept: the values of each swept key, as words.
-        variants: the words of each variant, by its name.
-        side_by_side: how many at the same time, if the user said so.
-        run_dir: the folder of all of them.
-        command: what the user wrote.
-        launcher: words about the launcher of Hydra that starts the runs; empty: we do, here.
+        words: the words of its command line.
+        folder: its run folder.
+        config: its configuration.
+        plain: the same as plain values.
     """
 
     words: Sequence[str]
-    swept: dict[str, list[str]]
-    variants: dict[str, list[str]]
-    side_by_side: int | None
+    folder: Path
+    config: RunConfig
+    plain: Plain
+
+    @property
+    def name(self) -> str:
+        """The last two parts of its folder, which no other job has."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Several runs.
+
+    Attributes:
+        jobs: the runs, those of the first seed first, so that an interrupted sweep has something of everything.
+        run_dir: the folder of all of them.
+        side_by_side: how many to run at the same time; None: as many as there are cores for.
+        launcher: words about the launcher of Hydra that starts the runs; empty: this command does.
+        command: the user's command line.
+    """
+
+    jobs: Sequence[Job]
     run_dir: Path
-    command: str
+    side_by_side: int | None
     launcher: Sequence[str]
+    command: str
 
 
-def requested(words: Sequence[str]) -> Request | None:
-    """Find out which runs a command line asks for; None: just one.
+def requested(words: Sequence[str]) -> Sweep | None:
+    """Return the runs that a command line asks for; None: just one.
 
     Several are asked for by ``--multirun``, or by an experiment with ``hydra.mode: MULTIRUN``, whose
     ``hydra.sweeper.params`` are then swept as well; ``hydra.mode=RUN`` asks for one run with its settings.
 
     Raises:
-        ConfigError: a word that cannot be read, or that means nothing here.
+        ConfigError: a word that cannot be read, that means nothing here, or that gives a run which cannot be composed.
     """
     command = shlex.join(["adl-dist", "train", *words])
     flag = any(word in FLAGS for word in words)
@@ -68,69 +90,90 @@ def requested(words: Sequence[str]) -> Request | None:
     single = [word for word in words if not parsed[word].is_sweep_override()]
     composed = composed_of(opened := allow_extra_keys([*single, *(["hydra.mode=MULTIRUN"] if flag else [])]))
     launcher = [word for word in single if is_of_launcher(parsed[word].key_or_group)]
-    of_the_sweep = [w for w in single if parsed[w].key_or_group.partition(".")[0] == "sweep"] + launcher
+    sweep_words = [word for word in single if parsed[word].key_or_group.partition(".")[0] == "sweep"] + launcher
     if composed.hydra.mode != RunMode.MULTIRUN:
         for word in words:
             parse(word)  # refuses several values
-        if of_the_sweep:
-            raise ConfigError(f"{of_the_sweep[0]} means nothing to a single run; add --multirun, or leave it away")
+        if sweep_words:
+            raise ConfigError(f"{sweep_words[0]} means nothing to a single run; add --multirun, or omit it")
         return None
     if launched_world_size() is not None:
         raise ConfigError("several runs are processes of their own; start adl-dist train --multirun without torchrun")
-    try:
-        config = OmegaConf.to_object(composed.sweep)
-    except OmegaConfBaseException as error:
-        raise ConfigError(readable(error, opened)) from error
-    assert isinstance(config, SweepConfig)
-    if config.jobs is not None and config.jobs < 1:
-        raise ConfigError(f"sweep.jobs must be at least 1, got {config.jobs}")
-    given = {override.key_or_group for override in parsed.values()}
-    params = {k: v for k, v in (composed.hydra.sweeper.params or {}).items() if k not in given}
-    several = [word for word in words if word not in single] + [f"{key}={value}" for key, value in params.items()]
-    overrides = [parse(word, several=True) for word in several]
-    swept = {override.key_or_group: values_of(override) for override in overrides}
-    for label, variant in config.variants.items():
-        _check_variant(label, variant, fixed=(given | params.keys()) - {STAGES})
-    choices = composed.hydra.runtime.choices
-    nodes = [choices.experiment or "sweep", *(named(n, composed, choices) for n in ("data", "model") if n not in swept)]
-    kept = [w for w in single if w not in of_the_sweep and parsed[w].key_or_group not in ("hydra.mode", "run_dir")]
-    return Request(
-        words=[*kept, "hydra.mode=RUN"],
-        swept=swept,
-        variants=config.variants or {"": []},
+    config = _sweep_config(composed, opened)
+    typed = {override.key_or_group for override in parsed.values()}
+    params = [f"{k}={v}" for k, v in (composed.hydra.sweeper.params or {}).items() if k not in typed]
+    swept = [*params, *(word for word in words if word not in single)]
+    common = [w for w in single if w not in sweep_words and parsed[w].key_or_group not in ("hydra.mode", "run_dir")]
+    choices, keys = composed.hydra.runtime.choices, {_key(word) for word in swept}
+    nodes = [choices.experiment or "sweep", *(named(n, composed, choices) for n in ("data", "model") if n not in keys)]
+    run_dir = Path(composed.run_dir or f"runs/{'-'.join(nodes)}")
+    jobs: dict[Path, Job] = {}
+    for label, variant in (config.variants or {"": []}).items():
+        for values in _product(label, variant, swept, fixed=(typed | keys) - {STAGES}):
+            job = _job(run_dir, label, [*common, "hydra.mode=RUN", *variant], values, command)
+            if job.folder in jobs:
+                raise ConfigError(f"two runs would both be written to {job.folder}; omit one of them")
+            jobs[job.folder] = job
+    seeds = list(dict.fromkeys(job.config.seed for job in jobs.values()))
+    return Sweep(
+        jobs=sorted(jobs.values(), key=lambda job: seeds.index(job.config.seed)),
+        run_dir=run_dir,
         side_by_side=config.jobs,
-        run_dir=Path(composed.run_dir or f"runs/{'-'.join(nodes)}"),
+        launcher=[] if choices["hydra/launcher"] == OWN_LAUNCHER else launcher,
         command=command,
-        launcher=[] if composed.hydra.runtime.choices["hydra/launcher"] == HERE else launcher,
     )
 
 
-def values_of(override: Override) -> list[str]:
-    """One word for each value.
-
-    Raises:
-        ConfigError: they cannot be enumerated.
-    """
-    key = override.key_or_group
-    if not override.is_sweep_override():
-        return [f"{key}={override.get_value_element_as_str()}"]
+def _sweep_config(composed: DictConfig, words: Sequence[str]) -> SweepConfig:
     try:
-        return [f"{key}={value}" for value in override.sweep_string_iterator()]
+        config = OmegaConf.to_object(composed.sweep)
+    except OmegaConfBaseException as error:
+        raise ConfigError(readable(error, words)) from error
+    assert isinstance(config, SweepConfig)
+    if config.jobs is not None and config.jobs < 1:
+        raise ConfigError(f"sweep.jobs must be at least 1, got {config.jobs}")
+    return config
+
+
+def _product(label: str, variant: Sequence[str], swept: Sequence[str], *, fixed: set[str]) -> list[list[str]]:
+    """Return all combinations of the swept values, of a variant that settles on one K those of the other keys."""
+    with naming(f"sweep.variants, '{label}'"):
+        own = {parse(word).key_or_group: word for word in variant}
+        if both := own.keys() & fixed:
+            key = min(both)
+            raise ConfigError(f"{own[key]} is its own, but {key} is also given for all variants; give it in one place")
+    overrides = [parse(word, several=True) for word in swept if _key(word) not in own]
+    try:
+        return BasicSweeper.split_arguments(overrides, None)[0]
     except HydraException:
-        raise ConfigError(f"{override.input_line} cannot be enumerated; list its values: {key}=A,B") from None
+        word = next(o for o in overrides if o.is_sweep_override() and not o.is_discrete_sweep())
+        raise ConfigError(f"{word.input_line} cannot be enumerated; list its values: {word.key_or_group}=A,B") from None
 
 
-def _check_variant(label: str, variant: Sequence[str], *, fixed: set[str]) -> None:
-    with told_of(f"sweep.variants, '{label}'"):
-        for word in variant:
-            if (key := parse(word).key_or_group) in fixed:
-                raise ConfigError(f"{word} is its own, but {key} is also given for all variants; give it in one place")
+def _job(run_dir: Path, label: str, words: Sequence[str], values: Sequence[str], command: str) -> Job:
+    row = [label, *(value for value in values if _key(value) not in (STAGES, SEED))]
+    with naming(", ".join(filter(None, row)) or command):
+        config, plain = compose_run([*words, *values])
+    method = config.method.chosen()
+    name = "-".join(filter(None, map(_as_name, row))) or f"{method.name}-M{method.micro_batches_per_update}"
+    folder = run_dir / name / f"k{config.partition.num_stages}-seed{config.seed}"
+    quoted = str(folder).replace("'", "\\'")
+    return Job(words=[*words, *values, f"run_dir='{quoted}'"], folder=folder, config=config, plain=plain)
+
+
+def _as_name(text: str) -> str:
+    short = text.removeprefix("method=").replace("method.accumulation_steps=", "M").lstrip("+")
+    return re.sub(r"[^\w.+-]+", "-", short.replace("=", "")).strip("-.")
+
+
+def _key(word: str) -> str:
+    return parse(word, several=True).key_or_group
 
 
 @contextmanager
-def told_of(whose: str) -> Iterator[None]:
-    """Say which of the many an error is about."""
+def naming(run: str) -> Iterator[None]:
+    """Put the name of the run that an error is about in front of it."""
     try:
         yield
     except AdlError as error:
-        raise ConfigError(f"{whose}: {error}") from error
+        raise ConfigError(f"{run}: {error}") from error

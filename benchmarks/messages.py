@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a message between two processes costs through this project's channels, and through bare isend and irecv.
 
-    torchrun --rdzv-backend=adl-dist --nnodes=1 --nproc-per-node=2 launch/messages.py [ROUNDS]
+    torchrun --rdzv-backend=adl-dist --nnodes=1 --nproc-per-node=2 benchmarks/messages.py [ROUNDS]
 
 Both play ping-pong on the same process groups, one for each direction: rank 0 sends, rank 1 answers with as much. Bare:
 isend, irecv, wait. Ours: ProcessSender and ProcessReceiver, which check what is sent, post receives ahead and keep
@@ -86,8 +86,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             shown = [f"{statistics.median(c):.1f} ({min(c):.1f} .. {max(c):.1f})" for c in zip(*pairs, strict=True)]
             ratios = [b / a for a, b in pairs]
-            told = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-            print(f"{num_bytes:>9,}  {shown[0]:<26}{shown[1]:<26}{told}")
+            text = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+            print(f"{num_bytes:>9,}  {shown[0]:<26}{shown[1]:<26}{text}")
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How much two cores do at once, of what one does alone: programs that share nothing but the machine.
 
-    python launch/ceiling.py
+    python benchmarks/ceiling.py
 
 No way to train on two cores can gain more than this over one.
 """
@@ -61,8 +61,8 @@ def main() -> None:
             for _ in range(3):
                 alone = pool.apply(work, (0,))
                 ratios.append(sum(pool.map(work, (0, 1), chunksize=1)) / alone)
-            told, what = ", ".join(f"{r:.2f}" for r in sorted(ratios)), (work.__doc__ or "").rstrip(".")
-            print(f"{what:<60} two at once: {told} x one")
+            text, title = ", ".join(f"{r:.2f}" for r in sorted(ratios)), (work.__doc__ or "").rstrip(".")
+            print(f"{title:<60} two at once: {text} x one")
 
 
 if __name__ == "__main__":

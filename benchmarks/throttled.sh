@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Does a slow link slow ADL down? Two network namespaces, joined by a link of a given rate, one rank in each (needs root).
-#   launch/throttled.sh RATE [adl-dist bench settings ...]     e.g. launch/throttled.sh 100mbit model=resnet18 data=synthetic
+#   benchmarks/throttled.sh RATE [adl-dist bench settings ...]     e.g. benchmarks/throttled.sh 100mbit model=resnet18 data=synthetic
 # Runs adl-dist bench twice, by turns of whole tables: over the free link, then over the slow one.
 set -euo pipefail
 rate=${1:?a rate of tc, like 100mbit}

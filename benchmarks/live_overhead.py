@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""What looking at a run costs it: the beacon per action, and a run whose status is asked for ten times a second.
+"""What looking at a run costs it: the log per action, and a run whose status is asked for ten times a second.
 
-    python launch/live_overhead.py [ROUNDS]
+    python benchmarks/live_overhead.py [ROUNDS]
 
-The first is the time that the beacon adds to an order of actions that nobody carries out. The second compares two
+The first is the time that the log adds to actions that do nothing. The second compares two
 processes that train, alone and asked, by turns: medians of images/s.
 """
 
-import itertools
 import json
 import statistics
 import subprocess
@@ -15,13 +14,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+from adl_dist import engine
 from adl_dist.control.run_socket import ask_run
+from adl_dist.engine import ActionLog, StageContext
 from adl_dist.errors import ConfigError
-from adl_dist.monitor.activity import ActivityRecorder
+from adl_dist.monitor.activity import ActivityLog
 from adl_dist.schedule import Action, Op, Segment
 
 NUM_ACTIONS = 1_000_000
@@ -29,26 +30,23 @@ ASKED_PER_SECOND = 10
 RUN = ("data=synthetic", "model=resnet8", "train.epochs=3", "runtime.tensorboard=false", "data.num_samples=8192")
 
 
-def order() -> Iterator[tuple[int, Action]]:
-    """Of one stage."""
-    action = Action(Op.FORWARD, 0)
-    return itertools.repeat((0, action), NUM_ACTIONS)
-
-
-def seconds_of(run: Callable[[], Iterator[tuple[int, Action]]]) -> float:
-    """Of a core, to take all of an order."""
-    taken, start = run(), time.process_time()
-    for _ in taken:
-        pass
+def seconds_of(log: ActionLog | None, contexts: dict[int, StageContext]) -> float:
+    """Return the seconds of a core that the engine takes for actions that do nothing."""
+    actions = [(0, Action(Op.PICK, 0))] * NUM_ACTIONS
+    start = time.process_time()
+    engine.run(actions, contexts, log)
     return time.process_time() - start
 
 
-def beacon_cost() -> float:
-    """Seconds per action."""
+def log_cost() -> float:
+    """Return the seconds that the log adds to an action."""
+    stage: Any = SimpleNamespace(version=0)
+    contexts = {0: StageContext(stage, buffer={0: ((), ())})}
+    log = ActivityLog(1)
     segment = Segment(epoch=0, first_update=0, num_samples=1, micro_batch_size=1, accumulation_steps=1)
-    beacon, contexts = ActivityRecorder(1), {0: SimpleNamespace()}
-    followed = [seconds_of(lambda: beacon.followed(order(), contexts, segment, {})) for _ in range(5)]  # type: ignore[arg-type]
-    return (min(followed) - min(seconds_of(order) for _ in range(5))) / NUM_ACTIONS
+    log.open(contexts, segment, training=True)
+    logged, alone = (min(seconds_of(used, contexts) for _ in range(5)) for used in (log, None))
+    return (logged - alone) / NUM_ACTIONS
 
 
 def train(*, asked: bool) -> tuple[float, list[float]]:
@@ -84,7 +82,7 @@ def train(*, asked: bool) -> tuple[float, list[float]]:
 def main() -> None:
     """Measure both, and print medians."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    print(f"beacon: {beacon_cost() * 1e6:.2f} us per action")
+    print(f"log: {log_cost() * 1e6:.2f} us per action")
     pairs = [(train(asked=False)[0], train(asked=True)) for _ in range(rounds)]
     alone, asked = [a for a, _ in pairs], [b for _, (b, _) in pairs]
     answers = sorted(seconds for _, (_, answered) in pairs for seconds in answered)

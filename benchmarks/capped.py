@@ -1,11 +1,12 @@
-"""What a free order would take: the timing model of stages that do whatever is ready, up to a cap.
+"""The timing model of stages that do whatever is ready, up to a cap: what a free order would take.
 
-Our processes follow a list; this is the other way to run a pipeline. A stage may hold so many micro-batches
+Our processes follow a list; this is the other way to run a pipeline. A stage may hold a given number of micro-batches
 between their forward and their backward. Whenever it is free it takes the next backward or the next forward,
-whichever is there; if both are, the one preferred (PipeDream's 1F1B: the backward). The list of a schedule with
-delays d keeps the same cap, d + 1, but waits for what the list says.
+whichever has arrived; if both have, the preferred one (PipeDream's 1F1B: the backward). The list of a schedule with
+delays d keeps the same cap, d + 1, but waits for the action that the list names.
 """
 
+import random
 from collections.abc import Sequence
 from typing import Literal
 
@@ -17,6 +18,12 @@ Prefer = Literal["backward", "forward"]
 SAME_MOMENT = 1e-9  # the same times summed in another order may differ by a rounding
 
 
+def stragglers(seed: int, *, share: float = 0.25, factor: float = 2.0) -> Slowdown:
+    """Return a slowdown that makes a random ``share`` of all actions take ``factor`` times as long."""
+    draw = random.Random(seed).random
+    return lambda stage, action: factor if draw() < share else 1.0
+
+
 def simulate_dataflow(
     costs: Costs,
     caps: Sequence[int],
@@ -26,18 +33,18 @@ def simulate_dataflow(
     prefer: Prefer = "backward",
     slowdown: Slowdown = at_full_speed,
 ) -> list[Span]:
-    """When each forward, backward and update of each stage starts and ends.
+    """Return when each forward, backward and update of each stage starts and ends.
 
     Args:
-        costs: of all stages.
-        caps: of each stage, the most micro-batches in flight, the one that is forwarded included.
-        num_micro_batches: N, one segment.
+        costs: what each action of each stage takes.
+        caps: for each stage, the most micro-batches in flight, including the one in its forward.
+        num_micro_batches: N, the length of the one segment.
         accumulation_steps: M.
-        prefer: what a stage does that could do either.
+        prefer: the action that a stage takes if both are ready.
         slowdown: factor on the cost of one action, for stragglers.
 
     Raises:
-        ConfigError: caps that do not fit the stages.
+        ConfigError: the number of caps is not K, or one is below 1.
     """
     K, N = len(costs.forward), num_micro_batches
     if len(caps) != K or min(caps) < 1:
@@ -54,16 +61,16 @@ def simulate_dataflow(
         return free[stage]
 
     def options(stage: int) -> list[tuple[float, int, Op]]:
-        """What ``stage`` can do next, and from when on; the preferred comes first if both start at the same moment."""
+        """Return what ``stage`` can do next and when; a tie goes to the preferred action."""
         f, b = num_forward[stage], num_backward[stage]
-        found = []
+        ready = []
         if b < len(grads[stage]):
             later = SAME_MOMENT * (prefer == "forward")
-            found.append((max(free[stage], grads[stage][b]) + later, stage, Op.BACKWARD))
+            ready.append((max(free[stage], grads[stage][b]) + later, stage, Op.BACKWARD))
         if f < len(acts[stage]) and f - b < caps[stage]:
             later = SAME_MOMENT * (prefer == "backward")
-            found.append((max(free[stage], acts[stage][f]) + later, stage, Op.FORWARD))
-        return found
+            ready.append((max(free[stage], acts[stage][f]) + later, stage, Op.FORWARD))
+        return ready
 
     # What starts first is settled first: nothing that is not known yet can come before it.
     while ready := [option for k in range(K) for option in options(k)]:
@@ -88,7 +95,7 @@ def simulate_dataflow(
 
 
 def simulate_synchronous(costs: Costs, *, num_micro_batches: int, slowdown: Slowdown = at_full_speed) -> float:
-    """Time of so many slots if all stages meet after each, as in the loop of the authors' code.
+    """Return the time of as many slots if all stages meet after each, as in the loop of the authors' code.
 
     In a slot every stage does one forward and one backward; the slowest decides. Filling, draining and links are
     left out.

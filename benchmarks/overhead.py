@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the engine itself costs: a model that computes next to nothing, all stages in one process, one thread.
 
-    python launch/overhead.py [K] [ROUNDS]
+    python benchmarks/overhead.py [K] [ROUNDS]
 
 Beside it, by hand, what torch takes for the same: each stage's forward and backward from a leaf of its own, the loss,
 and the optimizer steps. The difference, per micro-batch and stage, is everything that the engine adds: loading, the
@@ -113,8 +113,8 @@ def by_hand(num_stages: int) -> float:
 
 def main() -> None:
     """Measure all of them by turns, and print medians."""
-    given = [int(word) for word in sys.argv[1:3]]
-    num_stages, rounds = [*given, *(2, 5)[len(given) :]]
+    numbers = [int(word) for word in sys.argv[1:3]]
+    num_stages, rounds = [*numbers, *(2, 5)[len(numbers) :]]
     torch.set_num_threads(1)
     ways = (
         lambda: engine(num_stages),
@@ -128,13 +128,13 @@ def main() -> None:
         for n in random.Random(turn).sample(range(len(ways)), k=len(ways)):  # what one leaves to do slows the next
             seconds[n].append(ways[n]())
     per_step = 1e6 / NUM_MICRO_BATCHES / num_stages
-    ours, theirs, seeded, recorded, traced = ([s * per_step for s in of_way[1:]] for of_way in seconds)
+    ours, manual, seeded, recorded, traced = ([s * per_step for s in of_way[1:]] for of_way in seconds)
     print(f"K = {num_stages}, per micro-batch and stage, medians of {rounds}:")
     print(
-        f"engine {statistics.median(ours):.0f} us, the same calls of torch by hand {statistics.median(theirs):.0f} us"
+        f"engine {statistics.median(ours):.0f} us, the same calls of torch by hand {statistics.median(manual):.0f} us"
     )
     for what, more, less in (
-        ("engine", ours, theirs),
+        ("engine", ours, manual),
         ("seeding of samples", seeded, ours),
         ("run folder", recorded, ours),
         ("trace", traced, recorded),

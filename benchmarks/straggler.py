@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a stage that is slow at random costs each method: K = 4 processes whose layers take a given time.
 
-    torchrun --rdzv-backend=adl-dist --nnodes=1 --nproc-per-node=4 launch/straggler.py \\
+    torchrun --rdzv-backend=adl-dist --nnodes=1 --nproc-per-node=4 benchmarks/straggler.py \\
         [--share 0.25] [--factor 2] [--stages 1] [--groups 40]
 
 A layer sleeps 10 ms forward and 20 ms backward, so four stages fit on any machine and nothing but the schedule is
@@ -112,7 +112,7 @@ def predicted(method: Method, slow: Slow, num_micro_batches: int) -> float:
     return makespan(simulate(lists, costs, slowdown=slowdown))
 
 
-def theirs(kind: type, slow: Slow, num_micro_batches: int) -> float:
+def torch_seconds(kind: type, slow: Slow, num_micro_batches: int) -> float:
     """Seconds that torch.distributed.pipelining takes; the first stage's process tells."""
     rank = dist.get_rank()
     layer = Layer(rank, slow)
@@ -141,15 +141,15 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=2.0, help="by which they are")
     parser.add_argument("--stages", type=int, nargs="*", default=[1], help="which stages are slow at random")
     parser.add_argument("--groups", type=int, default=40, help="updates of one run")
-    given = parser.parse_args()
-    N = given.groups * M
+    flags = parser.parse_args()
+    N = flags.groups * M
 
     def steady(stage: int, micro_batch: int) -> float:
         return 1.0
 
     def at_random(stage: int, micro_batch: int) -> float:
         drawn = random.Random(f"{stage} {micro_batch}").random()
-        return given.factor if stage in given.stages and drawn < given.share else 1.0
+        return flags.factor if stage in flags.stages and drawn < flags.share else 1.0
 
     doubled = [4 * (K - 1 - k) for k in range(K)]
     methods = {
@@ -164,13 +164,13 @@ def main() -> None:
         figures = [f(method, slow, N) / N * 1e3 for slow in (steady, at_random) for f in (ours, predicted)]
         lines.append((name, *figures))
     for name, kind in (("torch gpipe", ScheduleGPipe), ("torch 1f1b", Schedule1F1B)):
-        figures = [theirs(kind, slow, N) / N * 1e3 for slow in (steady, at_random)]
+        figures = [torch_seconds(kind, slow, N) / N * 1e3 for slow in (steady, at_random)]
         lines.append((name, figures[0], float("nan"), figures[1], float("nan")))
     if dist.get_rank() == 0:
         mean = [sum(at_random(k, b) for b in range(N)) / N * (FORWARD + BACKWARD) * 1e3 for k in range(K)]
         print(
             f"K = {K}, M = {M}, {N} micro-batches of {1e3 * (FORWARD + BACKWARD):.0f} ms per stage; stages "
-            f"{given.stages}: {given.share:.0%} take {given.factor:g} times as long (mean {max(mean):.1f} ms)"
+            f"{flags.stages}: {flags.share:.0%} take {flags.factor:g} times as long (mean {max(mean):.1f} ms)"
         )
         print("ms per micro-batch      even: measured  model   at random: measured  model   slower by")
         for name, even, even_model, slow, slow_model in lines:

@@ -1,0 +1,147 @@
+"""The main loop of a process of several: carry out the coordinator's commands and report to it."""
+
+import contextlib
+import logging
+import queue
+import time
+import traceback
+
+from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport
+from adl_dist.control.group import CAUSE_SECONDS, Worker
+from adl_dist.control.messages import Abort, Failure, Finish, Record, Report, Result, Summary
+from adl_dist.control.rpc import ControlPlane, JobEndpoint
+from adl_dist.distributed.rpc_errors import Call, PeerError
+from adl_dist.distributed.world import COORDINATOR_RANK
+from adl_dist.errors import AdlError, ChannelError, describe
+
+logger = logging.getLogger("adl_dist")
+
+REPORT_SECONDS = 0.2  # records travel in batches this far apart
+HEARD_SECONDS = 4 * CAUSE_SECONDS  # that rank 0 takes to find the cause and tell it
+
+
+class RpcReporter:
+    """Sends this process's records, results and errors to the coordinator; training never waits for it."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        """Report by ``plane``."""
+        self._plane, self._rank = plane, plane.world.rank
+        self._records: list[Record] = []
+        self._sent_at = 0.0
+        self._under_way: list[Call[None]] = []
+
+    def record(self, record: Record) -> None:
+        """Take one record; it leaves with the next batch."""
+        self._records.append(record)
+        if time.monotonic() - self._sent_at > REPORT_SECONDS:
+            self._under_way = [call for call in self._under_way if not call.is_done]
+            self._under_way.append(self._send())
+
+    def part(self, part: PartReport) -> None:
+        """Report how this process's part of a save has ended; called by the thread that writes it."""
+        if self._rank == COORDINATOR_RANK:
+            self._plane.endpoint.take_part(part)
+            return
+        try:
+            self._plane.call(COORDINATOR_RANK, JobEndpoint.take_part, part).wait()
+        except PeerError as error:
+            logger.warning("could not report the end of this process's part of a save: %s", error)
+
+    def results(self, results: list[Result]) -> None:
+        """Send ``results`` and the records left; return when all has arrived.
+
+        Raises:
+            ChannelError: it has not.
+        """
+        # RPC keeps no order between messages: the records sent before must be there before the result is.
+        for call in self._under_way:
+            call.wait()
+        self._under_way = []
+        self._send(results=results).wait()
+
+    def failure(self, error: BaseException) -> bool:
+        """Report ``error`` first-hand, before the peers fail for want of this stage; return whether rank 0 heard."""
+        failure = Failure(
+            rank=self._rank,
+            text=str(error) if isinstance(error, AdlError) else f"rank {self._rank}: {describe(error)}",
+            traceback="".join(traceback.format_exception(error)),
+            exit_code=getattr(error, "exit_code", 1),
+            is_victim=isinstance(error, ChannelError),
+        )
+        if self._rank == COORDINATOR_RANK:  # which it reaches also when RPC has ended
+            self._plane.endpoint.take_report(self._report(failure=failure))
+            return True
+        try:
+            self._send(failure=failure).wait()
+            return True
+        except PeerError as unheard:
+            logger.warning("could not report the failure to the coordinator: %s", unheard)
+            return False
+
+    def _send(self, *, results: list[Result] | None = None, failure: Failure | None = None) -> Call[None]:
+        report = self._report(results=results, failure=failure)
+        return self._plane.call(COORDINATOR_RANK, JobEndpoint.take_report, report)
+
+    def _report(self, *, results: list[Result] | None = None, failure: Failure | None = None) -> Report:
+        records, self._records, self._sent_at = self._records, [], time.monotonic()
+        return Report(rank=self._rank, records=records, results=results, failure=failure)
+
+
+def serve(worker: Worker, plane: ControlPlane) -> Summary:
+    """Carry out commands in this (main) thread until the job is over.
+
+    Returns:
+        What the coordinator gave with the end.
+
+    Raises:
+        StageFailed: the coordinator ended the job because of another process.
+        AdlError: this process failed; if for want of a rank 0 that is gone, by the name of that.
+    """
+    reporter, commands = RpcReporter(plane), plane.endpoint.commands
+    while True:
+        command = commands.get()
+        if isinstance(command, Abort):
+            raise command.failure.error()
+        if isinstance(command, Finish):
+            return dict(command.result)
+        try:
+            _report_results(worker.execute(command, reporter), reporter, plane)
+        except BaseException as error:
+            is_reported = reporter.failure(error)
+            plane.world.is_rank_0_informed = is_reported
+            if isinstance(error, ChannelError):
+                if (explained := _explained(error, is_reported, plane)) is not error:
+                    raise explained from None
+            elif is_reported and plane.world.rank != COORDINATOR_RANK:
+                # The coordinator first lets a save end that is under way, and this process may be writing its part.
+                with contextlib.suppress(queue.Empty):
+                    commands.get(timeout=LAST_SAVE_SECONDS)
+            raise
+
+
+def _report_results(results: list[Result], reporter: RpcReporter, plane: ControlPlane) -> None:
+    try:
+        reporter.results(results)
+    except ChannelError:
+        # With the last result rank 0 is done, and may end before its answer has left; its last command is here.
+        if plane.endpoint.commands.empty():
+            raise
+
+
+def _explained(error: ChannelError, is_reported: bool, plane: ControlPlane) -> AdlError:
+    """Return what a victim raises: the cause, if the coordinator reports it, or that rank 0 was gone by then."""
+    heartbeat = plane.endpoint.heartbeat
+    deadline = time.monotonic() + HEARD_SECONDS + (LAST_SAVE_SECONDS if is_reported else 0.0)
+    is_last = False
+    while not is_last:
+        # What rank 0 has sent before it ended may still be under way.
+        is_last = time.monotonic() >= deadline or heartbeat.rank0_status() is not None
+        with contextlib.suppress(queue.Empty):
+            command = plane.endpoint.commands.get(timeout=CAUSE_SECONDS)
+            if not isinstance(command, Abort):
+                return error
+            plane.world.is_rank_0_informed = True
+            return error if command.failure.is_victim else command.failure.error()
+    # A rank 0 that took the report was there when the channel broke; it ends, too, when it has told the others.
+    name = None if is_reported else heartbeat.rank0_status()
+    return ChannelError(f"{name}; {error}") if name else error

@@ -1,0 +1,73 @@
+"""The early end of a running segment: one decision, "after update u", applied by each process between two actions.
+
+Stage 0 is the place to decide, because no stage is ahead of it: about to load micro-batch b, it knows that no stage
+waits for more than b and the receives posted beyond. The segment ends with the group of the last of these. Only when
+all other processes have the decision does stage 0 continue; none of them can meet a micro-batch beyond b before that.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from adl_dist.control.messages import Stop
+from adl_dist.engine import StageContext
+from adl_dist.schedule import Action, Op, Pipeline, Segment, shorten, updates_that_load
+from adl_dist.transport.process import POSTED_AHEAD
+
+
+class EarlyStop:
+    """The early end of the segments that one process trains.
+
+    Attributes:
+        is_wanted: on rank 0, whether the running segment should end; None: it never should.
+        announce: on rank 0, hands a decision to all other processes; returns when they have it.
+    """
+
+    def __init__(self) -> None:
+        self.is_wanted: Callable[[], bool] | None = None
+        self.announce: Callable[[Stop], None] = lambda stop: None
+        self._stop: Stop | None = None
+
+    def take(self, stop: Stop) -> None:
+        """Take the decision of rank 0; called by any thread. The main thread acts on it between two actions."""
+        self._stop = stop
+
+    def applied(
+        self,
+        order: Iterable[tuple[int, Action]],
+        segment: Segment,
+        pipeline: Pipeline,
+        contexts: Mapping[int, StageContext],
+        *,
+        is_distributed: bool,
+    ) -> Iterator[tuple[int, Action]]:
+        """Hand ``order`` through; shorten the lists that it is drawn from as soon as there is a decision.
+
+        Args:
+            order: the actions of this process, drawn from ``contexts[k].work.actions``.
+            segment: the segment of training, as it was begun.
+            pipeline: the method and K.
+            contexts: this process's stages, opened.
+            is_distributed: whether receives are posted ahead.
+        """
+        ahead = POSTED_AHEAD if is_distributed else 0
+
+        def apply() -> bool:
+            """Shorten the lists if there is a decision for this segment, rather than for one before it."""
+            if self._stop is None or self._stop.after_update <= segment.first_update:
+                return False
+            groups = segment.group_sizes[: self._stop.after_update - segment.first_update]
+            for k, context in contexts.items():
+                context.shorten(sum(groups))
+                shorten(context.work.actions, pipeline, k, group_sizes=groups)
+            return True
+
+        is_applied = apply()  # stage 0 may have decided before this process began the segment
+        for k, action in order:
+            if action.op is Op.LOAD and not is_applied and self.is_wanted is not None and self.is_wanted():
+                num_updates = updates_that_load(segment.group_sizes, action.number + 1 + ahead)
+                if num_updates < segment.num_updates:
+                    stop = Stop(segment.first_update + num_updates)
+                    self.announce(stop)
+                    self.take(stop)
+            yield k, action
+            if self._stop is not None and not is_applied:
+                is_applied = apply()

@@ -1,0 +1,61 @@
+"""Which rank prints an error. Rank 0 prints what concerns the job; another rank prints only what rank 0 does not.
+
+torchrun, and our own launcher, end all ranks as soon as one has ended. So a rank that leaves an error to rank 0 waits,
+for a limited time, until rank 0 has said in a store that it has printed.
+"""
+
+import datetime
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
+from adl_dist.distributed.world import launched_rank, launched_world_size, world_of_process
+
+KEY = "adl_dist/rank_0_printed_its_error"
+LIMIT = datetime.timedelta(seconds=10)  # that rank 0 may take to print what it knows
+
+
+def announce(*, printed: bool) -> None:
+    """On rank 0: let the other ranks know that an error is printed, or that the set-up, which all share, has none."""
+    if launched_world_size() is None or launched_rank() != 0 or (store := _store()) is None:
+        return
+    try:
+        store.set(KEY, "printed" if printed else "none")
+        store.get(KEY)  # an answer: the store has it, though this process may end now
+    except RuntimeError:  # the store has ended; the other ranks find that out, too
+        return
+
+
+def is_mine() -> bool:
+    """Return whether this rank has to print the error that ends it; on other ranks than 0, once rank 0 is known."""
+    if launched_world_size() is None or launched_rank() == 0:
+        return True
+    world = world_of_process()
+    if world is not None and not world.is_rank_0_informed:
+        return True
+    try:
+        if (store := _store()) is None:
+            return True
+        store.wait([KEY], LIMIT)
+        return store.get(KEY) == b"none"
+    except dist.DistNetworkError:  # the store has ended with rank 0
+        return world is None
+    except RuntimeError:  # too late
+        return True
+
+
+def _store() -> dist.Store | None:
+    """Return the store of the ranks; before they have met, that of their launcher; None: there is none."""
+    if (world := world_of_process()) is not None:
+        return world.store
+    rank, size = launched_rank(), launched_world_size()
+    assert size is not None
+    if folder := os.environ.get(RENDEZVOUS_FOLDER):
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.FileStore(str(Path(folder) / f"set-up{attempt}"), size)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=LIMIT))
+        return dist.PrefixStore("set-up", store)
+    return None

@@ -1,0 +1,20 @@
+"""Lay out rows of cells as text, for people or as Markdown."""
+
+from collections.abc import Sequence
+
+
+def text_table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return one line per row, its columns aligned at the left; the first row is the head."""
+    return [line.rstrip() for line in _aligned(rows, "  ")]
+
+
+def markdown_table(rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table whose columns are aligned at the right, except the first one."""
+    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
+    return [f"| {line} |" for line in _aligned([rows[0], rule, *rows[1:]], " | ")]
+
+
+def _aligned(rows: Sequence[Sequence[object]], between: str) -> list[str]:
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [between.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]

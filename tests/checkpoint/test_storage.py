@@ -1,0 +1,211 @@
+"""The files of a checkpoint: the library's own bytes, every kind of tensor, and readable without this package."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.checkpoint import layout, state, storage
+from adl_dist.checkpoint.storage import CODES, Shard
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.instantiate import build_model
+from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.stage import Stage
+from tests.support.commands import in_process, words
+from tests.support.runs import trainer_of
+from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, saved, shards
+from tests.support.toys import FixedImages, batch_norm_net
+
+DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+
+
+def written(folder, tensors, **metadata):
+    storage.write(folder, {FIRST: Shard(tensors, metadata)})
+    return folder / FIRST
+
+
+def everything():
+    """Every dtype, shapes without elements and without dimensions, names and text that JSON must escape."""
+    random = torch.Generator().manual_seed(0)
+    numbers = {f"dtype.{code}": torch.randn(3, 2, generator=random).abs().to(dtype) for dtype, code in CODES.items()}
+    shapes = {f"shape{shape}": torch.ones(shape) for shape in ((), (0,), (2, 0, 3), (1,), (1, 2, 3, 4, 5))}
+    odd = {'of "\\\n\x01 \u00fc \u2028': torch.arange(5), "a.b": torch.tensor(True), "B": torch.tensor(1.5)}
+    return numbers | shapes | odd
+
+
+@pytest.mark.parametrize("tensors", [everything(), {}], ids=["everything", "nothing"])
+def test_a_file_has_the_bytes_that_the_library_writes(tensors, tmp_path):
+    file = written(tmp_path, tensors)
+    assert file.read_bytes() == safetensors.torch.save(tensors, {"format": "pt"})
+    assert safetensors.torch.load_file(file).keys() == tensors.keys()
+
+
+def test_text_of_a_file_is_read_back_and_its_order_does_not_depend_on_chance(tmp_path):
+    text = {"zebra": "1", "after": '"\u00e9\n', "more": "", "": "nothing"}
+    tensors, read = storage.scan(tmp_path, storage.MODEL, [written(tmp_path, {}, **text).name])
+    assert (tensors, read) == ({}, {"format": "pt", **text})
+    first = (tmp_path / FIRST).read_bytes()
+    (tmp_path / FIRST).unlink()
+    assert written(tmp_path, {}, **dict(reversed(text.items()))).read_bytes() == first
+
+
+VIEWS = {
+    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "transposed": lambda: torch.randn(3, 4).t(),
+    "expanded": lambda: torch.randn(3, 1).expand(3, 4),
+    "a part": lambda: torch.randn(10)[2:7:2],
+    "conjugated": lambda: torch.randn(3, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
+    "a parameter": lambda: nn.Parameter(torch.randn(3)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_is_stored_with_the_values_that_it_shows(view, tmp_path):
+    tensor = VIEWS[view]()
+    loaded = safetensors.torch.load_file(written(tmp_path, {"it": tensor}))["it"]
+    assert loaded.dtype == tensor.dtype
+    assert torch.equal(loaded, tensor)
+
+
+def test_tensors_that_share_memory_are_stored_under_each_name(tmp_path):
+    one = torch.randn(4)
+    loaded = safetensors.torch.load_file(written(tmp_path, {"one": one, "same": one, "half": one[:2]}))
+    assert all(torch.equal(loaded[name], value) for name, value in (("one", one), ("same", one), ("half", one[:2])))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.zeros(2, dtype=torch.complex128), "its dtype is torch.complex128"),
+        (torch.eye(2).to_sparse(), "its layout is torch.sparse_coo"),
+    ],
+)
+def test_what_no_file_can_hold_is_refused_before_training(tensor, reason, tmp_path):
+    model = batch_norm_net()
+    model.register_buffer("table", tensor)
+    with pytest.raises(ConfigError, match=f"table of the model cannot be saved: {reason}"):
+        state.signature(model)  # which the trainer asks for when it is made
+    with pytest.raises(ValueError, match=f"table cannot be saved: {reason}"):
+        written(tmp_path, {"table": tensor})
+
+
+def test_the_index_names_the_file_of_each_tensor_of_the_model_and_of_no_other(tmp_path):
+    path = saved(tmp_path, 1)
+    index = json.loads((path / storage.INDEX).read_text())
+    assert index["weight_map"] == {"bias": SECOND, "num_batches_tracked": FIRST, "weight": FIRST}
+    assert index["metadata"] == {"total_size": 12 * 4 + 4 * 4 + 8}
+    assert sorted(file.name for file in path.iterdir()) == sorted(
+        [FIRST, SECOND, MOMENTUM, storage.INDEX, layout.MANIFEST]
+    )
+    for name, file in index["weight_map"].items():
+        assert list(safetensors.torch.load_file(path / file)[name].shape) == SIGNATURE[name]
+
+
+def test_reading_counts_as_progress_and_takes_only_what_is_asked_for(tmp_path):
+    path = saved(tmp_path, 1)
+    tensors, _ = storage.scan(path, storage.MODEL, layout.read_manifest(path)["files"])
+    before = layout.progress.num_pieces
+    ((name, value),) = storage.read({"weight": tensors["weight"]})
+    assert (name, value.shape) == ("weight", (3, 4))
+    assert value.untyped_storage().nbytes() == 12 * 4
+    assert layout.progress.num_pieces == before + 1
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+THINGS = {"count": 3, "rate": 0.1, "flag": True, "nothing": None, "history": [1, 2.5], "far": float("inf")}
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps things of every kind for each parameter."""
+
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter] = {**THINGS, "step": torch.tensor(2.0), "average": parameter.detach().clone()}
+
+
+def stage_of(optimizer, *sizes):
+    torch.manual_seed(sum(sizes))
+    module = nn.Sequential(*(nn.Linear(4, size) for size in sizes))
+    return Stage(module, index=0, is_last=True, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer)
+
+
+def test_what_an_optimizer_remembers_comes_back_whatever_it_is(tmp_path):
+    stage, other = (stage_of(partial(Remembers, lr=0.1), 4, 2) for _ in range(2))
+    stage.optimizer.step()
+    path = saved(tmp_path, 1, state.state_of([stage], 1))
+    state.load(path, [other])
+    for name, parameter in other.named_parameters():
+        got = other.optimizer.state[parameter]
+        assert torch.equal(got.pop("average"), stage.module.get_parameter(name))
+        assert torch.equal(got.pop("step"), torch.tensor(2.0))
+        assert got == THINGS
+        assert {key: type(value) for key, value in got.items()} == {k: type(v) for k, v in THINGS.items()}
+
+
+def test_what_of_an_optimizer_cannot_be_saved_is_told_by_name(tmp_path):
+    stage = stage_of(partial(Remembers, lr=0.1), 4)
+    stage.optimizer.state[stage.module[0].bias] = {"log": {1, 2}}
+    with pytest.raises(ConfigError, match=r"0.bias.log of the optimizer's state cannot be saved: .*set.*; expected"):
+        state.state_of([stage], 1)
+
+
+# --- other programs --------------------------------------------------------------------------------------------------
+
+
+def test_the_five_lines_of_the_docs_read_a_checkpoint_without_this_package(tmp_path):
+    (program,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    assert len([line for line in program.splitlines() if line]) == 5
+    trainer = trainer_of(batch_norm_net())
+    run_dir = tmp_path / "runs" / "NAME"
+    trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=run_dir, quiet=True, tensorboard=False)
+    (path,) = (run_dir / "checkpoints").iterdir()
+    (path.parent / "update-00000042").symlink_to(path)
+    check = "\nimport sys, torch\nassert 'adl_dist' not in sys.modules\ntorch.save(state, 'state.pt')\n"
+    subprocess.run([sys.executable, "-c", program + check], cwd=tmp_path, check=True)
+    got, expected = torch.load(tmp_path / "state.pt", weights_only=True), trainer.full_state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_weights_are_read_back_from_a_folder_and_a_damaged_one_is_refused(tmp_path):
+    path = saved(tmp_path, 1)
+    read = state.read_weights(path)
+    assert read.keys() == SIGNATURE.keys()
+    assert torch.equal(read["weight"], shards()[FIRST].tensors["weight"])
+    (path / SECOND).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{SECOND} should hold"):
+        state.read_weights(path)
+    assert issubclass(CheckpointError, adl_dist.AdlError)
+
+
+def test_a_run_starts_from_what_export_wrote_or_from_a_checkpoint(tmp_path):
+    run_dir, out = tmp_path / "run", tmp_path / "model.safetensors"
+    assert in_process(*words(run_dir)).code == 0
+    outcome = in_process("export", f"run_dir={run_dir}", f"out={out}")
+    assert f"model.load_state_dict(safetensors.torch.load_file('{out}')) takes them" in outcome.out
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["model.safetensors", "run"]
+    expected = safetensors.torch.load_file(out)
+    (path,) = (run_dir / "checkpoints").iterdir()
+    for start in (out, path):
+        loaded = build_model(
+            compose_run([*words(tmp_path / "new")[1:], f"init_from={start}", "seed=1"])[0]
+        ).state_dict()
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    out.write_bytes(out.read_bytes()[:-1])
+    (path / storage.INDEX).unlink()
+    for start, said in ((out, "cannot be read (SafetensorError: "), (path, "is damaged: model.safetensors.index.json")):
+        outcome = in_process(*words(tmp_path / "new", f"init_from={start}"))
+        assert outcome.code == 2
+        assert f"{start} {said}" in outcome.err

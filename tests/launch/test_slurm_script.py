@@ -1,0 +1,107 @@
+"""``launch/slurm.sbatch`` with stand-ins for SLURM and torchrun; on a real cluster: tests/launch/test_slurm_jobs.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT, shows
+
+SCRIPT = ROOT / "launch" / "slurm.sbatch"
+# The step is this shell, whose child is torchrun. What `scontrol requeue` fails at needs no minute of waiting.
+COMMANDS = {
+    "srun": 'export SCRIPT=$PPID SLURMD_NODENAME=node1\nwhile [ "$1" != bash ]; do shift; done\nexec "$@"',
+    "scontrol": '[ "$1" = show ] && exec printf "%s\\n" ${NODES:-node1}\necho requeued; exit 1',
+    "sinfo": 'echo "node1 ${NODE_STATE:-allocated}"',
+    "ip": 'case "$*" in *"show dev lo"*) echo "1: lo inet 127.0.0.1/8 scope host lo";; *show) echo "1: lo inet";; esac',
+}
+STOPS = f"{sys.executable} -c 'from adl_dist.distributed import parent_process; parent_process.flag_stopped()'"
+
+
+def run_script(folder, torchrun, *words, **variables):
+    """Run the script with ``torchrun`` as the program that it starts; returns exit code, output, and what is left."""
+    (folder / "bin").mkdir()
+    (folder / "tmp").mkdir()
+    for name, does in {**COMMANDS, "torchrun": torchrun}.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{does}\n")
+        (folder / "bin" / name).chmod(0o755)
+    names = {"SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_ON_NODE": "4"}
+    names |= {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHON": "torchrun"}
+    names |= {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT), **variables}
+    with (folder / "out").open("w") as out:  # a file: what asks every ten seconds may outlive the script by one sleep
+        command = ["bash", SCRIPT, *words]
+        done = subprocess.run(
+            command, env={**os.environ, **names}, stdout=out, stderr=out, timeout=60, check=False, cwd=folder
+        )
+    return done.returncode, (folder / "out").read_text(), list((folder / "tmp").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("does", "code"),
+    [
+        ("kill -USR1 $PPID; {stops}", 75),
+        ("kill -USR1 $SCRIPT; {stops}", 75),  # before the time limit only the script gets it
+        ("kill -USR1 $PPID", 0),  # it came while the last weights were evaluated and saved
+        ("{stops}", 0),  # by `adl-dist stop`
+        ("kill -USR1 $PPID; {stops}; exit 1", 1),
+    ],
+)
+def test_a_job_is_queued_again_only_if_a_signal_has_stopped_its_ranks(does, code, tmp_path):
+    ended, said, left = run_script(tmp_path, does.format(stops=STOPS))
+    assert (ended, left) == (code, []), said
+    assert ("requeued" in said) == (code == 75)
+    assert ("stopped by USR1; queued again (1 of at most 20)" in said) == (code == 75)
+
+
+def test_a_job_that_was_queued_often_enough_is_not_queued_again(tmp_path):
+    ended, said, _ = run_script(tmp_path, f"kill -USR1 $PPID; {STOPS}", MAX_REQUEUES="2", SLURM_RESTART_COUNT="2")
+    assert ended == 75
+    shows(said, ["job 17, start 3:", "not queued again, after 2 times (MAX_REQUEUES=2)"])
+    assert "requeued" not in said
+
+
+@pytest.mark.parametrize("state", ["down", "idle*", "idle"])
+def test_a_job_that_fails_is_queued_again_if_a_node_is_lost(state, tmp_path):
+    ended, said, _ = run_script(tmp_path, "exit 3", NODE_STATE=state)
+    assert ended == 3
+    assert ("lost node1" in said) == ("requeued" in said) == (state != "idle")
+
+
+def test_torchrun_gets_stages_threads_and_the_words_of_the_user(tmp_path):
+    words = ["run_dir='with space'", "seed=1"]
+    ended, said, _ = run_script(tmp_path, 'printf "%s\\n" "$@"', *words, PROCESSES_PER_NODE="2", MAX_RESTARTS="1")
+    assert ended == 0, said
+    given = said.splitlines()
+    assert {"--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=17-0", "--rdzv-endpoint=127.0.0.1:16401"} <= {*given}
+    assert given[given.index("train") :] == ["train", "partition.num_stages=2", "runtime.threads=2", *words]
+
+
+def test_a_task_of_an_array_takes_its_number_as_the_seed(tmp_path):
+    said = run_script(tmp_path, 'printf "%s\\n" "$@"', "seed=1", SLURM_ARRAY_TASK_ID="3")[1]
+    assert said.splitlines()[-2:] == ["seed=1", "seed=3"]
+
+
+def test_an_interface_without_an_address_is_refused_with_those_that_there_are(tmp_path):
+    ended, said, _ = run_script(tmp_path, "exit 0", NODES="node1 node2", INTERFACE="ib7")
+    assert ended == 2
+    shows(said, ["node1 has no IPv4 address on interface 'ib7'; give INTERFACE, one of: lo"])
+
+
+def test_outside_of_a_job_the_script_says_how_to_submit_it(tmp_path):
+    ended, said, _ = run_script(tmp_path, "exit 0", SLURM_JOB_NODELIST="")
+    assert ended != 0
+    shows(said, ["submit this script with sbatch"])
+
+
+def test_the_script_is_short_and_the_documentation_names_its_variables():
+    text, page = SCRIPT.read_text(), (ROOT / "docs" / "cluster.md").read_text()
+    assert len(text.splitlines()) <= 60
+    for name in ("PROCESSES_PER_NODE", "INTERFACE", "PYTHON", "MAX_RESTARTS", "MAX_REQUEUES"):
+        assert f"${{{name}:-" in text
+        assert f"`{name}`" in page
+
+
+def test_scripts_are_where_the_documentation_says():
+    assert sorted(path.name for path in Path(ROOT / "launch").iterdir()) == ["local.sh", "slurm.sbatch"]

@@ -1,0 +1,27 @@
+"""A file that is written atomically is there whole, or as it was."""
+
+import pytest
+
+from adl_dist.report.files import write_atomically
+
+
+def test_a_file_is_replaced_only_when_all_of_it_is_written(tmp_path):
+    path = tmp_path / "summary.json"
+    for text in ("first", "second"):
+        with write_atomically(path) as unfinished:
+            assert unfinished.suffix == ".json"
+            unfinished.write_text(text)
+            assert not path.exists() or path.read_text() == "first"
+        assert path.read_text() == text
+    with pytest.raises(KeyboardInterrupt), write_atomically(path) as unfinished:  # noqa: PT012
+        unfinished.write_text("half")
+        raise KeyboardInterrupt
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+    assert path.read_text() == "second"
+
+
+def test_what_cannot_be_renamed_leaves_nothing_behind(tmp_path):
+    (tmp_path / "taken" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"), write_atomically(tmp_path / "taken") as unfinished:
+        unfinished.write_text("whole")
+    assert [file.name for file in tmp_path.iterdir()] == ["taken"]
