@@ -5,7 +5,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 
 from adl_dist.errors import ScheduleError
-from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
+from adl_dist.schedule.actions import LINKS, RECEIVES, Action, receiver
 
 ActionLists = Sequence[Sequence[Action]]
 Edge = tuple[str, int]  # what is carried, and the stage that receives it
@@ -137,27 +137,17 @@ def check_rendezvous(
     Raises:
         ScheduleError: the stages wait for each other; the text says for what.
     """
-    num_stages = len(lists)
-    cursor = [0] * num_stages
-    queues: dict[tuple[Hashable, int], deque[tuple[str, bool, int]]] = defaultdict(deque)
-    peers: dict[Hashable, tuple[int, int]] = {}
-    issued: set[tuple[int, Action]] = set()
+    wire = _Wire(len(lists), group)
+    cursor = [0] * len(lists)
     received: set[tuple[int, Action]] = set()
 
-    def issue(stage: int, action: Action) -> None:
-        link = LINKS.get(action.op) or RECEIVES[action.op]
-        hop = num_stages - 1 if link.hop is None else link.hop
-        peer = stage + hop if action.op in LINKS else stage - hop
-        low, high = min(stage, peer), max(stage, peer)
-        key = group(link.what, low, high)
-        peers[key] = low, high
-        queues[key, stage].append((link.what, action.op in LINKS, action.number))
-        issued.add((stage, action))
-
-    def is_full(stage: int, op: Op) -> bool:
-        what = LINKS[op].what
-        pending = sum(m[:2] == (what, True) for (_, k), queue in queues.items() if k == stage for m in queue)
-        return max_pending is not None and pending > max_pending[what, stage]
+    def is_blocked(stage: int, action: Action) -> bool:
+        if action.op in RECEIVES:
+            return (stage, action) not in received
+        if max_pending is None or action.op not in LINKS:
+            return False
+        what = LINKS[action.op].what
+        return wire.num_pending(stage, what) > max_pending[what, stage]
 
     moved = True
     while moved:
@@ -165,26 +155,54 @@ def check_rendezvous(
         for k, actions in enumerate(lists):
             while cursor[k] < len(actions):
                 action = actions[cursor[k]]
-                is_message = action.op in LINKS or action.op in RECEIVES
-                if is_message and (k, action) not in issued:
-                    issue(k, action)
-                if action.op in RECEIVES and (k, action) not in received:
-                    break
-                if action.op in LINKS and is_full(k, action.op):
+                wire.issue(k, action)
+                if is_blocked(k, action):
                     break
                 cursor[k] += 1
                 moved = True
-        for key, (low, high) in peers.items():
-            mine, theirs = queues[key, low], queues[key, high]
-            while mine and theirs and _partners(mine[0], theirs[0]):
-                what, low_sends, index = mine.popleft()
-                theirs.popleft()
-                op = next(link.recv for link in LINKS.values() if link.what == what)
-                received.add((high if low_sends else low, Action(op, index)))
-                moved = True
+        for arrival in wire.transfer():
+            received.add(arrival)
+            moved = True
 
     if unfinished := {k: s[cursor[k]] for k, s in enumerate(lists) if cursor[k] < len(s)}:
         raise ScheduleError(_stuck(unfinished))
+
+
+class _Wire:
+    """Communicators that hold what was issued until both ends have come to it."""
+
+    def __init__(self, num_stages: int, group: Callable[[str, int, int], Hashable]) -> None:
+        self._num_stages, self._group = num_stages, group
+        self._queues: dict[tuple[Hashable, int], deque[tuple[str, bool, int]]] = defaultdict(deque)
+        self._peers: dict[Hashable, tuple[int, int]] = {}
+        self._issued: set[tuple[int, Action]] = set()
+
+    def issue(self, stage: int, action: Action) -> None:
+        """Queue a send or a receive of ``stage``, once; any other action does nothing."""
+        link = LINKS.get(action.op) or RECEIVES.get(action.op)
+        if link is None or (stage, action) in self._issued:
+            return
+        hop = self._num_stages - 1 if link.hop is None else link.hop
+        peer = stage + hop if action.op in LINKS else stage - hop
+        low, high = min(stage, peer), max(stage, peer)
+        key = self._group(link.what, low, high)
+        self._peers[key] = low, high
+        self._queues[key, stage].append((link.what, action.op in LINKS, action.number))
+        self._issued.add((stage, action))
+
+    def num_pending(self, stage: int, what: str) -> int:
+        """Return how many sends of ``what`` by ``stage`` are under way."""
+        return sum(m[:2] == (what, True) for (_, k), queue in self._queues.items() if k == stage for m in queue)
+
+    def transfer(self) -> Iterator[tuple[int, Action]]:
+        """Finish whatever both ends have at the head of their queues; yield each receive with its stage."""
+        for key, (low, high) in self._peers.items():
+            mine, theirs = self._queues[key, low], self._queues[key, high]
+            while mine and theirs and _partners(mine[0], theirs[0]):
+                what, low_sends, number = mine.popleft()
+                theirs.popleft()
+                op = next(link.recv for link in LINKS.values() if link.what == what)
+                yield (high if low_sends else low), Action(op, number)
 
 
 def _partners(mine: tuple[str, bool, int], theirs: tuple[str, bool, int]) -> bool:

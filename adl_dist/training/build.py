@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.control.worker import LocalWorker
@@ -53,7 +53,6 @@ def build_worker(
         StageFailed, ChannelError: another rank found so, or does not answer.
     """
     pipeline, precision = spec.pipeline, spec.precision
-    method = pipeline.method
     if isinstance(spec.loss_fn, nn.Module):
         spec.loss_fn.to(world.device, precision.dtype)
     sample = common_sample(*loaders)
@@ -69,18 +68,7 @@ def build_worker(
         module.to(world.device)
         if precision.channels_last:
             to_channels_last(module)
-    shape_inference.check_consistent(store, world.rank, world.size, settings_of(spec, partitioned))
-    agreed = shape_inference.infer_shapes(
-        store,
-        partitioned.modules,
-        num_stages=pipeline.num_stages,
-        loss_fn=spec.loss_fn,
-        sample=sample,
-        device=world.device,
-        within=precision.autocasting(world.device),
-        check=partial(check_outs, method.head) if method.spec.local_losses else None,
-    )
-    check_targets(method, agreed.target)
+    agreed = _agree(spec, partitioned, world, store, sample)
     num_outputs = shape_inference.num_outputs(store, pipeline.num_stages)
     stages = {
         k: build_stage(module, k, spec, agreed, num_classes=num_outputs, device=world.device)
@@ -93,8 +81,32 @@ def build_worker(
     if world.is_distributed:
         contexts = process_context(world, stages[world.rank], acts, agreed.target, pipeline)
     else:
-        contexts = local_contexts(stages, acts, agreed.target, method)
+        contexts = local_contexts(stages, acts, agreed.target, pipeline.method)
     return LocalWorker(world, pipeline, spec.seed, precision.dtype, contexts, *loaders, pick_next)
+
+
+def _agree(
+    spec: TrainSpec,
+    partitioned: PartitionedModel,
+    world: World,
+    store: dist.Store,
+    sample: tuple[Tensor, Tensor] | None,
+) -> shape_inference.Agreed:
+    """Settle with the other ranks that all do the same job, and the shapes of what travels."""
+    method, precision = spec.pipeline.method, spec.precision
+    shape_inference.check_consistent(store, world.rank, world.size, settings_of(spec, partitioned))
+    agreed = shape_inference.infer_shapes(
+        store,
+        partitioned.modules,
+        num_stages=spec.pipeline.num_stages,
+        loss_fn=spec.loss_fn,
+        sample=sample,
+        device=world.device,
+        within=precision.autocasting(world.device),
+        check=partial(check_outs, method.head) if method.spec.local_losses else None,
+    )
+    check_targets(method, agreed.target)
+    return agreed
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -181,22 +182,7 @@ def take_profile(
         PartitionError: that file is no profile.
     """
     device, precision = sample[0].device, spec.precision
-    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
-    of = {
-        "units": len(chain.units),
-        "granularity": granularity,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
-        "optimizer": type(spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
-        **precision.settings,
-        "micro_batch_size": micro_batch_size,
-        "input": list(sample[0].shape[1:]),
-        "channels_last": sample[0].ndim == 4 and not sample[0].is_contiguous(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": str(torch.__version__),
-    }
+    of = _measured_thing(model, chain, spec, granularity, sample, micro_batch_size)
     if kept_in is not None and kept_in.is_file():
         kept = Profile.load(kept_in)
         if kept.of == of:
@@ -218,6 +204,34 @@ def take_profile(
     if kept_in is not None:
         profile.save(kept_in)
     return profile
+
+
+def _measured_thing(
+    model: nn.Module,
+    chain: Chain,
+    spec: TrainSpec,
+    granularity: str,
+    sample: tuple[Tensor, Tensor],
+    micro_batch_size: int,
+) -> dict[str, Any]:
+    """Return the plain values by which a measurement that was kept is recognised."""
+    device, precision = sample[0].device, spec.precision
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
+    return {
+        "units": len(chain.units),
+        "granularity": granularity,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
+        "optimizer": type(spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
+        **precision.settings,
+        "micro_batch_size": micro_batch_size,
+        "input": list(sample[0].shape[1:]),
+        "channels_last": sample[0].ndim == 4 and not sample[0].is_contiguous(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
 
 
 def device_memory(device: torch.device) -> int | None:

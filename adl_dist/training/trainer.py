@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +112,7 @@ class Trainer:
         if seed < 0:
             raise ConfigError(f"seed must be >= 0, got {seed}")
         self._processes = processes or ProcessOptions()
-        one_per_stage, started = self._processes.one_per_stage, launched_world_size()
-        self._distributed = (started is not None if one_per_stage is None else one_per_stage) and num_stages > 1
-        if self._distributed and started is None:
-            raise ConfigError(
-                f"one_per_stage=True, but this script was started plainly: start it with torchrun "
-                f"--nproc-per-node={num_stages}, or omit one_per_stage to train in one process"
-            )
-        check_world_size(num_stages, processes=self._distributed)
+        self._distributed = _is_distributed(self._processes, num_stages)
         self._timeouts = (timeouts or WatchdogTimeouts()).settled(distributed=self._distributed)
         self._spec = TrainSpec(
             pipeline=pipeline,
@@ -166,19 +160,18 @@ class Trainer:
             batch_size: samples of one update; micro-batches hold floor(batch_size / M).
             val_dataset: evaluated after each epoch, every sample exactly once.
             run_dir: the run's folder; None: nothing is written.
-            resume: ``auto`` (continue from the newest checkpoint in ``run_dir``), ``never``, or a checkpoint's path.
-                Started again by its launcher, a process continues from what it has saved, whatever is given here.
+            resume: ``auto`` (from the newest checkpoint in ``run_dir``), ``never``, or a checkpoint's path; a process
+                that its launcher starts again continues from what it has saved.
             max_updates: stop after so many updates, if that comes first.
             shuffle: a new order of samples each epoch, a function of (seed, epoch) alone.
             num_workers: processes that load data; 0: the first stage loads between its actions.
             checkpoints: when to save and what to keep.
             monitoring: what is recorded and shown.
-            config: the settings that ``run_dir`` is recognised by when it is used again; None: this trainer's own.
+            config: the settings that ``run_dir`` is recognised by; None: this trainer's own.
 
         Returns:
-            The summary, as in ``summary.json``; the same on every rank. Of a run that was asked to stop it has
-            ``stopped``: ``why``, after how many updates (``update``), in which ``epoch``, the path of its
-            ``checkpoint`` (None without a ``run_dir``), and whether ``drain_changed_result``, the values of the run.
+            The summary, as in ``summary.json``; the same on every rank. After a stop it has ``stopped``: ``why``,
+            ``update``, ``epoch``, ``checkpoint`` (a path, or None), and whether ``drain_changed_result``.
 
         Raises:
             ConfigError, PartitionError, DataError, CheckpointError: before training starts.
@@ -187,52 +180,65 @@ class Trainer:
             SaveError: the last checkpoint could not be written.
         """
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
-        check_lengths(epochs=epochs, max_updates=max_updates)
-        micro_batch_size = micro_batch_size_of(batch_size, self._spec.pipeline.micro_batches_per_update)
+        plan = self._plan(epochs, max_updates, batch_size, checkpoints)
         self._check_outputs(run_dir, resume, monitoring)
         if config is None:
-            config = {
-                **build.settings_of(self._spec, self._partitioned),
-                "batch_size": batch_size,
-                "shuffle": shuffle,
-                "checkpoint_every_updates": checkpoints.every_updates,
-            }
+            config = {**build.settings_of(self._spec, self._partitioned), "batch_size": batch_size, "shuffle": shuffle}
+            config["checkpoint_every_updates"] = checkpoints.every_updates
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
         if folder is not None:
             resume = folder.check(config, resume=resume)
-        log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
-        with self._meeting() as (world, store):
-            running = job.Job(world, self._timeouts, folder.path if folder else None)
-            self.requests = running.requests
-            loaders = (
-                self._loader(train_dataset, "training", world, shuffle, num_workers, min_samples=batch_size),
-                None if val_dataset is None else self._loader(val_dataset, "validation", world, False, num_workers),
-            )
-            plan = Plan(
-                epochs=epochs,
-                max_updates=max_updates,
-                checkpoint_every_updates=checkpoints.every_updates,
-                num_samples=_num_samples(loaders[0]),
-                num_validation=_num_samples(loaders[1]),
-                micro_batch_size=micro_batch_size,
-                accumulation_steps=self._spec.pipeline.micro_batches_per_update,
-            )
-            if self.needs_data:
-                build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
-            with self._bound(world):  # with the threads that the first forward starts
-                worker = self._worker(world, store, loaders, micro_batch_size, folder.path if folder else None)
-        self._schedule_learning_rates(worker, plan, store)
-        worker.activity.keep_events(MOST_EVENTS if monitoring.trace else 0)
-        worker.meter = MemoryMeter.of(self._spec.pipeline, world.device) if monitoring.memory else None
-        saving = None
-        if folder is not None and world.rank == 0:
-            saving = self._saving(folder, config, resume, checkpoints, trace=monitoring.trace)
+        data = train_dataset, val_dataset
+        running, worker, plan = self._start(data, plan, folder, batch_size, shuffle, num_workers)
+        saving = self._saving(worker.world, folder, config, resume, checkpoints, trace=monitoring.trace)
         try:
             return self._train(running, worker, plan, saving, checkpoints, monitoring)
         finally:
             forget_actions()
             if folder is not None:
                 folder.close()
+
+    def _plan(self, epochs: int, max_updates: int | None, batch_size: int, checkpoints: CheckpointPolicy) -> Plan:
+        """Return the lengths of the run, before it is known how much data there is."""
+        check_lengths(epochs=epochs, max_updates=max_updates)
+        steps = self._spec.pipeline.micro_batches_per_update
+        return Plan(
+            epochs=epochs,
+            max_updates=max_updates,
+            checkpoint_every_updates=checkpoints.every_updates,
+            num_samples=0,
+            num_validation=0,
+            micro_batch_size=micro_batch_size_of(batch_size, steps),
+            accumulation_steps=steps,
+        )
+
+    def _start(
+        self,
+        datasets: tuple[Dataset[Any] | None, Dataset[Any] | None],
+        plan: Plan,
+        folder: RunFolder | None,
+        batch_size: int,
+        shuffle: bool,
+        num_workers: int,
+    ) -> tuple[job.Job, LocalWorker, Plan]:
+        """Meet the other ranks, open the data and build this process's worker; return the plan with the data's size."""
+        path = folder.path if folder is not None else None
+        log_to(path / "logs" / f"rank{launched_rank()}.log" if path is not None else None)
+        with self._meeting() as (world, store):
+            running = job.Job(world, self._timeouts, path)
+            self.requests = running.requests
+            train, validation = datasets
+            loaders = (
+                self._loader(train, "training", world, shuffle, num_workers, min_samples=batch_size),
+                None if validation is None else self._loader(validation, "validation", world, False, num_workers),
+            )
+            plan = replace(plan, num_samples=_num_samples(loaders[0]), num_validation=_num_samples(loaders[1]))
+            if self.needs_data:
+                build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
+            with self._bound(world):  # with the threads that the first forward starts
+                worker = self._worker(world, store, loaders, plan.micro_batch_size, path)
+        self._schedule_learning_rates(worker, plan, store)
+        return running, worker, plan
 
     def _check_outputs(self, run_dir: str | os.PathLike[str] | None, resume: str, monitoring: Monitoring) -> None:
         if run_dir is None and resume != "auto":
@@ -249,8 +255,17 @@ class Trainer:
             )
 
     def _saving(
-        self, folder: RunFolder, config: Mapping[str, Any], resume: str, policy: CheckpointPolicy, *, trace: bool
-    ) -> Saving:
+        self,
+        world: World,
+        folder: RunFolder | None,
+        config: Mapping[str, Any],
+        resume: str,
+        policy: CheckpointPolicy,
+        *,
+        trace: bool,
+    ) -> Saving | None:
+        if folder is None or world.rank != 0:
+            return None
         return Saving(
             folder=folder,
             config=config,
@@ -278,6 +293,8 @@ class Trainer:
     ) -> Summary:
         """Run the job, with its outputs open and signals handled."""
         world, pipeline = worker.world, self._spec.pipeline
+        worker.activity.keep_events(MOST_EVENTS if monitoring.trace else 0)
+        worker.meter = MemoryMeter.of(pipeline, world.device) if monitoring.memory else None
         drain_changes_result = not pipeline.drain_is_exact
         # Where draining changes the result and checkpoints are planned, a stop waits for the next one.
         is_planned = drain_changes_result and checkpoints.every_updates is not None
@@ -440,6 +457,23 @@ class Trainer:
             updates_per_epoch=int(store.get("updates_per_epoch")),
             total_updates=int(store.get("total_updates")),
         )
+
+
+def _is_distributed(processes: ProcessOptions, num_stages: int) -> bool:
+    """Return whether each stage has a process of its own.
+
+    Raises:
+        ConfigError: the number of processes that were started is not K, or 1.
+    """
+    wanted, started = processes.one_per_stage, launched_world_size()
+    distributed = (started is not None if wanted is None else wanted) and num_stages > 1
+    if distributed and started is None:
+        raise ConfigError(
+            f"one_per_stage=True, but this script was started plainly: start it with torchrun "
+            f"--nproc-per-node={num_stages}, or omit one_per_stage to train in one process"
+        )
+    check_world_size(num_stages, processes=distributed)
+    return distributed
 
 
 def _num_samples(loader: DeviceLoader | None) -> int:
