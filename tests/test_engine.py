@@ -16,7 +16,7 @@ from adl_dist.engine import StageContext
 from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, training_work
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import Stage
-from adl_dist.training.dry_run import dry_run
+from adl_dist.training.shape_inference import dry_run
 from adl_dist.transport import Specs, TensorSpec
 from tests.support.tiers import slow
 from tests.support.values import spec_of

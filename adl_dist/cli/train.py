@@ -123,12 +123,12 @@ def export(words: list[str]) -> None:
 
 
 def _known_run_here(run_dir: Path) -> RunConfig:
-    """The configuration of a run, to be computed on the CPU where its GPU is not: its weights outlive the machine."""
+    """Return the configuration of a run, for the CPU where there is no GPU: weights outlive the machine."""
     config = known_run(run_dir)
     if config.runtime.device is Device.cuda and not torch.cuda.is_available():
         config.runtime.device = Device.cpu
-        told = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
-        tell(sys.stderr, f"adl-dist: {run_dir} {told}\n")
+        note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
+        tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
     return config
 
 

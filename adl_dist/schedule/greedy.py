@@ -14,10 +14,10 @@ from adl_dist.schedule.pipeline import Pipeline
 
 @dataclass
 class Buffer:
-    """What a stage may work on, each entry being the number of a step of the stage before.
+    """The replay buffer of a stage; each entry is the number of a step of the stage before.
 
     Attributes:
-        uses: of each entry, oldest entry first.
+        uses: how often each entry was used, oldest entry first.
     """
 
     size: int
@@ -38,7 +38,7 @@ class Buffer:
         return any(is_final or self.most_uses is None or n < self.most_uses for n in self.uses.values())
 
     def read(self) -> int:
-        """Of the entries used least, the one written last (``priority_lifo``)."""
+        """Return, among the entries used least, the one written last (``priority_lifo``), and count the use."""
         entry = min(reversed(self.uses), key=self.uses.__getitem__)
         self.uses[entry] += 1
         return entry

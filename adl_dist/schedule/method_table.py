@@ -39,7 +39,7 @@ CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one cloc
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSpec:
-    """What makes a method that method.
+    """The facts that tell one method from another.
 
     Attributes:
         summary: name and source.
@@ -48,7 +48,7 @@ class MethodSpec:
         accumulation_steps: M, unless the user gives another.
         flush: whether the pipeline is emptied after each group, so that nothing is stale.
         last_in_first_out: whether a group's backwards run in reverse.
-        forward_lock: whether no stage goes on before its micro-batch has passed all stages.
+        forward_lock: whether no stage continues before its micro-batch has passed all stages.
         local_losses: whether each stage learns from a loss of its own instead of a gradient from downstream.
         options: the fields of ``Method`` that mean something to it.
     """

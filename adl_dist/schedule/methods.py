@@ -22,7 +22,7 @@ from adl_dist.schedule.options import CHOICES, TYPES
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A method and its hyper-parameters; None: what the method's row says.
+    """A method and its hyper-parameters; None: the value in the method's row.
 
     Attributes:
         name: a row of ``METHODS``.
@@ -35,14 +35,14 @@ class Method:
         gradient_shrink: FDG's beta; each stage but the last scales the gradient that comes in by it.
         order: ``backward_first`` (what the authors' code did) makes each delay above 0 one tick shorter, and the
             mean staleness 1/M of an update less.
-        reduction: of a group's gradients; ``sum`` (what the authors' code did) makes a step M times as long.
+        reduction: how a group's gradients are combined; ``sum`` (the authors' code) makes a step M times as long.
         lr_index: which learning rate a stage uses for its s-th update: the s-th of the schedule, or (``slot``, what
             the authors' code did) the one that a clock common to all stages shows at that moment.
-        lr_factors: of each stage's learning rate; the FR authors' code used 2 on stage 0.
+        lr_factors: factors on each stage's learning rate; the FR authors' code used 2 on stage 0.
         recompute: GPipe's; which micro-batches of a group keep only their input: none, all but the last, all.
         activation_queue: DSP's p_k between stage k and k+1: one number for all, or K-1.
         gradient_queue: DSP's q_k; the delay of stage k is the sum of p + q from there on.
-        head: of the local losses; see :mod:`adl_dist.stage.heads`.
+        head: the kind of head of local losses; see :mod:`adl_dist.stage.heads`.
         buffer_size: micro-batches in the replay buffer between two stages; 0: none, stages work in step.
         buffer_reuse: how often one of them may be used; None: any number of times.
         stage_speeds: with a buffer, how often each stage gets its turn, relative to the others.
@@ -137,7 +137,7 @@ class Method:
         if self.lr_index == "slot" and self.delay != self.spec.delay:
             raise ConfigError(
                 f"method.lr_index=slot needs the clock of method.delay={self.spec.delay}; with method.delay="
-                f"{self.delay} stages share none: leave one of them away"
+                f"{self.delay} stages share none: omit one of them"
             )
         for name in ("activation_queue", "gradient_queue"):
             value = getattr(self, name)
@@ -149,7 +149,7 @@ class Method:
         if not self.buffer_size and (self.buffer_reuse is not None or self.stage_speeds is not None):
             raise ConfigError(
                 "method.buffer_reuse and method.stage_speeds mean nothing without a replay buffer; set "
-                "method.buffer_size=50, or leave them away"
+                "method.buffer_size=50, or omit them"
             )
         for name in ("lr_factors", "stage_speeds"):
             if any(not number > 0 for number in getattr(self, name) or ()):

@@ -18,7 +18,7 @@ def downstream_first(runnable: Sequence[int]) -> int:
 
 
 def at_random(seed: int) -> Callable[[Sequence[int]], int]:
-    """Any stage that can go on, drawn by ``seed``."""
+    """Return a choice among the stages that can continue, drawn by ``seed``."""
     return random.Random(seed).choice
 
 
@@ -31,7 +31,7 @@ def replay(
 
     Args:
         lists: the actions of stages 0..K-1.
-        pick_next: picks the next stage among those that can go on (ascending order).
+        pick_next: picks the next stage among those that can continue (ascending order).
 
     Raises:
         ScheduleError: every unfinished stage waits for another, or a message is not the one awaited.
@@ -74,11 +74,11 @@ def replay(
     if unfinished := {k: s[cursor[k]] for k, s in enumerate(lists) if cursor[k] < len(s)}:
         raise ScheduleError(_stuck(unfinished))
     if lost := {edge: list(left) for edge, left in mail.items() if left}:
-        raise ScheduleError(f"messages that nobody receives: {lost}")
+        raise ScheduleError(f"messages that no stage receives: {lost}")
 
 
 def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending, int]:
-    """Of each edge, the messages that may not have been received yet when one is sent, it included.
+    """Return, per edge, the most messages that may not have been received yet when one is sent, it included.
 
     However slow the receiver is, and however fast all others are: only that counts as received of which the sender has
     heard, through whatever messages came to it since.
@@ -107,7 +107,7 @@ def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending
 
 
 def one_group_per_direction(what: str, low: int, high: int) -> Hashable:
-    """What transport/ builds: acts, grads and targets never share a communicator."""
+    """Return the communicator as transport/ has it: acts, grads and targets never share one."""
     return what, low, high
 
 
@@ -132,7 +132,7 @@ def check_rendezvous(
     Args:
         lists: the actions of stages 0..K-1.
         group: names the communicator that carries ``what`` between two stages.
-        max_pending: of each edge, sends under way that do not block the host; None: any number.
+        max_pending: for each edge, sends under way that do not block the host; None: any number.
 
     Raises:
         ScheduleError: the stages wait for each other; the text says for what.
@@ -210,5 +210,5 @@ def _partners(mine: tuple[str, bool, int], theirs: tuple[str, bool, int]) -> boo
 
 
 def _stuck(waiting: dict[int, Action]) -> str:
-    told = ", ".join(f"stage {k} at {action} ({action.op.name})" for k, action in waiting.items())
-    return f"deadlock: every unfinished stage waits for another: {told}"
+    places = ", ".join(f"stage {k} at {action} ({action.op.name})" for k, action in waiting.items())
+    return f"deadlock: every unfinished stage waits for another: {places}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Which micro-batches one stretch of training holds. Every stage derives the same from it.
+    """The micro-batches of one stretch of training. Every stage derives the same from it.
 
     Attributes:
         epoch: whose data order and augmentation are used.
@@ -46,11 +46,11 @@ class Segment:
         return len(self.group_sizes)
 
     def first_updates(self, num_updates: int) -> "Segment":
-        """The segment that ends after its first ``num_updates``."""
+        """Return the segment that ends after its first ``num_updates``."""
         return replace(self, num_samples=sum(self.sizes[: sum(self.group_sizes[:num_updates])]))
 
     def loss_weights(self, reduction: str, sizes: list[int]) -> list[float]:
-        """What the loss of each micro-batch is multiplied by, these holding ``sizes`` samples.
+        """Return the factor on the loss of each micro-batch, these holding ``sizes`` samples.
 
         ``mean``: n_b / n_group, the paper's 1/M if even: an update follows the mean over the group's samples, not
         over its micro-batches. ``sum``: 1.

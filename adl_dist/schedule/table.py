@@ -9,7 +9,7 @@ from adl_dist.schedule.timing import actions_of_all, ticks
 
 @dataclass(frozen=True, kw_only=True)
 class StageFigures:
-    """What a schedule means for one stage.
+    """The figures that a schedule implies for one stage.
 
     Attributes:
         stage: k.
@@ -19,7 +19,7 @@ class StageFigures:
         staleness_max: the largest.
         graphs: most micro-batches held with all activations.
         inputs: most micro-batches held with nothing but what came in, in flight or in a replay buffer.
-        weight_copies: most weight versions held beside the newest.
+        weight_copies: most weight versions held besides the newest.
     """
 
     stage: int
@@ -150,7 +150,7 @@ def _tick_table(rows: list[dict[int, list[str]]], width: int | None) -> list[str
         used += size
     lines = []
     if len(blocks) > 1:
-        lines += [f"The table is wider than the screen ({width} columns): it goes on in {len(blocks)} blocks.", ""]
+        lines += [f"The table is wider than the screen ({width} columns): it continues in {len(blocks)} blocks.", ""]
     for block in blocks:
         lines += [(name.ljust(head) + "".join(column[i] for column in block)).rstrip() for i, name in enumerate(heads)]
         lines.append("")
@@ -166,5 +166,5 @@ def _legend(rows: list[dict[int, list[str]]]) -> str:
         Op.BACKWARD: "B backward",
         Op.UPDATE: "U update",
     }
-    told = ", ".join(text for op, text in words.items() if op.value in ops)
-    return f"{told}; the number is the micro-batch, of U the group"
+    letters = ", ".join(text for op, text in words.items() if op.value in ops)
+    return f"{letters}; the number is the micro-batch, of U the group"

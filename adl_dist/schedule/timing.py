@@ -29,13 +29,13 @@ def at_full_speed(stage: int, action: Action) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of one micro-batch, all in one unit of time.
+    """The costs of one micro-batch, all in one unit of time.
 
     Attributes:
-        forward: of each stage.
-        backward: of each stage.
-        update: of each stage; none: nothing.
-        link: latency between stage k and k + 1, in either direction; none: nothing.
+        forward: time of the forward on each stage.
+        backward: time of the backward on each stage.
+        update: time of the update of each stage; empty: 0.
+        link: latency between stage k and k + 1, in either direction; empty: 0.
 
     Raises:
         ConfigError: lists that do not fit each other, or a negative number.
@@ -65,7 +65,7 @@ class Costs:
         return cls(forward=[1.0] * num_stages, backward=[2.0] * num_stages, link=[link] * (num_stages - 1))
 
     def of(self, stage: int, op: Op) -> float:
-        """Of one action of ``stage``."""
+        """Return the time of one action of ``stage``."""
         if op in FORWARDS or op is Op.RECOMPUTE:
             return self.forward[stage]
         return {Op.BACKWARD: self.backward, Op.UPDATE: self.update}.get(op, [0.0] * len(self.forward))[stage]
@@ -85,11 +85,11 @@ class Span(NamedTuple):
 
 
 def simulate(lists: ActionLists, costs: Costs, *, slowdown: Slowdown = at_full_speed) -> list[Span]:
-    """When each action of each stage starts and ends.
+    """Return when each action of each stage starts and ends.
 
     Args:
         lists: the actions of stages 0..K-1.
-        costs: of these stages.
+        costs: the costs of these stages.
         slowdown: factor on the cost of one action, for stragglers.
     """
     K = len(lists)
@@ -110,12 +110,12 @@ def simulate(lists: ActionLists, costs: Costs, *, slowdown: Slowdown = at_full_s
 
 
 def makespan(spans: Iterable[Span]) -> float:
-    """When the last of them ends."""
+    """Return when the last of ``spans`` ends."""
     return max((span.end for span in spans), default=0.0)
 
 
 def ticks(lists: ActionLists) -> list[dict[int, list[Action]]]:
-    """For each stage what it does in each tick: at most one forward, then one backward, and an update.
+    """Return, for each stage, its actions in each tick: at most one forward, then one backward, and an update.
 
     A message takes one tick, but the word that frees a locked forward, which is no message of the paper's, none.
     """
@@ -143,7 +143,7 @@ def ticks(lists: ActionLists) -> list[dict[int, list[Action]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a method takes in steady state.
+    """The time of a method in steady state.
 
     Attributes:
         time_per_update: in the unit of the costs.

@@ -24,7 +24,7 @@ from adl_dist.stage.stats import StepStats, norm_of
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPolicy:
-    """What stands between the gradients of a group and the weights.
+    """What is done to the gradients of a group before they reach the weights.
 
     Attributes:
         non_finite: what a loss or gradient that is not finite does: ``stop`` the run, or ``skip`` the update.
@@ -63,7 +63,7 @@ class GradientPolicy:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What two ranks, or a run and its continuation, must have in common."""
+        """The plain values that two ranks, or a run and its continuation, must have in common."""
         return {"non_finite": self.non_finite, "max_skipped": self.max_skipped, "clip_norm": self.clip_norm}
 
 
@@ -82,7 +82,7 @@ class NonFiniteCheck:
         self._num_in_a_row = 0
 
     def forget(self) -> None:
-        """Begin anew; what an interrupted segment left does not count."""
+        """Start afresh; what an interrupted segment left does not count."""
         self._unseen.clear()
         self._sent.clear()
 
@@ -146,7 +146,7 @@ class NonFiniteCheck:
 
 
 def refusal(grads: Tensors) -> Tensors:
-    """What goes upstream in the place of ``grads`` when their group is skipped."""
+    """Return what goes upstream in the place of ``grads`` when their group is skipped."""
     return tuple(torch.full_like(grad, math.nan) for grad in grads)
 
 

@@ -30,7 +30,7 @@ class Stage:
         version: updates applied so far, over the whole run.
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
         tally: what the stage counts about itself; the owner takes it and puts a fresh one.
-        faults: looks at loss and gradient of each update; whoever ends a segment has the last ones checked.
+        faults: looks at loss and gradient of each update; the last ones are checked at the end of a segment.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Stage:
         self._epoch = 0
         self._dropout = DropoutStreams(spec.seed, index)
         # An in-place operation on what came in would overwrite a leaf, and in one process also what the
-        # upstream stage keeps for its backward. The data's own input is nobody else's.
+        # upstream stage keeps for its backward. The data's own input is not shared.
         self._overwrites = overwrites if index > 0 else ((), ())
 
     @property
@@ -91,16 +91,16 @@ class Stage:
 
     @property
     def learning_rate(self) -> float | None:
-        """Of the next update, of the first parameter group; None without parameters."""
+        """The learning rate of the next update, of the first parameter group; None without parameters."""
         return float(self.optimizer.param_groups[0]["lr"]) * self._lr_factor if self.optimizer else None
 
     @property
     def head_prefix(self) -> str:
-        """What the names of the head's tensors begin with; no name of a module has a colon."""
+        """The prefix of the names of the head's tensors; no name of a module has a colon."""
         return f"head{self.index}:"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of the model's part by the uncut model's names, and of the head by its prefixed ones."""
+        """Yield (name, parameter) by the uncut model's names; parameters of the head get ``head_prefix``."""
         yield from self.module.named_parameters()
         if self.head is not None:
             yield from ((f"{self.head_prefix}{name}", p) for name, p in self.head.named_parameters())
@@ -121,7 +121,7 @@ class Stage:
             self._trained.zero_grad()
 
     def end(self) -> None:
-        """Leave a segment, also one that failed: whoever looks at the module now sees the newest weights."""
+        """Leave a segment, also one that failed: from now on the module has the newest weights."""
         if isinstance(self._policy, TwoVersions):
             self._policy.use(self.version, newest=self.version)
 
@@ -239,7 +239,7 @@ class Stage:
     def update(self) -> None:
         """Apply the gradients of the group and move on to the next weight version and learning rate.
 
-        A group that is skipped leaves weights and optimizer as they are; versions and learning rates go on.
+        A group that is skipped leaves weights and optimizer as they are; versions and learning rates advance.
         """
         skip = self.tally.skipped is not None
         self.tally.learning_rate = self.learning_rate

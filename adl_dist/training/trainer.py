@@ -160,8 +160,7 @@ class Trainer:
             batch_size: samples of one update; micro-batches hold floor(batch_size / M).
             val_dataset: evaluated after each epoch, every sample exactly once.
             run_dir: the run's folder; None: nothing is written.
-            resume: ``auto`` (from the newest checkpoint in ``run_dir``), ``never``, or a checkpoint's path; a process
-                that its launcher starts again continues from what it has saved.
+            resume: ``auto`` (the newest checkpoint), ``never``, or a checkpoint's path; not after a launcher's restart.
             max_updates: stop after so many updates, if that comes first.
             shuffle: a new order of samples each epoch, a function of (seed, epoch) alone.
             num_workers: processes that load data; 0: the first stage loads between its actions.

@@ -48,7 +48,7 @@ class Composed(RunConfig):
 
 
 def config_folder() -> Path:
-    """``conf/``: inside the package in a wheel, beside it in a checkout."""
+    """``conf/``: inside the package in a wheel, next to it in a checkout."""
     package = Path(__file__).parents[2]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
@@ -88,7 +88,7 @@ def compose_run(words: Sequence[str]) -> tuple[RunConfig, Plain]:
 
 
 def known_run(run_dir: Path) -> RunConfig:
-    """The configuration that a run folder was made with.
+    """Return the configuration that a run folder was made with.
 
     Raises:
         ConfigError: no run folder.
@@ -96,7 +96,7 @@ def known_run(run_dir: Path) -> RunConfig:
     file = run_dir / "config.yaml"
     if not file.is_file():
         raise ConfigError(
-            f"run_dir={run_dir} is not a run folder: it has no config.yaml; train first, or mend the path"
+            f"run_dir={run_dir} is not a run folder: it has no config.yaml; train first, or correct the path"
         )
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), yaml.safe_load(file.read_text()))
@@ -130,7 +130,7 @@ def simple_options(
 
 
 def composed_of(words: Sequence[str]) -> DictConfig:
-    """What Hydra makes of ``words``, with its own node ``hydra``; nothing but the keys is checked.
+    """Return what Hydra makes of ``words``, with its own node ``hydra``; nothing but the keys is checked.
 
     Raises:
         ConfigError: an unknown key or choice, or a value of the wrong type.
@@ -214,7 +214,7 @@ def _default_run_dir(config: RunConfig, choices: Mapping[str, str]) -> str:
 
 
 def named(node: str, config: Any, choices: Mapping[str, str]) -> str:
-    """What folders call the choice of ``node``: of a target that makes many, with the ``name`` that it is given."""
+    """Return what folders call the choice of ``node``: with its ``name`` if a target makes many."""
     choice, chosen = choices[node], getattr(config, node)
     if choice == "custom":
         choice = str(chosen["_target_"]).rpartition(".")[2]
@@ -222,7 +222,7 @@ def named(node: str, config: Any, choices: Mapping[str, str]) -> str:
 
 
 def readable(error: Exception, words: Sequence[str]) -> str:
-    """What Hydra or OmegaConf say about ``words``, in one line."""
+    """Return what Hydra or OmegaConf say about ``words``, in one line."""
     text = str(error)
     if match := re.search(r"Could not override '([^']*)'", text):
         # Of a whole node, like runtime={a: 1}, only the cause knows the key; of an unknown node it knows less.

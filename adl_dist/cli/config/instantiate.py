@@ -240,16 +240,16 @@ def _bind(name: str, node: Mapping[str, Any], *given: str) -> tuple[Callable[...
     if signature is None:
         return target, arguments
     takes = [p for p in signature.parameters if p not in given]
-    told = f"{node['_target_']} takes {', '.join(takes) or 'none'}"
+    accepted = f"{node['_target_']} takes {', '.join(takes) or 'none'}"
     try:
         signature.bind(**arguments, **dict.fromkeys(given))
     except TypeError as error:
         unknown = next((key for key in arguments if key not in takes), None)
         if unknown is None:
-            raise ConfigError(f"{name}: {error}; {told}") from None
+            raise ConfigError(f"{name}: {error}; {accepted}") from None
         close = difflib.get_close_matches(unknown, takes, n=1)
         hint = f"; did you mean '{name}.{close[0]}'?" if close else ""
-        raise ConfigError(f"there is no key '{name}.{unknown}'{hint}; {told}") from None
+        raise ConfigError(f"there is no key '{name}.{unknown}'{hint}; {accepted}") from None
     for key, value in arguments.items():
         # Only what a command line gets wrong: a word where a number belongs. The rest is the target's to judge.
         wanted = signature.parameters[key].annotation if key in signature.parameters else None

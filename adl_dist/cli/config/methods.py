@@ -8,14 +8,14 @@ from adl_dist.schedule import METHODS, Method, method
 
 
 def method_words(method: Method) -> list[str]:
-    """The words of a command line that make ``method``."""
+    """Return the arguments of a command line that make ``method``."""
     usual = {**Method(name=method.name).settings, "accumulation_steps": None}
     special = {key: value for key, value in method.settings.items() if usual.get(key) != value}
     return [f"method={method.name}", *(f"method.{key}={json.dumps(value)}" for key, value in special.items())]
 
 
 def method_named(name: str, config: RunConfig, *, flag: str) -> Method:
-    """The method ``name`` beside the configured one: with the configured M, unless it is one that has none.
+    """Return the method ``name`` next to the configured one: with the configured M, unless it is one that has none.
 
     Raises:
         ConfigError: there is no such method; ``flag`` has named it.

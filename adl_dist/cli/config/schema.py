@@ -17,7 +17,7 @@ LARGEST_SEED = 2**63 - 1  # the largest that torch takes
 
 
 class Device(enum.Enum):
-    """Where stages compute."""
+    """The kind of device on which stages compute."""
 
     cpu = "cpu"
     cuda = "cuda"
@@ -44,7 +44,7 @@ class NonFinite(enum.Enum):
 
 
 class Grain(enum.Enum):
-    """How finely a model may be cut."""
+    """The size of the units between which a model may be cut."""
 
     layer = "layer"
     block = "block"

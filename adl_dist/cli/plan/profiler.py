@@ -29,9 +29,9 @@ from adl_dist.partition.advice import Throughput
 from adl_dist.partition.measure import pace
 from adl_dist.partition.profile import Profile
 from adl_dist.stage import Precision, to_channels_last
-from adl_dist.training.dry_run import dry_run
 from adl_dist.training.input import DeviceLoader, common_sample, make_loader
 from adl_dist.training.partitioned_model import micro_batch, take_profile
+from adl_dist.training.shape_inference import dry_run
 from adl_dist.transport import Specs, TensorSpec
 
 READY = "ready"
