@@ -113,7 +113,7 @@ def test_a_method_that_does_not_fit_is_refused_on_every_rank():
     text = str(failure.value)
     assert "still ran" not in text
     for rank in ("cause-rank0", "victim-rank1"):
-        assert "must be one tensor [B, C, H, W] or [B, C]" in text[text.index(rank) :]
+        assert "expected one tensor [B, C, H, W] or [B, C]" in text[text.index(rank) :]
 
 
 def different_jobs():
