@@ -101,8 +101,6 @@ NONSENSE = [
     ("data.num_workers=-1", ["data.num_workers", "at least 0", "got -1"]),
     ("optimizer.lr=-1", ["optimizer", "torch.optim.SGD refuses", "Invalid learning rate: -1"]),
     ("lr_schedule.warmup_epochs=-1", ["lr_schedule.warmup_epochs must be at least 0, got -1"]),
-    ("model.depth=9", ["model.depth=9", "6n+2", "8 and 14"]),
-    ("data.in_channels=0", ["model.in_channels must be at least 1", "got 10 and 0"]),
     # no KEY=VALUE at all
     ("train", ["'train' cannot be read", "KEY=VALUE"]),
     ("--verbose", ["'--verbose' cannot be read", "KEY=VALUE"]),
@@ -125,8 +123,6 @@ NONSENSE = [
     ("model._target_=nosuch.module.Net", ["model._target_=nosuch.module.Net", "No module named 'nosuch'"]),
     (f"model._target_={USER}.nosuch", [f"model._target_={USER}.nosuch cannot be imported", "expected a dotted name"]),
     (f"model._target_={USER}.answer", [f"{USER}.answer is a int", "not something to call"]),
-    (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
-    (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "no nn.Module"]),
     ("optimizer._target_=torch.nn.Linear", ["optimizer", "'in_features'", "torch.nn.Linear takes in_features"]),
     (f"optimizer._target_={USER}.no_optimizer", [f"{USER}.no_optimizer returned list", "torch.optim.Optimizer"]),
     ("loss._target_=builtins.print", ["builtins.print returned NoneType", "expected a callable that takes (output"]),
@@ -135,6 +131,27 @@ NONSENSE = [
         ["ReduceLROnPlateau follows a metric", "use multistep or cosine"],
     ),
     # the cut
+    ("partition.balance=3", ["partition.balance=3", "none of 'auto', 'even'", "like [3,2]"]),
+    ("partition.balance=evn", ["partition.balance='evn'", "none of 'auto', 'even'", "like [3,2]"]),
+    ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "none of 'auto', 'even'"]),
+    ("partition.granularity=atom", ["partition.granularity", "atom", "layer, block"]),
+    ("partition.speeds=[1,2]", ["partition.speeds weighs a measured cut", "partition.balance=auto"]),
+    # where from and where to
+    (
+        "resume=alwyas",
+        ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"],
+    ),
+    (f"resume={ROOT}", [f"{ROOT} is not a checkpoint", "it has no manifest.json", "runs/NAME/checkpoints/update-"]),
+    ("run_dir=''", ["run_dir is empty", "run_dir=runs/NAME"]),
+]
+
+
+# Found when the model is built and cut, which each rank does for itself and their parent does not.
+OF_THE_MODEL = [
+    ("model.depth=9", ["model.depth=9", "6n+2", "8 and 14"]),
+    ("data.in_channels=0", ["model.in_channels must be at least 1", "got 10 and 0"]),
+    (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
+    (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "no nn.Module"]),
     (
         "partition.num_stages=6",
         ["partition.num_stages=6", "has 5", "partition.num_stages=5, or partition.granularity=layer"],
@@ -142,13 +159,8 @@ NONSENSE = [
     ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
     ("partition.balance=[2,2,1]", ["balance=[2, 2, 1]", "expected 2 numbers", "got 3 that add up to 5"]),
     ("partition.balance=[5,0]", ["balance=[5, 0]", "each at least 1"]),
-    ("partition.balance=3", ["partition.balance=3", "none of 'auto', 'even'", "like [3,2]"]),
-    ("partition.balance=evn", ["partition.balance='evn'", "none of 'auto', 'even'", "like [3,2]"]),
     ("partition.balance=[a,b]", ["there is no unit or block 'a'; near it are stem"]),
     ("partition.balance=[layer1_0,layer2_0]", ["balance=[layer1_0, layer2_0]", "expected 1 names"]),
-    ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "none of 'auto', 'even'"]),
-    ("partition.granularity=atom", ["partition.granularity", "atom", "layer, block"]),
-    ("partition.speeds=[1,2]", ["partition.speeds weighs a measured cut", "partition.balance=auto"]),
     (
         f"model._target_={USER}.Branching",
         ["Branching cannot be traced", "user_code.py:", "if x.sum() > 0", "torch.fx.wrap", "nn.Sequential of units"],
@@ -157,14 +169,7 @@ NONSENSE = [
         f"model._target_={USER}.tied",
         ["'0.2.weight' and '3.0.weight' are one and the same tensor", "0 place"],
     ),
-    # where from and where to
-    (
-        "resume=alwyas",
-        ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"],
-    ),
-    (f"resume={ROOT}", [f"{ROOT} is not a checkpoint", "it has no manifest.json", "runs/NAME/checkpoints/update-"]),
     ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
-    ("run_dir=''", ["run_dir is empty", "run_dir=runs/NAME"]),
 ]
 
 
@@ -175,6 +180,12 @@ def test_a_mistake_is_reported_before_any_process_starts(override, parts, tmp_pa
 
     monkeypatch.setattr(train, "launch_local", launch)
     shows(refused(*words(tmp_path / "run", override, processes=True)), parts)
+    assert snapshot(tmp_path) == {}
+
+
+@pytest.mark.parametrize(("override", "parts"), OF_THE_MODEL, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_mistake_in_the_model_is_reported_early(override, parts, tmp_path):
+    shows(refused(*words(tmp_path / "run", override)), parts)
     assert snapshot(tmp_path) == {}
 
 

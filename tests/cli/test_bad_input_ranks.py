@@ -65,6 +65,23 @@ def test_a_stage_that_does_not_take_its_input_is_reported_once(overrides, parts,
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
+        (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
+        ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
+    ],
+    ids=["cut", "model", "weights"],
+)
+def test_a_mistake_that_every_rank_finds_is_reported_once(override, parts, tmp_path):
+    """The model is built by the ranks alone: each finds the same mistake, and the user reads one line of it."""
+    outcome = as_command(ADL_DIST, *words(tmp_path / "run", override, processes=True))
+    shows(outcome.refusal(), parts)
+    assert left_behind(tmp_path) == []
+    assert snapshot(tmp_path) == {}
+
+
 @pytest.fixture(scope="module")
 def diverged(tmp_path_factory, start):
     """A run in two processes whose loss is NaN from the tenth micro-batch on, the second of epoch 1."""
