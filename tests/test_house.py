@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -56,3 +57,22 @@ def test_schedules_and_the_package_itself_run_without_torch():
         "import adl_dist, adl_dist.errors, adl_dist.seeds, adl_dist.schedule; adl_dist.method('adl')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_names_of_tests_have_60_characters_at_most():
+    files = (PACKAGE.parent / "tests").rglob("test_*.py")
+    names = [name for file in files for name in re.findall(r"^ *def (test_\w+)", file.read_text(), re.MULTILINE)]
+    assert [name for name in names if len(name) > 60] == []
+
+
+def test_every_file_of_tests_that_a_document_names_is_there():
+    root = PACKAGE.parent
+    pages = [
+        *root.glob("*.md"),
+        *(root / "docs").rglob("*.md"),
+        *PACKAGE.rglob("*.py"),
+        *(root / "conf").rglob("*.yaml"),
+    ]
+    named = {name for page in pages for name in re.findall(r"tests/[\w/]+\.py", page.read_text())}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (root / name).is_file()] == []

@@ -59,7 +59,7 @@ def test_a_good_checkpoint_gives_back_what_was_saved(two):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "a bit flipped"])
-def test_truncated_anywhere_or_with_any_bit_flipped_a_checkpoint_is_passed_over(damage, two):
+def test_a_truncated_or_flipped_checkpoint_is_passed_over(damage, two):
     older, newest = two
     files = sorted(newest.iterdir())
     assert len(files) == 5
@@ -84,7 +84,7 @@ def test_without_one_of_its_files_a_checkpoint_is_passed_over(two):
 
 
 @pytest.mark.parametrize("where", ["read_bytes", "stat"])
-def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(where, two, monkeypatch):
+def test_a_checkpoint_the_disk_does_not_give_back_is_passed_over(where, two, monkeypatch):
     older, newest = two
     real = getattr(Path, where)
 
@@ -205,7 +205,7 @@ def test_no_header_takes_memory_or_ends_the_process(tmp_path):
     assert ended.stdout.split() == sorted(file.name for file in tmp_path.iterdir())
 
 
-def test_a_file_of_another_model_is_told_by_the_tensor_that_differs(two):
+def test_a_file_of_another_model_names_the_tensor_that_differs(two):
     foreign = saved(two[0].parent / "foreign", 2, {FIRST: Shard({"weight": torch.zeros(7, 4)})})
     newest = resealed(two[1], {FIRST: (foreign / FIRST).read_bytes()})
     assert_passed_over(

@@ -204,9 +204,10 @@ def left_in_tmp(run: Command) -> list[str]:
     [(0, 0), slow(1, 1), slow(None, 2)],
     ids=["stage 0", "stage 1", "launcher"],
 )
-def test_a_run_whose_process_was_killed_in_an_epoch_ends_with_the_same_bits_after_the_same_command_again(
+def test_a_killed_run_ends_with_the_same_bits_when_run_again(
     victim: int | None, seed: int, tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted]
 ) -> None:
+    """A run whose process was killed in an epoch ends with the same bits after the same command again."""
     update = random_update_of_epoch(SECOND, updates_per_epoch=UPDATES_PER_EPOCH, seed=seed)
     with held(tmp_path) as run:
         run.wait_for_update(update)
@@ -229,9 +230,10 @@ def test_a_run_whose_process_was_killed_in_an_epoch_ends_with_the_same_bits_afte
 
 @pytest.mark.slow
 @needs_proc
-def test_a_run_killed_while_it_saves_ends_with_the_same_bits_after_the_same_command_again(
+def test_killed_while_it_saves_a_run_ends_with_the_same_bits(
     tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted]
 ) -> None:
+    """A run killed while it saves ends with the same bits after the same command again."""
     with held(tmp_path) as run:
         saving = run.run_dir / "checkpoints" / ".saving-00000016"
         run.wait_for("a save", lambda: saving.exists() or (saving.parent / "update-00000016").exists())
@@ -244,9 +246,10 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_bits_after_the_same_comm
 
 @needs_proc
 @pytest.mark.parametrize("launcher", [slow("torchrun"), slow("our own")])
-def test_with_restarts_a_run_whose_process_was_killed_ends_with_the_same_bits_without_another_command(
+def test_with_restarts_a_killed_run_ends_with_the_same_bits(
     launcher: str, tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted]
 ) -> None:
+    """With restarts a run whose process was killed ends with the same bits without another command."""
     victim = 0 if launcher == "torchrun" else 1
     update = random_update_of_epoch(SECOND, updates_per_epoch=UPDATES_PER_EPOCH, seed=3 + victim)
     if launcher == "torchrun":
@@ -268,7 +271,7 @@ def test_with_restarts_a_run_whose_process_was_killed_ends_with_the_same_bits_wi
 
 @pytest.mark.slow
 @needs_proc
-def test_no_rank_outlives_a_launcher_that_was_killed_before_its_ranks_were_up(tmp_path: Path) -> None:
+def test_no_rank_outlives_a_launcher_killed_early(tmp_path: Path) -> None:
     with held(tmp_path) as run:
         run.wait_for("the ranks", lambda: {0, 1} <= set(run.processes().values()))
         run.send(signal.SIGKILL, rank=None)
@@ -288,7 +291,7 @@ def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_proc
-def test_interrupted_while_its_ranks_start_a_run_leaves_one_line_and_no_process(tmp_path: Path) -> None:
+def test_interrupted_while_ranks_start_a_run_leaves_no_process(tmp_path: Path) -> None:
     with held(tmp_path) as run:
         run.wait_for("ranks that load torch", lambda: run.ranks_with_library("libtorch_python") == {0, 1})
         run.interrupt()
@@ -302,9 +305,10 @@ def test_interrupted_while_its_ranks_start_a_run_leaves_one_line_and_no_process(
 
 @pytest.mark.slow
 @needs_proc
-def test_asked_by_a_signal_to_any_process_a_run_saves_and_says_so_and_goes_on_as_if_it_had_been_planned(
+def test_a_signal_to_any_process_saves_like_a_planned_stop(
     tmp_path: Path,
 ) -> None:
+    """Asked by a signal to any process a run saves and says so and continues as if it had been planned."""
     stops = []
     for epoch, number, rank in ((0, signal.SIGTERM, None), (1, signal.SIGUSR1, 1)):
         with held(tmp_path) as run:
@@ -333,9 +337,10 @@ def test_asked_by_a_signal_to_any_process_a_run_saves_and_says_so_and_goes_on_as
 
 @pytest.mark.slow
 @needs_proc
-def test_at_a_second_signal_a_run_that_cannot_stop_ends_at_once_and_leaves_one_line_and_no_process(
+def test_a_second_signal_ends_a_run_that_cannot_stop(
     tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted]
 ) -> None:
+    """At a second signal a run that cannot stop ends at once and leaves one line and no process."""
     with held(tmp_path) as run:
         run.wait_for_update(2 * UPDATES_PER_EPOCH)
         time.sleep(4 * NUM_SAMPLES * SECONDS_PER_SAMPLE)  # by then no data come any more
@@ -353,7 +358,8 @@ def test_at_a_second_signal_a_run_that_cannot_stop_ends_at_once_and_leaves_one_l
 
 @pytest.mark.slow
 @needs_proc
-def test_torchrun_asked_to_end_lets_its_ranks_stop_where_a_traceless_stop_is_planned(tmp_path: Path) -> None:
+def test_ranks_of_torchrun_stop_where_it_leaves_no_trace(tmp_path: Path) -> None:
+    """Torchrun asked to end lets its ranks stop where a traceless stop is planned."""
     every = ("runtime.checkpoint_every_updates=3", "data.num_workers=1")
     with held(tmp_path, *every, start=(*TORCHRUN, "-m", "adl_dist")) as run:
         run.wait_for_update(UPDATES_PER_EPOCH)
@@ -429,9 +435,7 @@ def is_pruned(path: Path, *, seconds: float = 5) -> bool:
     return False
 
 
-def test_a_checkpoint_that_is_being_removed_is_not_listed_as_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_being_removed_is_not_listed_as_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remove = shutil.rmtree
     listed: list[str] = []
 
@@ -449,13 +453,14 @@ def test_a_checkpoint_that_is_being_removed_is_not_listed_as_complete(
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("change", ["one process", "processes to one process", "one process to processes"])
-def test_a_run_made_longer_ends_with_the_bits_of_one_that_was_as_long_from_the_start(
+def test_a_run_made_longer_ends_with_the_bits_of_a_long_one(
     name: str,
     change: str,
     tmp_path: Path,
     half: Callable[[str, Path], Path],
     uninterrupted: Callable[[str], Uninterrupted],
 ) -> None:
+    """A run made longer ends with the bits of one that was as long from the start."""
     if change == "processes to one process":
         train_as_two_ranks(name, tmp_path, "train.epochs=2")
     else:
@@ -467,9 +472,10 @@ def test_a_run_made_longer_ends_with_the_bits_of_one_that_was_as_long_from_the_s
     uninterrupted(name).assert_equal_to(tmp_path / "run")
 
 
-def test_processes_read_a_checkpoint_of_another_cut_and_write_one_for_another_as_one_process_does(
+def test_processes_read_and_write_checkpoints_of_another_cut(
     tmp_path: Path,
 ) -> None:
+    """Processes read a checkpoint of another cut and write one for another as one process does."""
     mixed, alone = tmp_path / "mixed", tmp_path / "alone"
     assert train_here(IMAGES, mixed, "partition.num_stages=3", "train.epochs=1") == 0
     shutil.copytree(mixed, alone)
@@ -484,9 +490,10 @@ def test_processes_read_a_checkpoint_of_another_cut_and_write_one_for_another_as
 
 
 @needs_proc
-def test_the_command_of_a_finished_run_says_so_trains_nothing_and_writes_nothing_over(
+def test_the_command_of_a_finished_run_trains_nothing(
     tmp_path: Path, uninterrupted: Callable[[str], Uninterrupted], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The command of a finished run says so trains nothing and writes nothing over."""
     shutil.copytree(uninterrupted(IMAGES).run_dir, tmp_path / "run")
     before = contents(tmp_path / "run")
     capsys.readouterr()
@@ -500,7 +507,8 @@ def test_the_command_of_a_finished_run_says_so_trains_nothing_and_writes_nothing
     assert contents(tmp_path / "run") == before
 
 
-def test_max_updates_ends_a_run_in_mid_epoch_at_exactly_that_update_and_raised_it_goes_on(tmp_path: Path) -> None:
+def test_max_updates_ends_a_run_at_exactly_that_update(tmp_path: Path) -> None:
+    """Max updates ends a run in mid epoch at exactly that update and raised it continues."""
     run_dir = tmp_path / "run"
     for most, first in ((11, 0), (20, 11)):
         assert train_here(IMAGES, tmp_path, f"train.max_updates={most}") == 0
@@ -508,7 +516,7 @@ def test_max_updates_ends_a_run_in_mid_epoch_at_exactly_that_update_and_raised_i
         assert sorted(losses(run_dir)) == list(range(most)), f"from update {first} on"
 
 
-def test_with_one_stage_a_run_stopped_in_mid_epoch_goes_on_with_the_rest_of_that_epoch(tmp_path: Path) -> None:
+def test_with_one_stage_a_stopped_run_resumes_its_epoch(tmp_path: Path) -> None:
     """With K = 1 nothing is in flight at an update, so a stop there must not change anything."""
     stopped, straight = tmp_path / "stopped", tmp_path / "straight"
     for folder, stops in ((straight, [16]), (stopped, [11, 16])):
@@ -529,7 +537,8 @@ def test_what_only_rank_0_can_refuse_ends_all_ranks_at_once(tmp_path: Path) -> N
     assert "still ran" not in str(failed.value)
 
 
-def test_a_second_run_in_the_same_process_writes_nothing_into_the_folder_of_the_first(tmp_path: Path) -> None:
+def test_a_second_run_writes_nothing_into_the_first_ones_folder(tmp_path: Path) -> None:
+    """A second run in the same process writes nothing into the folder of the first."""
     first, second = tmp_path / "first", tmp_path / "second"
     assert train_here(IMAGES, first, "train.epochs=1") == 0
     log = (first / "run" / "logs" / "rank0.log").read_text()

@@ -135,7 +135,7 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "dtype"), CASES, ids=str)
-def test_another_cut_starts_from_exactly_what_the_one_before_it_ended_with(
+def test_another_cut_starts_from_what_the_one_before_ended_with(
     optimizer: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     ended: dict[str, Tensor] | None = None
@@ -151,9 +151,7 @@ def test_another_cut_starts_from_exactly_what_the_one_before_it_ended_with(
 
 
 @pytest.mark.parametrize("lr_index", ["update", "slot"])
-def test_after_a_change_of_the_cut_each_update_has_the_learning_rate_that_the_new_cut_gives_it(
-    lr_index: str, tmp_path: Path
-) -> None:
+def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index: str, tmp_path: Path) -> None:
     """That of the schedule at its own index, or, on the clock of slots, as far ahead as a stage of the new cut is."""
     options: dict[str, Any] = {"optimizer": "two groups", "lr_schedule": SCHEDULE}
     (schedule,) = Run(1, **options).fit(tmp_path / "uncut", epochs=3).rates
@@ -173,7 +171,7 @@ def test_after_a_change_of_the_cut_each_update_has_the_learning_rate_that_the_ne
 
 @pytest.mark.parametrize(("optimizer", "dtype"), [("sgd", torch.float64), ("adamw", torch.float32)], ids=str)
 @pytest.mark.parametrize(("method", "steps"), [("adl", 6), ("bp", 2)], ids=["an epoch is one update", "bp"])
-def test_without_staleness_a_run_of_many_cuts_ends_with_the_bits_of_one_that_was_never_cut(
+def test_without_staleness_many_cuts_end_with_the_same_bits(
     method: str, steps: int, optimizer: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Bits, not 1e-12: a cut changes neither an operation nor the order in which gradients are added up."""
@@ -186,7 +184,7 @@ def test_without_staleness_a_run_of_many_cuts_ends_with_the_bits_of_one_that_was
     assert_same(run.state(), uncut.state())
 
 
-def test_a_parameter_of_two_names_keeps_its_momentum_if_the_other_name_comes_first_in_another_cut(
+def test_a_parameter_of_two_names_keeps_its_momentum_in_any_cut(
     tmp_path: Path,
 ) -> None:
     """A traced stage finds its parameters in the order they are used, the uncut model as they are defined."""
@@ -211,9 +209,9 @@ def test_a_parameter_of_two_names_keeps_its_momentum_if_the_other_name_comes_fir
 # --- What is told -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_goes_on_with_another_cut_says_so_once_and_its_folder_tells_the_new_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resuming_with_another_cut_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that continues with another cut says so once and its folder reports the new one."""
+
     def noted(balance: list[int], epochs: int) -> list[str]:
         Run(len(balance), balance).fit(tmp_path, epochs=epochs, monitoring=adl_dist.Monitoring(quiet=False))
         return [line for line in capsys.readouterr().out.splitlines() if "another cut" in line]
@@ -233,9 +231,7 @@ def test_a_run_that_goes_on_with_another_cut_says_so_once_and_its_folder_tells_t
     assert told() == [3, 4]
 
 
-def test_a_checkpoint_of_another_folder_is_told_apart_by_the_cut_that_wrote_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_another_folder_is_known_by_its_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Run(4).fit(tmp_path / "old", epochs=1)
     with pytest.raises(Stopped):  # so config.yaml tells K = 2, and the checkpoint is still one of K = 4
         Run(2, stop_after=1).fit(tmp_path / "old", epochs=2)
@@ -282,7 +278,8 @@ def test_local_losses_do_not_go_on_in_another_place(old: Cut, new: Cut, message:
     assert snapshot(tmp_path) == before
 
 
-def test_local_losses_go_on_with_fewer_stages_if_those_that_stay_end_where_they_did(tmp_path: Path) -> None:
+def test_local_losses_may_go_on_with_fewer_stages(tmp_path: Path) -> None:
+    """Local losses continue with fewer stages if those that stay end where they did."""
     greedy = {"method": "dgl", "head": "linear"}
     Run(4, [1, 3, 2, 1], **greedy).fit(tmp_path, epochs=1)
     run = Run(2, [1, 6], **greedy).fit(tmp_path, epochs=2)
@@ -297,7 +294,7 @@ def test_local_losses_go_on_with_fewer_stages_if_those_that_stay_end_where_they_
         ("dsp", {"activation_queue": [1, 2, 1]}, "method.activation_queue=.* has 3 numbers, but 3 stages have 2"),
     ],
 )
-def test_a_list_of_one_number_per_stage_does_not_fit_another_number_of_stages(
+def test_a_list_per_stage_does_not_fit_another_number_of_stages(
     method: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     Run(4, method=method, **options).fit(tmp_path, epochs=1)

@@ -67,9 +67,7 @@ def full_after(monkeypatch, num_bytes):
 
 
 @pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
-def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing_else(
-    background, tmp_path, monkeypatch, capfd
-):
+def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, monkeypatch, capfd):
     """And the next save, for which there is room again, is complete."""
     saver = Saver(tmp_path, keep=1, keep_best=False, background=background)
     saver.save(OneProcess(shards(), saver).write_parts, position(1))
@@ -95,7 +93,7 @@ def test_whichever_byte_the_disk_is_full_at_the_old_checkpoint_stays_and_nothing
     assert capfd.readouterr().err.count("adl-dist: warning: update 2 could not be saved in") == failed
 
 
-def test_a_folder_that_has_gone_is_made_again_and_one_that_cannot_be_is_told(tmp_path, capfd):
+def test_a_folder_that_has_gone_is_made_again(tmp_path, capfd):
     folder = tmp_path / "run" / "checkpoints"
     saver = Saver(folder, keep=1, keep_best=False, background=True)
     saver.save(OneProcess(shards(), saver).write_parts, position(1))
@@ -110,7 +108,8 @@ def test_a_folder_that_has_gone_is_made_again_and_one_that_cannot_be_is_told(tmp
     assert capfd.readouterr().err.count("warning") == 1
 
 
-def test_what_was_saved_before_at_the_same_update_is_replaced_only_if_it_is_damaged(tmp_path):
+def test_a_save_of_the_same_update_is_replaced_only_if_damaged(tmp_path):
+    """What was saved before at the same update is replaced only if it is damaged."""
     first = saved(tmp_path, 1)
     before = snapshot(tmp_path)
     saved(tmp_path, 1, shards(seed=1))
@@ -121,7 +120,8 @@ def test_what_was_saved_before_at_the_same_update_is_replaced_only_if_it_is_dama
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rejected-update-00000001", "update-00000001"]
 
 
-def test_one_that_has_its_name_counts_as_saved_though_its_folder_cannot_be_synced(tmp_path, monkeypatch, capfd):
+def test_a_named_checkpoint_counts_though_its_folder_cannot_sync(tmp_path, monkeypatch, capfd):
+    """One that has its name counts as saved though its folder cannot be synced."""
     sync = layout._sync_folder
 
     def refuses_the_last(folder):
@@ -135,7 +135,7 @@ def test_one_that_has_its_name_counts_as_saved_though_its_folder_cannot_be_synce
     assert "may not survive a power failure: its folder cannot be synced: Input/output error" in capfd.readouterr().err
 
 
-def test_the_newest_are_kept_and_if_asked_to_the_best_by_accuracy_else_by_loss(tmp_path):
+def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     accuracies = {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.7, 5: 0.6}
     for update, accuracy in accuracies.items():
         saved(tmp_path, update, validation_loss=1 / update, validation_accuracy=accuracy)
@@ -169,7 +169,8 @@ class SecondEpoch(FixedImages):
         return super().__getitem__(index)
 
 
-def test_training_goes_on_while_a_checkpoint_is_being_written_and_does_not_change_what_is_saved(tmp_path, monkeypatch):
+def test_training_continues_while_a_checkpoint_is_being_written(tmp_path, monkeypatch):
+    """Training continues while a checkpoint is being written and does not change what is saved."""
     fit(tmp_path / "foreground", background=False)
     dataset, write, went_on = SecondEpoch(), HashedFile.write, []
 
@@ -188,7 +189,8 @@ def test_training_goes_on_while_a_checkpoint_is_being_written_and_does_not_chang
     assert [background[name] for name in data] == [foreground[name] for name in data]
 
 
-def test_a_save_that_fails_is_told_and_recorded_and_the_run_ends_as_if_nothing_had_been(tmp_path, monkeypatch, capfd):
+def test_a_save_that_fails_is_recorded_and_the_run_continues(tmp_path, monkeypatch, capfd):
+    """A save that fails is reported and recorded and the run ends as if nothing had been."""
     expected = fit(None)
     write = HashedFile.write
 
@@ -209,7 +211,7 @@ def test_a_save_that_fails_is_told_and_recorded_and_the_run_ends_as_if_nothing_h
     assert re.search(told, reason)
 
 
-def test_a_save_without_memory_for_a_copy_is_told_and_the_run_goes_on(tmp_path, monkeypatch, capfd):
+def test_a_save_without_memory_for_a_copy_is_reported(tmp_path, monkeypatch, capfd):
     copied, calls = async_save._copied, []
 
     def none_left_at_the_first(tensors):
@@ -226,7 +228,9 @@ def test_a_save_without_memory_for_a_copy_is_told_and_the_run_goes_on(tmp_path, 
 
 
 @pytest.mark.parametrize("told_before", [False, True])
-def test_a_save_fails_at_once_where_a_process_is_gone_before_it_has_told_of_its_part(told_before, tmp_path):
+def test_a_save_fails_at_once_where_a_process_is_gone(told_before, tmp_path):
+    """A save fails at once where a process is gone before it has told of its part."""
+
     class OfTwo(OneProcess):
         def write_parts(self, path, *, token, background):
             if told_before:
@@ -265,7 +269,7 @@ def test_a_folder_that_two_nodes_do_not_share_is_told_as_that(is_there, tmp_path
     assert there.exists() is is_there
 
 
-def test_a_run_whose_last_save_fails_says_so_and_goes_on_from_the_one_before(tmp_path, monkeypatch):
+def test_a_run_whose_last_save_fails_resumes_from_the_one_before(tmp_path, monkeypatch):
     assert in_process(*words(tmp_path / "run")).code == 0
     with monkeypatch.context() as patch:
         full_after(patch, 1000)
@@ -282,7 +286,7 @@ def test_a_run_whose_last_save_fails_says_so_and_goes_on_from_the_one_before(tmp
 
 
 @pytest.mark.slow
-def test_the_save_that_is_under_way_when_a_run_fails_is_completed(tmp_path, monkeypatch):
+def test_a_save_that_is_under_way_when_a_run_fails_is_completed(tmp_path, monkeypatch):
     write = HashedFile.write
     monkeypatch.setattr(HashedFile, "write", lambda file, data: (time.sleep(0.02), write(file, data))[1])
 
@@ -297,7 +301,7 @@ def test_the_save_that_is_under_way_when_a_run_fails_is_completed(tmp_path, monk
     assert names(tmp_path) == ["update-00000002"]
 
 
-def test_the_best_checkpoint_is_evaluated_by_name_and_is_not_the_newest(tmp_path):
+def test_the_best_checkpoint_is_evaluated_by_name(tmp_path):
     run_dir = tmp_path / "run"
     for update, loss in ((1, 0.5), (2, 0.7)):
         saved(run_dir / "checkpoints", update, validation_loss=loss)
@@ -341,7 +345,7 @@ class Ballast(SecondEpoch):
         return image
 
 
-def test_a_full_disk_costs_the_checkpoint_of_that_time_and_no_other(small_disk, capfd):
+def test_a_full_disk_costs_one_checkpoint_only(small_disk, capfd):
     run_dir = small_disk / "run"
     got, expected = fit(run_dir, dataset=Ballast(small_disk), background=False), fit(None)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
@@ -363,7 +367,7 @@ def small_files():
 
 # TensorBoard's own thread ends with the error, which Python tells, and its caller hears of it at the next call.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_records_that_cannot_be_written_are_told_once_and_leave_no_half_line(tmp_path, small_files, monkeypatch):
+def test_records_that_cannot_be_written_leave_no_half_line(tmp_path, small_files, monkeypatch):
     warnings = []
     monkeypatch.setattr("adl_dist.report.recorder.warn", warnings.append)
     recorder = Recorder(tmp_path)
@@ -381,7 +385,7 @@ def test_records_that_cannot_be_written_are_told_once_and_leave_no_half_line(tmp
     )
 
 
-def test_a_log_that_cannot_be_written_is_told_once_without_a_traceback(tmp_path, small_files, capfd):
+def test_a_log_that_cannot_be_written_is_reported_once(tmp_path, small_files, capfd):
     log_to(tmp_path / "log")
     try:
         small_files(1000)  # standard error may be a file too
@@ -393,7 +397,7 @@ def test_a_log_that_cannot_be_written_is_told_once_without_a_traceback(tmp_path,
         log_to(tmp_path / "another log")
 
 
-def test_a_record_that_a_power_failure_garbled_is_dropped_at_the_next_start(tmp_path):
+def test_a_garbled_record_is_dropped_at_the_next_start(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"update": 0}\n\0\0\0\n{"update": 1}\n[]\n{"upd')
     recorder = Recorder(tmp_path, tensorboard=False)
     recorder.start(from_update=1)

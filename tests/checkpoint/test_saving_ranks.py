@@ -74,7 +74,7 @@ def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
     return went_on
 
 
-def test_one_rank_whose_saves_are_slow_or_fail_neither_stalls_nor_ends_the_run(tmp_path: Path) -> None:
+def test_a_rank_with_slow_or_failing_saves_does_not_end_the_run(tmp_path: Path) -> None:
     none, went_on = run_ranks(2, saves_of_rank_1_are_slow_then_fail_then_succeed, tmp_path)
     assert none == []
     assert went_on
@@ -140,7 +140,8 @@ def ending(folder: Path, model: Any, epochs: int = 1) -> tuple[str, int, str]:
     return type(error.value).__name__, error.value.exit_code, str(error.value)
 
 
-def test_where_the_last_save_fails_on_one_rank_all_end_with_exit_code_1_and_the_reason(tmp_path: Path) -> None:
+def test_a_last_save_that_fails_ends_all_with_exit_code_1(tmp_path: Path) -> None:
+    """Where the last save fails on one rank all end with exit code 1 and the reason."""
     endings = run_ranks(2, the_only_save_fails_on_rank_1, tmp_path)
     assert [ending[:2] for ending in endings] == [("SaveError", 1), ("StageFailed", 1)]
     for _, _, text in endings:
@@ -149,7 +150,8 @@ def test_where_the_last_save_fails_on_one_rank_all_end_with_exit_code_1_and_the_
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_a_process_that_dies_while_the_last_save_is_awaited_ends_the_run_by_its_name(tmp_path: Path) -> None:
+def test_a_process_that_dies_in_the_last_save_is_named(tmp_path: Path) -> None:
+    """A process that dies while the last save is awaited ends the run by its name."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, rank_1_is_killed_while_it_writes_its_part, tmp_path, 2, timeout_seconds=40)
     assert str(failed.value) == "rank 1: exit code -9"
@@ -160,7 +162,7 @@ def test_a_process_that_dies_while_the_last_save_is_awaited_ends_the_run_by_its_
 
 
 @pytest.mark.slow
-def test_the_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Path) -> None:
+def test_a_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Path) -> None:
     endings = run_ranks(2, the_loss_is_nan_while_rank_0_writes, tmp_path)
     assert [ending[:2] for ending in endings] == [("StageFailed", 2), ("DivergedError", 2)]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000002"]
@@ -168,7 +170,8 @@ def test_the_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_a_second_command_in_the_folder_of_one_that_trains_refuses_and_leaves_it_alone(tmp_path: Path) -> None:
+def test_a_second_command_in_a_training_folder_refuses(tmp_path: Path) -> None:
+    """A second command in the folder of one that trains refuses and leaves it alone."""
     words = (
         "model._target_=tests.support.kill.net_with_dropout",
         "data._target_=tests.support.kill.held_images",

@@ -48,7 +48,7 @@ def test_a_file_has_the_bytes_that_the_library_writes(tensors, tmp_path):
     assert safetensors.torch.load_file(file).keys() == tensors.keys()
 
 
-def test_text_of_a_file_is_read_back_and_its_order_does_not_depend_on_chance(tmp_path):
+def test_text_of_a_file_is_read_back_in_a_fixed_order(tmp_path):
     text = {"zebra": "1", "after": '"\u00e9\n', "more": "", "": "nothing"}
     tensors, read = storage.scan(tmp_path, storage.MODEL, [written(tmp_path, {}, **text).name])
     assert (tensors, read) == ({}, {"format": "pt", **text})
@@ -98,7 +98,7 @@ def test_what_no_file_can_hold_is_refused_before_training(tensor, reason, tmp_pa
         written(tmp_path, {"table": tensor})
 
 
-def test_the_index_names_the_file_of_each_tensor_of_the_model_and_of_no_other(tmp_path):
+def test_the_index_names_the_file_of_each_tensor_of_the_model(tmp_path):
     path = saved(tmp_path, 1)
     index = json.loads((path / storage.INDEX).read_text())
     assert index["weight_map"] == {"bias": SECOND, "num_batches_tracked": FIRST, "weight": FIRST}
@@ -110,7 +110,7 @@ def test_the_index_names_the_file_of_each_tensor_of_the_model_and_of_no_other(tm
         assert list(safetensors.torch.load_file(path / file)[name].shape) == SIGNATURE[name]
 
 
-def test_reading_counts_as_progress_and_takes_only_what_is_asked_for(tmp_path):
+def test_reading_counts_as_progress(tmp_path):
     path = saved(tmp_path, 1)
     tensors, _ = storage.scan(path, storage.MODEL, layout.read_manifest(path)["files"])
     before = layout.progress.num_pieces
@@ -163,7 +163,7 @@ def test_what_of_an_optimizer_cannot_be_saved_is_told_by_name(tmp_path):
 # --- other programs --------------------------------------------------------------------------------------------------
 
 
-def test_the_five_lines_of_the_docs_read_a_checkpoint_without_this_package(tmp_path):
+def test_the_five_lines_of_the_docs_read_a_checkpoint(tmp_path):
     (program,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     assert len([line for line in program.splitlines() if line]) == 5
     trainer = trainer_of(batch_norm_net())
@@ -178,7 +178,7 @@ def test_the_five_lines_of_the_docs_read_a_checkpoint_without_this_package(tmp_p
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
 
-def test_weights_are_read_back_from_a_folder_and_a_damaged_one_is_refused(tmp_path):
+def test_weights_are_read_back_and_a_damaged_folder_is_refused(tmp_path):
     path = saved(tmp_path, 1)
     read = state.read_weights(path)
     assert read.keys() == SIGNATURE.keys()
@@ -189,7 +189,7 @@ def test_weights_are_read_back_from_a_folder_and_a_damaged_one_is_refused(tmp_pa
     assert issubclass(CheckpointError, adl_dist.AdlError)
 
 
-def test_a_run_starts_from_what_export_wrote_or_from_a_checkpoint(tmp_path):
+def test_a_run_starts_from_an_export_or_a_checkpoint(tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "model.safetensors"
     assert in_process(*words(run_dir)).code == 0
     outcome = in_process("export", f"run_dir={run_dir}", f"out={out}")

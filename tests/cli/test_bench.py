@@ -234,7 +234,7 @@ def test_all_pipelines_are_cut_at_the_same_place(balance, granularity, sizes):
         assert [w for w in train_argv(entry, setting, 9) if w.startswith("partition.balance")] == [cut]
 
 
-def test_the_speeds_of_our_methods_and_of_torchs_pipelines_are_predicted():
+def test_the_speeds_of_our_methods_and_torchs_are_predicted():
     words = ["model=resnet8", "data=synthetic", "data.image_size=8", "data.num_samples=64", "train.batch_size=16"]
     able, _ = fit("torch-bp,torch-ddp,torch-gpipe,torch-gpipe-plain,bp,gpipe,1f1b,fdg,dgl,adl", *words)
     predicted = survey(compose_run(words)[0], words, able, threads=1).predicted
@@ -252,7 +252,7 @@ def test_torchs_pipeline_may_run_in_the_only_format_gloo_takes():
 
 
 @pytest.mark.parametrize("name", ["torch-bp", "torch-gpipe", "bp", "adl"])
-def test_every_contender_gets_the_same_threads_cores_and_environment(name, monkeypatch, tmp_path):
+def test_every_contender_gets_the_same_environment(name, monkeypatch, tmp_path):
     words = ["model=resnet8", "data=synthetic", "data.image_size=8", "runtime.threads=1", "runtime.bind_cores=false"]
     (entry,), found = look(words, name)
     placement = RankPlacement(pinned=True)

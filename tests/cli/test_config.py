@@ -167,7 +167,7 @@ def test_the_wheel_carries_and_composes_the_configuration(tmp_path):
     assert done.stdout.split() == [str(tmp_path / "site/adl_dist/conf"), "runs/digits-resnet8-adl-k2-m4-seed0"]
 
 
-def test_partition_grain_is_another_name_of_partition_granularity():
+def test_partition_grain_is_another_name_of_granularity():
     config, plain = compose_run(["partition.grain=layer"])
     assert config.partition.granularity is Grain.layer
     assert plain["partition"]["granularity"] == "layer"

@@ -149,7 +149,7 @@ def test_run_folders_are_compared_as_the_sweep_has_compared_them(swept, tmp_path
     assert new == old
 
 
-def test_a_run_that_fails_is_named_with_its_log_and_the_others_run(tmp_path, monkeypatch):
+def test_a_run_that_fails_is_named_and_the_others_run(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\ncase "$*" in *seed=0*) kill -9 $$;; esac\necho said; exit 3\n')
     python.chmod(0o755)
@@ -229,7 +229,7 @@ class Refusing:
         raise RuntimeError("Invalid account\nor partition")
 
 
-def test_what_a_cluster_refuses_is_said_and_what_it_has_run_is_kept(tmp_path, monkeypatch):
+def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch):
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     words = ["train", "-m", "hydra/launcher=basic", "seed=0,1", "runtime.processes=false", f"run_dir={tmp_path}"]
     asked = replace(sweep.requested(words[1:]), launcher=["hydra/launcher=basic"])

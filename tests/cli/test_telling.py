@@ -49,7 +49,7 @@ def test_rank_0_prints_and_lets_the_others_know(rank, capsys):
     assert store.check([print_turn.KEY])
 
 
-def test_another_rank_is_silent_once_rank_0_has_printed_and_not_before(rank, capsys):
+def test_another_rank_is_silent_once_rank_0_has_printed(rank, capsys):
     store = rank(1)
     began = time.monotonic()
     threading.Timer(0.5, store.set, [print_turn.KEY, "printed"]).start()
@@ -57,7 +57,7 @@ def test_another_rank_is_silent_once_rank_0_has_printed_and_not_before(rank, cap
     assert 0.4 < time.monotonic() - began < 5
 
 
-def test_another_rank_prints_at_once_what_rank_0_could_not_be_told(rank, capsys):
+def test_another_rank_prints_what_rank_0_did_not_hear(rank, capsys):
     rank(1, is_rank_0_informed=False)
     began = time.monotonic()
     assert printed(capsys, 1) == f"adl-dist: error: rank 1: {ERROR}\n"
@@ -80,9 +80,8 @@ def test_another_rank_is_silent_if_rank_0_knows_and_has_ended(rank, capsys):
 
 
 @pytest.mark.parametrize(("found_by_rank_0", "expected"), [(True, ""), (False, f"adl-dist: error: rank 1: {ERROR}\n")])
-def test_what_a_rank_finds_before_it_has_met_the_others_is_printed_by_rank_0_if_it_finds_it(
-    rank, capsys, monkeypatch, tmp_path, found_by_rank_0, expected
-):
+def test_what_a_rank_finds_early_is_printed_by_rank_0(rank, capsys, monkeypatch, tmp_path, found_by_rank_0, expected):
+    """What a rank finds before it has met the others is printed by rank 0 if it finds it."""
     monkeypatch.setenv("ADL_DIST_RENDEZVOUS", str(tmp_path))
     rank(0, joined=False)
     print_turn.announce(printed=found_by_rank_0)

@@ -77,12 +77,13 @@ def victim(monkeypatch):
     return fail
 
 
-def test_a_victim_waits_for_the_cause_while_rank_0_waits_for_a_save(victim):
+def test_a_victim_waits_for_the_cause_while_rank_0_saves(victim):
     error, _, _ = victim(reported=True, told_after=0.5)
     assert (type(error), str(error)) == (StageFailed, "rank 2: boom")
 
 
-def test_a_victim_does_not_wait_for_a_rank_0_that_is_gone_or_has_not_heard_of_it(victim):
+def test_a_victim_does_not_wait_for_a_rank_0_that_is_gone(victim):
+    """A victim does not wait for a rank 0 that is gone or has not heard of it."""
     for state in ({"reported": True, "rank0_status": RANK_0_IS_GONE}, {"reported": False}):
         error, seconds, is_informed = victim(**state)
         assert (type(error), str(error)) == (ChannelError, "waited for the act of micro-batch 3")
@@ -90,7 +91,8 @@ def test_a_victim_does_not_wait_for_a_rank_0_that_is_gone_or_has_not_heard_of_it
         assert seconds < 5
 
 
-def test_rank_0_is_named_as_gone_only_by_a_victim_that_it_neither_heard_nor_told_anything(victim):
+def test_rank_0_is_gone_only_for_a_victim_it_never_talked_to(victim):
+    """Rank 0 is named as gone only by a victim that it neither heard nor told anything."""
     error, _, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE)
     assert str(error) == f"{RANK_0_IS_GONE}; waited for the act of micro-batch 3"
     error, _, is_informed = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0)
@@ -113,7 +115,7 @@ def test_the_records_right_before_failures_are_handed_on():
     assert plane.endpoint.reports.empty()
 
 
-def test_a_process_that_answers_too_late_is_not_taken_for_one_that_is_gone():
+def test_a_process_that_answers_late_is_not_taken_for_gone():
     late, gone, here = torch.futures.Future(), torch.futures.Future(), torch.futures.Future()
     limits = []
     call = functools.partial(Call, "rank 0")
@@ -128,7 +130,9 @@ def test_a_process_that_answers_too_late_is_not_taken_for_one_that_is_gone():
     assert limits[0] > 1, "RPC's own limit, of which only a text would tell, comes later"
 
 
-def test_a_call_by_a_process_that_has_left_says_so_and_calls_no_other_process_gone():
+def test_a_call_by_a_process_that_has_left_says_so():
+    """A call by a process that has left says so and calls no other process gone."""
+
     def start(limit):
         raise RuntimeError("RPC has not been initialized\nand more")
 

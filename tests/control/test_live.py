@@ -79,7 +79,8 @@ def ended(words, capsys):
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o277])
-def test_only_the_owner_may_connect_whatever_the_umask_and_nothing_is_left_behind(tmp_path, umask):
+def test_only_the_owner_may_connect_whatever_the_umask(tmp_path, umask):
+    """Only the owner may connect whatever the umask and nothing is left behind."""
     before = os.umask(umask)
     try:
         with listening(tmp_path):
@@ -90,7 +91,7 @@ def test_only_the_owner_may_connect_whatever_the_umask_and_nothing_is_left_behin
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_folder_with_a_path_longer_than_a_socket_may_have_is_no_hindrance(tmp_path):
+def test_a_run_folder_may_be_longer_than_a_socket_path(tmp_path):
     run_dir = tmp_path / ("long" * 30)
     run_dir.mkdir()
     assert len(os.fsencode(run_dir / SOCKET)) > LONGEST_ADDRESS
@@ -108,7 +109,8 @@ def test_a_path_that_cannot_be_shortened_is_told_with_the_reason(tmp_path, monke
         ask_run(run_dir, "status")
 
 
-def test_the_socket_of_a_killed_run_is_replaced_and_that_of_a_running_one_is_not(tmp_path):
+def test_the_socket_of_a_killed_run_is_replaced(tmp_path):
+    """The socket of a killed run is replaced and that of a running one is not."""
     stale = socket.socket(socket.AF_UNIX)
     stale.bind(str(tmp_path / SOCKET))
     stale.close()
@@ -126,13 +128,15 @@ def test_the_socket_of_a_killed_run_is_replaced_and_that_of_a_running_one_is_not
     "line",
     [b"\n", b"hello\n", b"\xff\xfe\x00\n", b"[]\n", b"{}\n", b'{"ask": []}\n', b'{"ask": "rm"}\n', b"[" * 9000 + b"\n"],
 )
-def test_what_is_no_request_gets_a_line_that_says_so_and_the_next_one_its_answer(tmp_path, line):
+def test_what_is_no_request_gets_a_line_that_says_so(tmp_path, line):
+    """What is no request gets a line that says so and the next one its answer."""
     with listening(tmp_path), contextlib.closing(raw(tmp_path / SOCKET)) as client:
         assert "not a request" in say(client, line)["error"]
         assert say(client, b'{"ask": "status"}\n') == STATUS
 
 
-def test_clients_that_say_nothing_half_a_line_or_hang_up_hold_up_nobody_and_not_the_end(tmp_path):
+def test_clients_that_say_nothing_or_hang_up_hold_up_no_other(tmp_path):
+    """Clients that say nothing half a line or hang up hold up no one and not the end."""
     with listening(tmp_path):
         silent, half, gone = (raw(tmp_path / SOCKET) for _ in range(3))
         half.sendall(b'{"ask": ')
@@ -163,7 +167,7 @@ def test_checkpoint_and_stop_print_what_became_of_the_request(tmp_path, ask, cap
         coordinator.join()
 
 
-def test_a_request_that_cannot_be_carried_out_is_an_error_of_one_line(tmp_path, capsys):
+def test_a_request_that_cannot_be_carried_out_is_one_line(tmp_path, capsys):
     requests = Requests()
 
     def refuse():
@@ -185,7 +189,7 @@ def test_a_run_that_ends_before_it_answers_is_told_so(tmp_path):
             ask_run(tmp_path, "stop")
 
 
-def test_a_run_that_ends_right_after_it_has_answered_has_answered(tmp_path):
+def test_a_run_that_ends_after_its_answer_has_answered(tmp_path):
     for _ in range(5):
         requests = Requests()
         with listening(tmp_path, requests) as control:
@@ -244,13 +248,13 @@ def test_status_prints_one_line_per_stage_or_json(tmp_path, capsys):
         (["stop", "{tmp}"], "no run is training there on this machine (there is no control.sock)"),
     ],
 )
-def test_where_no_run_is_there_is_one_readable_line_and_exit_code_2(tmp_path, words, said, capsys):
+def test_where_there_is_no_run_it_is_one_line_and_exit_code_2(tmp_path, words, said, capsys):
     code, out, err = ended([word.format(tmp=tmp_path) for word in words], capsys)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
 
 
-def test_a_run_trains_on_without_a_socket_where_it_cannot_make_one(tmp_path, caplog):
+def test_a_run_trains_on_where_it_cannot_make_a_socket(tmp_path, caplog):
     control = LiveControl(tmp_path / "none", lambda: STATUS, Requests())
     control.start()
     control.close()
@@ -272,7 +276,7 @@ def go_backward(log, *numbers):
         log.end()
 
 
-def test_images_are_counted_whose_gradients_have_come_also_if_the_last_of_a_group_comes_first(monkeypatch):
+def test_images_are_counted_whose_gradients_have_come(monkeypatch):
     """As in GPipe: of four micro-batches of three images one has gone backward, in two seconds."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -321,7 +325,7 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
     assert process_status(log).stages[0].doing == "wait for the next command"
 
 
-def test_to_tell_what_a_stage_is_at_takes_no_memory_that_grows_with_the_run():
+def test_to_tell_what_a_stage_is_at_takes_no_growing_memory():
     def peak_bytes(num_done):
         log = opened_log(num_micro_batches=100_000)
         with log.during("train"):
@@ -337,7 +341,7 @@ def test_to_tell_what_a_stage_is_at_takes_no_memory_that_grows_with_the_run():
     assert peak_bytes(90_000) < peak_bytes(10) + 90_000  # a list of them would take eight times that
 
 
-def test_memory_is_told_of_the_gpu_of_the_process_whichever_thread_asks(monkeypatch):
+def test_memory_is_that_of_the_processs_gpu_in_any_thread(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7 if device == torch.device("cuda", 3) else 0)
     assert process_status(ActivityLog(1, device=torch.device("cuda", 3))).memory_bytes == 7
 
@@ -345,7 +349,7 @@ def test_memory_is_told_of_the_gpu_of_the_process_whichever_thread_asks(monkeypa
 @pytest.mark.parametrize(
     ("package", "place"), [("torch", "control/test_live.py:"), ("torchvision", "torchvision/ops.py:1 in hang")]
 )
-def test_where_a_thread_hangs_is_told_by_its_innermost_line_that_is_not_torchs(package, place):
+def test_a_hanging_thread_is_at_its_innermost_line_not_torchs(package, place):
     begun, over, of_package = threading.Event(), threading.Event(), {}
     file = Path(torch.__file__).parents[1] / package / "ops.py"
     exec(compile("def hang(begun, over): begun.set(); over.wait()", file, "exec"), of_package)
@@ -358,7 +362,7 @@ def test_where_a_thread_hangs_is_told_by_its_innermost_line_that_is_not_torchs(p
     assert told.startswith(place)
 
 
-def test_all_stages_of_a_run_in_one_process_tell_what_they_are_at(tmp_path):
+def test_all_stages_of_one_process_report_what_they_are_at(tmp_path):
     answers, in_evaluation = [], []
 
     class Asks(nn.Module):

@@ -62,9 +62,8 @@ FRESH = [(1, "adl", {}), (3, "gpipe", {}), (2, "1f1b", {}), (3, "dgl", {"head": 
 
 
 @pytest.mark.parametrize(("K", "name", "options"), FRESH, ids=lambda v: str(v))
-def test_where_nothing_is_stale_a_run_stopped_in_mid_epoch_goes_on_to_the_bits_of_an_uninterrupted_one(
-    K, name, options, tmp_path
-):
+def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, options, tmp_path):
+    """Where nothing is stale a run stopped in mid epoch continues to the bits of an uninterrupted one."""
     _, expected, _ = fitted(K, name=name, options=options)
     data, _, summary = fitted(K, data=Asking(at=70), name=name, options=options, run_dir=tmp_path)
     assert summary["stopped"] == {
@@ -82,9 +81,8 @@ def test_where_nothing_is_stale_a_run_stopped_in_mid_epoch_goes_on_to_the_bits_o
 
 
 @pytest.mark.parametrize(("K", "name", "options"), STALE, ids=lambda v: str(v))
-def test_where_gradients_are_stale_a_stop_is_the_same_as_max_updates_there_and_says_that_it_leaves_a_trace(
-    K, name, options, tmp_path
-):
+def test_a_stop_equals_max_updates_there_and_leaves_a_trace(K, name, options, tmp_path):
+    """Where gradients are stale a stop is the same as max updates there and says that it leaves a trace."""
     stopped, planned = tmp_path / "stopped", tmp_path / "planned"
     _, _, summary = fitted(K, data=Asking(at=70), name=name, options=options, run_dir=stopped)
     assert (summary["stopped"]["drain_changed_result"], summary["updates"]) == (True, 12)
@@ -95,7 +93,7 @@ def test_where_gradients_are_stale_a_stop_is_the_same_as_max_updates_there_and_s
 
 
 @pytest.mark.parametrize("at", [70, 90])
-def test_with_planned_checkpoints_a_stop_waits_for_the_next_and_leaves_no_trace(at, tmp_path):
+def test_with_planned_checkpoints_a_stop_leaves_no_trace(at, tmp_path):
     every = {"every_updates": 4}
     _, expected, _ = fitted(3, **every)
     _, otherwise, _ = fitted(3)
@@ -109,7 +107,8 @@ def test_with_planned_checkpoints_a_stop_waits_for_the_next_and_leaves_no_trace(
     )
 
 
-def test_checkpoints_come_where_they_are_planned_and_evaluations_only_between_epochs(tmp_path):
+def test_checkpoints_come_where_they_are_planned(tmp_path):
+    """Checkpoints come where they are planned and evaluations only between epochs."""
     fitted(2, run_dir=tmp_path, every_updates=4, keep=99)
     saved = [layout.read_manifest(path)["update"] for path in layout.complete(tmp_path / "checkpoints")]
     assert saved == [4, 8, 10, 14, 18, 20, 24, 28, 30]
@@ -118,13 +117,13 @@ def test_checkpoints_come_where_they_are_planned_and_evaluations_only_between_ep
     assert sorted(r["update"] for r in records if r["name"] == "train/loss") == list(range(30))
 
 
-def test_planned_checkpoints_of_another_distance_belong_to_another_run(tmp_path):
+def test_checkpoints_of_another_distance_belong_to_another_run(tmp_path):
     fitted(2, run_dir=tmp_path, every_updates=4, max_updates=4)
     with pytest.raises(ConfigError, match="every_updates is 4 there and 5 here"):
         fitted(2, run_dir=tmp_path, every_updates=5)
 
 
-def test_asked_for_a_checkpoint_a_run_saves_where_it_is_and_goes_on_to_its_end(tmp_path):
+def test_asked_for_a_checkpoint_a_run_saves_and_continues(tmp_path):
     _, expected, _ = fitted(1)
     data, state, summary = fitted(1, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path, keep=99)
     assert data.answer.result(0) == str(tmp_path / "checkpoints" / "update-00000012")
@@ -134,7 +133,7 @@ def test_asked_for_a_checkpoint_a_run_saves_where_it_is_and_goes_on_to_its_end(t
     assert_same(state, expected)
 
 
-def test_stages_that_draw_from_buffers_stop_at_the_end_of_the_epoch(tmp_path):
+def test_stages_with_buffers_stop_at_the_end_of_the_epoch(tmp_path):
     options = {"head": "linear", "buffer_size": 4}
     _, expected, _ = fitted(2, name="dgl", options=options)
     _, _, summary = fitted(2, data=Asking(at=70), name="dgl", options=options, run_dir=tmp_path)
@@ -143,7 +142,8 @@ def test_stages_that_draw_from_buffers_stop_at_the_end_of_the_epoch(tmp_path):
     assert_same(state, expected)
 
 
-def test_a_run_that_was_killed_before_its_last_summary_has_it_after_the_same_command_again(tmp_path):
+def test_a_missing_last_summary_comes_by_the_same_command(tmp_path):
+    """A run that was killed before its last summary has it after the same command again."""
     _, _, earlier = fitted(2, data=Asking(at=70), run_dir=tmp_path)
     told = (tmp_path / "summary.json").read_text()
     fitted(2, run_dir=tmp_path)
@@ -154,7 +154,7 @@ def test_a_run_that_was_killed_before_its_last_summary_has_it_after_the_same_com
     assert known["validation_loss"] == summary["validation_loss"]
 
 
-def test_a_run_without_a_folder_stops_and_says_that_nothing_is_saved():
+def test_a_run_without_a_folder_stops_and_says_nothing_is_saved():
     data, _, summary = fitted(2, data=Asking(at=70))
     assert summary["stopped"]["checkpoint"] is None
     assert data.answer.result(0) == "nothing is saved: the run has no run_dir"
@@ -162,13 +162,14 @@ def test_a_run_without_a_folder_stops_and_says_that_nothing_is_saved():
     assert str(data.answer.exception(0)) == "nothing is saved: the run has no run_dir"
 
 
-def test_asked_to_stop_in_its_last_group_a_run_is_complete_and_has_not_stopped(tmp_path):
+def test_asked_to_stop_in_its_last_group_a_run_is_complete(tmp_path):
     data, _, summary = fitted(2, data=Asking(at=EPOCHS * NUM_SAMPLES), run_dir=tmp_path)
     assert "stopped" not in summary
     assert data.answer.result(0) == str(tmp_path / "checkpoints" / "update-00000030")
 
 
-def test_what_is_asked_of_a_run_that_fails_is_answered_and_not_left_for_the_next_one():
+def test_what_is_asked_of_a_run_that_fails_is_answered():
+    """What is asked of a run that fails is answered and not left for the next one."""
     data = Asking(at=1)
     data.images[3] = float("nan")
     with pytest.raises(DivergedError):
@@ -177,14 +178,15 @@ def test_what_is_asked_of_a_run_that_fails_is_answered_and_not_left_for_the_next
     assert not data.trainer.requests.any_open
 
 
-def test_a_run_without_a_folder_logs_no_longer_into_that_of_the_run_before(tmp_path):
+def test_a_run_without_a_folder_logs_into_no_other_run(tmp_path):
     fitted(1, run_dir=tmp_path, max_updates=1)
     log = (tmp_path / "logs" / "rank0.log").read_text()
     fitted(2, data=Asking(at=10, what=Ask.CHECKPOINT))  # which a run notes
     assert (tmp_path / "logs" / "rank0.log").read_text() == log != ""
 
 
-def test_what_is_asked_after_a_run_has_ended_is_answered_and_does_not_stop_the_next_one():
+def test_what_is_asked_after_the_end_does_not_stop_the_next_run():
+    """What is asked after a run has ended is answered and does not stop the next one."""
     data, _, _ = fitted(1, max_updates=2)
     late = data.trainer.requests.ask(Ask.STOP, "a test")
     assert str(late.exception(0)) == "the run has ended, at update 2"
@@ -192,7 +194,8 @@ def test_what_is_asked_after_a_run_has_ended_is_answered_and_does_not_stop_the_n
     assert (summary["updates"], "stopped" in summary) == (30, False)
 
 
-def test_a_checkpoint_of_mid_epoch_claims_no_evaluation_and_does_not_cost_the_best_one(tmp_path):
+def test_a_mid_epoch_checkpoint_does_not_cost_the_best_one(tmp_path):
+    """A checkpoint of mid epoch claims no evaluation and does not cost the best one."""
     options = {"every_updates": 4, "keep": 1, "keep_best": True}
     _, _, summary = fitted(2, data=Asking(at=90), run_dir=tmp_path, **options)
     metrics = {path.name: layout.read_manifest(path)["metrics"] for path in layout.complete(tmp_path / "checkpoints")}
@@ -206,7 +209,7 @@ def test_a_checkpoint_of_mid_epoch_claims_no_evaluation_and_does_not_cost_the_be
 
 
 @pytest.mark.parametrize(("K", "drain_changed_result"), [(1, False), (3, True)])
-def test_a_checkpoint_in_mid_epoch_says_where_it_changes_later_values(K, drain_changed_result, tmp_path):
+def test_a_checkpoint_in_mid_epoch_says_if_it_changes_values(K, drain_changed_result, tmp_path):
     _, expected, _ = fitted(K)
     data, state, _ = fitted(K, data=Asking(at=70, what=Ask.CHECKPOINT), run_dir=tmp_path)
     said = "those of a run that ended with train.max_updates=12 and was continued"

@@ -73,7 +73,8 @@ def stop_twice_and_go_on(folder: Path) -> list[tuple[list[Any], dict[str, Tensor
     return found
 
 
-def test_processes_asked_to_stop_do_so_after_the_same_update_and_go_on_as_one_process_does(tmp_path: Path) -> None:
+def test_processes_stop_after_the_same_update_and_resume(tmp_path: Path) -> None:
+    """Processes asked to stop do so after the same update and continue as one process does."""
     by_rank = run_ranks(K, stop_twice_and_go_on, tmp_path / "asked", timeout_seconds=100)
     for case, (name, _) in enumerate(CASES):
         stops, _ = by_rank[0][case]
@@ -168,6 +169,7 @@ def ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone() -> list
     return answers
 
 
-def test_every_rank_is_heard_also_past_one_that_is_late_and_rank_0_sees_one_that_is_gone() -> None:
+def test_every_rank_is_heard_also_past_one_that_is_late() -> None:
+    """Every rank is heard also past one that is late and rank 0 sees one that is gone."""
     answers = run_ranks(K, ask_from_each_rank_then_past_one_that_is_late_and_one_that_is_gone)
     assert answers == [[True, True, False], [True, True], [True]]

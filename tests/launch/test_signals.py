@@ -42,7 +42,8 @@ def stuck(*arguments):
     )
 
 
-def test_a_process_that_waits_in_c_asks_at_the_first_signal_and_ends_at_the_second():
+def test_a_process_in_c_stops_at_one_signal_and_ends_at_two():
+    """A process that waits in C asks at the first signal and ends at the second."""
     process = stuck()
     try:
         assert process.stdout.readline() == "ready\n"
@@ -69,7 +70,7 @@ def test_a_process_whose_peer_is_gone_ends_at_the_first_signal():
     assert "a process of the run is gone; ended by SIGTERM" in err
 
 
-def test_handlers_and_the_wakeup_pipe_are_what_they_were_afterwards():
+def test_handlers_and_the_wakeup_pipe_are_restored():
     before = [signal.getsignal(number) for number in signals.STOPPING]
     threads, asked = threading.active_count(), []
     with signal_handler(lambda name: not asked.append(name)):
@@ -104,7 +105,7 @@ def test_no_room_for_temporary_files_keeps_no_stop_from_rank_0(tmp_path, monkeyp
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_a_handler_that_is_not_pythons_stays_and_the_others_are_taken(monkeypatch):
+def test_a_handler_that_is_not_pythons_stays(monkeypatch):
     known = signal.getsignal
     monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGUSR1 else known(number))
     before = known(signal.SIGUSR1)
@@ -138,7 +139,7 @@ def test_outside_of_the_main_thread_nothing_is_done():
     ],
     ids=str,
 )
-def test_the_second_sigterm_or_sigint_ends_but_no_echo_of_a_sigterm(sent, ends, monkeypatch):
+def test_the_second_sigterm_or_sigint_ends_but_no_echo_does(sent, ends, monkeypatch):
     patience = SignalEscalation()
     answers = []
     for number, when in sent:

@@ -48,7 +48,7 @@ def run_script(folder, torchrun, *words, **variables):
         ("kill -USR1 $PPID; {stops}; exit 1", 1),
     ],
 )
-def test_a_job_is_queued_again_only_if_a_signal_has_stopped_its_ranks(does, code, tmp_path):
+def test_a_job_is_queued_again_only_if_a_signal_stopped_it(does, code, tmp_path):
     ended, said, left = run_script(tmp_path, does.format(stops=STOPS))
     assert (ended, left) == (code, []), said
     assert ("requeued" in said) == (code == 75)
@@ -83,7 +83,7 @@ def test_a_task_of_an_array_takes_its_number_as_the_seed(tmp_path):
     assert said.splitlines()[-2:] == ["seed=1", "seed=3"]
 
 
-def test_an_interface_without_an_address_is_refused_with_those_that_there_are(tmp_path):
+def test_an_interface_without_an_address_is_refused(tmp_path):
     ended, said, _ = run_script(tmp_path, "exit 0", NODES="node1 node2", INTERFACE="ib7")
     assert ended == 2
     shows(said, ["node1 has no IPv4 address on interface 'ib7'; give INTERFACE, one of: lo"])
@@ -95,7 +95,7 @@ def test_outside_of_a_job_the_script_says_how_to_submit_it(tmp_path):
     shows(said, ["submit this script with sbatch"])
 
 
-def test_the_script_is_short_and_the_documentation_names_its_variables():
+def test_the_script_is_short_and_its_variables_are_documented():
     text, page = SCRIPT.read_text(), (ROOT / "docs" / "cluster.md").read_text()
     assert len(text.splitlines()) <= 60
     for name in ("PROCESSES_PER_NODE", "INTERFACE", "PYTHON", "MAX_RESTARTS", "MAX_REQUEUES"):

@@ -31,7 +31,7 @@ class StuckInWorker(FixedImages):
         return super().__getitem__(index)
 
 
-def test_in_one_process_a_stage_that_sleeps_is_told_and_then_that_it_goes_on(tmp_path, capfd):
+def test_a_stage_that_sleeps_is_reported_and_that_it_continues(tmp_path, capfd):
     fit(trainer_of(asleep_then_slow(), num_stages=2), tmp_path)
     err = capfd.readouterr().err
     assert "likely cause: stage 1 (" in err
@@ -42,7 +42,8 @@ def test_in_one_process_a_stage_that_sleeps_is_told_and_then_that_it_goes_on(tmp
 
 
 @needs_proc
-def test_a_worker_process_that_loads_data_and_is_stuck_is_told_with_its_process_id(tmp_path, capfd):
+def test_a_stuck_worker_process_is_reported_with_its_id(tmp_path, capfd):
+    """A worker process that loads data and is stuck is reported with its process id."""
     fit(trainer_of([], num_stages=2), tmp_path, StuckInWorker(NUM_SAMPLES), num_workers=1)
     causes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("likely cause: ")]
     assert any(
@@ -50,7 +51,8 @@ def test_a_worker_process_that_loads_data_and_is_stuck_is_told_with_its_process_
     )
 
 
-def test_a_run_in_which_nothing_moves_for_abort_seconds_ends_with_exit_code_1_and_the_cause_last(tmp_path):
+def test_a_standstill_ends_with_exit_code_1_and_the_cause_last(tmp_path):
+    """A run in which nothing moves for abort seconds ends with exit code 1 and the cause last."""
     script = (
         "import time, sys, pathlib; from tests.support.stalls import *\n"
         "stage_1 = At(5, lambda: time.sleep(60))\n"
@@ -80,9 +82,8 @@ def test_limits_that_cannot_be_are_refused(stall, abort, said):
 
 @needs_proc
 @pytest.mark.parametrize(("number", "said"), [(signal.SIGSTOP, "is stopped (SIGSTOP)"), (signal.SIGKILL, "is gone")])
-def test_a_heartbeat_monitor_reports_that_rank_0_asks_no_more_and_why_and_then_ends_both_processes(
-    number, said, monkeypatch
-):
+def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeypatch):
+    """A heartbeat monitor reports that rank 0 asks no more and why and then ends both processes."""
     lines, ends = [], []
     monkeypatch.setattr(heartbeat, "print_bounded", lambda text, level=0: lines.append(text))
     monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
@@ -111,7 +112,7 @@ def test_a_heartbeat_monitor_reports_that_rank_0_asks_no_more_and_why_and_then_e
 
 
 @needs_proc
-def test_a_rank_0_that_is_gone_is_known_by_name_to_those_it_has_asked():
+def test_a_rank_0_that_is_gone_is_known_to_those_it_asked():
     answers = Heartbeat()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank_0:
         asker = ProcessStatus(host="node", pid=rank_0.pid, machine=machine(), start_time=start_time(rank_0.pid))

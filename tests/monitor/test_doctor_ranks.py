@@ -51,7 +51,8 @@ def causes_told(run_dir):
     return told
 
 
-def test_each_of_six_planted_stalls_is_told_by_its_cause_in_time_and_status_answers_all_along(tmp_path):
+def test_each_of_six_planted_stalls_is_named_in_time(tmp_path):
+    """Each of six planted stalls is reported by its cause in time and status answers all along."""
     run_dir, over, seconds, rows = tmp_path / "run", threading.Event(), [], []
 
     def poll():
@@ -82,7 +83,8 @@ def test_each_of_six_planted_stalls_is_told_by_its_cause_in_time_and_status_answ
     assert not (run_dir / SOCKET).exists()
 
 
-def test_a_backward_that_sleeps_is_the_cause_also_where_gradients_come_in_descending_order(tmp_path):
+def test_a_sleeping_backward_of_gpipe_is_the_cause(tmp_path):
+    """A backward that sleeps is the cause also where gradients come in descending order."""
     run_ranks(2, gpipe_asleep, tmp_path / "run")
     causes = [cause for _, cause in causes_told(tmp_path / "run")]
     expected = r"stage 1 \(\S+, pid \d+\): still at work: backward 2 .*"
@@ -90,7 +92,7 @@ def test_a_backward_that_sleeps_is_the_cause_also_where_gradients_come_in_descen
     assert not any(cause.startswith("the link") for cause in causes)
 
 
-def test_a_save_beside_training_that_hangs_is_told_by_the_rank_that_writes(tmp_path):
+def test_a_background_save_that_hangs_is_reported_by_its_rank(tmp_path):
     run_ranks(3, save_asleep, tmp_path / "run")
     told = [cause for _, cause in causes_told(tmp_path / "run")]
     doing = "takes long to write its part of a checkpoint, beside training"
@@ -98,7 +100,8 @@ def test_a_save_beside_training_that_hangs_is_told_by_the_rank_that_writes(tmp_p
     assert any(re.fullmatch(expected, cause) for cause in told), told
 
 
-def test_the_survivors_of_a_process_killed_during_a_save_name_it_and_none_of_them_another(tmp_path):
+def test_survivors_of_a_kill_in_a_save_name_the_killed(tmp_path):
+    """The survivors of a process killed during a save name it and none of them another."""
     run_dir = tmp_path / "run"
     with pytest.raises(RanksFailed) as failed:
         run_ranks(3, killed_in_save, run_dir, timeout_seconds=60)
@@ -107,7 +110,7 @@ def test_the_survivors_of_a_process_killed_during_a_save_name_it_and_none_of_the
     assert all("stage 2 (" in line and "the process is gone" in line for line in said), said
 
 
-def test_a_stopped_peer_is_told_by_name_and_the_job_ends_and_takes_it_along(tmp_path):
+def test_a_stopped_peer_is_named_and_the_job_ends_with_it(tmp_path):
     run_dir = tmp_path / "run"
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, signalled, run_dir, signal.SIGSTOP, timeout_seconds=60)
@@ -121,7 +124,7 @@ def test_a_stopped_peer_is_told_by_name_and_the_job_ends_and_takes_it_along(tmp_
     assert not (run_dir / SOCKET).exists()
 
 
-def test_a_dead_peer_is_told_by_name_within_two_seconds_before_its_victims(tmp_path):
+def test_a_dead_peer_is_named_within_two_seconds(tmp_path):
     run_dir = tmp_path / "run"
     with pytest.raises(RanksFailed, match=r"stage 1 \(\S+, pid \d+\): the process is gone") as failed:
         run_ranks(2, signalled, run_dir, signal.SIGKILL, timeout_seconds=60)

@@ -36,7 +36,8 @@ class Raises:
     flush = isatty = lambda self: False
 
 
-def test_a_log_that_hangs_keeps_the_doctor_neither_from_speaking_nor_from_ending_the_job(tmp_path):
+def test_a_log_that_hangs_does_not_keep_the_job_from_ending(tmp_path):
+    """A log that hangs keeps the watchdog neither from speaking nor from ending the job."""
     before = (
         "class Hangs(logging.Handler):\n"
         "    def emit(self, record):\n"
@@ -122,7 +123,7 @@ def test_a_doctor_that_an_error_befalls_says_so_once_and_goes_on(caplog):
     assert [r.levelno for r in caplog.records if "could not look" in r.getMessage()] == [logging.ERROR]
 
 
-def test_a_deputy_that_rank_0_has_never_asked_ends_its_process_and_says_so(monkeypatch):
+def test_a_deputy_that_rank_0_never_asked_ends_its_process(monkeypatch):
     told, ends = [], []
     monkeypatch.setattr(heartbeat, "print_bounded", lambda text, level=0: told.append(text))
     monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
@@ -138,7 +139,7 @@ def test_a_deputy_that_rank_0_has_never_asked_ends_its_process_and_says_so(monke
     assert 0.5 <= ends[0] - began < 4
 
 
-def test_a_process_that_all_stages_share_is_ended_only_if_that_was_asked_for():
+def test_a_shared_process_is_ended_only_if_asked_for():
     assert WatchdogTimeouts().settled(distributed=False).abort_seconds is None
     assert WatchdogTimeouts().settled(distributed=True).abort_seconds == 600
     assert WatchdogTimeouts(abort_seconds=None).settled(distributed=True).abort_seconds is None
@@ -147,7 +148,7 @@ def test_a_process_that_all_stages_share_is_ended_only_if_that_was_asked_for():
         WatchdogTimeouts(abort_seconds="never")
 
 
-def test_a_save_beside_training_that_is_slow_but_moves_is_no_standstill(tmp_path, monkeypatch, capfd):
+def test_a_background_save_that_is_slow_is_no_standstill(tmp_path, monkeypatch, capfd):
     write, left = HashedFile.write, [STALL_SECONDS / 4] * 12
 
     def slowly(file, data):
@@ -193,6 +194,7 @@ command.main()
 """
 
 
-def test_a_command_ends_with_its_code_after_threads_and_exit_handlers_and_takes_nothing_apart():
+def test_a_command_ends_with_its_code_after_exit_handlers():
+    """A command ends with its code after threads and exit handlers and takes nothing apart."""
     done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "of a thread\nregistered by somebody\n", "")

@@ -31,7 +31,7 @@ def test_allocations_alone_are_written_down(monkeypatch):
     assert "aten::ones" in {event.key for event in after.key_averages()}, "others see operators again"
 
 
-def test_a_first_segment_that_ends_early_does_not_settle_the_peak():
+def test_an_early_end_of_a_first_segment_settles_no_peak():
     meter = MemoryMeter(torch.device("cpu"), num_updates=3)
     peaks = []
     for kib in ([1], [512, 2], [4096]):  # held at each update of a segment

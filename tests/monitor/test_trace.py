@@ -74,7 +74,7 @@ def test_every_action_is_one_event_of_its_stage_and_none_overlap(name, options, 
     assert not (tmp_path / "trace").exists()
 
 
-def test_events_tell_the_version_of_the_weights_and_that_of_the_forward(tmp_path):
+def test_events_tell_the_version_of_the_weights(tmp_path):
     run(trainer_of(), tmp_path, trace=True)
     for k, of_stage in traces.read_trace(tmp_path).items():
         training = [e["args"] for e in of_stage if "epoch" in e["args"]]
@@ -117,7 +117,7 @@ def test_only_the_first_events_are_kept_but_all_count(tmp_path, monkeypatch):
     assert "left out by stage" in (tmp_path / "logs" / "rank0.log").read_text()
 
 
-def test_a_resumed_run_writes_its_own_trace_and_one_that_is_over_leaves_it(tmp_path):
+def test_a_resumed_run_writes_its_own_trace(tmp_path):
     run(trainer_of(), tmp_path, epochs=1, trace=True)
     run(trainer_of(), tmp_path, epochs=2, trace=True)
     of_the_second = traces.read_trace(tmp_path)
@@ -127,7 +127,7 @@ def test_a_resumed_run_writes_its_own_trace_and_one_that_is_over_leaves_it(tmp_p
 
 
 @pytest.mark.parametrize("in_the_way", ["trace", "trace.json"])  # of a part, of the whole
-def test_a_trace_that_cannot_be_written_does_not_fail_a_run_that_is_complete(in_the_way, tmp_path, capfd):
+def test_a_trace_that_cannot_be_written_fails_no_complete_run(in_the_way, tmp_path, capfd):
     if in_the_way == "trace":
         (tmp_path / in_the_way).touch()
     else:
@@ -148,7 +148,7 @@ def test_a_run_that_diverges_says_so_although_it_is_traced(tmp_path):
     assert not list(tmp_path.glob("trace*"))
 
 
-def test_a_trace_without_a_folder_and_memory_of_a_shared_process_are_refused(tmp_path):
+def test_a_trace_without_a_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"trace=True writes run_dir/trace\.json, but there is no run_dir"):
         run(trainer_of(), None, trace=True)
     with pytest.raises(ConfigError, match="all 3 stages share one; start one for each stage"):

@@ -135,7 +135,7 @@ def test_what_each_stage_held_is_a_table_of_its_own(runs):
     assert "bp, K = 2, seed 0" not in rows
 
 
-def test_a_row_is_named_by_its_method_and_by_all_that_tells_the_runs_apart(runs):
+def test_a_row_is_named_by_all_that_tells_the_runs_apart(runs):
     runs.add("bp", 0.5, M=4, model={"width": 8})
     runs.add("adl", 0.5, M=4, model={"width": 8}, settings={"weights": "stash"})
     runs.add("adl", 0.5, M=4, model={"width": 16}, settings={"weights": "latest"})
@@ -143,7 +143,7 @@ def test_a_row_is_named_by_its_method_and_by_all_that_tells_the_runs_apart(runs)
     assert list(runs.table()[1]) == expected
 
 
-def test_two_cuts_are_two_rows_but_not_those_of_different_numbers_of_stages(runs):
+def test_two_cuts_are_two_rows_for_one_number_of_stages(runs):
     for K, balance in ((2, "[3, 2]"), (3, "[2, 2, 1]")):
         runs.add("adl", 0.5, K=K, partition={"balance": balance})
     assert list(runs.table()[1]) == ["adl"]
@@ -151,13 +151,13 @@ def test_two_cuts_are_two_rows_but_not_those_of_different_numbers_of_stages(runs
     assert len(runs.table()[1]) == 3
 
 
-def test_a_run_that_has_been_prolonged_is_unfinished_until_it_gets_there(runs):
+def test_a_prolonged_run_is_unfinished_until_it_gets_there(runs):
     runs.add("adl", 0.5)
     (runs.made[0] / "summary.json").write_text(json.dumps({"epochs": EPOCHS - 1, "updates": 9}))
     assert runs.table()[1]["adl"][0] == "**1 of 1 unfinished**"
 
 
-def test_the_command_compares_the_runs_below_a_folder_and_writes_there(runs):
+def test_compare_takes_the_runs_below_a_folder_and_writes_there(runs):
     runs.add("bp", 0.9)
     runs.add("adl", 0.8)
     done = in_process("compare", str(runs.folder))
