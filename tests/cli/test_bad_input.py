@@ -560,7 +560,7 @@ def test_a_damaged_checkpoint_says_what_is_wrong_and_the_way_on(name, damage, pa
     assert in_process("evaluate", f"run_dir={run_dir}", f"checkpoint={newest.parent / OLDER}").code == 0
     outcome = in_process(*train)
     assert outcome.code == 0
-    shows(outcome.err, ["adl-dist: warning: ", *parts[:-2], f"going on from {OLDER}, {NEWEST} is kept as rejected-"])
+    shows(outcome.err, ["adl-dist: warning: ", *parts[:-2], f"resuming from {OLDER}; {NEWEST} is kept as rejected-"])
     assert outcome.err.count("\n") == 1
     shows(outcome.out, [f"resumed from {newest.parent / OLDER}"])
     assert {n.removeprefix("rejected-"): h for n, h in snapshot(newest.parent).items() if "rejected-" in n} == {

@@ -85,7 +85,7 @@ def test_help_tells_the_flags_without_a_traceback():
         (["--costs", "{forward: ["], ["is not YAML"]),
         (["--costs", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
         (["--out", "a.jpg"], ["a.jpg must end in .svg, .png, .pdf"]),
-        (["--out", "/nowhere/a.svg"], ["there is no folder /nowhere"]),
+        (["--out", "/nowhere/a.svg"], ["folder /nowhere does not exist"]),
         (["--out", "a.svg", "--micro-batches", "999"], ["at most 400", "--micro-batches"]),
         (["method=nosuch"], ["method=nosuch"]),
     ],
