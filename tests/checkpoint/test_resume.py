@@ -320,7 +320,7 @@ def test_a_signal_to_any_process_saves_like_a_planned_stop(
         stops.append(layout.read_manifest(saved)["update"])
         assert run.err.startswith(
             f"adl-dist: stopped at update {stops[-1]} (epoch {epoch}) by {number.name}; saved {saved}; the same "
-            "command goes on; the pipeline was emptied in mid-epoch, so values will differ"
+            "command resumes it; the pipeline was emptied in mid-epoch, so values will differ"
         )
         assert run.err.count("\n") == 1
         assert left_in_tmp(run) == []

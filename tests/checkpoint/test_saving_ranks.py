@@ -24,6 +24,7 @@ from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import trainer_of
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.user_code import Explodes
+from tests.support.values import values
 
 pytestmark = pytest.mark.ranks
 
@@ -82,7 +83,7 @@ def test_a_rank_with_slow_or_failing_saves_does_not_end_the_run(tmp_path: Path) 
     saved, alone = sorted((tmp_path / "checkpoints").iterdir()), tmp_path / "alone"
     assert [path.name for path in saved] == ["update-00000002", "update-00000006"]
     trainer_of(batch_norm_net()).fit(
-        FixedImages(8), epochs=3, batch_size=4, run_dir=alone, quiet=True, tensorboard=False, keep_checkpoints=9
+        FixedImages(8), epochs=3, batch_size=4, run_dir=alone, **values(quiet=True, tensorboard=False, keep=9)
     )
     for path in saved:
         files = layout.verify(path)["files"]

@@ -23,6 +23,7 @@ from tests.support.commands import in_process, words
 from tests.support.runs import trainer_of
 from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, saved, shards
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import spec_of, values
 
 DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
@@ -137,7 +138,7 @@ class Remembers(torch.optim.SGD):
 def stage_of(optimizer, *sizes):
     torch.manual_seed(sum(sizes))
     module = nn.Sequential(*(nn.Linear(4, size) for size in sizes))
-    return Stage(module, index=0, is_last=True, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer)
+    return Stage(module, 0, spec_of(1, optimizer))
 
 
 def test_what_an_optimizer_remembers_comes_back_whatever_it_is(tmp_path):
@@ -168,7 +169,7 @@ def test_the_five_lines_of_the_docs_read_a_checkpoint(tmp_path):
     assert len([line for line in program.splitlines() if line]) == 5
     trainer = trainer_of(batch_norm_net())
     run_dir = tmp_path / "runs" / "NAME"
-    trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=run_dir, quiet=True, tensorboard=False)
+    trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=run_dir, **values(quiet=True, tensorboard=False))
     (path,) = (run_dir / "checkpoints").iterdir()
     (path.parent / "update-00000042").symlink_to(path)
     check = "\nimport sys, torch\nassert 'adl_dist' not in sys.modules\ntorch.save(state, 'state.pt')\n"

@@ -72,7 +72,7 @@ def swept(tmp_path_factory):
 def test_an_interrupted_sweep_leaves_no_process_behind(swept):
     assert swept.interrupted == 128 + signal.SIGINT
     assert swept.left == []
-    shows(swept.message, ["interrupted", "the same command goes on"])
+    shows(swept.message, ["interrupted", "the same command resumes"])
 
 
 def test_the_same_command_runs_what_is_left_and_nothing_twice(swept):

@@ -264,7 +264,9 @@ def test_a_head_needs_one_tensor_and_a_model_with_classes():
         )
         trainer.fit(data, epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
 
-    with pytest.raises(ConfigError, match=r"stage 0 sends on.*found \['B', 3, 6, 6\], \['B', 4\], \['B'\]"):
+    with pytest.raises(
+        ConfigError, match=r"output of stage 0: expected one tensor .* got \['B', 3, 6, 6\], \['B', 4\], \['B'\]"
+    ):
         fit(tuple_net(), FixedImages(16))
     pixels = [(torch.zeros(2, 6, 6), torch.zeros(6, 6, dtype=torch.long)) for _ in range(16)]
     with pytest.raises(ConfigError, match=r"needs a model that returns \[B, classes\]"):
