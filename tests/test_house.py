@@ -76,3 +76,18 @@ def test_every_file_of_tests_that_a_document_names_is_there():
     named = {name for page in pages for name in re.findall(r"tests/[\w/]+\.py", page.read_text())}
     assert len(named) > 20
     assert [name for name in sorted(named) if not (root / name).is_file()] == []
+
+
+# Names that were replaced by the field's terms (CONTRIBUTING.md, "Words"), and habits of language.
+OLD_WORDS = re.compile(
+    r"\b(Seats?|seats?|Tally|[Bb]eacon|Sighting|[Dd]octor|[Dd]eput(?:y|ies)|[Cc]rew|Outbox|Placement|Numerics|Patience|"
+    r"[Ss]tretch(?:es)?|heeded|heeding|in_turn|keep_freed_memory|Neighbours|Measurer|Contender|grain|training_stream|"
+    r"mend(?:s|ed|ing)?|anew|left away|leave (?:it|them) away|beside|whoever|nobody|go(?:es)? on|going on)\b"
+)
+FORMER_KEY = "partition.grain="  # still understood
+
+
+def test_no_old_word_is_left_in_the_product():
+    for path in files():
+        for number, line in enumerate(path.read_text().replace(FORMER_KEY, "").splitlines(), start=1):
+            assert not (old := OLD_WORDS.search(line)), f"{path}:{number}: '{old[0]}' in: {line.strip()}"

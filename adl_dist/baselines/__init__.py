@@ -1,4 +1,4 @@
-"""What users would pick instead: plain loops written with torch alone, to be measured beside our own runs."""
+"""Plain loops written with torch alone, which users would pick instead: measured in turn with our own runs."""
 
 from adl_dist.baselines.ddp import train_replica
 from adl_dist.baselines.loop import Clock, Updates, train_alone

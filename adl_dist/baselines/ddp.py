@@ -19,7 +19,7 @@ def train_replica(
 ) -> None:
     """Train one of K replicas, whose gradients are averaged while the backward still runs.
 
-    What is not needed for the same weights is left away, so that DDP is as fast as it can be: running statistics of
+    Whatever the same weights do not need is omitted, so that DDP is as fast as it can be: running statistics of
     BatchNorm are not broadcast, and gradients lie in the buckets that are sent.
 
     Args:

@@ -35,7 +35,7 @@ Under torchrun, `python -m adl_dist train ...` is one rank of K.
 """
 
 logger = logging.getLogger("adl_dist")
-# Until a run has its log file nobody listens, and logging would then print tracebacks on standard error by itself.
+# Until a run has its log file there is no handler, and logging would then print tracebacks on standard error by itself.
 logger.addHandler(logging.NullHandler())
 
 

@@ -28,7 +28,7 @@ class Child:
     Attributes:
         command: its words.
         log: takes what it says.
-        environment: what it finds beside ours.
+        environment: variables in addition to this process's.
         ends_with_us: whether it looks for our process id and ends with us; not where another command stands between.
     """
 

@@ -100,7 +100,7 @@ class Coordinator:
             return self._train()
         except BaseException as error:
             if self._saving is not None:
-                # A process that is gone, which is what makes victims, will not write its part either.
+                # A process that is gone, for want of which others fail, will not write its part either.
                 is_lost = isinstance(error, StageFailed) and (error.is_victim or error.is_gone)
                 self._saving.saver.wait(1.0 if is_lost else LAST_SAVE_SECONDS)
             raise

@@ -18,7 +18,7 @@ logger = logging.getLogger("adl_dist")
 
 R = TypeVar("R", bound=Result)
 
-CAUSE_SECONDS = 1.0  # how long the report of a victim waits for that of its cause
+CAUSE_SECONDS = 1.0  # seconds that the report of a failure that follows from another waits for the other's
 
 
 class Reporter(Protocol):
@@ -81,7 +81,7 @@ class RpcWorkerGroup:
     """One stage in each process; used by the coordinator's thread on rank 0."""
 
     def __init__(self, plane: ControlPlane, policy: Policy, held_up_by: Callable[[], str | None]) -> None:
-        """Hand what the processes report to ``policy``; ``held_up_by`` names the one that victims wait for in vain."""
+        """Hand reports to ``policy``; ``held_up_by`` names the process that others wait for in vain."""
         self._plane, self._policy, self._held_up_by = plane, policy, held_up_by
 
     def call(self, command: Command, result: type[R]) -> list[R]:

@@ -129,7 +129,7 @@ def _report_results(results: list[Result], reporter: RpcReporter, plane: Control
 
 
 def _explained(error: ChannelError, is_reported: bool, plane: ControlPlane) -> AdlError:
-    """Return what a victim raises: the cause, if the coordinator reports it, or that rank 0 was gone by then."""
+    """Return what this process raises for want of another: the cause, if rank 0 reports it, or that rank 0 is gone."""
     heartbeat = plane.endpoint.heartbeat
     deadline = time.monotonic() + HEARD_SECONDS + (LAST_SAVE_SECONDS if is_reported else 0.0)
     is_last = False

@@ -64,7 +64,7 @@ class LocalWorker:
         contexts: this process's stages with their channels, by stage.
         train_loader: micro-batches for training; on stage 0's process only.
         validation_loader: likewise for evaluation.
-        pick_next: which of several local stages goes on; any choice gives the same values.
+        pick_next: which of several local stages is next; any choice gives the same values.
         meter: measures the memory of the one stage of this process; None: it is not measured.
         stop: where the running segment of training ends early.
         activity: the record of all actions of this process.
@@ -196,7 +196,7 @@ class LocalWorker:
         if feed is not None:
             batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
             self.contexts[0].batches = batches
-        # Dropout streams are seeded in place; the caller's own streams go on untouched.
+        # Dropout's generators are seeded in place; the caller's own generators stay untouched.
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             try:
                 for k, context in self.contexts.items():

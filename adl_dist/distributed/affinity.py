@@ -20,7 +20,7 @@ def tune_malloc() -> None:
     """Have the C library keep what is freed for the next micro-batch, in huge pages; to the end of the process.
 
     By default glibc gives large blocks back at once, and the kernel has to find and zero the pages of every activation
-    anew, 4 KiB at a time: a sixth of the time of a small ResNet on a CPU. Nothing changes where the user has chosen
+    again, 4 KiB at a time: a sixth of the time of a small ResNet on a CPU. Nothing changes where the user has chosen
     (``MALLOC_*_``, ``GLIBC_TUNABLES=glibc.malloc...``) or where there is no glibc.
     """
     global _is_kept

@@ -203,7 +203,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
             f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
         ) from error
     _connected = World(rank, size, device, meeting.store, edges, backend, timeout, cores, listener, owns_group)
-    # After an exception that nobody caught, the others may be waiting for us: do not wait for them.
+    # After an uncaught exception, the others may be waiting for us: do not wait for them.
     atexit.register(lambda: disconnect(in_order=not hasattr(sys, "last_value")))
     return _connected
 

@@ -14,7 +14,7 @@ GONE = "gone"
 SILENT = {
     GONE: "the process is gone: killed, or it crashed",
     "Z": "the process is gone: killed, or it crashed",
-    "T": "the process is stopped (SIGSTOP); kill -CONT {pid} lets it go on",
+    "T": "the process is stopped (SIGSTOP); kill -CONT {pid} lets it continue",
     "t": "the process is held by a debugger",
     "D": "the process does not answer: it is held in the kernel, by a disk or a network file system",
     "": "it neither answers nor refuses: its host is down or cut off (link, firewall), or the process is stopped there",
@@ -115,7 +115,7 @@ def _waits_for(k: int, homes: Mapping[int, RankStatus], stages: Mapping[int, Sta
 
 
 def _coordinator_waits_for(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> list[int]:
-    if not coordination.is_waiting:  # unless it works itself, it waits for a save that goes on beside training
+    if not coordination.is_waiting:  # unless it works itself, it waits for a save that runs alongside training
         for what in (SAVING, COMMITTING):
             if savers := [_saver_of(m) for m in statuses if m.seen and m.seen.saving == what]:
                 return savers
@@ -134,13 +134,13 @@ def _slow_save(member: RankStatus) -> Cause:
     assert seen is not None, "it has told that it saves"
     what = "write its part of a checkpoint" if seen.saving == SAVING else "complete a checkpoint"
     at = f", at {seen.saving_at}" if seen.saving_at else ""
-    return Cause(member.rank, f"{member.name}: takes long to {what}, beside training{at}")
+    return Cause(member.rank, f"{member.name}: takes long to {what}, alongside training{at}")
 
 
 def _beside(seen: ProcessStatus | None) -> list[str]:
     told = []
     if seen and seen.saving:
-        told.append(f"{seen.saving} a checkpoint beside it{f', at {seen.saving_at}' if seen.saving_at else ''}")
+        told.append(f"{seen.saving} a checkpoint alongside{f', at {seen.saving_at}' if seen.saving_at else ''}")
     if seen and seen.is_debugged:
         told.append("in a debugger, so the job is not ended")
     return told

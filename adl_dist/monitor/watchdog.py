@@ -149,7 +149,7 @@ class Watchdog:
         marks = (coordination.command, coordination.is_waiting, *(s.seen and s.seen.mark for s in statuses))
         if marks != self._marks:
             if self._has_reported:
-                print_bounded(f"adl-dist: going on, after {now - self._changed_at:.0f} s without progress")
+                print_bounded(f"adl-dist: continuing after {now - self._changed_at:.0f} s without progress")
             self._marks, self._changed_at, self._has_reported = marks, now, False
             return
         still, abort_seconds = now - self._changed_at, self._timeouts.abort_after

@@ -22,7 +22,7 @@ def cut(
     The state_dict keys of the stages are those of the uncut model: their disjoint union is its state_dict.
 
     Args:
-        model: any module that torch.fx can trace; an ``nn.Sequential`` is not traced at grain ``block``.
+        model: any module that torch.fx can trace; an ``nn.Sequential`` is not traced at granularity ``block``.
         num_stages: K.
         balance: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
         granularity: what a unit is; see :func:`linearise`.

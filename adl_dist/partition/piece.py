@@ -1,4 +1,4 @@
-"""A stretch of a traced model as a module of its own, with the parameters' names as they were."""
+"""Consecutive units of a traced model as a module of its own, with the parameters' names as they were."""
 
 import operator
 from collections.abc import Callable, Sequence, Set

@@ -19,7 +19,7 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
         update                         U0         U1         U2
                   |-- warm-up --| | steady | |----- drain -----|
 
-    A method that flushes does so after each group: its groups are stretches of their own.
+    A method that flushes does so after each group: each of its groups is a drain of its own.
 
     Args:
         pipeline: the method and K.
@@ -36,12 +36,12 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
         raise ValueError(f"groups must be >= 1, got {list(group_sizes)}")
     groups = list(enumerate(group_sizes))
     first = 0
-    for stretch in [[group] for group in groups] if pipeline.spec.flush else [groups]:
-        yield from _stretch(pipeline, stage, first, stretch)
-        first += sum(size for _, size in stretch)
+    for drained in [[group] for group in groups] if pipeline.spec.flush else [groups]:
+        yield from _until_drained(pipeline, stage, first, drained)
+        first += sum(size for _, size in drained)
 
 
-def _stretch(pipeline: Pipeline, stage: int, first: int, groups: Sequence[tuple[int, int]]) -> Iterator[Action]:
+def _until_drained(pipeline: Pipeline, stage: int, first: int, groups: Sequence[tuple[int, int]]) -> Iterator[Action]:
     """Yield from an empty pipeline to an empty one; ``groups`` are (number, size), from micro-batch ``first`` on."""
     method, spec, last = pipeline.method, pipeline.spec, pipeline.num_stages - 1
     delay = pipeline.delays[stage]

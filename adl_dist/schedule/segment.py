@@ -1,11 +1,11 @@
-"""A segment: the stretch between two points where the pipeline is empty."""
+"""A segment: all that happens between two points where the pipeline is empty."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The micro-batches of one stretch of training. Every stage derives the same from it.
+    """The micro-batches of one segment of training. Every stage derives the same from it.
 
     Attributes:
         epoch: whose data order and augmentation are used.

@@ -53,7 +53,7 @@ def test_a_stuck_data_loader_is_the_cause_with_its_workers():
     [
         ("gone", "the process is gone"),
         ("Z", "the process is gone"),
-        ("T", "the process is stopped (SIGSTOP); kill -CONT 101 lets it go on"),
+        ("T", "the process is stopped (SIGSTOP); kill -CONT 101 lets it continue"),
         ("t", "held by a debugger"),
         ("D", "held in the kernel"),
         ("S", "runs but does not answer"),
@@ -145,11 +145,11 @@ def test_a_background_save_that_is_awaited_is_its_writers_fault():
         member(idle(1), phase="idle"),
         member(idle(2), phase="idle", **at),
     ]
-    told = "takes long to write its part of a checkpoint, beside training, at checkpoint.py:9 in write"
+    told = "takes long to write its part of a checkpoint, alongside training, at checkpoint.py:9 in write"
     assert cause_of(statuses, waiting) == (2, f"stage 2 (node, pid 102): {told}")
-    assert "; saving a checkpoint beside it, at checkpoint.py:9 in write" in picture(statuses, waiting).splitlines()[2]
+    assert "; saving a checkpoint alongside, at checkpoint.py:9 in write" in picture(statuses, waiting).splitlines()[2]
     text = cause_of(statuses[:2], waiting).text
-    assert text == "stage 0 (node, pid 100): takes long to complete a checkpoint, beside training"
+    assert text == "stage 0 (node, pid 100): takes long to complete a checkpoint, alongside training"
 
 
 def test_a_background_save_is_not_the_cause_of_a_slow_stage():

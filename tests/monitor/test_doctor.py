@@ -37,7 +37,7 @@ def test_a_stage_that_sleeps_is_reported_and_that_it_continues(tmp_path, capfd):
     assert "likely cause: stage 1 (" in err
     assert re.search(r"still at work: forward \d since 1 s, at support/stalls.py:\d+ in <lambda>", err)
     assert "wait for its turn" in err
-    assert "adl-dist: going on, after" in err
+    assert "adl-dist: continuing after" in err
     assert "likely cause: stage 1" in (tmp_path / "logs" / "rank0.log").read_text()
 
 

@@ -95,7 +95,7 @@ def test_a_sleeping_backward_of_gpipe_is_the_cause(tmp_path):
 def test_a_background_save_that_hangs_is_reported_by_its_rank(tmp_path):
     run_ranks(3, save_asleep, tmp_path / "run")
     told = [cause for _, cause in causes_told(tmp_path / "run")]
-    doing = "takes long to write its part of a checkpoint, beside training"
+    doing = "takes long to write its part of a checkpoint, alongside training"
     expected = rf"stage 1 \(\S+, pid \d+\): {doing}, at .* in slowly"
     assert any(re.fullmatch(expected, cause) for cause in told), told
 

@@ -65,7 +65,7 @@ def test_a_process_in_which_a_debugger_stands_is_not_ended(tmp_path):
         time.sleep(3.5)
         out, err = run.communicate("continue\n", timeout=50)
     assert "in a debugger, so the job is not ended" in err
-    assert "going on, after" in err
+    assert "continuing after" in err
     assert out.endswith("trained to its end\n")
 
 
@@ -89,7 +89,7 @@ def test_a_doctor_that_nobody_hears_writes_its_log_and_looks_on(tmp_path, monkey
     fit(trainer_of(asleep_then_slow(), num_stages=2), tmp_path)
     log = (tmp_path / "logs" / "rank0.log").read_text()
     assert "likely cause: stage 1 (" in log
-    assert "going on, after" in log
+    assert "continuing after" in log
     assert "could not look" not in log
 
 

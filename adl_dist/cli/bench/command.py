@@ -271,6 +271,6 @@ def _head(setting: BenchConfig, host: Host) -> str:
     return (
         f"{config.model['_target_']}, batch {config.train.batch_size}, "
         f"M = {config.method.chosen().micro_batches_per_update}, K = {config.partition.num_stages}, "
-        f"units per stage {' '.join(map(str, model.sizes))} ({model.granularity} grain), {config.dtype.value}, "
+        f"units per stage {' '.join(map(str, model.sizes))} ({model.granularity}), {config.dtype.value}, "
         f"{config.runtime.device.value}, {host.num_cores} cores, torch {torch.__version__}"
     )

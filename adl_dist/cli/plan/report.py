@@ -31,7 +31,7 @@ def report(
     """Return tables of the measurement, of each method's prediction, and of the devices without a pipeline."""
     spec = profile.of
     lines = [
-        f"{spec['units']} units ({spec['granularity']} grain), {spec['parameters']:,} parameters, "
+        f"{spec['units']} units ({spec['granularity']}), {spec['parameters']:,} parameters, "
         f"input {spec['input']}, micro-batches of {spec['micro_batch_size']}, {spec['dtype']}, {spec['device']}, "
         f"{spec['threads']} thread(s), torch {spec['torch']}",
         f"one micro-batch: forward {1000 * profile.forward:.1f} ms, backward {1000 * profile.backward:.1f} ms; one "
