@@ -109,6 +109,7 @@ def serve(worker: Worker, plane: ControlPlane) -> Summary:
         except BaseException as error:
             is_reported = reporter.failure(error)
             plane.world.is_rank_0_informed = is_reported
+            plane.world.has_failed_itself = not isinstance(error, ChannelError)
             if isinstance(error, ChannelError):
                 if (explained := _explained(error, is_reported, plane)) is not error:
                     raise explained from None

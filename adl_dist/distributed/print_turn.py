@@ -1,4 +1,4 @@
-"""Which rank prints an error. Rank 0 prints what concerns the job; another rank prints only what rank 0 does not.
+"""Which rank prints an error: the rank in which it arose; rank 0 for all others, and for what all ranks find alike.
 
 torchrun, and our own launcher, end all ranks as soon as one has ended. So a rank that leaves an error to rank 0 waits,
 for a limited time, until rank 0 has said in a store that it has printed.
@@ -18,8 +18,8 @@ LIMIT = datetime.timedelta(seconds=10)  # that rank 0 may take to print what it 
 
 
 def announce(*, printed: bool) -> None:
-    """On rank 0: let the other ranks know that an error is printed, or that the set-up, which all share, has none."""
-    if launched_world_size() is None or launched_rank() != 0 or (store := _store()) is None:
+    """Let the other ranks know that an error is printed or, on rank 0, that the set-up, which all share, has none."""
+    if launched_world_size() is None or (launched_rank() != 0 and not printed) or (store := _store()) is None:
         return
     try:
         store.set(KEY, "printed" if printed else "none")
@@ -30,9 +30,11 @@ def announce(*, printed: bool) -> None:
 
 def is_mine() -> bool:
     """Return whether this rank has to print the error that ends it; on other ranks than 0, once rank 0 is known."""
-    if launched_world_size() is None or launched_rank() == 0:
-        return True
     world = world_of_process()
+    if launched_world_size() is None or (world is not None and world.has_failed_itself):
+        return True
+    if launched_rank() == 0:
+        return not _is_printed()
     if world is not None and not world.is_rank_0_informed:
         return True
     try:
@@ -44,6 +46,14 @@ def is_mine() -> bool:
         return world is None
     except RuntimeError:  # too late
         return True
+
+
+def _is_printed() -> bool:
+    try:
+        store = _store()
+        return store is not None and store.check([KEY]) and store.get(KEY) == b"printed"
+    except RuntimeError:  # the store has ended, and with it those who could have printed
+        return False
 
 
 def _store() -> dist.Store | None:

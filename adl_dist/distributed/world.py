@@ -51,6 +51,7 @@ class World:
         cores: this process's share of those of its node; None: whichever there are.
         listener: on which this process hosts the store, if it does and is shut.
         owns_group: whether the default process group was made here; else it is the user's.
+        has_failed_itself: whether the error that ends this process arose in it while a job ran.
         is_rank_0_informed: whether rank 0 knows the error that ends this process, as far as can be seen from here.
         num_jobs: jobs begun so far; the number of the last one, the same on all processes.
     """
@@ -67,6 +68,7 @@ class World:
     owns_group: bool = True
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
     num_jobs: int = 0
+    has_failed_itself: bool = False
     is_rank_0_informed: bool = True
 
     @property
