@@ -94,8 +94,7 @@ def _run(words: list[str]) -> int:
         return 0
     except AdlError as error:
         logger.error("%s\n%s", error, traceback.format_exc())
-        prefix = "" if os.environ.get("RANK", "0") == "0" else _rank()
-        _print_error(f"error: {prefix}{' '.join(str(error).split())}")
+        _print_error(f"error: {'' if _is_from_here() else _rank()}{' '.join(str(error).split())}")
         return error.exit_code
     except KeyboardInterrupt:
         way_on = "; the same command resumes from the last checkpoint" if words[0] == "train" else ""
@@ -123,6 +122,15 @@ def _print_error(text: str) -> None:
                 print_turn.announce(printed=True)
         return
     sys.stderr.write(f"adl-dist: {text}\n")
+
+
+def _is_from_here() -> bool:
+    """Return whether an error says by itself where it arose, so that the rank that prints it need not be named."""
+    if os.environ.get("RANK", "0") == "0":
+        return True
+    from adl_dist.distributed import print_turn
+
+    return print_turn.arose_here()
 
 
 def _rank() -> str:

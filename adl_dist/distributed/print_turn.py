@@ -28,13 +28,19 @@ def announce(*, printed: bool) -> None:
         return
 
 
+def arose_here() -> bool:
+    """Return whether the error that ends this process arose in it while a job ran."""
+    world = world_of_process()
+    return world is not None and world.has_failed_itself
+
+
 def is_mine() -> bool:
     """Return whether this rank has to print the error that ends it; on other ranks than 0, once rank 0 is known."""
-    world = world_of_process()
-    if launched_world_size() is None or (world is not None and world.has_failed_itself):
+    if launched_world_size() is None or arose_here():
         return True
     if launched_rank() == 0:
         return not _is_printed()
+    world = world_of_process()
     if world is not None and not world.is_rank_0_informed:
         return True
     try:
