@@ -77,7 +77,7 @@ class _Held(_Value):
 class _Tracer(fx.Tracer):
     def __init__(self, granularity: str) -> None:
         super().__init__(autowrap_modules=(math,))
-        self._grain, self._with_gradient, self._autocast = granularity, torch.is_grad_enabled(), _autocast()
+        self._granularity, self._with_gradient, self._autocast = granularity, torch.is_grad_enabled(), _autocast()
         self.where = ""  # the innermost module whose forward could not be read
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -90,7 +90,7 @@ class _Tracer(fx.Tracer):
         return (lambda root, x: root.forward(x)), [self.root, self.create_proxy("placeholder", "input", (), {})]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if self._grain == "block":
+        if self._granularity == "block":
             return type(m) is not nn.Sequential
         # A module without children is one layer, whatever it does: it need not be traceable, keeps its switch
         # between training and evaluation, and could not be cut anyway. torch's own are known not to be read.

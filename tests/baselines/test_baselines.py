@@ -14,6 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE, sgd
 from tests.support.tiers import slow
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+from tests.support.values import QUIET
 
 pytestmark = pytest.mark.ranks
 
@@ -116,7 +117,7 @@ def expected():
         processes=adl_dist.ProcessOptions(threads=1),
     )
     data = FixedImages(NUM_UPDATES * BATCH, dtype=torch.float64)
-    trainer.fit(data, epochs=1, batch_size=BATCH, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(data, epochs=1, batch_size=BATCH, shuffle=False, monitoring=QUIET)
     return trainer.full_state_dict()
 
 

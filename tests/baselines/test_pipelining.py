@@ -12,6 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE
 from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import QUIET
 
 pytestmark = pytest.mark.ranks
 
@@ -35,9 +36,7 @@ def one_step_of_ours(K):
             processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
         )
         data = FixedImages(M * MICRO_BATCH, dtype=torch.float64)
-        trainer.fit(
-            data, epochs=1, batch_size=M * MICRO_BATCH, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True)
-        )
+        trainer.fit(data, epochs=1, batch_size=M * MICRO_BATCH, shuffle=False, monitoring=QUIET)
         after = trainer.full_state_dict()
         told.append({n: (before[n] - after[n]).detach() for n in before})
     return told

@@ -24,7 +24,7 @@ from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import trainer_of
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.user_code import Explodes
-from tests.support.values import values
+from tests.support.values import SILENT, values
 
 pytestmark = pytest.mark.ranks
 
@@ -68,7 +68,7 @@ def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
         epochs=3,
         batch_size=4,
         run_dir=folder,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+        monitoring=SILENT,
         checkpoints=adl_dist.CheckpointPolicy(keep=9),
     )
     disconnect()
@@ -136,7 +136,7 @@ def ending(folder: Path, model: Any, epochs: int = 1) -> tuple[str, int, str]:
             epochs=epochs,
             batch_size=4,
             run_dir=folder,
-            monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+            monitoring=SILENT,
         )
     return type(error.value).__name__, error.value.exit_code, str(error.value)
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from adl_dist.cli.config.compose import compose_run, config_folder
-from adl_dist.cli.config.schema import Grain, MethodConfig, RunConfig
+from adl_dist.cli.config.schema import Granularity, MethodConfig, RunConfig
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Method, method
 
@@ -169,6 +169,6 @@ def test_the_wheel_carries_and_composes_the_configuration(tmp_path):
 
 def test_partition_grain_is_another_name_of_granularity():
     config, plain = compose_run(["partition.grain=layer"])
-    assert config.partition.granularity is Grain.layer
+    assert config.partition.granularity is Granularity.layer
     assert plain["partition"]["granularity"] == "layer"
     assert "grain" not in plain["partition"]

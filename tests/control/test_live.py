@@ -27,6 +27,7 @@ from adl_dist.monitor.process import user_frame
 from adl_dist.monitor.status import process_status
 from adl_dist.schedule import Action, Op
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import SILENT
 
 STAGE = {
     "stage": 1,
@@ -384,14 +385,7 @@ def test_all_stages_of_one_process_report_what_they_are_at(tmp_path):
         processes=adl_dist.ProcessOptions(threads=1),
     )
     data, then = FixedImages(40), FixedImages(4)
-    trainer.fit(
-        data,
-        epochs=2,
-        batch_size=4,
-        val_dataset=then,
-        run_dir=tmp_path,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
-    )
+    trainer.fit(data, epochs=2, batch_size=4, val_dataset=then, run_dir=tmp_path, monitoring=SILENT)
     first, last = (answer["stages"] for answer in (answers[3], answers[-1]))
     assert [row["stage"] for row in last] == [0, 1]
     assert {row["doing"].split()[0] for row in last} == {"forward", "wait"}

@@ -19,6 +19,7 @@ from adl_dist.distributed.world import connect
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import SILENT
 
 pytestmark = pytest.mark.ranks
 
@@ -61,7 +62,7 @@ def fit(case: int, folder: Path, *, stop_at: int = 0, **of_fit: Any) -> tuple[di
     settings = {"epochs": 2, "batch_size": MICRO_BATCH * M, "run_dir": folder / str(case), **of_fit}
     data = Asking(stop_at)
     data.trainer = trainer
-    summary = trainer.fit(data, **settings, monitoring=adl_dist.Monitoring(tensorboard=False, quiet=True))
+    summary = trainer.fit(data, **settings, monitoring=SILENT)
     return trainer.full_state_dict(), summary
 
 
@@ -120,13 +121,7 @@ def stop_by_signal(folder: Path, rank: int, number: int) -> dict[str, Any]:
         num_stages=K,
         processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=20, handle_signals=True),
     )
-    return trainer.fit(
-        Slow(400),
-        epochs=1,
-        batch_size=8,
-        run_dir=folder / "run",
-        monitoring=adl_dist.Monitoring(tensorboard=False, quiet=True),
-    )
+    return trainer.fit(Slow(400), epochs=1, batch_size=8, run_dir=folder / "run", monitoring=SILENT)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 import adl_dist
 from adl_dist.data import epoch_order
 from adl_dist.seeds import stream_seed
+from tests.support.values import SILENT
 
 # torch advises against more workers than there are cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -88,13 +89,7 @@ def given(K, M, *, epochs=2, **options):
         seed=SEED,
         processes=adl_dist.ProcessOptions(threads=1),
     )
-    trainer.fit(
-        Augmented(),
-        epochs=epochs,
-        batch_size=BATCH_SIZE,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
-        **options,
-    )
+    trainer.fit(Augmented(), epochs=epochs, batch_size=BATCH_SIZE, monitoring=SILENT, **options)
     return writing.given
 
 

@@ -17,7 +17,7 @@ from adl_dist.partition import cut, linearise
 from tests.support.cut_steps import cut_step, uncut_step
 from tests.support.oracle import train_by_the_equations
 from tests.support.toys import NUM_CLASSES, UNET_BALANCE, Block, FixedImages, unet, unet_by_hand
-from tests.support.values import values
+from tests.support.values import QUIET, values
 
 LR, MOMENTUM, MICRO_BATCH = 0.1, 0.9, 3
 Out = namedtuple("Out", "main aux")
@@ -40,7 +40,7 @@ def trained(model, K, *, loss_fn=F.cross_entropy, method="adl", M=2, **options):
         batch_size=MICRO_BATCH * M,
         val_dataset=held_out,
         shuffle=False,
-        monitoring=adl_dist.Monitoring(quiet=True),
+        monitoring=QUIET,
     )
     return trainer.full_state_dict(), summary
 

@@ -17,7 +17,7 @@ from adl_dist.partition.measure import measure
 from adl_dist.partition.profile import Profile
 from adl_dist.schedule import method
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
-from tests.support.values import values
+from tests.support.values import SILENT, values
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -206,12 +206,7 @@ def slow_in_the_middle():
 
 
 def fit(trainer, run_dir=None, **changed):
-    return trainer.fit(
-        FixedImages(8),
-        batch_size=4,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
-        **{"epochs": 1, "run_dir": run_dir, **changed},
-    )
+    return trainer.fit(FixedImages(8), batch_size=4, monitoring=SILENT, **{"epochs": 1, "run_dir": run_dir, **changed})
 
 
 def test_auto_cuts_before_the_slow_unit_and_keeps_its_profile(tmp_path, caplog):

@@ -10,6 +10,7 @@ import adl_dist
 from adl_dist.errors import AdlError, ConfigError, PartitionError
 from adl_dist.models import torchvision_model
 from adl_dist.partition import linearise
+from tests.support.values import QUIET
 
 NUM_CLASSES = 3
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -110,7 +111,7 @@ def trained(make, sizes):
         precision=adl_dist.Precision(dtype=torch.float64),
     )
     data = TensorDataset(X, Y)
-    trainer.fit(data, epochs=1, batch_size=4, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(data, epochs=1, batch_size=4, shuffle=False, monitoring=QUIET)
     state = trainer.full_state_dict()
     return state, trainer.evaluate(data, batch_size=8)["validation_loss"]
 
@@ -220,6 +221,6 @@ def test_a_stage_that_overwrites_one_tensor_evaluates():
         num_stages=2,
         partition=adl_dist.PartitionSpec(balance=["inception4b.branch1.relu"]),
     )
-    summary = trainer.fit(data, epochs=1, batch_size=4, val_dataset=data, monitoring=adl_dist.Monitoring(quiet=True))
+    summary = trainer.fit(data, epochs=1, batch_size=4, val_dataset=data, monitoring=QUIET)
     assert summary["updates"] == 1
     assert summary["validation_loss"] > 0

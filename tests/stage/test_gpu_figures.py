@@ -10,6 +10,7 @@ from adl_dist.errors import DivergedError
 from adl_dist.stage.nonfinite import GradientPolicy, NonFiniteCheck
 from adl_dist.stage.stats import StepStats, _underway, norm_of
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import QUIET
 
 NAN, INF = float("nan"), float("inf")
 
@@ -86,4 +87,4 @@ def test_no_segment_ends_before_its_last_loss_was_looked_at():
         num_stages=2,
     )
     with pytest.raises(DivergedError, match="stage 1: the loss is inf at update 0 "):
-        trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+        trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)

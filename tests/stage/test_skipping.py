@@ -18,7 +18,7 @@ from tests.support.planted import SPOILT, SPOILT_PAIRS, infinite_gradient, nan_i
 from tests.support.runs import EPOCHS, sgd, train, warm_up_schedule
 from tests.support.tiers import covering
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import values
+from tests.support.values import QUIET, values
 
 SKIP = {"non_finite": "skip"}
 
@@ -117,9 +117,7 @@ def test_more_skipped_updates_in_a_row_than_allowed_stop_the_run():
     trainer = trainer_of_infinite_losses(max_skipped=3, **SKIP)
     told = r"stage 2: the loss is inf, and train\.max_skipped=3 updates in a row have been skipped at update 3 "
     with pytest.raises(DivergedError, match=told):
-        trainer.fit(
-            FixedImages(24), epochs=9, batch_size=12, monitoring=adl_dist.Monitoring(quiet=True)
-        )  # two updates in an epoch
+        trainer.fit(FixedImages(24), epochs=9, batch_size=12, monitoring=QUIET)  # two updates in an epoch
 
 
 def test_skips_that_are_not_in_a_row_do_not_add_up():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import adl_dist
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import values
+from tests.support.values import QUIET, values
 
 MICRO_BATCH, NUM_SAMPLES, EPOCHS = 3, 32, 3  # 11 micro-batches: no multiple of 2, 3, 4; the last one holds 2
 BALANCE = {1: [7], 2: [3, 4], 3: [2, 4, 1], 4: [1, 3, 2, 1]}
@@ -74,7 +74,7 @@ def trained(
         val_dataset=FixedImages(10, seed=1, dtype=dtype),
         shuffle=shuffle,
         run_dir=run_dir,
-        monitoring=adl_dist.Monitoring(quiet=True),
+        monitoring=QUIET,
     )
     return trainer, summary
 

@@ -11,6 +11,9 @@ import adl_dist
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import TrainSpec
 
+QUIET = adl_dist.Monitoring(quiet=True)
+SILENT = adl_dist.Monitoring(quiet=True, tensorboard=False)
+
 KINDS = {
     "partition": adl_dist.PartitionSpec,
     "precision": adl_dist.Precision,

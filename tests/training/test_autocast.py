@@ -16,6 +16,7 @@ from tests.support.runs import (
     trainer_of,
 )
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import QUIET
 
 LOWERED = {"autocast": torch.bfloat16}
 
@@ -59,7 +60,7 @@ def test_bfloat16_crosses_the_cut_and_parameters_stay_float32():
     model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].dtype))
     model[2].register_full_backward_pre_hook(lambda _, given: seen.update(grad=given[0].dtype))
     trainer = trainer_of(model, **LOWERED)
-    trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=QUIET)
     assert seen == {"act": torch.bfloat16, "grad": torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 

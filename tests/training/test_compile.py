@@ -9,6 +9,7 @@ import adl_dist
 from adl_dist.errors import ConfigError
 from tests.support.runs import train, trainer_of
 from tests.support.toys import NUM_CLASSES, FixedImages
+from tests.support.values import QUIET
 
 # Dynamo looks at .grad of what it is given, and hides the warning in a way that "error" does not notice.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
@@ -59,9 +60,7 @@ def test_a_compiled_run_equals_the_plain_run_to_1e_5():
         model = perceptron()
         trainer = trainer_of(model, compile=compiled)
         data = FixedImages(32)
-        summary = trainer.fit(
-            data, epochs=3, batch_size=32, val_dataset=data, monitoring=adl_dist.Monitoring(quiet=True)
-        )
+        summary = trainer.fit(data, epochs=3, batch_size=32, val_dataset=data, monitoring=QUIET)
         states.append(trainer.full_state_dict())
         losses.append(summary["validation_loss"])
     assert counters["stats"]["unique_graphs"] == 2 * 2

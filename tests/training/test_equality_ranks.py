@@ -8,6 +8,7 @@ from tests.support.planted import nan_inputs
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import train
 from tests.support.tiers import slow
+from tests.support.values import QUIET
 
 pytestmark = pytest.mark.ranks
 
@@ -78,7 +79,7 @@ def stage_1_raises():
         num_stages=2,
         processes=adl_dist.ProcessOptions(timeout_seconds=20),
     )
-    trainer.fit(FixedImages(32), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(FixedImages(32), epochs=1, batch_size=8, monitoring=QUIET)
 
 
 def test_every_rank_knows_the_cause_of_a_failure_first():
@@ -104,7 +105,7 @@ def a_head_where_none_can_be():
         num_stages=2,
         processes=adl_dist.ProcessOptions(timeout_seconds=20),
     )
-    trainer.fit(FixedImages(16), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, monitoring=QUIET)
 
 
 def test_a_method_that_does_not_fit_is_refused_on_every_rank():

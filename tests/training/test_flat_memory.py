@@ -15,6 +15,7 @@ from adl_dist import engine
 from adl_dist.schedule import Op, Pipeline, max_pending_of
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import SILENT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -60,7 +61,7 @@ def train_and_watch(run_dir, epochs):
         epochs=epochs,
         batch_size=M * MICRO_BATCH,
         run_dir=run_dir,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+        monitoring=SILENT,
         checkpoints=adl_dist.CheckpointPolicy(every_epochs=0),
     )
     return resident, pending[0]

@@ -8,7 +8,7 @@ import torch
 from adl_dist.schedule import METHODS
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import values
+from tests.support.values import QUIET, values
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,9 +33,7 @@ def trained(K, device, *, name="adl", dropout=0.0, dtype=torch.float64, epochs=2
         **values(device=device, timeout_seconds=60, dtype=dtype, **of_trainer or {}),
     )
     data = FixedImages(32, dtype=dtype)
-    summary = trainer.fit(
-        data, epochs=epochs, batch_size=6, val_dataset=data, monitoring=adl_dist.Monitoring(quiet=True)
-    )
+    summary = trainer.fit(data, epochs=epochs, batch_size=6, val_dataset=data, monitoring=QUIET)
     return trainer.full_state_dict(), summary
 
 

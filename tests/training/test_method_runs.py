@@ -15,7 +15,7 @@ from adl_dist.schedule.replay import downstream_first
 from tests.support.runs import BALANCE, sgd, warm_up_schedule
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.tuples import tuple_net
-from tests.support.values import values
+from tests.support.values import QUIET, SILENT, values
 
 K = 4
 VARIANTS = [
@@ -58,7 +58,7 @@ def test_recorded_staleness_is_the_predicted_one(variant, M, tmp_path):
         epochs=1,
         batch_size=2 * M,
         run_dir=tmp_path,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+        monitoring=SILENT,
     )
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     chosen = method(name, accumulation_steps=M, **options)
@@ -101,7 +101,7 @@ def test_what_is_held_is_what_the_schedule_predicts(variant, M, monkeypatch):
     monkeypatch.setattr(
         build, "local_contexts", lambda *a, **o: watching.contexts.update(make(*a, **o)) or watching.contexts
     )
-    trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, monitoring=QUIET)
     chosen = method(name, accumulation_steps=M, **options)
     for figure in figures(Pipeline(chosen, K), num_micro_batches=24):
         expected = [figure.graphs, figure.inputs, figure.weight_copies]
@@ -199,9 +199,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(variant, tmp_path):
 
     def fit(data, run_dir):
         trainer = trainer_of(name, options, 3)
-        trainer.fit(
-            data, epochs=3, batch_size=9, run_dir=run_dir, monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False)
-        )
+        trainer.fit(data, epochs=3, batch_size=9, run_dir=run_dir, monitoring=SILENT)
         return trainer.full_state_dict()
 
     expected = fit(FixedImages(29), tmp_path / "straight")
@@ -214,13 +212,7 @@ def test_a_run_that_is_resumed_ends_in_the_same_bits(variant, tmp_path):
 
 def test_heads_are_saved_but_are_no_part_of_the_model(tmp_path):
     trainer = trainer_of("dgl", {}, 2)
-    trainer.fit(
-        FixedImages(16),
-        epochs=1,
-        batch_size=8,
-        run_dir=tmp_path,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
-    )
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, monitoring=SILENT)
     assert trainer.full_state_dict().keys() == batch_norm_net().state_dict().keys()
     (path,) = (tmp_path / "checkpoints").glob("update-*")
     assert all(key.startswith("head0:") for key in load_file(path / "heads-00001-of-00004.safetensors"))
@@ -235,23 +227,13 @@ def test_heads_are_saved_but_are_no_part_of_the_model(tmp_path):
 
 def test_a_micro_batch_of_one_is_refused_by_normalising_heads():
     with pytest.raises(ConfigError, match=r"single sample.*method.head=mlp_sr.*choose another train.batch_size"):
-        trainer_of("dgl", {}, 1).fit(
-            FixedImages(17), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True)
-        )
-    trainer_of("dgl", {"head": "linear"}, 1).fit(
-        FixedImages(17), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True)
-    )
+        trainer_of("dgl", {}, 1).fit(FixedImages(17), epochs=1, batch_size=8, monitoring=QUIET)
+    trainer_of("dgl", {"head": "linear"}, 1).fit(FixedImages(17), epochs=1, batch_size=8, monitoring=QUIET)
 
 
 def test_local_losses_are_recorded_of_each_stage_but_the_last(tmp_path):
     trainer = trainer_of("dgl", {"head": "linear"}, 2)
-    trainer.fit(
-        FixedImages(16),
-        epochs=1,
-        batch_size=8,
-        run_dir=tmp_path,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
-    )
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, monitoring=SILENT)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {r["stage"] for r in records if r["name"] == "stage/local_loss"} == {0, 1, 2}
     assert {r["stage"] for r in records if r["name"] == "train/loss"} == {3}
@@ -262,7 +244,7 @@ def test_a_head_needs_one_tensor_and_a_model_with_classes():
         trainer = adl_dist.Trainer(
             model, loss_fn=loss_fn or nn.CrossEntropyLoss(), optimizer=sgd, method=method("dgl"), num_stages=2
         )
-        trainer.fit(data, epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+        trainer.fit(data, epochs=1, batch_size=8, monitoring=QUIET)
 
     with pytest.raises(
         ConfigError, match=r"output of stage 0: expected one tensor .* got \['B', 3, 6, 6\], \['B', 4\], \['B'\]"
@@ -276,13 +258,7 @@ def test_a_head_needs_one_tensor_and_a_model_with_classes():
 def test_a_loss_belongs_to_the_update_of_its_micro_batch(tmp_path):
     """A loss belongs to the update that its micro-batch enters also with a delay on the last stage."""
     trainer = trainer_of("adl", {"delay": [4, 3]}, 2, K=2)
-    trainer.fit(
-        FixedImages(24),
-        epochs=1,
-        batch_size=4,
-        run_dir=tmp_path,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
-    )
+    trainer.fit(FixedImages(24), epochs=1, batch_size=4, run_dir=tmp_path, monitoring=SILENT)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [(r["update"], r["num_samples"]) for r in records if r["name"] == "train/loss"]
     assert losses == [(update, 4) for update in range(6)]
@@ -295,9 +271,7 @@ def test_after_an_error_the_module_holds_the_optimizers_weights(weights):
     make = trainer._spec.optimizer
     trainer._spec = replace(trainer._spec, optimizer=lambda p: made.append(make(p)) or made[-1])
     with pytest.raises(Exception, match="unplugged"):
-        trainer.fit(
-            Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True)
-        )
+        trainer.fit(Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, monitoring=QUIET)
     stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
     assert {id(p) for module in trainer._partitioned.modules.values() for p in module.parameters()} <= stepped
 
@@ -311,7 +285,7 @@ def test_a_stage_without_parameters_has_a_head_of_the_runs_dtype():
         num_stages=2,
         precision=adl_dist.Precision(dtype=torch.float64),
     )
-    trainer.fit(FixedImages(8, dtype=torch.float64), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(FixedImages(8, dtype=torch.float64), epochs=1, batch_size=4, monitoring=QUIET)
 
 
 def test_convolving_heads_want_images():
@@ -319,7 +293,7 @@ def test_convolving_heads_want_images():
         model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5))
         trainer = adl_dist.Trainer(model, loss_fn=loss_fn, optimizer=sgd, method=method("dgl", head=head), num_stages=2)
         data = [(torch.ones(2, 6, 6), target) for target in targets]
-        trainer.fit(data, epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
+        trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)
 
     with pytest.raises(
         ConfigError, match=r"method.head=cnn convolves images, but stage 0 sends on features \['B', 72\]"
@@ -334,14 +308,7 @@ def test_local_losses_of_another_cut_are_refused_by_name(tmp_path):
     def fit(K, epochs):
         trainer = trainer_of("dgl", {"head": "linear"}, 2, K=K)
         config = {"the": "same"}
-        trainer.fit(
-            FixedImages(16),
-            epochs=epochs,
-            batch_size=8,
-            run_dir=tmp_path,
-            monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
-            config=config,
-        )
+        trainer.fit(FixedImages(16), epochs=epochs, batch_size=8, run_dir=tmp_path, monitoring=SILENT, config=config)
 
     fit(2, 1)
     with pytest.raises(CheckpointError, match=r"holds local losses of another cut or head \(head1:"):

@@ -35,6 +35,7 @@ from tests.support.runs import (
 )
 from tests.support.tiers import grid
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+from tests.support.values import QUIET
 
 
 def run(K, M, name, **options):
@@ -115,9 +116,7 @@ def test_the_first_gradient_is_shrunk_and_weight_decay_is_not(K):
             partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
             precision=adl_dist.Precision(dtype=torch.float64),
         )
-        trainer.fit(
-            FixedImages(3, dtype=torch.float64), epochs=1, batch_size=3, monitoring=adl_dist.Monitoring(quiet=True)
-        )
+        trainer.fit(FixedImages(3, dtype=torch.float64), epochs=1, batch_size=3, monitoring=QUIET)
         after = trainer.full_state_dict()
         return {n: after[n] - w for n, w in batch_norm_net().double().named_parameters()}
 
@@ -176,7 +175,7 @@ def test_a_replay_meets_the_input_and_buffers_of_the_forward(first):
             method=method("gpipe", accumulation_steps=3, recompute=recompute),
             num_stages=2,
         )
-        trainer.fit(FixedImages(18), epochs=2, batch_size=9, monitoring=adl_dist.Monitoring(quiet=True))
+        trainer.fit(FixedImages(18), epochs=2, batch_size=9, monitoring=QUIET)
         return trainer.full_state_dict()
 
     assert_same_bits(state("always"), state("never"))
@@ -216,9 +215,7 @@ def test_with_a_rate_of_zero_every_gradient_is_that_of_bp(name, K):
         made = []
         make = trainer._spec.optimizer
         trainer._spec = replace(trainer._spec, optimizer=lambda p: made.append(make(p)) or made[-1])
-        trainer.fit(
-            FixedImages(20, dtype=torch.float64), epochs=2, batch_size=9, monitoring=adl_dist.Monitoring(quiet=True)
-        )
+        trainer.fit(FixedImages(20, dtype=torch.float64), epochs=2, batch_size=9, monitoring=QUIET)
         return [o.state[p]["momentum_buffer"] for o in made for g in o.param_groups for p in g["params"]]
 
     got, expected = buffers_of(name), buffers_of("bp")
@@ -313,7 +310,7 @@ def test_the_slot_clock_does_not_run_past_a_fixed_schedule():
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_updates + 1)
 
     trainer = trainer_of(3, "adl", schedule, accumulation_steps=1, lr_index="slot")
-    trainer.fit(FixedImages(9), epochs=2, batch_size=3, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(FixedImages(9), epochs=2, batch_size=3, monitoring=QUIET)
 
 
 def test_learning_rate_factors_hold_whatever_the_schedule_sets():
@@ -322,7 +319,7 @@ def test_learning_rate_factors_hold_whatever_the_schedule_sets():
 
     def state(factors):
         trainer = trainer_of(2, "fr", schedule, lr_factors=factors)
-        trainer.fit(FixedImages(12), epochs=1, batch_size=3, monitoring=adl_dist.Monitoring(quiet=True))
+        trainer.fit(FixedImages(12), epochs=1, batch_size=3, monitoring=QUIET)
         return trainer.full_state_dict()
 
     assert differ(state([1.0, 1.0]), state([5.0, 1.0])) > 1e-4
@@ -426,9 +423,7 @@ def greedy(K, M, **options):
         precision=adl_dist.Precision(dtype=torch.float64),
     )
     data = FixedImages(NUM_GREEDY, dtype=torch.float64)
-    trainer.fit(
-        data, epochs=2, batch_size=GREEDY_MICRO_BATCH * M, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True)
-    )
+    trainer.fit(data, epochs=2, batch_size=GREEDY_MICRO_BATCH * M, shuffle=False, monitoring=QUIET)
     return trainer.full_state_dict()
 
 

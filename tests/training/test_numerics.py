@@ -6,7 +6,7 @@ from torch import nn
 
 import adl_dist
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import values
+from tests.support.values import QUIET, values
 
 cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
@@ -29,7 +29,7 @@ def seen_and_left(**options):
     trainer = adl_dist.Trainer(
         model, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, num_stages=2, **values(**options)
     )
-    trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
     return model[-1].seen, flags()
 
 

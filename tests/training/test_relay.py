@@ -9,6 +9,7 @@ from torch import nn
 import adl_dist
 from tests.support.ranks import run_ranks
 from tests.support.toys import UNET_BALANCE, FixedImages, unet
+from tests.support.values import QUIET
 
 pytestmark = pytest.mark.ranks
 
@@ -36,7 +37,7 @@ def train(method, M, dtype):
         epochs=2,
         batch_size=3 * M,
         val_dataset=FixedImages(7, seed=1, dtype=dtype),
-        monitoring=adl_dist.Monitoring(quiet=True),
+        monitoring=QUIET,
     )
     return trainer.full_state_dict(), summary
 

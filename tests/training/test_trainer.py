@@ -18,7 +18,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition import cut, even_balance
 from adl_dist.schedule import Pipeline, work
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
-from tests.support.values import values
+from tests.support.values import QUIET, SILENT, values
 
 
 def trainer_of(K, M=2, model=None, **options):
@@ -44,7 +44,7 @@ def test_recorded_staleness_is_that_of_the_formula(K, M, tmp_path):
         epochs=2,
         batch_size=2 * M,
         run_dir=tmp_path,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
+        monitoring=SILENT,
     )
     seen = [r for r in records_of(tmp_path) if r["name"] == "stage/staleness"]
     num_updates = -(-N // M)
@@ -87,14 +87,14 @@ def test_k_and_m_do_not_change_samples_order_or_augmentation():
     for K in (1, 2, 3, 4):
         for M in (1, 2, 4):
             data = Recording(22)
-            trainer_of(K, M, seed=5).fit(data, epochs=3, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+            trainer_of(K, M, seed=5).fit(data, epochs=3, batch_size=8, monitoring=QUIET)
             given[K, M] = data.given[1:]  # the first is the sample that shapes are agreed with
     reference = given[1, 1]
     assert len(reference) == 3 * 22
     assert [i for i, _ in reference[:22]] != [i for i, _ in reference[22:44]], "each epoch has an order of its own"
     assert all(sequence == reference for sequence in given.values())
     another = Recording(22)
-    trainer_of(1, 1, seed=6).fit(another, epochs=3, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer_of(1, 1, seed=6).fit(another, epochs=3, batch_size=8, monitoring=QUIET)
     assert another.given[1:] != reference
 
 
@@ -103,9 +103,7 @@ def test_pipelined_evaluation_counts_every_sample_once(K):
     """Evaluation in the pipeline counts every sample once and equals the uncut model."""
     data, validation = FixedImages(20), FixedImages(17, seed=3)
     trainer = trainer_of(K)
-    summary = trainer.fit(
-        data, epochs=2, batch_size=8, val_dataset=validation, monitoring=adl_dist.Monitoring(quiet=True)
-    )
+    summary = trainer.fit(data, epochs=2, batch_size=8, val_dataset=validation, monitoring=QUIET)
     model = batch_norm_net(seed=9)
     model.load_state_dict(trainer.full_state_dict(), strict=True)
     model.eval()
@@ -119,19 +117,15 @@ def test_pipelined_evaluation_counts_every_sample_once(K):
 
 def test_evaluation_leaves_the_training_as_it_was():
     plain, evaluated = trainer_of(2), trainer_of(2)
-    plain.fit(FixedImages(20), epochs=3, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
-    evaluated.fit(
-        FixedImages(20), epochs=3, batch_size=8, val_dataset=FixedImages(7), monitoring=adl_dist.Monitoring(quiet=True)
-    )
+    plain.fit(FixedImages(20), epochs=3, batch_size=8, monitoring=QUIET)
+    evaluated.fit(FixedImages(20), epochs=3, batch_size=8, val_dataset=FixedImages(7), monitoring=QUIET)
     a, b = plain.full_state_dict(), evaluated.full_state_dict()
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
 def test_batch_norm_statistics_move_once_per_micro_batch():
     trainer = trainer_of(3)
-    trainer.fit(
-        FixedImages(22), epochs=2, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True)
-    )  # micro-batches of 4: 6 per epoch
+    trainer.fit(FixedImages(22), epochs=2, batch_size=8, monitoring=QUIET)  # micro-batches of 4: 6 per epoch
     counts = {n: int(t) for n, t in trainer.full_state_dict().items() if n.endswith("num_batches_tracked")}
     assert len(counts) == 5
     assert set(counts.values()) == {12}
@@ -144,7 +138,7 @@ def test_the_run_folder_holds_what_the_design_says(tmp_path):
         batch_size=8,
         val_dataset=FixedImages(7),
         run_dir=tmp_path,
-        monitoring=adl_dist.Monitoring(quiet=True),
+        monitoring=QUIET,
     )
     names = {"config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "logs", "checkpoints", "lock"}
     assert {p.name for p in tmp_path.iterdir()} == names
@@ -179,14 +173,7 @@ def test_the_logged_loss_is_the_mean_over_the_groups_samples(tmp_path):
     """The first group meets the initial weights, so its loss can be had from the uncut model."""
     data, model = FixedImages(7), batch_norm_net()
     trainer = trainer_of(1, M=3)
-    trainer.fit(
-        FixedImages(7),
-        epochs=1,
-        batch_size=6,
-        run_dir=tmp_path,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
-        shuffle=False,
-    )
+    trainer.fit(FixedImages(7), epochs=1, batch_size=6, run_dir=tmp_path, monitoring=SILENT, shuffle=False)
     model.train()
     losses = [
         nn.functional.cross_entropy(model(data.images[i:j]), torch.tensor(data.labels[i:j])).item() * (j - i)
@@ -205,7 +192,7 @@ def test_the_callers_random_stream_and_threads_are_left_alone(request):
     torch.set_num_threads(2)
     trainer = trainer_of(2, model=batch_norm_net(dropout=0.5))
     torch.manual_seed(3)
-    trainer.fit(Recording(12), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(Recording(12), epochs=1, batch_size=4, monitoring=QUIET)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == 2
 
@@ -219,9 +206,7 @@ def test_a_run_keeps_one_tensor_for_equal_loss_weights(monkeypatch):
         run(order, contexts, *rest)
 
     monkeypatch.setattr(engine, "run", seen)
-    trainer_of(2, M=2).fit(
-        FixedImages(2 * 2 * 10 + 1), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True)
-    )
+    trainer_of(2, M=2).fit(FixedImages(2 * 2 * 10 + 1), epochs=1, batch_size=4, monitoring=QUIET)
     gc.collect()
     assert len(stages) == 2
     assert [ref() for ref in stages] == [None, None]
@@ -245,16 +230,16 @@ def test_a_run_that_fails_keeps_no_stage_alive_either(monkeypatch):
 
     monkeypatch.setattr(engine, "run", seen)
     with pytest.raises(OSError, match="gone"):
-        trainer_of(2, M=2).fit(Broken(40), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
+        trainer_of(2, M=2).fit(Broken(40), epochs=1, batch_size=4, monitoring=QUIET)
     gc.collect()
     assert [ref() for ref in stages] == [None, None]
 
 
 def test_a_second_fit_goes_on_from_the_weights_of_the_first():
     trainer = trainer_of(2)
-    trainer.fit(FixedImages(20), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(FixedImages(20), epochs=1, batch_size=8, monitoring=QUIET)
     before = trainer.full_state_dict()
-    trainer.fit(FixedImages(20), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True), max_updates=1)
+    trainer.fit(FixedImages(20), epochs=1, batch_size=8, monitoring=QUIET, max_updates=1)
     after = trainer.full_state_dict()
     change = max((before[n].double() - after[n].double()).abs().max() for n in before if "weight" in n)
     assert 0 < change < 0.1
@@ -337,19 +322,19 @@ def test_gradients_of_an_interrupted_group_do_not_reach_the_next():
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
     for trainer in (left, fresh):
-        trainer.fit(FixedImages(12), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
+        trainer.fit(FixedImages(12), epochs=1, batch_size=4, monitoring=QUIET)
     a, b = left.full_state_dict(), fresh.full_state_dict()
     assert all(torch.equal(a[n], b[n]) for n in a)
 
 
 def test_a_second_fit_equals_a_fresh_trainer():
     trainer = trainer_of(3)
-    trainer.fit(FixedImages(20), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(FixedImages(20), epochs=1, batch_size=8, monitoring=QUIET)
     model = batch_norm_net(seed=5)
     model.load_state_dict(trainer.full_state_dict())
     fresh = trainer_of(3, model=model)
     for one in (trainer, fresh):
-        one.fit(FixedImages(20), epochs=2, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+        one.fit(FixedImages(20), epochs=2, batch_size=8, monitoring=QUIET)
     a, b = trainer.full_state_dict(), fresh.full_state_dict()
     assert all(torch.equal(a[n], b[n]) for n in a)
 
@@ -375,7 +360,7 @@ def test_stages_that_start_in_place_train_like_the_uncut_model(channels_last):
             epochs=1,
             batch_size=8,
             val_dataset=FixedImages(9),
-            monitoring=adl_dist.Monitoring(quiet=True),
+            monitoring=QUIET,
         )
         return trainer.full_state_dict(), summary["validation_loss"]
 
@@ -388,9 +373,7 @@ def test_stages_that_start_in_place_train_like_the_uncut_model(channels_last):
 def test_a_three_dimensional_net_trains_with_channels_last():
     """A three dimensional net trains with channels last as the command line sets it."""
     model = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 2, (2, 3, 3)), nn.Flatten(), nn.Linear(32, NUM_CLASSES))
-    trainer_of(2, model=model, channels_last=True).fit(
-        FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True)
-    )
+    trainer_of(2, model=model, channels_last=True).fit(FixedImages(8), epochs=1, batch_size=4, monitoring=QUIET)
 
 
 @pytest.mark.parametrize(
@@ -418,9 +401,7 @@ def test_validation_data_of_another_shape_is_refused():
             return torch.zeros(2, 7, 7), self.labels[index]
 
     with pytest.raises(adl_dist.AdlError, match=r"validation dataset: its samples are float32\[B, 2, 7, 7\]"):
-        trainer_of(2).fit(
-            FixedImages(8), epochs=1, batch_size=4, val_dataset=Larger(4), monitoring=adl_dist.Monitoring(quiet=True)
-        )
+        trainer_of(2).fit(FixedImages(8), epochs=1, batch_size=4, val_dataset=Larger(4), monitoring=QUIET)
 
 
 def test_a_loss_that_is_a_sum_is_refused():
@@ -430,7 +411,7 @@ def test_a_loss_that_is_a_sum_is_refused():
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
     )
     with pytest.raises(adl_dist.AdlError, match="the loss is a sum; expected the mean"):
-        trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True))
+        trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=QUIET)
 
 
 def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
@@ -480,13 +461,7 @@ def test_a_script_started_again_by_its_launcher_resumes(tmp_path, monkeypatch):
 
 def test_changed_bytes_in_a_checkpoint_end_in_one_readable_error(tmp_path):
     trainer = trainer_of(2)
-    trainer.fit(
-        FixedImages(8),
-        epochs=1,
-        batch_size=4,
-        run_dir=tmp_path,
-        monitoring=adl_dist.Monitoring(quiet=True, tensorboard=False),
-    )
+    trainer.fit(FixedImages(8), epochs=1, batch_size=4, run_dir=tmp_path, monitoring=SILENT)
     (path,) = (tmp_path / "checkpoints").iterdir()
     data = path / "model-00001-of-00002.safetensors"
     data.write_bytes(bytes(255 - b for b in data.read_bytes()))

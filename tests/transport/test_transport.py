@@ -12,6 +12,7 @@ from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.tuples import tuple_net
+from tests.support.values import QUIET
 
 IMAGE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
 
@@ -27,9 +28,7 @@ def train_tuples(K):
         processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
     )
     data = FixedImages(13, dtype=torch.float64)
-    trainer.fit(
-        data, epochs=2, batch_size=6, val_dataset=data, shuffle=False, monitoring=adl_dist.Monitoring(quiet=True)
-    )
+    trainer.fit(data, epochs=2, batch_size=6, val_dataset=data, shuffle=False, monitoring=QUIET)
     return trainer.full_state_dict()
 
 
@@ -135,7 +134,7 @@ def test_what_reaches_the_next_stage_is_rounded_in_its_dtype():
         num_stages=2,
         precision=adl_dist.Precision(wire_dtype=torch.bfloat16),
     )
-    trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=adl_dist.Monitoring(quiet=True))
+    trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
     for what, tensor in seen.items():
         assert tensor.dtype == torch.float32, what
         assert torch.equal(tensor, tensor.bfloat16().float()), what

@@ -43,7 +43,7 @@ class NonFinite(enum.Enum):
     skip = "skip"
 
 
-class Grain(enum.Enum):
+class Granularity(enum.Enum):
     """The size of the units between which a model may be cut."""
 
     layer = "layer"
@@ -92,7 +92,7 @@ class PartitionConfig:
 
     num_stages: int = 2
     balance: Any = "even"
-    granularity: Grain | None = None
+    granularity: Granularity | None = None
     speeds: list[float] | None = None
 
     def __post_init__(self) -> None:
