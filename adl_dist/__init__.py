@@ -10,16 +10,11 @@ from adl_dist.errors import AdlError
 from adl_dist.schedule import Method, method
 
 if TYPE_CHECKING:
-    from adl_dist.training.trainer import (
-        CheckpointPolicy,
-        GradientPolicy,
-        Monitoring,
-        PartitionSpec,
-        Precision,
-        ProcessOptions,
-        Trainer,
-        WatchdogTimeouts,
-    )
+    from adl_dist.checkpoint.policy import CheckpointPolicy
+    from adl_dist.monitor.timeouts import WatchdogTimeouts
+    from adl_dist.stage import GradientPolicy, Precision
+    from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
+    from adl_dist.training.trainer import Trainer
 
 __version__ = "0.1.0"
 

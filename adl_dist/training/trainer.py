@@ -46,17 +46,6 @@ from adl_dist.training.input import DeviceLoader, make_loader
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
 
-__all__ = [  # what adl_dist hands to its users
-    "CheckpointPolicy",
-    "GradientPolicy",
-    "Monitoring",
-    "PartitionSpec",
-    "Precision",
-    "ProcessOptions",
-    "Trainer",
-    "WatchdogTimeouts",
-]
-
 
 class Trainer:
     """Trains ``model`` cut into K stages: one process each under torchrun, all in this process otherwise.
