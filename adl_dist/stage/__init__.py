@@ -2,9 +2,7 @@
 
 from adl_dist.stage.calls import packed, takes_gradient, unpacked
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head, check_outs
-from adl_dist.stage.nonfinite import GradientPolicy
-from adl_dist.stage.precision import Precision, to_channels_last
-from adl_dist.stage.spec import LossFn, OptimizerFactory, TrainSpec
+from adl_dist.stage.spec import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, to_channels_last
 from adl_dist.stage.stage import Stage
 from adl_dist.stage.stats import StepStats
 

@@ -97,9 +97,9 @@ def test_what_is_held_is_what_the_schedule_predicts(variant, M, monkeypatch):
     trainer = trainer_of(name, options, M, pick_next=watching)
     from adl_dist.training import build
 
-    make = build.local_contexts
+    make = build.connect_stages
     monkeypatch.setattr(
-        build, "local_contexts", lambda *a, **o: watching.contexts.update(make(*a, **o)) or watching.contexts
+        build, "connect_stages", lambda *a, **o: watching.contexts.update(make(*a, **o)) or watching.contexts
     )
     trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, monitoring=QUIET)
     chosen = method(name, accumulation_steps=M, **options)

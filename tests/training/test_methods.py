@@ -10,7 +10,6 @@ import adl_dist
 from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import build_head
-from adl_dist.transport import TensorSpec
 from tests.support.equations import (
     EQUATIONS,
     assert_close,
@@ -348,7 +347,7 @@ def heads_of(K, name):
     for k, module in enumerate(modules_of(K)[:-1]):
         x = module(x)
         seed = stream_seed(0, "head", k)
-        heads.append(build_head(name, TensorSpec.of(x), num_classes=NUM_CLASSES, seed=seed).double())
+        heads.append(build_head(name, x.shape[1:], num_classes=NUM_CLASSES, seed=seed).double())
     return heads
 
 
@@ -371,7 +370,7 @@ HEADS = {
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_has_the_layers_of_its_paper(name):
-    head = build_head(name, TensorSpec((5, 9, 9), "float32"), num_classes=7, seed=1)
+    head = build_head(name, (5, 9, 9), num_classes=7, seed=1)
     leaves = [m for m in head.modules() if not list(m.children())]
     assert [str(m) for m in leaves] == [str(m) for m in [*HEADS[name], nn.Linear(20, 7)]]
 
@@ -381,7 +380,7 @@ def test_a_head_has_the_layers_of_its_paper(name):
     [("mlp", [*layer(6) * 3, nn.Linear(6, 7)]), ("linear", [nn.Linear(6, 7)])],
 )
 def test_a_head_on_features_is_made_of_layers_alone(name, layers):
-    head = build_head(name, TensorSpec((6,), "float32"), num_classes=7, seed=1)
+    head = build_head(name, (6,), num_classes=7, seed=1)
     assert [str(m) for m in head.modules() if not list(m.children())] == [str(m) for m in layers]
 
 
