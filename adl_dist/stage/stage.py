@@ -58,15 +58,11 @@ class Stage:
         head: nn.Module | None = None,
         overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
     ) -> None:
-        """Take over ``module``.
+        """Take over ``module``, which is on ``device``, as stage ``index``.
 
-        Args:
-            module: called with the act of one micro-batch, [B, ...], or a tuple of several; returns the same.
-            index: k.
-            spec: how it is trained; dropout draws from (seed, epoch, stage, micro-batch).
-            device: where the module is.
-            head: (what goes downstream, target, loss_fn) to the stage's own loss.
-            overwrites: in training and in evaluation, for each act whether ``module`` writes to it; ``()``: to none.
+        It is called with the act of one micro-batch, [B, ...], or a tuple of several, and returns the same. ``head`` is
+        (what goes downstream, target, loss_fn) to a loss of the stage's own. ``overwrites`` says, in training and in
+        evaluation, for each act whether ``module`` writes to it; ``()``: to none.
         """
         pipeline, method, gradients = spec.pipeline, spec.pipeline.method, spec.gradients
         assert method.weights is not None

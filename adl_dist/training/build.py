@@ -16,7 +16,8 @@ from adl_dist.optim import build_lr_schedule, fast_forward
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import NORMALISES_SAMPLES, Stage, TrainSpec, build_head
+from adl_dist.stage import Stage, TrainSpec
+from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
 from adl_dist.training.input import DeviceLoader, common_sample
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.shape_inference import Agreed, check_consistent, infer_shapes
@@ -38,15 +39,8 @@ def build_worker(
 ) -> LocalWorker:
     """Build the worker of this process; every rank calls it, and they settle through ``store`` what must be agreed on.
 
-    Args:
-        spec: how the model is trained.
-        partitioned: the model.
-        world: this process among the others.
-        store: shared with the others, fresh for this job.
-        loaders: micro-batches for training and for evaluation; None: there are none, or this is not stage 0's process.
-        micro_batch_size: samples that a cut is measured with.
-        folder: where measurements are kept; None: nowhere.
-        pick_next: picks the next of several local stages.
+    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them. If the cut is measured, it
+    is with ``micro_batch_size`` samples, and ``folder`` keeps the measurement.
 
     Raises:
         ConfigError, PartitionError, DataError: the job cannot be done.
@@ -134,12 +128,7 @@ def connect_stages(
 ) -> dict[int, StageContext]:
     """Join the stages of this process to their neighbors, in this process or in others.
 
-    Args:
-        world: this process among the others.
-        stages: its stages.
-        acts: what arrives at each of them and at the next one.
-        target: what the loss takes besides the output.
-        pipeline: decides what else travels.
+    ``acts`` are what arrives at each of them and at the next one, ``target`` what the loss takes besides the output.
     """
     edges = edges_of(pipeline)
     contexts = {k: StageContext(stage) for k, stage in stages.items()}

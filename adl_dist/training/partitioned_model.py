@@ -65,10 +65,10 @@ class PartitionedModel:
         self._chain = linearise(model, granularity=spec.units)
         if not isinstance(balance, str):
             self._cut(checked_sizes(self._chain, num_stages, balance))
-        elif spec.is_measured:
-            even_sizes(self._chain, num_stages)  # shows that it can be cut at all
-        else:
-            self._cut(even_sizes(self._chain, num_stages))
+            return
+        sizes = even_sizes(self._chain, num_stages)  # shows that it can be cut at all
+        if not spec.is_measured:
+            self._cut(sizes)
 
     def full_state_dict(self, *, distributed: bool) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it."""
@@ -152,15 +152,9 @@ def take_profile(
 ) -> Profile:
     """Measure the cost of each unit of ``model``, or read a measurement of the same thing.
 
-    Args:
-        model: the model of ``chain``, on the device of the sample.
-        chain: its units.
-        spec: how the model will be trained.
-        granularity: size of the units.
-        sample: input [1, ...] and target [1, ...]; repeated to a micro-batch.
-        micro_batch_size: samples of one.
-        kept_in: a file; a measurement of another thing that it holds is replaced.
-        load: measures how long stage 0 loads a micro-batch; None: it does not.
+    Its units are those of ``chain``; it is on the device of the ``sample``: input [1, ...] and target [1, ...], which
+    are repeated to a micro-batch. ``kept_in`` is the file of the measurement. ``load`` measures how long stage 0 loads
+    a micro-batch; None: it does not.
 
     Raises:
         PartitionError: that file is not a profile.
@@ -218,10 +212,6 @@ def device_memory(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) if device.type == "cuda" else None
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().clone()
-
-
 def micro_batch(sample: tuple[Tensor, Tensor], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return input [size, ...] and target [size, ...] of one sample, repeated."""
 
@@ -234,3 +224,7 @@ def micro_batch(sample: tuple[Tensor, Tensor], size: int, device: torch.device) 
 
 def _is_channels_last(tensor: Tensor) -> bool:
     return tensor.ndim == 4 and not tensor.is_contiguous()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().clone()

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from adl_dist.distributed.world import disconnect
 from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
-from adl_dist.stage import LossFn, TrainSpec, check_outs, packed, takes_gradient, unpacked
+from adl_dist.stage import LossFn, TrainSpec
+from adl_dist.stage.calls import packed, takes_gradient, unpacked
+from adl_dist.stage.heads import check_outs
 from adl_dist.transport import Specs, TensorSpec
 
 SIZES = "sizes"  # the key of a cut that rank 0 has measured
@@ -50,14 +52,10 @@ def infer_shapes(
     sample: tuple[Tensor, Tensor] | None,
     device: torch.device,
 ) -> Agreed:
-    """Settle what arrives at each stage of this process.
+    """Settle what arrives at each stage of this process, through a ``store`` that is fresh for this agreement.
 
-    Args:
-        store: shared with the other stages; a fresh prefix for each agreement.
-        modules: the stages of this process, on ``device``.
-        spec: how they are trained.
-        sample: input [1, ...] and target [1, ...] as the first stage will get them; on stage 0's process only.
-        device: where the modules are.
+    The stages' ``modules`` are on ``device``. Stage 0's process alone has a ``sample``: input [1, ...] and target
+    [1, ...] as stage 0 will get them.
 
     Raises:
         ConfigError: a part of the model does not take what it gets, or returns what cannot be sent on.
@@ -112,10 +110,7 @@ def _short(value: object) -> str:
 
 
 def publish_error(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
-    """Publish that there will be no agreement, and why, for ``stages``, which may wait for their specs.
-
-    If others may still wait for this process's fingerprint, ``rank`` is its rank.
-    """
+    """Publish why there is no agreement to ``stages``, and to those that wait for the fingerprint of ``rank``."""
     message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
     keys = [f"arrives/{stage}" for stage in stages] + [f"fingerprint/{rank}"] * (rank is not None)
     with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
@@ -198,17 +193,10 @@ def dry_run(
     *,
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> DryRunResult:
-    """Run ``module``, stage ``stage`` on ``device``, in both modes on zeros; its buffers stay as they are.
+    """Run ``module``, the part of a stage on ``device``, in both modes on zeros; its buffers stay as they are.
 
-    Args:
-        module: the part of the model.
-        stage: its index.
-        arriving: what it gets.
-        target: what the loss takes besides its output; None: this is not the last stage.
-        loss_fn: the loss of the model.
-        device: where the module is.
-        shared: for each act, what the dry run of the stage before has found.
-        within: makes the context that module and loss are called in.
+    It gets what is ``arriving``, ``shared`` as the dry run of the stage before has found. ``target`` is what the loss
+    takes besides the output; None: this is not the last stage. Both are called in the context that ``within`` makes.
 
     Raises:
         ConfigError: it does not take what it gets, writes to a shared act, or returns no batch of tensors; or the loss

@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ class Trainer:
             SaveError: the last checkpoint could not be written.
         """
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
-        plan = self._plan(epochs, max_updates, batch_size, checkpoints)
+        make_plan = self._plan(epochs, max_updates, batch_size, checkpoints)
         self._check_outputs(run_dir, resume, monitoring)
         if config is None:
             config = {**build.settings_of(self._spec, self._partitioned), "batch_size": batch_size, "shuffle": shuffle}
@@ -177,8 +177,8 @@ class Trainer:
             resume = folder.check(config, resume=resume)
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
         data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
-        loading = {"shuffle": shuffle, "num_workers": num_workers, "min_samples": batch_size}
-        running, worker, plan = self._start(plan, data, folder, **loading)
+        loading: dict[str, Any] = {"shuffle": shuffle, "num_workers": num_workers, "min_samples": batch_size}
+        running, worker, plan = self._start(make_plan, data, folder, **loading)
         saving = None
         if folder is not None and worker.world.rank == 0:
             saving = self._saving(folder, config, resume, checkpoints, trace=monitoring.trace)
@@ -201,9 +201,8 @@ class Trainer:
         """
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        sizes = {"num_samples": 0, "num_validation": 0, "micro_batch_size": batch_size, "accumulation_steps": 1}
-        plan = Plan(epochs=0, max_updates=None, **sizes)
-        running, worker, plan = self._start(plan, {"validation": dataset}, num_workers=num_workers)
+        make_plan = partial(Plan, epochs=0, max_updates=None, micro_batch_size=batch_size, accumulation_steps=1)
+        running, worker, plan = self._start(make_plan, {"validation": dataset}, num_workers=num_workers)
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
         with self._applied(), self._bound(worker.world):
@@ -233,15 +232,16 @@ class Trainer:
         for module in self._partitioned.modules.values():
             state.load_weights(Path(path), module)
 
-    def _plan(self, epochs: int, max_updates: int | None, batch_size: int, checkpoints: CheckpointPolicy) -> Plan:
+    def _plan(
+        self, epochs: int, max_updates: int | None, batch_size: int, checkpoints: CheckpointPolicy
+    ) -> Callable[..., Plan]:
         check_lengths(epochs=epochs, max_updates=max_updates)
         steps = self._spec.pipeline.micro_batches_per_update
-        return Plan(
+        return partial(
+            Plan,
             epochs=epochs,
             max_updates=max_updates,
             checkpoint_every_updates=checkpoints.every_updates,
-            num_samples=0,  # not known before the data is there
-            num_validation=0,
             micro_batch_size=micro_batch_size_of(batch_size, steps),
             accumulation_steps=steps,
         )
@@ -262,7 +262,7 @@ class Trainer:
 
     def _start(
         self,
-        plan: Plan,
+        make_plan: Callable[..., Plan],
         datasets: Mapping[str, Dataset[Any] | None],
         folder: RunFolder | None = None,
         *,
@@ -270,7 +270,7 @@ class Trainer:
         num_workers: int = 0,
         min_samples: int = 1,
     ) -> tuple[job.Job, LocalWorker, Plan]:
-        """Join the other ranks, open the data and build this process's worker; complete ``plan`` by the data's size.
+        """Join the other ranks, open the data, build this process's worker, and make the plan for so much data.
 
         ``datasets`` are by name, ``training`` and ``validation``; one of them is None only where no data is needed.
         ``shuffle`` and ``min_samples`` are for training. An error of one rank reaches the others through the store.
@@ -278,11 +278,11 @@ class Trainer:
         tune_malloc()
         world = self._join()
         store = world.fresh_store()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._applied())
-            if self._distributed:
-                stages = range(self._spec.pipeline.num_stages + 1)
-                stack.enter_context(shape_inference.propagate_errors(store, stages=stages, rank=world.rank))
+        reporting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._distributed:
+            stages = range(self._spec.pipeline.num_stages + 1)
+            reporting = shape_inference.propagate_errors(store, stages=stages, rank=world.rank)
+        with self._applied(), reporting:
             path = folder.path if folder is not None else None
             running = job.Job(world, self._timeouts, path)
             self.requests = running.requests
@@ -301,20 +301,22 @@ class Trainer:
                 if self.needs_data
             }
             lengths = {name: loader.num_samples for name, loader in loaders.items()}
-            plan = replace(plan, num_samples=lengths.get("training", 0), num_validation=lengths.get("validation", 0))
+            plan = make_plan(num_samples=lengths.get("training", 0), num_validation=lengths.get("validation", 0))
             if "training" in loaders:
                 build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
-            stack.enter_context(self._bound(world))  # with the threads that the first forward starts
-            worker = build.build_worker(
-                self._spec,
-                self._partitioned,
-                world,
-                store,
-                (loaders.get("training"), loaders.get("validation")),
-                micro_batch_size=plan.micro_batch_size,
-                folder=path,
-                pick_next=self._processes.pick_next,
-            )
+            with self._bound(
+                world
+            ):  # with the threads that the first forward starts, but no loader, whose workers are not
+                worker = build.build_worker(
+                    self._spec,
+                    self._partitioned,
+                    world,
+                    store,
+                    (loaders.get("training"), loaders.get("validation")),
+                    micro_batch_size=plan.micro_batch_size,
+                    folder=path,
+                    pick_next=self._processes.pick_next,
+                )
         if self._lr_schedule is not None and "training" in datasets:
             build.schedule_learning_rates(worker, self._lr_schedule, plan, store)
         return running, worker, plan
@@ -386,9 +388,8 @@ class Trainer:
         return single_process(choose_device(self._processes.device))
 
     def _applied(self) -> contextlib.AbstractContextManager[None]:
-        return self._spec.precision.apply(
-            threads=self._processes.threads or default_threads(self._spec.pipeline.num_stages)
-        )
+        threads = self._processes.threads or default_threads(self._spec.pipeline.num_stages)
+        return self._spec.precision.apply(threads=threads)
 
     def _bound(self, world: World) -> contextlib.AbstractContextManager[None]:
         # A GPU's process has little to compute, and which cores are near its GPU is not for us to guess.

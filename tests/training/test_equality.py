@@ -1,5 +1,7 @@
 """The values of a run, all stages in one process: against the equations, against plain torch, in any order."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,16 +9,8 @@ from torch.utils.data import DataLoader
 
 from adl_dist.partition import cut
 from adl_dist.schedule.replay import at_random
-from tests.support.equations import assert_close, assert_same_bits, by_the_equations, micro_batches
-from tests.support.runs import (
-    BALANCE,
-    EPOCHS,
-    MICRO_BATCH,
-    NUM_SAMPLES,
-    sgd,
-    train,
-    warm_up_schedule,
-)
+from tests.support.equations import assert_close, assert_same_bits, by_the_equations, differ, micro_batches, run
+from tests.support.runs import BALANCE, EPOCHS, MICRO_BATCH, NUM_SAMPLES, sgd, train, warm_up_schedule
 from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -24,8 +18,7 @@ from tests.support.toys import FixedImages, batch_norm_net
 @pytest.mark.parametrize("M", [1, 2, 3, 4])
 @pytest.mark.parametrize("K", [1, 2, 3, 4])
 def test_k_stages_follow_the_equations_of_the_paper_to_1e_12(K, M):
-    state, _ = train(K, M, torch.float64)
-    assert_close(state, by_the_equations(K, M, None, "stash"))
+    assert_close(run(K, M, "adl"), by_the_equations(K, M, None, "stash"))
 
 
 @pytest.mark.parametrize("M", [1, 3])
@@ -49,8 +42,9 @@ def test_one_stage_equals_a_plain_torch_loop_bit_for_bit(M, dtype):
     assert_same_bits(state, model.state_dict())
 
 
-def test_one_stage_equals_the_loop_of_every_torch_tutorial():
-    """One stage and one step equals the loop of every torch tutorial bit for bit."""
+@pytest.mark.parametrize("clip_norm", [None, 0.3])
+def test_one_stage_equals_the_loop_of_every_torch_tutorial(clip_norm):
+    """With one micro-batch for each update, bit for bit."""
     model = batch_norm_net()
     optimizer = sgd(model.parameters())
     schedule = warm_up_schedule(optimizer)
@@ -58,35 +52,33 @@ def test_one_stage_equals_the_loop_of_every_torch_tutorial():
         for x, target in DataLoader(FixedImages(NUM_SAMPLES), batch_size=MICRO_BATCH):
             optimizer.zero_grad()
             nn.CrossEntropyLoss()(model(x), target).backward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             optimizer.step()
             schedule.step()
-    state, _ = train(1, 1, torch.float32)
+    state, _ = train(1, 1, torch.float32, clip_norm=clip_norm)
     assert_same_bits(state, model.state_dict())
 
 
 @pytest.mark.parametrize("K", [2, 3, 4])
 def test_staleness_changes_the_values(K):
     """The equality tests would pass for a synchronous pipeline if it did not."""
-    stale, _ = train(K, 2, torch.float64)
-    fresh, _ = train(1, 2, torch.float64)
-    assert max((stale[n] - fresh[n]).abs().max() for n in stale) > 1e-3
+    assert differ(run(K, 2, "adl"), run(1, 2, "adl")) > 1e-3
 
 
 @pytest.mark.parametrize("K", [2, 4])
 def test_latest_and_stash_are_two_different_things(K):
-    stash, _ = train(K, 2, torch.float64)
-    latest, _ = train(K, 2, torch.float64, options={"weights": "latest"})
-    assert max((stash[n] - latest[n]).abs().max() for n in stash) > 1e-6
+    assert differ(run(K, 2, "adl"), run(K, 2, "adl", weights="latest")) > 1e-6
 
 
 @pytest.mark.parametrize("num_orders", [10, slow(40)])
 @pytest.mark.parametrize("weights", ["stash", "latest"])
 def test_the_order_of_events_does_not_change_a_bit(weights, num_orders):
     """Random interleavings of real tensors, dropout included; see test_engine.py for thousands without."""
-    expected, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3)
+    options = {"options": {"weights": weights}, "dropout": 0.3, "epochs": 1}
+    expected, _ = train(4, 2, torch.float32, **options)
     for seed in range(num_orders):
-        got, _ = train(4, 2, torch.float32, options={"weights": weights}, dropout=0.3, pick_next=at_random(seed))
-        assert_same_bits(got, expected)
+        assert_same_bits(train(4, 2, torch.float32, **options, pick_next=at_random(seed))[0], expected)
 
 
 @pytest.mark.parametrize("K", [2, 3])
@@ -107,8 +99,6 @@ def test_fused_and_foreach_optimizers_give_the_stashed_gradient(K, optimizer):
     got, _ = train(K, 2, torch.float64, optimizer=optimizer)
 
     # Two versions are enough here to see a wrong one: keep whole copies of the modules instead of a stash.
-    import copy
-
     versions = [[m] for m in modules]
     schedules = [warm_up_schedule(o) for o in optimizers]
     batches = micro_batches()
