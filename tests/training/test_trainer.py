@@ -13,11 +13,10 @@ from torch import nn
 
 import adl_dist
 from adl_dist import engine
-from adl_dist.errors import PartitionError
 from adl_dist.partition import cut, even_balance
 from adl_dist.schedule import Pipeline, work
 from tests.support.equations import assert_close, assert_same_bits
-from tests.support.runs import toy_trainer
+from tests.support.runs import BALANCE, toy_trainer
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import QUIET, SILENT, values
 
@@ -169,43 +168,9 @@ def test_a_run_keeps_no_stage_alive(data, monkeypatch):
 # --- The cut -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("balance", "K"), [(None, 3), ([1, 5, 1], 3), ([6, 1], 2), (None, 7)])
-def test_stages_together_hold_exactly_the_uncut_models_state(balance, K):
-    model = batch_norm_net()
-    stages = cut(model, num_stages=K, balance=balance)
-    names = [name for stage in stages for name in stage.state_dict()]
-    assert len(stages) == K
-    assert names == list(model.state_dict())
-    x = FixedImages(3).images
-    model.eval()
-    out = x
-    for stage in stages:
-        out = stage.eval()(out)
-    assert torch.equal(out, model(x))
-
-
 @pytest.mark.parametrize(("units", "K", "expected"), [(7, 3, [2, 2, 3]), (8, 4, [2, 2, 2, 2]), (5, 5, [1] * 5)])
 def test_an_even_balance_differs_by_at_most_one(units, K, expected):
     assert even_balance(units, K) == expected
-
-
-def test_a_parameter_shared_by_two_stages_is_refused_by_name():
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.Linear(3, NUM_CLASSES))
-    model[2].weight = model[0].weight
-    with pytest.raises(PartitionError, match=r"cannot be cut after 1: '0.weight' and '2.weight' are one and the same"):
-        cut(model, num_stages=2, balance=[2, 2])
-    assert [len(stage) for stage in cut(model, num_stages=2, balance=[3, 1])] == [3, 1]
-    assert [len(stage) for stage in cut(model, num_stages=2)] == [3, 1], "an even cut keeps them together"
-    with pytest.raises(PartitionError, match=r"1 place.* where it can be cut.*'0.weight' and '2.weight' are one"):
-        cut(model, num_stages=3)
-
-
-def test_a_module_that_stands_twice_is_run_twice():
-    act = nn.Tanh()
-    model = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act, nn.Linear(3, 2))
-    stages = cut(model, num_stages=2, balance=[2, 3])
-    x = torch.randn(4, 3)
-    assert torch.equal(stages[1](stages[0](x)), model(x))
 
 
 class Doubling(nn.Sequential):
@@ -228,7 +193,7 @@ def test_gradients_of_an_interrupted_group_do_not_reach_the_next():
     model = batch_norm_net()
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 7.0)
-    after = fitted(2, trainer=toy_trainer(2, 2, model=model), num_samples=12, batch_size=4)
+    after = fitted(2, trainer=toy_trainer(2, 2, model=model, balance=BALANCE[2]), num_samples=12, batch_size=4)
     assert_same_bits(after.full_state_dict(), fitted(2, num_samples=12, batch_size=4).full_state_dict())
 
 
@@ -236,7 +201,7 @@ def test_a_second_fit_continues_like_a_fresh_trainer():
     """It starts from the weights of the first."""
     trainer, model = fitted(3), batch_norm_net(seed=5)
     model.load_state_dict(trainer.full_state_dict())
-    fresh = toy_trainer(3, 2, model=model)
+    fresh = toy_trainer(3, 2, model=model, balance=BALANCE[3])
     states = [fitted(3, trainer=one, epochs=2).full_state_dict() for one in (trainer, fresh)]
     assert_same_bits(*states)
 
