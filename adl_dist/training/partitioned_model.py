@@ -6,6 +6,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,8 @@ class PartitionedModel:
     ) -> None:
         """Cut where it is best for what is measured now, or was in ``folder`` before; the same on every rank.
 
-        The process with a ``sample``, that of stage 0, measures with micro-batches of ``micro_batch_size`` from
-        ``feed``, and keeps the measurement in ``folder`` if there is one.
+        The process of stage 0, which alone has a ``sample`` and its source, ``feed``, measures with micro-batches of
+        ``micro_batch_size``, and keeps the measurement in ``folder`` if there is one.
 
         Raises:
             PartitionError: no cut is possible, or none fits into memory.
@@ -106,7 +107,7 @@ class PartitionedModel:
             return
         assert self._model is not None
         assert self._chain is not None
-        if sample is None:
+        if sample is None or feed is None:
             self._cut(read(store, SIZES, 0)["sizes"])
             return
         device = sample[0].device
@@ -118,7 +119,7 @@ class PartitionedModel:
             sample=sample,
             micro_batch_size=micro_batch_size,
             kept_in=folder / PROFILE if folder is not None else None,
-            load=None if feed is None else lambda: feed.seconds_to_load(micro_batch_size),
+            load=partial(feed.seconds_to_load, micro_batch_size),
         )
         machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(device))
         balance = best_cut(profile, spec.pipeline, machine=machine)

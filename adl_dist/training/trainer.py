@@ -177,15 +177,11 @@ class Trainer:
             resume = folder.check(config, resume=resume)
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
         data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
-        loading: dict[str, Any] = {"shuffle": shuffle, "num_workers": num_workers, "min_samples": batch_size}
-        running, worker, plan = self._start(make_plan, data, folder, **loading)
-        saving = None
-        if folder is not None and worker.world.rank == 0:
-            saving = self._saving(folder, config, resume, checkpoints, trace=monitoring.trace)
+        running, worker, plan = self._start(make_plan, data, folder, batch_size, shuffle, num_workers)
         try:
+            saving = self._saving(worker.world, folder, config, resume, checkpoints, trace=monitoring.trace)
             return self._train(running, worker, plan, saving, checkpoints, monitoring)
         finally:
-            forget_actions()
             if folder is not None:
                 folder.close()
 
@@ -265,15 +261,14 @@ class Trainer:
         make_plan: Callable[..., Plan],
         datasets: Mapping[str, Dataset[Any] | None],
         folder: RunFolder | None = None,
-        *,
+        min_samples: int = 1,
         shuffle: bool = False,
         num_workers: int = 0,
-        min_samples: int = 1,
     ) -> tuple[job.Job, LocalWorker, Plan]:
         """Join the other ranks, open the data, build this process's worker, and make the plan for so much data.
 
         ``datasets`` are by name, ``training`` and ``validation``; one of them is None only where no data is needed.
-        ``shuffle`` and ``min_samples`` are for training. An error of one rank reaches the others through the store.
+        ``min_samples`` and ``shuffle`` are for training. An error of one rank reaches the others through the store.
         """
         tune_malloc()
         world = self._join()
@@ -322,8 +317,17 @@ class Trainer:
         return running, worker, plan
 
     def _saving(
-        self, folder: RunFolder, config: Mapping[str, Any], resume: str, policy: CheckpointPolicy, *, trace: bool
-    ) -> Saving:
+        self,
+        world: World,
+        folder: RunFolder | None,
+        config: Mapping[str, Any],
+        resume: str,
+        policy: CheckpointPolicy,
+        *,
+        trace: bool,
+    ) -> Saving | None:
+        if folder is None or world.rank != 0:
+            return None
         return Saving(
             folder=folder,
             config=config,
@@ -376,16 +380,14 @@ class Trainer:
             with self._applied(), self._bound(world), handler:
                 return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
         finally:
+            forget_actions()
             recorder.close()  # writes what is left, which a disk may refuse
 
     def _join(self) -> World:
+        device, seconds = self._processes.device, self._processes.timeout_seconds
         if self._distributed:
-            return connect(
-                self._spec.pipeline.num_stages,
-                device_type=self._processes.device,
-                timeout_seconds=self._processes.timeout_seconds,
-            )
-        return single_process(choose_device(self._processes.device))
+            return connect(self._spec.pipeline.num_stages, device_type=device, timeout_seconds=seconds)
+        return single_process(choose_device(device))
 
     def _applied(self) -> contextlib.AbstractContextManager[None]:
         threads = self._processes.threads or default_threads(self._spec.pipeline.num_stages)
