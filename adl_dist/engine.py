@@ -15,16 +15,14 @@ from adl_dist.stage import Stage
 from adl_dist.transport import Receiver, Sender
 
 Tensors = tuple[Tensor, ...]
+Batches = Generator[tuple[Tensor, Tensor], None, None]
 
 
 class BatchSource(Protocol):
     """The source of stage 0's micro-batches."""
 
-    def batches(
-        self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0
-    ) -> Generator[tuple[Tensor, Tensor], None, None]:
+    def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
         """Yield (input, target) of ``sizes`` samples each, from ``first_sample`` in the order of ``epoch`` on."""
-        ...
 
 
 class ActionLog(Protocol):
@@ -32,11 +30,9 @@ class ActionLog(Protocol):
 
     def begin(self, stage: int, action: Action) -> None:
         """Note that ``stage`` begins ``action`` now."""
-        ...
 
     def end(self) -> None:
         """Note that the action begun last is done now."""
-        ...
 
 
 @dataclass
@@ -45,8 +41,7 @@ class StageContext:
 
     Attributes:
         stage: the mathematics.
-        receivers: the receiver of each kind of message that arrives; see ``LINKS``.
-        senders: the sender of each kind of message that leaves.
+        receivers, senders: one for each kind of message that arrives or leaves; see ``LINKS``.
         work: what the stage does in this segment.
         last_of_groups: the micro-batches whose backward completes the gradients of a group.
         batches: (input, target) of each micro-batch in order; on stage 0 only.
@@ -56,8 +51,8 @@ class StageContext:
     """
 
     stage: Stage
-    receivers: Mapping[str, Receiver] = field(default_factory=dict)
-    senders: Mapping[str, Sender] = field(default_factory=dict)
+    receivers: dict[str, Receiver] = field(default_factory=dict)
+    senders: dict[str, Sender] = field(default_factory=dict)
     work: StageWork = field(default_factory=lambda: StageWork([], [], [], []))
     last_of_groups: frozenset[int] = frozenset()
     batches: Iterator[tuple[Tensor, Tensor]] | None = None
@@ -103,10 +98,9 @@ def run(
         order: each action with its stage.
         contexts: the stages by number, opened.
         log: records when each action begins and ends.
-        on_update: called with (stage, group) after each update, between two actions.
+        on_update: called with (stage, group) after each update, before the next action.
     """
-    log = log or _NoLog()
-    begin, end = log.begin, log.end
+    begin, end = (log.begin, log.end) if log is not None else (lambda stage, action: None, lambda: None)
     carry_out = _profiled_step if _profiler_enabled() else step
     for stage, action in order:
         begin(stage, action)
@@ -174,11 +168,3 @@ def step(action: Action, context: StageContext) -> None:
 def _profiled_step(action: Action, context: StageContext) -> None:
     with record_function(f"stage {context.stage.index}: {action}"):
         step(action, context)
-
-
-class _NoLog:
-    def begin(self, stage: int, action: Action) -> None:
-        pass
-
-    def end(self) -> None:
-        pass

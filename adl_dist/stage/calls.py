@@ -10,18 +10,16 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.seeds import stream_seeds
 
-SEEDS_AT_ONCE = 256  # one by one they would take as long as a small layer
 Tensors = tuple[Tensor, ...]
+SEEDS_AT_ONCE = 256  # one by one they would take as long as a small layer
 # From a module's argument, and buffers in place of its own (None: its own), to its output.
 Call = Callable[[Any, dict[str, Tensor] | None], Any]
 
 
 def call_of(module: nn.Module, *, compiled: bool) -> Call:
-    """Return a function that calls ``module``.
+    """Return a function that calls ``module``, whose parameters may be replaced by others between two calls.
 
-    Args:
-        module: a module whose parameters may be replaced by others of the same shape between two calls.
-        compiled: whether by torch.compile. The module itself stays as it is, with the names of its state.
+    If ``compiled``, torch.compile compiles it; the module itself stays as it is, with the names of its state.
     """
 
     def call(argument: Any, buffers: dict[str, Tensor] | None) -> Any:

@@ -1,30 +1,22 @@
 """Local losses: heads that turn a stage's output into a loss of its own (greedy learning).
 
-A head serves only to train its stage; it does not belong to the model and is not exported.
+A head serves only to train its stage; it does not belong to the model and is not exported. Its functions know the
+output by the shape of one sample: [C, H, W] of an image or [C] of features.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
+from adl_dist.stage.spec import LossFn
 
-LossFn = Callable[[Any, Tensor], Tensor]
+Shape = tuple[int, ...]
 # Share of the similarity loss in predsim (Nokland and Eidnes 2019, section 3.3).
 SIMILARITY_SHARE = 0.99
-
-
-class Spec(Protocol):
-    """One tensor's shape."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Without the batch dimension."""
-        ...
 
 
 class LocalLoss(nn.Module):
@@ -39,21 +31,21 @@ class LocalLoss(nn.Module):
         return loss_fn(self.classifier(out), target)
 
 
-class PredSim(nn.Module):
-    """Prediction and similarity matching (Nokland and Eidnes 2019): a classifier, and a loss that wants samples of
-    one class to be alike.
+class PredSim(LocalLoss):
+    """Prediction and similarity matching (Nokland and Eidnes 2019).
 
-    The similarity loss is the mean squared difference between two [B, B] matrices of cosine similarities: of the
-    standard deviations of a convolution's feature maps, and of the one-hot targets.
+    Adds to the classifier's loss one that wants samples of one class to be alike: the mean squared difference between
+    two [B, B] matrices of cosine similarities, of the standard deviations of a convolution's feature maps, and of the
+    one-hot targets.
     """
 
     def __init__(self, classifier: nn.Module, project: nn.Module, num_classes: int) -> None:
-        super().__init__()
-        self.classifier, self.project, self.num_classes = classifier, project, num_classes
+        super().__init__(classifier)
+        self.project, self.num_classes = project, num_classes
 
     def forward(self, out: Tensor, target: Tensor, loss_fn: LossFn) -> Tensor:
         """Return the scalar loss of ``out`` [B, C, H, W] or [B, C] and ``target`` [B]."""
-        predicted = loss_fn(self.classifier(out), target)
+        predicted = super().forward(out, target, loss_fn)
         features = self.project(out)
         if features.ndim == 4:
             # The unbiased deviation of a single pixel is not defined; such a map is its own feature.
@@ -65,7 +57,7 @@ class PredSim(nn.Module):
 
 
 def similarities(x: Tensor) -> Tensor:
-    """Cosine similarities [B, B] of the centred rows of ``x`` [B, n]."""
+    """Return the cosine similarities [B, B] of the centred rows of ``x`` [B, n]."""
     centred = x - x.mean(dim=1, keepdim=True)
     unit = centred / (1e-8 + centred.norm(dim=1, keepdim=True))
     cosines: Tensor = unit @ unit.T
@@ -87,14 +79,9 @@ def mlp(channels: int, size: int, num_classes: int) -> nn.Module:
 
 def cnn(channels: int, size: int, num_classes: int) -> nn.Module:
     """CNN of DGL: two 3x3 convolutions at full resolution, then a linear classifier."""
-    return nn.Sequential(
-        _conv(channels, kernel_size=3),
-        _conv(channels, kernel_size=3),
-        nn.AdaptiveAvgPool2d(2),
-        nn.BatchNorm2d(channels),
-        nn.Flatten(),
-        nn.Linear(4 * channels, num_classes),
-    )
+    convolutions = [_conv(channels, kernel_size=3) for _ in range(2)]
+    pool = [nn.AdaptiveAvgPool2d(2), nn.BatchNorm2d(channels), nn.Flatten()]
+    return nn.Sequential(*convolutions, *pool, nn.Linear(4 * channels, num_classes))
 
 
 def linear(channels: int, size: int, num_classes: int) -> nn.Module:
@@ -105,20 +92,36 @@ def linear(channels: int, size: int, num_classes: int) -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(channels * side**2, num_classes))
 
 
+def _reduce(size: int) -> nn.Module:
+    return nn.AdaptiveAvgPool2d(math.ceil(size / 4))
+
+
+def _conv(channels: int, *, kernel_size: int) -> nn.Module:
+    convolution = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU())
+
+
+def _mlp(channels: int) -> list[nn.Module]:
+    return [nn.AdaptiveAvgPool2d(2), nn.Flatten(), *_layers(4 * channels)]
+
+
+def _layers(width: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(3)]
+
+
+# Each from (channels, height or width in pixels, classes); 0 pixels: features [B, C] instead of images.
+CLASSIFIERS = {"mlp_sr": mlp_sr, "mlp": mlp, "cnn": cnn, "linear": linear}
 # Heads whose BatchNorm may meet a single value per channel if there is a single sample.
 NORMALISES_SAMPLES = ("mlp_sr", "mlp", "cnn")
 OF_IMAGES = ("mlp_sr", "cnn")
-# Each from (channels, height or width in pixels, classes); 0 pixels: features [B, C] instead of images.
-CLASSIFIERS = {"mlp_sr": mlp_sr, "mlp": mlp, "cnn": cnn, "linear": linear}
 
 
-def check_outs(name: str, stage: int, outs: Sequence[Spec]) -> None:
+def check_outs(name: str, stage: int, shapes: Sequence[Shape]) -> None:
     """Check that the head called ``name`` can be put on what ``stage`` sends on.
 
     Raises:
         ConfigError: it is not one tensor of images or features, or no images where convolutions need some.
     """
-    shapes = [spec.shape for spec in outs]
     if len(shapes) != 1 or len(shapes[0]) not in (1, 3):
         received = ", ".join(str(["B", *shape]) for shape in shapes)
         raise ConfigError(
@@ -132,44 +135,17 @@ def check_outs(name: str, stage: int, outs: Sequence[Spec]) -> None:
         )
 
 
-def build_head(name: str, out: Spec, *, num_classes: int, seed: int) -> nn.Module:
-    """Build the head called ``name``, its weights drawn by ``seed`` and nothing else.
+def build_head(name: str, shape: Shape, *, num_classes: int, seed: int) -> LocalLoss:
+    """Build the head called ``name``, a key of ``CLASSIFIERS`` or ``predsim``, on outputs of ``shape``.
 
-    Args:
-        name: a key of ``CLASSIFIERS``, or ``predsim``.
-        out: the stage's output: images [C, H, W] or features [C] per sample.
-        num_classes: the model's number of classes.
-        seed: the seed of the weights.
-
-    Returns:
-        A module that takes (output, target, loss_fn) and returns a scalar.
+    Its weights are drawn by ``seed`` and nothing else.
     """
-    channels, size = out.shape[0], max(out.shape[1:], default=0)
+    channels, size = shape[0], max(shape[1:], default=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if name == "predsim":
-            project: nn.Module = nn.Linear(channels, channels, bias=False)
-            if len(out.shape) == 3:
-                project = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-            return PredSim(linear(channels, size, num_classes), project, num_classes)
-        return LocalLoss(CLASSIFIERS[name](channels, size, num_classes))
-
-
-def _reduce(size: int) -> nn.Module:
-    return nn.AdaptiveAvgPool2d(math.ceil(size / 4))
-
-
-def _conv(channels: int, *, kernel_size: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, bias=False),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(),
-    )
-
-
-def _mlp(channels: int) -> list[nn.Module]:
-    return [nn.AdaptiveAvgPool2d(2), nn.Flatten(), *_layers(4 * channels)]
-
-
-def _layers(width: int) -> list[nn.Module]:
-    return [nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(3)]
+        if name != "predsim":
+            return LocalLoss(CLASSIFIERS[name](channels, size, num_classes))
+        project: nn.Module = nn.Linear(channels, channels, bias=False)
+        if size > 0:
+            project = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        return PredSim(linear(channels, size, num_classes), project, num_classes)

@@ -8,71 +8,24 @@ that was given finite gradients, comes too late for that and stops the run.
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from adl_dist.errors import ConfigError, DivergedError
-from adl_dist.schedule import Pipeline
+from adl_dist.errors import DivergedError
 from adl_dist.stage.calls import Tensors, takes_gradient
+from adl_dist.stage.spec import GradientPolicy
 from adl_dist.stage.stats import StepStats, norm_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientPolicy:
-    """What is done to the gradients of a group before they reach the weights.
-
-    Attributes:
-        non_finite: what a loss or gradient that is not finite does: ``stop`` the run, or ``skip`` the update.
-        max_skipped: updates skipped in a row; one more stops the run.
-        clip_norm: the norm that the gradient of a stage is scaled down to if it is longer; None: it stays as it is.
-    """
-
-    non_finite: str = "stop"
-    max_skipped: int = 10
-    clip_norm: float | None = None
-
-    def check(self, pipeline: Pipeline) -> None:
-        """Refuse what cannot be, or cannot be made consistent.
-
-        Raises:
-            ConfigError: see the message.
-        """
-        if self.non_finite not in ("stop", "skip"):
-            raise ConfigError(f"train.non_finite: there is no '{self.non_finite}'; choose one of stop, skip")
-        if self.max_skipped < 1:
-            raise ConfigError(
-                f"train.max_skipped must be at least 1, got {self.max_skipped}; to skip none, use train.non_finite=stop"
-            )
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise ConfigError(f"train.clip_norm must be finite and above 0, got {self.clip_norm}; null clips nothing")
-        if self.skips and pipeline.spec.local_losses and pipeline.num_stages > 1:
-            raise ConfigError(
-                f"train.non_finite=skip cannot skip an update in all stages of method={pipeline.method.name}, whose "
-                "stages send no gradients that could carry the decision; use train.non_finite=stop, or another method"
-            )
-
-    @property
-    def skips(self) -> bool:
-        """Whether an update may be skipped."""
-        return self.non_finite == "skip"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The plain values that two ranks, or a run and its continuation, must have in common."""
-        return {"non_finite": self.non_finite, "max_skipped": self.max_skipped, "clip_norm": self.clip_norm}
 
 
 class NonFiniteCheck:
     """Looks at the loss and the gradient of each update of one stage once, as early as that costs no waiting.
 
-    On a CPU at once. A GPU has only been given its work by then, and to ask for a number would be to wait for all of
-    it: there each is looked at one update later, and the last ones at the end of the segment. Only where updates may be
-    skipped a GPU is waited for, once in each, for what is sent next depends on it.
+    On a CPU at once. A GPU has only been given its work by then, and asking for a number would wait for all of it:
+    there each is looked at one update later, and the last ones at the end of the segment. Only where updates may be
+    skipped does a GPU have to be waited for, once in each, because what is sent next depends on it.
     """
 
     def __init__(self, guard: GradientPolicy, *, stage: int, is_last: bool) -> None:
@@ -82,7 +35,7 @@ class NonFiniteCheck:
         self._num_in_a_row = 0
 
     def forget(self) -> None:
-        """Start afresh; what an interrupted segment left does not count."""
+        """Drop what an interrupted segment has left."""
         self._unseen.clear()
         self._sent.clear()
 
@@ -95,16 +48,16 @@ class NonFiniteCheck:
         """Judge a group whose gradients are complete, before the last one goes upstream.
 
         Args:
-            tally: of the group, with its loss and the norm of its gradient.
+            tally: the group's figures, with its loss and the norm of its gradient.
             arrived: the last gradients that came from downstream for it.
-            update: of the run.
-            epoch: of the run.
+            update: index of the update that the group is for.
+            epoch: its epoch.
 
         Returns:
             Why the group is skipped; None: it is applied.
 
         Raises:
-            DivergedError: something is not finite that is not skipped: of this update, or of the one before.
+            DivergedError: something of this update, or of the one before, is not finite and cannot be skipped.
         """
         if not self._guard.skips:
             if tally.losses or tally.gradient_norm is not None:
@@ -113,7 +66,7 @@ class NonFiniteCheck:
                 self.check(except_last=1 if is_underway else 0)
             return None
         norms, self._sent = self._sent, []
-        if not self._is_last and _is_refusal(arrived):
+        if not self._is_last and any(grad.numel() > 0 and bool(grad.isnan().all()) for grad in arrived):
             return "the last stage has skipped it"
         fault = _fault(tally)
         if fault is None and not all(math.isfinite(float(norm)) for norm in norms):
@@ -131,11 +84,7 @@ class NonFiniteCheck:
         return fault
 
     def check(self, *, except_last: int = 0) -> None:
-        """Check every update that has not been checked yet, except the last ``except_last``.
-
-        Raises:
-            DivergedError: one is not finite.
-        """
+        """Raise DivergedError if an update not checked yet is not finite, except the last ``except_last``."""
         while len(self._unseen) > except_last:
             update, epoch, tally = self._unseen.popleft()
             if (fault := _fault(tally)) is not None:
@@ -145,8 +94,8 @@ class NonFiniteCheck:
         return DivergedError(what, stage=self._stage, update=update, epoch=epoch)
 
 
-def refusal(grads: Tensors) -> Tensors:
-    """Return what goes upstream in the place of ``grads`` when their group is skipped."""
+def skip_marker(grads: Tensors) -> Tensors:
+    """Return what goes upstream in place of ``grads`` when their group is skipped."""
     return tuple(torch.full_like(grad, math.nan) for grad in grads)
 
 
@@ -172,13 +121,9 @@ def buffers_kept_finite(module: nn.Module) -> Iterator[None]:
             now.data.copy_(torch.where(fine, now, then))
 
 
-def _is_refusal(grads: Sequence[Tensor]) -> bool:
-    return any(grad.numel() > 0 and bool(grad.isnan().all()) for grad in grads)
-
-
 def _fault(tally: StepStats) -> str | None:
     numbers = tally.numbers()
-    for name, told in (("loss_sum", "the loss"), ("gradient_norm", "the norm of the gradient")):
+    for name, figure in (("loss_sum", "the loss"), ("gradient_norm", "the norm of the gradient")):
         if not math.isfinite(value := numbers.get(name, 0.0)):
-            return f"{told} is {value}"
+            return f"{figure} is {value}"
     return None

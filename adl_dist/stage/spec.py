@@ -1,23 +1,148 @@
-"""What is trained and how, made once and handed on whole."""
+"""The specification of a training: values made once, checked, and handed on whole."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from adl_dist.schedule import Pipeline
-from adl_dist.stage.nonfinite import GradientPolicy
-from adl_dist.stage.precision import Precision
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import Method, Pipeline
 
 LossFn = Callable[[Any, Tensor], Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The number formats and kernels of a run.
+
+    Attributes:
+        dtype: dtype of parameters and floating-point inputs.
+        autocast: dtype of the operations that torch.autocast lowers, in forward and loss; only ``torch.bfloat16``;
+            None: all compute in ``dtype``.
+        wire_dtype: dtype in which wider activations and gradients travel between stages; only ``torch.bfloat16``;
+            None: as they are.
+        compile: whether torch.compile compiles each stage.
+        tf32: whether a GPU may round float32 to 10 bits of mantissa in matrix products and convolutions.
+        cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest; no seed repeats it.
+        channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C].
+    """
+
+    dtype: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
+    compile: bool = False
+    tf32: bool = False
+    cudnn_benchmark: bool = False
+    channels_last: bool = False
+
+    def check(self, method: Method) -> None:
+        """Raise ConfigError for what cannot be computed, or would not be what it says."""
+        for key, narrow in (("autocast", self.autocast), ("wire_dtype", self.wire_dtype)):
+            # float16 needs a loss scale, which would have to travel with every gradient until its update.
+            if narrow not in (None, torch.bfloat16):
+                raise ConfigError(f"runtime.{key}={_named(narrow)} is not supported; use bfloat16, or null")
+        if self.autocast is not None and self.dtype is not torch.float32:
+            raise ConfigError(
+                f"runtime.autocast={_named(self.autocast)} lowers float32 only, but dtype={_named(self.dtype)}; use "
+                "dtype=float32, or runtime.autocast=null"
+            )
+        keeps_copies = "autocast" if self.autocast is not None else "compile" if self.compile else None
+        if keeps_copies is not None and method.weights == "latest":
+            raise ConfigError(
+                f"method={method.name} back-propagates through the present weights (method.weights=latest), but with "
+                f"runtime.{keeps_copies} a graph may keep what was computed from those of its forward; use "
+                f"method.weights=stash, or no runtime.{keeps_copies}"
+            )
+
+    def place(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """Move ``module`` to ``device``, in the dtype and memory format of the run."""
+        module.to(device, self.dtype)
+        if self.channels_last:
+            to_channels_last(module)
+        return module
+
+    def autocasting(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+        """Return what makes the context of a forward or a loss on ``device``."""
+        # Around each call alone: what autocast remembers of lowered weights must not outlive an update.
+        return nullcontext if self.autocast is None else partial(torch.autocast, device.type, dtype=self.autocast)
+
+    @contextmanager
+    def apply(self, *, threads: int) -> Iterator[None]:
+        """Set what torch keeps for a whole process, and ``threads``; restore it afterwards."""
+        # The flags of CUDA are set on a CPU, too, so that nothing depends on when a user's script touches the GPU.
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        # Read by the newer names, which answer whatever a script has set; written by the older ones, which keep both
+        # kinds in step. Inductor still reads an older one (torch 2.15, kernel/bmm.py), which raises if they differ.
+        before = [precision == "tf32" for precision in (matmul.fp32_precision, cudnn.conv.fp32_precision)]  # type: ignore[attr-defined]
+        benchmark, num_threads = cudnn.benchmark, torch.get_num_threads()
+        matmul.allow_tf32 = cudnn.allow_tf32 = self.tf32
+        cudnn.benchmark = self.cudnn_benchmark
+        torch.set_num_threads(threads)
+        try:
+            yield
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32 = before
+            cudnn.benchmark = benchmark
+            torch.set_num_threads(num_threads)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The plain values that two ranks, or a run and its continuation, must have in common."""
+        return {
+            "dtype": _named(self.dtype),
+            "autocast": _named(self.autocast),
+            "wire_dtype": _named(self.wire_dtype),
+            "tf32": self.tf32,
+            "channels_last": self.channels_last,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientPolicy:
+    """Treatment of the gradients of a group before they reach the weights.
+
+    Attributes:
+        non_finite: what a loss or gradient that is not finite does: ``stop`` the run, or ``skip`` the update.
+        max_skipped: updates skipped in a row; one more stops the run.
+        clip_norm: the norm that the gradient of a stage is scaled down to if it is longer; None: it stays as it is.
+    """
+
+    non_finite: str = "stop"
+    max_skipped: int = 10
+    clip_norm: float | None = None
+
+    def check(self, pipeline: Pipeline) -> None:
+        """Raise ConfigError if a value is out of range or ``pipeline`` cannot skip."""
+        if self.non_finite not in ("stop", "skip"):
+            raise ConfigError(f"train.non_finite: there is no '{self.non_finite}'; choose one of stop, skip")
+        if self.max_skipped < 1:
+            raise ConfigError(
+                f"train.max_skipped must be at least 1, got {self.max_skipped}; to skip none, use train.non_finite=stop"
+            )
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ConfigError(f"train.clip_norm must be finite and above 0, got {self.clip_norm}; null clips nothing")
+        if self.skips and pipeline.spec.local_losses and pipeline.num_stages > 1:
+            raise ConfigError(
+                f"train.non_finite=skip cannot skip an update in all stages of method={pipeline.method.name}, whose "
+                "stages send no gradients that could carry the decision; use train.non_finite=stop, or another method"
+            )
+
+    @property
+    def skips(self) -> bool:
+        """Whether an update may be skipped."""
+        return self.non_finite == "skip"
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainSpec:
-    """Everything about a training that is the same in all stages and on all ranks, but for the model and its cut.
+    """Everything about a training that is the same in all stages and on all ranks, except the model and its cut.
 
     Attributes:
         pipeline: the method and K.
@@ -50,5 +175,16 @@ class TrainSpec:
             "num_stages": self.pipeline.num_stages,
             "seed": self.seed,
             **self.precision.settings,
-            **self.gradients.settings,
+            **asdict(self.gradients),
         }
+
+
+def _named(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def to_channels_last(module: nn.Module) -> None:
+    """Store the weights of convolutions as [out, H, W, in], in place."""
+    for parameter in module.parameters():
+        if parameter.ndim == 4:  # the others have no such format
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

@@ -1,23 +1,38 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.stage.calls import DropoutStreams, Tensors, call_of, packed, takes_gradient, unpacked
-from adl_dist.stage.in_flight import InFlight, grad_edges_of
-from adl_dist.stage.learning_rates import scaled_learning_rates, step_schedule
-from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite, refusal
+from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite, skip_marker
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.weights import TwoVersions, weight_policy
 
 CPU = torch.device("cpu")
+GradEdges = tuple[GradientEdge | None, ...]  # one for each tensor that takes a gradient; None: nothing here computed it
+
+
+@dataclass
+class InFlight:
+    """A micro-batch between its forward and its backward."""
+
+    acts: Tensors  # what came in; their .grad is sent upstream
+    target: Tensor | None  # where there is a loss
+    version: int  # updates that had led to the weights of the forward
+    grad_edges: GradEdges | None = None  # where the graph begins to go backward; None: to be recomputed
+    output_and_loss: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
+    buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
 
 
 class Stage:
@@ -43,16 +58,11 @@ class Stage:
         head: nn.Module | None = None,
         overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
     ) -> None:
-        """Take over ``module``.
+        """Take over ``module``, which is on ``device``, as stage ``index``.
 
-        Args:
-            module: called with the act of one micro-batch, [B, ...], or a tuple of several; returns the same.
-            index: k.
-            spec: how it is trained; dropout draws from (seed, epoch, stage, micro-batch).
-            device: where the module is.
-            head: (what goes downstream, target, loss_fn) to the stage's own loss; for all stages but the last if
-                they learn locally.
-            overwrites: in training and in evaluation, for each act whether ``module`` writes to it; ``()``: to none.
+        It is called with the act of one micro-batch, [B, ...], or a tuple of several, and returns the same. ``head`` is
+        (what goes downstream, target, loss_fn) to a loss of the stage's own. ``overwrites`` says, in training and in
+        evaluation, for each act whether ``module`` writes to it; ``()``: to none.
         """
         pipeline, method, gradients = spec.pipeline, spec.pipeline.method, spec.gradients
         assert method.weights is not None
@@ -121,7 +131,7 @@ class Stage:
             self._trained.zero_grad()
 
     def end(self) -> None:
-        """Leave a segment, also one that failed: from now on the module has the newest weights."""
+        """Leave a segment, also one that failed, with the newest weights in the module."""
         if isinstance(self._policy, TwoVersions):
             self._policy.use(self.version, newest=self.version)
 
@@ -171,7 +181,7 @@ class Stage:
         if self.has_loss:
             kept.output_and_loss = outs[0] if self.is_last else None, last[0]
         if keep_graph:
-            kept.grad_edges = grad_edges_of(last)
+            kept.grad_edges = _grad_edges_of(last)
         return () if self.is_last else tuple(out.detach() for out in outs)
 
     def recompute(self, micro_batch: int) -> None:
@@ -183,7 +193,7 @@ class Stage:
         kept = self.in_flight[micro_batch]
         self._dropout.seed(micro_batch, kept.acts[0].device)
         out = self._call(kept.acts, kept.buffers)
-        kept.grad_edges = grad_edges_of((self._loss(out, kept.target),) if self.has_loss else unpacked(out))
+        kept.grad_edges = _grad_edges_of((self._loss(out, kept.target),) if self.has_loss else unpacked(out))
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
@@ -218,14 +228,8 @@ class Stage:
     def finish_group(self, arrived: Tensors, leaving: Tensors) -> Tensors:
         """Look at a group's gradients, which are complete, before the last of those for upstream is sent.
 
-        In this order, because no stage upstream can complete the group before that.
-
-        Args:
-            arrived: the ``grads`` of the last backward.
-            leaving: what it returned.
-
-        Returns:
-            What goes upstream instead.
+        In this order, because no stage upstream can complete the group before that. The last backward took ``arrived``
+        and returned ``leaving``; return what goes upstream instead.
 
         Raises:
             DivergedError: the loss or the gradient of the group is not finite, and the weights are left as they are; on
@@ -234,7 +238,7 @@ class Stage:
         gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
         self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None
         self.tally.skipped = self.faults.judge(self.tally, arrived, update=self.version, epoch=self._epoch)
-        return refusal(leaving) if self.tally.skipped else leaving
+        return skip_marker(leaving) if self.tally.skipped else leaving
 
     def update(self) -> None:
         """Apply the gradients of the group and move on to the next weight version and learning rate.
@@ -247,11 +251,11 @@ class Stage:
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
             graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
-            with scaled_learning_rates(self.optimizer, self._lr_factor):
+            with _scaled_learning_rates(self.optimizer, self._lr_factor):
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
-            step_schedule(self.lr_schedule, skipped=skip)
+            _step_schedule(self.lr_schedule, skipped=skip)
 
     @torch.no_grad()
     def predict(self, acts: Tensors, target: Tensor | None) -> Tensors:
@@ -279,3 +283,30 @@ class Stage:
                 return self._loss_fn(out, target)
             assert self.head is not None
             return self.head(out, target, self._loss_fn)  # type: ignore[no-any-return]
+
+
+def _grad_edges_of(outs: Tensors) -> GradEdges:
+    """Return the starts of the backward of ``outs`` without the tensors, which are free once they have been sent."""
+    return tuple(get_gradient_edge(out) if out.requires_grad else None for out in filter(takes_gradient, outs))
+
+
+@contextmanager
+def _scaled_learning_rates(optimizer: Optimizer | None, factor: float) -> Iterator[None]:
+    # Around the step, not once and for all: some schedules set the learning rate, whatever it was.
+    groups = optimizer.param_groups if optimizer and factor != 1.0 else []
+    before = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    yield
+    for group, rate in zip(groups, before, strict=True):
+        group["lr"] = rate
+
+
+def _step_schedule(schedule: LRScheduler, *, skipped: bool) -> None:
+    if not skipped:
+        schedule.step()
+        return
+    with warnings.catch_warnings():
+        # True, and meant, where the very first update is skipped.
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
+        schedule.step()

@@ -72,10 +72,7 @@ def _underway(scalars: list[Tensor]) -> list[Tensor]:
 
 
 def norm_of(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all of ``gradients``: at least one, all on one device.
-
-    It is torch's ``get_total_norm`` without the sorting by device and dtype, which is most of its time for a small
-    stage.
-    """
+    """Return the 2-norm of all of ``gradients``: at least one, all on one device."""
+    # torch's get_total_norm without the sorting by device and dtype, which is most of its time for a small stage
     norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))))
     return norm

@@ -16,9 +16,9 @@ from adl_dist.errors import ConfigError
 
 
 class _Policy:
-    """The optimizer, which all policies share."""
+    """What all policies share: the optimizer, and that nothing is copied."""
 
-    num_copies = 0
+    num_copies = 0  # weight versions alive in addition to the newest
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -28,7 +28,7 @@ class _Policy:
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def forget(self) -> None:
-        """Drop what micro-batches that have left the pipeline kept: none is in flight now."""
+        """Drop what the policy keeps for micro-batches in flight: there are none now."""
 
     def _finish(self, *, skip: bool) -> None:
         if not skip:
@@ -48,9 +48,9 @@ class Latest(_Policy):
         self._parameters = tuple(module.parameters())
 
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
-        """Step in place, without telling autograd; arguments as of :meth:`Stash.step`."""
-        # A private call: public ways to the same values are slower (identity
-        # saved_tensors_hooks around every forward) or touch .data; a test on each torch version guards it.
+        """Step in place, without telling autograd; see :meth:`Stash.step`."""
+        # A private call: public ways to the same values are slower (identity saved_tensors_hooks around every forward)
+        # or touch .data; a test on each torch version guards it.
         with _unsafe_preserve_version_counter(self._parameters):
             self._finish(skip=skip)
 
@@ -78,7 +78,7 @@ class Stash(_Policy):
 
     @property
     def num_copies(self) -> int:  # type: ignore[override]
-        """The number of weight versions alive in addition to the newest."""
+        """The number of weight versions alive next to the newest."""
         return len(self._older)
 
     def gather(self) -> list[nn.Parameter]:
@@ -99,24 +99,19 @@ class Stash(_Policy):
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
         """Gather the gradients of all versions, step the newest, and so turn ``version`` into the next.
 
-        Args:
-            version: updates applied to the stage so far, skipped ones among them.
-            in_flight: the versions that graphs not yet back-propagated were built with.
-            skip: drop the gradients instead; the next version is a copy of this one.
+        ``in_flight`` are the versions that graphs not yet back-propagated were built with. With ``skip`` the gradients
+        are dropped, and the next version is a copy of this one.
         """
         self.gather()
-        self._forget(keep=in_flight)
+        self.forget(keep=in_flight)
         if version in in_flight:
             self._older[version] = self._newest
             self._move_optimizer()
             self._install(self._newest)
         self._finish(skip=skip)
 
-    def forget(self) -> None:
-        """Drop all versions but the newest."""
-        self._forget(keep=())
-
-    def _forget(self, *, keep: Collection[int]) -> None:
+    def forget(self, *, keep: Collection[int] = ()) -> None:
+        """Drop all older versions except those to ``keep``."""
         self._older = {version: kept for version, kept in self._older.items() if version in keep}
 
     def _move_optimizer(self) -> None:
@@ -155,27 +150,20 @@ class TwoVersions(Stash):
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
         """Gather the gradients, then make the version after ``version``; see :meth:`Stash.step`."""
         self.gather()
-        self._forget(keep=in_flight)
+        self.forget(keep=in_flight)
         self._older[version] = self._newest
         self._move_optimizer()
         self._finish(skip=skip)
 
 
-# With ``recompute`` no graph outlives an update, so there is nothing to stash.
-POLICIES: dict[str, type[Latest] | type[Stash]] = {
-    "stash": Stash,
-    "latest": Latest,
-    "recompute": Stash,
-    "2bw": TwoVersions,
-}
-
-
 def weight_policy(name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> Latest | Stash:
-    """Build the policy called ``name``.
+    """Build the policy called ``name``: ``stash``, ``latest``, ``recompute`` or ``2bw``.
 
     Raises:
-        ConfigError: the optimizer keeps parameters of its own outside of ``param_groups`` (LBFGS).
+        ConfigError: the optimizer is LBFGS, which calls the loss itself.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError("optimizer: LBFGS evaluates the loss itself, which no pipeline can do; choose another")
-    return POLICIES[name](module, optimizer)
+    # With ``recompute`` no graph outlives an update, so there is nothing to stash.
+    kinds: dict[str, type[Latest | Stash]] = {"latest": Latest, "2bw": TwoVersions}
+    return kinds.get(name, Stash)(module, optimizer)

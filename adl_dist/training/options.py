@@ -1,9 +1,8 @@
-"""How a run is cut, run and shown, as the user asks for it. No torch."""
+"""The cut, the processes and the monitoring of a run, as the user asks for them. No torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from adl_dist.distributed.affinity import default_threads
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import downstream_first
 
@@ -12,7 +11,7 @@ LONGEST_TIMEOUT = 1_000_000  # seconds; torch counts milliseconds in 32 bits
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSpec:
-    """How a model is cut into stages.
+    """The cut of a model into stages.
 
     Attributes:
         balance: ``even``; ``auto``: measured before the first step, once; the number of units of each stage; or the
@@ -53,7 +52,7 @@ class PartitionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessOptions:
-    """How the stages are run.
+    """Where and how the stages run.
 
     Attributes:
         one_per_stage: one process per stage; None: if torchrun started this script.
@@ -85,14 +84,10 @@ class ProcessOptions:
                 f"runtime.timeout_seconds must be above 0 and at most {LONGEST_TIMEOUT}, got {self.timeout_seconds}"
             )
 
-    def num_threads(self, num_stages: int) -> int:
-        """Return the threads of each process."""
-        return self.threads or default_threads(num_stages)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Monitoring:
-    """What a run records and shows besides ``metrics.jsonl``.
+    """Records and displays of a run besides ``metrics.jsonl``.
 
     Attributes:
         tensorboard: write ``run_dir/tensorboard``.

@@ -1,4 +1,4 @@
-"""Which units of the model are on which stage, and which stages are in this process."""
+"""The cut model: which units are on which stage, and which stages are in this process."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linear
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut
 from adl_dist.partition.profile import Profile
-from adl_dist.stage import TrainSpec, to_channels_last
-from adl_dist.training import shape_inference
+from adl_dist.stage import TrainSpec
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
+from adl_dist.training.shape_inference import SIZES, read
 
 PROFILE = "profile.json"
 SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, and for fragments
@@ -34,21 +35,15 @@ class PartitionedModel:
     """A model and its cut, made at once, or, if units are to be measured, before the first step.
 
     Attributes:
+        spec: where to cut.
         signature: names and shapes of all parameters and buffers of the uncut model.
         modules: the parts of the model that this process holds, by stage; the whole model until it is cut.
         sizes: units of each stage; None: not cut yet.
         summary: a measured cut in one line, on the rank that measured; else empty.
-        spec: where to cut.
     """
 
     def __init__(self, model: nn.Module, num_stages: int, spec: PartitionSpec, *, own: Iterable[int]) -> None:
-        """Read ``model`` as a chain, and cut it unless that takes a measurement.
-
-        Args:
-            model: the uncut model.
-            num_stages: K.
-            spec: where to cut.
-            own: the stages of this process.
+        """Read ``model`` as a chain of units, and cut it unless that takes a measurement; this process keeps ``own``.
 
         Raises:
             ConfigError: the speeds do not fit K.
@@ -71,10 +66,10 @@ class PartitionedModel:
         self._chain = linearise(model, granularity=spec.units)
         if not isinstance(balance, str):
             self._cut(checked_sizes(self._chain, num_stages, balance))
-        elif spec.is_measured:
-            even_sizes(self._chain, num_stages)  # shows that it can be cut at all
-        else:
-            self._cut(even_sizes(self._chain, num_stages))
+            return
+        sizes = even_sizes(self._chain, num_stages)  # shows that it can be cut at all
+        if not spec.is_measured:
+            self._cut(sizes)
 
     def full_state_dict(self, *, distributed: bool) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it."""
@@ -101,14 +96,8 @@ class PartitionedModel:
     ) -> None:
         """Cut where it is best for what is measured now, or was in ``folder`` before; the same on every rank.
 
-        Args:
-            store: shared by all ranks.
-            spec: how the model will be trained.
-            sample: input [1, ...] on the device and target [1, ...] as the first stage gets them; on its process only,
-                which measures.
-            feed: the source of the sample.
-            micro_batch_size: samples of the micro-batches to measure with.
-            folder: keeps the measurement; None: it is not kept.
+        The process of stage 0, which alone has a ``sample`` and its source, ``feed``, measures with micro-batches of
+        ``micro_batch_size``, and keeps the measurement in ``folder`` if there is one.
 
         Raises:
             PartitionError: no cut is possible, or none fits into memory.
@@ -118,26 +107,23 @@ class PartitionedModel:
             return
         assert self._model is not None
         assert self._chain is not None
-        if sample is None:
-            self._cut(shape_inference.await_sizes(store))
+        if sample is None or feed is None:
+            self._cut(read(store, SIZES, 0)["sizes"])
             return
         device = sample[0].device
-        self._model.to(device)
-        if spec.precision.channels_last:
-            to_channels_last(self._model)
         profile = take_profile(
-            self._model,
+            spec.precision.place(self._model, device),
             self._chain,
             spec,
             granularity=self.spec.units,
             sample=sample,
             micro_batch_size=micro_batch_size,
             kept_in=folder / PROFILE if folder is not None else None,
-            load=None if feed is None else lambda: feed.seconds_to_load(micro_batch_size),
+            load=partial(feed.seconds_to_load, micro_batch_size),
         )
         machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(device))
         balance = best_cut(profile, spec.pipeline, machine=machine)
-        shape_inference.publish_sizes(store, balance.sizes)
+        store.set(SIZES, json.dumps({"sizes": balance.sizes}))
         shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in balance.stage_seconds)
         self.summary = f"measured cut: {balance.sizes} units per stage, {shown} ms per micro-batch"
         logger.info(self.summary)
@@ -148,8 +134,7 @@ class PartitionedModel:
         pieces = [self._model] if self._num_stages == 1 else self._chain.pieces(sizes)  # type: ignore[union-attr]
         self.sizes = sizes
         self._home = {name: (k, t.dtype) for k, piece in enumerate(pieces) for name, t in piece.state_dict().items()}
-        missing = self.signature.keys() - self._home.keys()
-        if missing:
+        if missing := self.signature.keys() - self._home.keys():
             raise PartitionError(f"no stage holds {', '.join(sorted(missing)[:3])}; use partition.num_stages=1")
         self.modules = {k: pieces[k] for k in self._own}
         self._model = self._chain = None  # of K processes each keeps only its own stage
@@ -166,23 +151,17 @@ def take_profile(
     kept_in: Path | None,
     load: Callable[[], float] | None = None,
 ) -> Profile:
-    """Measure what each unit of ``model`` costs, where ``sample`` is; or read what was measured before.
+    """Measure the cost of each unit of ``model``, or read a measurement of the same thing.
 
-    Args:
-        model: the model of ``chain``, on the device of the sample.
-        chain: its units.
-        spec: how the model will be trained.
-        granularity: size of the units.
-        sample: input [1, ...] and target [1, ...]; repeated to a micro-batch.
-        micro_batch_size: samples of one.
-        kept_in: a file; a measurement of the same thing that it holds is taken, another one is replaced.
-        load: measures how long stage 0 loads a micro-batch; None: it does not.
+    Its units are those of ``chain``; it is on the device of the ``sample``: input [1, ...] and target [1, ...], which
+    are repeated to a micro-batch. ``kept_in`` is the file of the measurement. ``load`` measures how long stage 0 loads
+    a micro-batch; None: it does not.
 
     Raises:
-        PartitionError: that file is no profile.
+        PartitionError: that file is not a profile.
     """
     device, precision = sample[0].device, spec.precision
-    of = _measured_thing(model, chain, spec, granularity, sample, micro_batch_size)
+    of = _measured_thing(model, chain, spec, granularity, sample[0], micro_batch_size)
     if kept_in is not None and kept_in.is_file():
         kept = Profile.load(kept_in)
         if kept.of == of:
@@ -207,15 +186,10 @@ def take_profile(
 
 
 def _measured_thing(
-    model: nn.Module,
-    chain: Chain,
-    spec: TrainSpec,
-    granularity: str,
-    sample: tuple[Tensor, Tensor],
-    micro_batch_size: int,
+    model: nn.Module, chain: Chain, spec: TrainSpec, granularity: str, input_: Tensor, micro_batch_size: int
 ) -> dict[str, Any]:
     """Return the plain values by which a measurement that was kept is recognised."""
-    device, precision = sample[0].device, spec.precision
+    device = input_.device
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
     return {
@@ -224,10 +198,10 @@ def _measured_thing(
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
         "optimizer": type(spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
-        **precision.settings,
+        **spec.precision.settings,
         "micro_batch_size": micro_batch_size,
-        "input": list(sample[0].shape[1:]),
-        "channels_last": sample[0].ndim == 4 and not sample[0].is_contiguous(),
+        "input": list(input_.shape[1:]),
+        "channels_last": _is_channels_last(input_),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
@@ -239,16 +213,19 @@ def device_memory(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[1] * SHARE_OF_MEMORY) if device.type == "cuda" else None
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().clone()
-
-
 def micro_batch(sample: tuple[Tensor, Tensor], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return input [size, ...] and target [size, ...] of one sample, repeated."""
-    return _repeated(sample[0], size).to(device), _repeated(sample[1], size).to(device)
+
+    def repeated(tensor: Tensor) -> Tensor:
+        memory_format = torch.channels_last if _is_channels_last(tensor) else torch.contiguous_format
+        return tensor.expand(size, *tensor.shape[1:]).contiguous(memory_format=memory_format).to(device)
+
+    return repeated(sample[0]), repeated(sample[1])
 
 
-def _repeated(sample: Tensor, size: int) -> Tensor:
-    channels_last = sample.ndim == 4 and not sample.is_contiguous()
-    batch = sample.expand(size, *sample.shape[1:])
-    return batch.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+def _is_channels_last(tensor: Tensor) -> bool:
+    return tensor.ndim == 4 and not tensor.is_contiguous()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().clone()

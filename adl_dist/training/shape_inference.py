@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from adl_dist.distributed.world import disconnect
 from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
-from adl_dist.stage import packed, takes_gradient, unpacked
+from adl_dist.stage import LossFn, TrainSpec
+from adl_dist.stage.calls import packed, takes_gradient, unpacked
+from adl_dist.stage.heads import check_outs
 from adl_dist.transport import Specs, TensorSpec
 
-SIZES = "sizes"
+SIZES = "sizes"  # the key of a cut that rank 0 has measured
 NUM_SAMPLES = 2  # of the dry run
 
 InBothModes = tuple[list[bool], list[bool]]  # in training, in evaluation
@@ -33,61 +35,54 @@ class Agreed(NamedTuple):
         acts: what arrives at each stage k of this process and at k + 1 (K: the model's output).
         target: what the loss takes besides the output.
         overwrites: for each act of each stage of this process whether the stage's module writes to it, in both modes.
+        num_classes: classes that the model tells apart; None if its output is not [B, classes].
     """
 
     acts: dict[int, Specs]
     target: TensorSpec
     overwrites: dict[int, InBothModes]
+    num_classes: int | None
 
 
 def infer_shapes(
     store: dist.Store,
     modules: Mapping[int, nn.Module],
+    spec: TrainSpec,
     *,
-    num_stages: int,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
     sample: tuple[Tensor, Tensor] | None,
     device: torch.device,
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    check: Callable[[int, Sequence[TensorSpec]], None] | None = None,
 ) -> Agreed:
-    """Settle what arrives at each stage of this process.
+    """Settle what arrives at each stage of this process, through a ``store`` that is fresh for this agreement.
 
-    Args:
-        store: shared with the other stages; a fresh prefix for each agreement.
-        modules: the stages of this process.
-        num_stages: K.
-        loss_fn: the loss of the last stage.
-        sample: input [1, ...] and target [1, ...] as the first stage will get them; on stage 0's process only.
-        device: where the modules are.
-        within: what modules and loss will be called in; it decides what dtypes come out.
-        check: refuses what a stage sends on, by raising.
+    The stages' ``modules`` are on ``device``. Stage 0's process alone has a ``sample``: input [1, ...] and target
+    [1, ...] as stage 0 will get them.
 
     Raises:
-        ConfigError: a part of the model does not take what it gets, or returns no batch of tensors.
+        ConfigError: a part of the model does not take what it gets, or returns what cannot be sent on.
         StageFailed: another stage found so.
         ChannelError: no answer from another stage in time.
     """
+    K, method = spec.pipeline.num_stages, spec.pipeline.method
+    within = spec.precision.autocasting(device)
     if sample is not None:
         _publish(store, 0, Specs.always([TensorSpec.of(sample[0])]), TensorSpec.of(sample[1]), ([False], [False]))
     acts: dict[int, Specs] = {}
     overwrites: dict[int, InBothModes] = {}
-    for stage in sorted(modules):
-        acts[stage], target, shared = _await(store, stage, by=max(stage - 1, 0))
+    for k in sorted(modules):
+        acts[k], target, shared = _await(store, k, by=max(k - 1, 0))
         try:
-            is_last = stage == num_stages - 1
-            loss_target = target if is_last else None
-            found = dry_run(modules[stage], stage, acts[stage], loss_target, loss_fn, device, shared, within=within)
-            if check is not None and not is_last:
-                check(stage, found.outs.training)
+            loss_target = target if k == K - 1 else None
+            found = dry_run(modules[k], k, acts[k], loss_target, spec.loss_fn, device, shared, within=within)
+            if method.spec.local_losses and k < K - 1:
+                check_outs(method.head, k, [out.shape for out in found.outs.training])
         except AdlError as error:
-            publish_error(store, error, stages=range(stage + 1, num_stages + 1))
+            publish_error(store, error, stages=range(k + 1, K + 1))
             raise
-        acts[stage + 1], overwrites[stage] = found.outs, found.overwrites
-        _publish(store, stage + 1, found.outs, target, found.shared)
+        acts[k + 1], overwrites[k] = found.outs, found.overwrites
+        _publish(store, k + 1, found.outs, target, found.shared)
     # No stage starts before the last one has agreed: a refusal downstream is reported upstream, too.
-    _await(store, num_stages, by=num_stages - 1)
-    return Agreed(acts, target, overwrites)
+    shape = _await(store, K, by=K - 1)[0].evaluation[0].shape
+    return Agreed(acts, target, overwrites, shape[0] if len(shape) == 1 else None)
 
 
 def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str, Any]) -> None:
@@ -98,9 +93,9 @@ def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mappi
     """
     with _reaching(0):
         store.set(f"fingerprint/{rank}", json.dumps(fingerprint))
+    mine = json.loads(json.dumps(fingerprint))
     for other in range(1, size) if rank == 0 else [0]:
-        theirs = _read(store, f"fingerprint/{other}", other)
-        mine = json.loads(json.dumps(fingerprint))
+        theirs = read(store, f"fingerprint/{other}", other)
         if theirs != mine:
             name = next(n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n))
             raise ConfigError(
@@ -109,21 +104,13 @@ def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mappi
             )
 
 
-def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec, shared: InBothModes) -> None:
-    specs_of = {mode: [spec.to_json() for spec in specs] for mode, specs in acts._asdict().items()}
-    with _reaching(0):
-        store.set(f"arrives/{stage}", json.dumps({**specs_of, "target": target.to_json(), "shared": shared}))
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def publish_error(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
-    """Tell those that wait for an agreement that there will be none.
-
-    Args:
-        store: the one of the agreement.
-        error: why.
-        stages: which may wait for their specs.
-        rank: this process's rank, if others may still wait for its fingerprint.
-    """
+    """Publish why there is no agreement to ``stages``, and to those that wait for the fingerprint of ``rank``."""
     message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
     keys = [f"arrives/{stage}" for stage in stages] + [f"fingerprint/{rank}"] * (rank is not None)
     with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
@@ -144,28 +131,13 @@ def propagate_errors(store: dist.Store, *, stages: Iterable[int], rank: int) -> 
         raise
 
 
-def publish_sizes(store: dist.Store, sizes: Sequence[int]) -> None:
-    """Tell the other ranks the cut that rank 0 has measured."""
-    store.set(SIZES, json.dumps({"sizes": list(sizes)}))
-
-
-def await_sizes(store: dist.Store) -> list[int]:
-    """Take what rank 0 has published.
+def read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
+    """Return what ``rank`` has set ``key`` to.
 
     Raises:
-        StageFailed: it could not measure, or found no cut.
+        StageFailed: it has failed instead, and published why.
         ChannelError: no answer in time.
     """
-    return [int(size) for size in _read(store, SIZES, 0)["sizes"]]
-
-
-def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec, InBothModes]:
-    message = _read(store, f"arrives/{stage}", by)
-    acts = Specs(*(tuple(map(TensorSpec.from_json, message[mode])) for mode in Specs._fields))
-    return acts, TensorSpec.from_json(message["target"]), (message["shared"][0], message["shared"][1])
-
-
-def _read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
     with _reaching(rank):
         message = dict(json.loads(store.get(key)))
     if "failed" in message:
@@ -173,25 +145,26 @@ def _read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
     return message
 
 
+def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec, shared: InBothModes) -> None:
+    specs_of = {mode: [spec.to_json() for spec in specs] for mode, specs in acts._asdict().items()}
+    with _reaching(0):
+        store.set(f"arrives/{stage}", json.dumps({**specs_of, "target": target.to_json(), "shared": shared}))
+
+
+def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec, InBothModes]:
+    message = read(store, f"arrives/{stage}", by)
+    acts = Specs(*(tuple(map(TensorSpec.from_json, message[mode])) for mode in Specs._fields))
+    return acts, TensorSpec.from_json(message["target"]), (message["shared"][0], message["shared"][1])
+
+
 @contextmanager
 def _reaching(rank: int) -> Iterator[None]:
-    """The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error."""
+    # The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error.
     try:
         yield
     except RuntimeError as error:
         text = f"no word from rank {rank} at start-up; its own log, logs/rank{rank}.log, says why"
         raise ChannelError(text) from error
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def num_outputs(store: dist.Store, num_stages: int) -> int | None:
-    """Classes that the agreed model tells apart; None if its output is not [B, classes]."""
-    out = _await(store, num_stages, by=num_stages - 1)[0].evaluation[0]
-    return out.shape[0] if len(out.shape) == 1 else None
 
 
 class DryRunResult(NamedTuple):
@@ -214,31 +187,22 @@ def dry_run(
     stage: int,
     arriving: Specs,
     target: TensorSpec | None,
-    loss_fn: Callable[[Any, Tensor], Tensor],
+    loss_fn: LossFn,
     device: torch.device,
     shared: InBothModes | None = None,
     *,
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> DryRunResult:
-    """Run ``module`` in training and in evaluation, on zeros; its buffers stay as they are.
+    """Run ``module``, the part of a stage on ``device``, in both modes on zeros; its buffers stay as they are.
 
-    Args:
-        module: stage ``stage`` of the model, on ``device``.
-        stage: its index.
-        arriving: what it gets.
-        target: what the loss takes besides its output; None: this is not the last stage.
-        loss_fn: the loss of the model.
-        device: where.
-        shared: for each act, what the dry run of the stage before has found.
-        within: what module and loss are called in.
+    It gets what is ``arriving``, ``shared`` as the dry run of the stage before has found. ``target`` is what the loss
+    takes besides the output; None: this is not the last stage. Both are called in the context that ``within`` makes.
 
     Raises:
         ConfigError: it does not take what it gets, writes to a shared act, or returns no batch of tensors; or the loss
             fails on it.
     """
-    outs: list[tuple[TensorSpec, ...]] = []
-    written: list[list[bool]] = []
-    shared_outs: list[list[bool]] = []
+    results = []
     was_training = module.training
     try:
         for mode, specs in enumerate(arriving):
@@ -247,21 +211,21 @@ def dry_run(
             acts = _zeros(specs, device, with_gradient=stage > 0)
             with within():
                 out, overwrites = _run(module, acts, gets, device)
-            outs.append(_specs_of(out, gets))
-            written.append(overwrites)
+            outs = _specs_of(out, gets)
             of_acts = shared[mode] if shared else [False] * len(acts)
             if any(a and b for a, b in zip(overwrites, of_acts, strict=True)):
                 raise ConfigError(
                     f"{gets} and writes in place to one that shares its memory with another, which would not see it; "
                     "cut elsewhere, or replace the operation by one that does not work in place"
                 )
-            shared_outs.append(_shared(unpacked(out), acts, of_acts))
+            results.append((outs, overwrites, _shared(unpacked(out), acts, of_acts)))
             if target is not None:
                 with within():
-                    _try_loss(stage, outs[-1], out, target, loss_fn)
+                    _try_loss(stage, outs, out, target, loss_fn)
     finally:
         module.train(was_training)
-    return DryRunResult(Specs(*outs), (written[0], written[1]), (shared_outs[0], shared_outs[1]))
+    training, evaluation = results
+    return DryRunResult(Specs(training[0], evaluation[0]), (training[1], evaluation[1]), (training[2], evaluation[2]))
 
 
 def _zeros(specs: Sequence[TensorSpec], device: torch.device, *, with_gradient: bool) -> list[Tensor]:
@@ -284,10 +248,8 @@ def _run(module: nn.Module, acts: Sequence[Tensor], gets: str, device: torch.dev
 def _shared(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequence[bool]) -> list[bool]:
     memory = [out.untyped_storage().data_ptr() for out in outs]
     of_acts = {act.untyped_storage().data_ptr() for act, is_shared in zip(acts, shared, strict=True) if is_shared}
-    return [
-        bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts)
-        for out, mine in zip(outs, memory, strict=True)
-    ]
+    pairs = zip(outs, memory, strict=True)
+    return [bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts) for out, mine in pairs]
 
 
 def _specs_of(out: Any, gets: str) -> tuple[TensorSpec, ...]:
@@ -304,13 +266,7 @@ def _specs_of(out: Any, gets: str) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec.of(tensor) for tensor in outs)
 
 
-def _try_loss(
-    stage: int,
-    specs: Sequence[TensorSpec],
-    out: Any,
-    target: TensorSpec,
-    loss_fn: Callable[[Any, Tensor], Tensor],
-) -> None:
+def _try_loss(stage: int, specs: Sequence[TensorSpec], out: Any, target: TensorSpec, loss_fn: LossFn) -> None:
     got = f"{', '.join(map(str, specs))} and {target}"
     if getattr(loss_fn, "reduction", "mean") == "sum":
         raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")

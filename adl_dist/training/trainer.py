@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -22,7 +21,7 @@ from adl_dist.control.coordinator import Coordinator, Saving
 from adl_dist.control.messages import Summary
 from adl_dist.control.requests import Ask, Requests
 from adl_dist.control.worker import LocalWorker
-from adl_dist.distributed.affinity import bound_to, tune_malloc
+from adl_dist.distributed.affinity import bound_to, default_threads, tune_malloc
 from adl_dist.distributed.device import choose_device
 from adl_dist.distributed.world import (
     World,
@@ -42,7 +41,7 @@ from adl_dist.schedule import Method, Pipeline, forget_actions
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training import build, shape_inference
-from adl_dist.training.input import DeviceLoader, make_loader
+from adl_dist.training.input import make_loader
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
 
@@ -118,7 +117,7 @@ class Trainer:
             partition or PartitionSpec(),
             own=[launched_rank()] if self._distributed else range(num_stages),
         )
-        self.requests = Requests()  # of the run that trains now, or did last; to ask it to stop or to save
+        self.requests = Requests()  # of the job that runs now, or did last; to ask it to stop or to save
 
     @property
     def needs_data(self) -> bool:
@@ -168,7 +167,7 @@ class Trainer:
             SaveError: the last checkpoint could not be written.
         """
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
-        plan = self._plan(epochs, max_updates, batch_size, checkpoints)
+        make_plan = self._plan(epochs, max_updates, batch_size, checkpoints)
         self._check_outputs(run_dir, resume, monitoring)
         if config is None:
             config = {**build.settings_of(self._spec, self._partitioned), "batch_size": batch_size, "shuffle": shuffle}
@@ -176,57 +175,72 @@ class Trainer:
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
         if folder is not None:
             resume = folder.check(config, resume=resume)
-        data = train_dataset, val_dataset
-        running, worker, plan = self._start(data, plan, folder, batch_size, shuffle, num_workers)
-        saving = self._saving(worker.world, folder, config, resume, checkpoints, trace=monitoring.trace)
+        log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
+        data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
+        running, worker, plan = self._start(make_plan, data, folder, batch_size, shuffle, num_workers)
         try:
+            saving = self._saving(worker.world, folder, config, resume, checkpoints, trace=monitoring.trace)
             return self._train(running, worker, plan, saving, checkpoints, monitoring)
         finally:
-            forget_actions()
             if folder is not None:
                 folder.close()
 
-    def _plan(self, epochs: int, max_updates: int | None, batch_size: int, checkpoints: CheckpointPolicy) -> Plan:
-        """Return the lengths of the run, before it is known how much data there is."""
+    def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Summary:
+        """Evaluate the present weights on ``dataset``, every sample exactly once.
+
+        Returns:
+            ``validation_loss`` and, for classes, ``validation_accuracy``; the same on every rank.
+
+        Raises:
+            ConfigError, PartitionError, DataError: before it starts.
+            StageFailed, ChannelError: another process failed.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        make_plan = partial(Plan, epochs=0, max_updates=None, micro_batch_size=batch_size, accumulation_steps=1)
+        running, worker, plan = self._start(make_plan, {"validation": dataset}, num_workers=num_workers)
+        recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
+        coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
+        with self._applied(), self._bound(worker.world):
+            return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and buffers of the whole model by the uncut model's own names, on the CPU.
+
+        Under torchrun every rank must call it, and every rank gets all of it.
+
+        Raises:
+            ConfigError: there is no such device, network interface, address or port.
+            ChannelError: the other processes cannot be reached.
+            RuntimeError: one of them is gone meanwhile.
+        """
+        self._join()
+        return self._partitioned.full_state_dict(distributed=self._distributed)
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Read weights and running statistics from a checkpoint, whatever cut wrote it.
+
+        Raises:
+            CheckpointError: damaged, no checkpoint, or of another model.
+        """
+        layout.verify(Path(path))
+        state.check_signature(Path(path), self._partitioned.signature)
+        for module in self._partitioned.modules.values():
+            state.load_weights(Path(path), module)
+
+    def _plan(
+        self, epochs: int, max_updates: int | None, batch_size: int, checkpoints: CheckpointPolicy
+    ) -> Callable[..., Plan]:
         check_lengths(epochs=epochs, max_updates=max_updates)
         steps = self._spec.pipeline.micro_batches_per_update
-        return Plan(
+        return partial(
+            Plan,
             epochs=epochs,
             max_updates=max_updates,
             checkpoint_every_updates=checkpoints.every_updates,
-            num_samples=0,
-            num_validation=0,
             micro_batch_size=micro_batch_size_of(batch_size, steps),
             accumulation_steps=steps,
         )
-
-    def _start(
-        self,
-        datasets: tuple[Dataset[Any] | None, Dataset[Any] | None],
-        plan: Plan,
-        folder: RunFolder | None,
-        batch_size: int,
-        shuffle: bool,
-        num_workers: int,
-    ) -> tuple[job.Job, LocalWorker, Plan]:
-        """Meet the other ranks, open the data and build this process's worker; return the plan with the data's size."""
-        path = folder.path if folder is not None else None
-        log_to(path / "logs" / f"rank{launched_rank()}.log" if path is not None else None)
-        with self._meeting() as (world, store):
-            running = job.Job(world, self._timeouts, path)
-            self.requests = running.requests
-            train, validation = datasets
-            loaders = (
-                self._loader(train, "training", world, shuffle, num_workers, min_samples=batch_size),
-                None if validation is None else self._loader(validation, "validation", world, False, num_workers),
-            )
-            plan = replace(plan, num_samples=_num_samples(loaders[0]), num_validation=_num_samples(loaders[1]))
-            if self.needs_data:
-                build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
-            with self._bound(world):  # with the threads that the first forward starts
-                worker = self._worker(world, store, loaders, plan.micro_batch_size, path)
-        self._schedule_learning_rates(worker, plan, store)
-        return running, worker, plan
 
     def _check_outputs(self, run_dir: str | os.PathLike[str] | None, resume: str, monitoring: Monitoring) -> None:
         if run_dir is None and resume != "auto":
@@ -241,6 +255,66 @@ class Trainer:
                 f"memory=True (runtime.memory) measures a process, but all {num_stages} stages share one; start "
                 "one for each stage (runtime.processes=true, torchrun), or omit it"
             )
+
+    def _start(
+        self,
+        make_plan: Callable[..., Plan],
+        datasets: Mapping[str, Dataset[Any] | None],
+        folder: RunFolder | None = None,
+        min_samples: int = 1,
+        shuffle: bool = False,
+        num_workers: int = 0,
+    ) -> tuple[job.Job, LocalWorker, Plan]:
+        """Join the other ranks, open the data, build this process's worker, and make the plan for so much data.
+
+        ``datasets`` are by name, ``training`` and ``validation``; one of them is None only where no data is needed.
+        ``min_samples`` and ``shuffle`` are for training. An error of one rank reaches the others through the store.
+        """
+        tune_malloc()
+        world = self._join()
+        store = world.fresh_store()
+        reporting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._distributed:
+            stages = range(self._spec.pipeline.num_stages + 1)
+            reporting = shape_inference.propagate_errors(store, stages=stages, rank=world.rank)
+        with self._applied(), reporting:
+            path = folder.path if folder is not None else None
+            running = job.Job(world, self._timeouts, path)
+            self.requests = running.requests
+            loaders = {
+                name: make_loader(
+                    dataset,
+                    name,
+                    seed=self._spec.seed,
+                    shuffle=shuffle and name == "training",
+                    num_workers=num_workers,
+                    min_samples=min_samples if name == "training" else 1,
+                    device=world.device,
+                    precision=self._spec.precision,
+                )
+                for name, dataset in datasets.items()
+                if self.needs_data
+            }
+            lengths = {name: loader.num_samples for name, loader in loaders.items()}
+            plan = make_plan(num_samples=lengths.get("training", 0), num_validation=lengths.get("validation", 0))
+            if "training" in loaders:
+                build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
+            with self._bound(
+                world
+            ):  # with the threads that the first forward starts, but no loader, whose workers are not
+                worker = build.build_worker(
+                    self._spec,
+                    self._partitioned,
+                    world,
+                    store,
+                    (loaders.get("training"), loaders.get("validation")),
+                    micro_batch_size=plan.micro_batch_size,
+                    folder=path,
+                    pick_next=self._processes.pick_next,
+                )
+        if self._lr_schedule is not None and "training" in datasets:
+            build.schedule_learning_rates(worker, self._lr_schedule, plan, store)
+        return running, worker, plan
 
     def _saving(
         self,
@@ -306,145 +380,22 @@ class Trainer:
             with self._applied(), self._bound(world), handler:
                 return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
         finally:
+            forget_actions()
             recorder.close()  # writes what is left, which a disk may refuse
 
-    def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Summary:
-        """Evaluate the present weights on ``dataset``, every sample exactly once.
-
-        Returns:
-            ``validation_loss`` and, for classes, ``validation_accuracy``; the same on every rank.
-
-        Raises:
-            ConfigError, PartitionError, DataError: before it starts.
-            StageFailed, ChannelError: another process failed.
-        """
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
-        with self._meeting() as (world, store):
-            running = job.Job(world, self._timeouts)
-            loader = self._loader(dataset, "validation", world, False, num_workers)
-            plan = Plan(
-                epochs=0,
-                max_updates=None,
-                num_samples=0,
-                num_validation=_num_samples(loader),
-                micro_batch_size=batch_size,
-                accumulation_steps=1,
-            )
-            worker = self._worker(world, store, (None, loader), batch_size)
-        recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
-        coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
-        with self._applied(), self._bound(world):
-            return running.run(worker, coordinator, coordinator.evaluate, stops_early=False)
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of the whole model by the uncut model's own names, on the CPU.
-
-        Under torchrun every rank must call it, and every rank gets all of it.
-
-        Raises:
-            ConfigError: there is no such device, network interface, address or port.
-            ChannelError: the other processes cannot be reached.
-            RuntimeError: one of them is gone meanwhile.
-        """
-        self._join()
-        return self._partitioned.full_state_dict(distributed=self._distributed)
-
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Read weights and running statistics from a checkpoint, whatever cut wrote it.
-
-        Raises:
-            CheckpointError: damaged, no checkpoint, or of another model.
-        """
-        layout.verify(Path(path))
-        state.check_signature(Path(path), self._partitioned.signature)
-        for module in self._partitioned.modules.values():
-            state.load_weights(Path(path), module)
-
     def _join(self) -> World:
+        device, seconds = self._processes.device, self._processes.timeout_seconds
         if self._distributed:
-            return connect(
-                self._spec.pipeline.num_stages,
-                device_type=self._processes.device,
-                timeout_seconds=self._processes.timeout_seconds,
-            )
-        return single_process(choose_device(self._processes.device))
-
-    @contextlib.contextmanager
-    def _meeting(self) -> Iterator[tuple[World, dist.Store]]:
-        """Join the other ranks; an error of one rank before all have agreed reaches the others through the store."""
-        tune_malloc()
-        world = self._join()
-        store = world.fresh_store()
-        stages = range(self._spec.pipeline.num_stages + 1)
-        with self._applied(), contextlib.ExitStack() as stack:
-            if self._distributed:
-                stack.enter_context(shape_inference.propagate_errors(store, stages=stages, rank=launched_rank()))
-            yield world, store
+            return connect(self._spec.pipeline.num_stages, device_type=device, timeout_seconds=seconds)
+        return single_process(choose_device(device))
 
     def _applied(self) -> contextlib.AbstractContextManager[None]:
-        return self._spec.precision.apply(threads=self._processes.num_threads(self._spec.pipeline.num_stages))
+        threads = self._processes.threads or default_threads(self._spec.pipeline.num_stages)
+        return self._spec.precision.apply(threads=threads)
 
     def _bound(self, world: World) -> contextlib.AbstractContextManager[None]:
         # A GPU's process has little to compute, and which cores are near its GPU is not for us to guess.
         return bound_to(world.cores if self._processes.bind_cores and world.device.type == "cpu" else None)
-
-    def _loader(
-        self,
-        dataset: Dataset[Any] | None,
-        name: str,
-        world: World,
-        shuffle: bool,
-        num_workers: int,
-        *,
-        min_samples: int = 1,
-    ) -> DeviceLoader | None:
-        if not self.needs_data:
-            return None
-        return make_loader(
-            dataset,
-            name,
-            seed=self._spec.seed,
-            shuffle=shuffle,
-            num_workers=num_workers,
-            min_samples=min_samples,
-            device=world.device,
-            precision=self._spec.precision,
-        )
-
-    def _worker(
-        self,
-        world: World,
-        store: dist.Store,
-        loaders: tuple[DeviceLoader | None, DeviceLoader | None],
-        micro_batch_size: int,
-        folder: Path | None = None,
-    ) -> LocalWorker:
-        return build.build_worker(
-            self._spec,
-            self._partitioned,
-            world,
-            store,
-            loaders,
-            micro_batch_size=micro_batch_size,
-            folder=folder,
-            pick_next=self._processes.pick_next,
-        )
-
-    def _schedule_learning_rates(self, worker: LocalWorker, plan: Plan, store: dist.Store) -> None:
-        if self._lr_schedule is None:
-            return
-        # Only the process with the data knows how long an epoch is.
-        if self.needs_data:
-            store.set("updates_per_epoch", str(plan.updates_per_epoch))
-            store.set("total_updates", str(plan.total_updates))
-        build.schedule_learning_rates(
-            worker.stages,
-            self._lr_schedule,
-            pipeline=self._spec.pipeline,
-            updates_per_epoch=int(store.get("updates_per_epoch")),
-            total_updates=int(store.get("total_updates")),
-        )
 
 
 def _is_distributed(processes: ProcessOptions, num_stages: int) -> bool:
@@ -462,7 +413,3 @@ def _is_distributed(processes: ProcessOptions, num_stages: int) -> bool:
         )
     check_world_size(num_stages, processes=distributed)
     return distributed
-
-
-def _num_samples(loader: DeviceLoader | None) -> int:
-    return 0 if loader is None else loader.num_samples

@@ -1,35 +1,33 @@
 """What is not finite: its group is applied in no stage, or the run stops. Clipping, stage by stage."""
 
-import functools
 import json
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import Pipeline
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import GradientPolicy
-from adl_dist.stage.nonfinite import buffers_kept_finite
-from tests.support.equations import EQUATIONS, assert_close, assert_same_bits, by_the_equations, micro_batches
+from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
+from adl_dist.stage.stats import StepStats, _underway, norm_of
+from tests.support.equations import EQUATIONS, assert_close, assert_same_bits, by_the_equations, differ
 from tests.support.planted import SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs
-from tests.support.runs import EPOCHS, sgd, train, warm_up_schedule
+from tests.support.runs import EPOCHS, toy_trainer, train
 from tests.support.tiers import covering
-from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import QUIET, values
+from tests.support.toys import FixedImages
+from tests.support.values import QUIET, SILENT
 
 SKIP = {"non_finite": "skip"}
+NAN, INF = float("nan"), float("inf")
 
 
 def infinite_loss(out, target):
     """Of a micro-batch, but not of the two samples that the stages try each other out with."""
-    return nn.functional.cross_entropy(out, target) * (float("inf") if len(target) > 2 else 1.0)
-
-
-def trainer_of_infinite_losses(**options):
-    return adl_dist.Trainer(batch_norm_net(), loss_fn=infinite_loss, optimizer=sgd, num_stages=3, **values(**options))
+    return nn.functional.cross_entropy(out, target) * (INF if len(target) > 2 else 1.0)
 
 
 # --- Skipped in all stages alike ---------------------------------------------------------------------------
@@ -51,7 +49,7 @@ def test_one_stage_skips_as_torch_would_by_hand():
 
 
 def test_an_infinite_gradient_of_the_last_stage_skips_its_group():
-    """A gradient that is not finite in the last stage skips its group though the loss is finite."""
+    """Though the loss is finite."""
     state, summary = train(2, 2, torch.float64, plant=infinite_gradient, epochs=1, **SKIP)
     assert_close(state, by_the_equations(2, 2, [2, 0], "stash", epochs=1, skipped=[2]))
     assert summary["skipped_updates"] == 1
@@ -70,13 +68,10 @@ def test_without_a_fault_skip_and_stop_are_the_same():
 
 
 def test_skipped_updates_are_recorded_with_their_reason(tmp_path, capsys):
-    """Skipped updates are recorded with their reason and no figure of theirs is."""
-    trainer = adl_dist.Trainer(
-        batch_norm_net(), loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, num_stages=2, **values(**SKIP)
-    )
+    """And no figure of theirs is."""
     data = FixedImages(32)
-    data.images[9] = float("nan")
-    summary = trainer.fit(data, epochs=2, batch_size=8, run_dir=tmp_path, shuffle=False)
+    data.images[9] = NAN
+    summary = toy_trainer(2, 4, **SKIP).fit(data, epochs=2, batch_size=8, run_dir=tmp_path, shuffle=False)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     skipped = [r for r in records if r["name"] == "train/skipped_updates"]
     assert [(r["update"], r["value"], r["why"]) for r in skipped] == [(u, 1, "the loss is nan") for u in (1, 5)]
@@ -90,31 +85,22 @@ def test_skipped_updates_are_recorded_with_their_reason(tmp_path, capsys):
 
 
 def test_a_run_that_stopped_at_a_fault_goes_on_over_it_with_skip(tmp_path):
-    def run(**options):
-        non_finite = options.pop("non_finite", "stop")
-        trainer = adl_dist.Trainer(
-            batch_norm_net(),
-            loss_fn=nn.CrossEntropyLoss(),
-            optimizer=sgd,
-            num_stages=2,
-            gradients=adl_dist.GradientPolicy(non_finite=non_finite),
-        )
+    def run(max_updates=None, **options):
         data = FixedImages(32)
-        data.images[20] = float("nan")
-        fit = functools.partial(
-            trainer.fit, epochs=1, batch_size=8, shuffle=False, **values(quiet=True, tensorboard=False)
-        )
-        return fit(data, run_dir=tmp_path, **options)
+        data.images[20] = NAN
+        length = {"epochs": 1, "batch_size": 8, "max_updates": max_updates}
+        trainer = toy_trainer(2, 4, **options)
+        return trainer.fit(data, **length, shuffle=False, run_dir=tmp_path, monitoring=SILENT)
 
     run(max_updates=1)
     with pytest.raises(DivergedError, match="stage 1: the loss is nan at update 2 "):
         run()
-    summary = run(non_finite="skip")
+    summary = run(**SKIP)
     assert (summary["updates"], summary["skipped_updates"], summary["num_samples"]) == (4, 1, 24)
 
 
 def test_more_skipped_updates_in_a_row_than_allowed_stop_the_run():
-    trainer = trainer_of_infinite_losses(max_skipped=3, **SKIP)
+    trainer = toy_trainer(3, 4, loss_fn=infinite_loss, max_skipped=3, **SKIP)
     told = r"stage 2: the loss is inf, and train\.max_skipped=3 updates in a row have been skipped at update 3 "
     with pytest.raises(DivergedError, match=told):
         trainer.fit(FixedImages(24), epochs=9, batch_size=12, monitoring=QUIET)  # two updates in an epoch
@@ -129,7 +115,7 @@ def test_skips_that_are_not_in_a_row_do_not_add_up():
 
 
 def test_an_infinite_gradient_upstream_only_stops_the_run():
-    """A gradient that is not finite upstream only stops the run because others have applied theirs."""
+    """Because others have applied theirs."""
     with pytest.raises(DivergedError, match=r"stage 1: the norm of the gradient is nan, though .* at update 2 "):
         train(3, 2, torch.float32, plant=infinite_gradient, **SKIP)
 
@@ -155,10 +141,10 @@ def test_a_gradient_that_is_not_finite_stops_before_it_is_used(K, stage):
 
 def test_a_mask_of_infinities_is_no_fault_and_does_not_hide_one():
     norm = nn.BatchNorm2d(2)
-    norm.register_buffer("mask", torch.tensor([0.0, -float("inf")]))
+    norm.register_buffer("mask", torch.tensor([0.0, -INF]))
     before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
     with buffers_kept_finite(norm):
-        norm(torch.full((2, 2, 2, 2), float("nan")))
+        norm(torch.full((2, 2, 2, 2), NAN))
     assert all(torch.equal(buffer, before[name]) for name, buffer in norm.named_buffers())
     with buffers_kept_finite(norm):
         norm(torch.ones(2, 2, 2, 2))
@@ -174,21 +160,7 @@ def test_each_stage_clips_its_own_gradient_as_the_equations_say(name):
     delays, weights = EQUATIONS[name]
     state, _ = train(3, 2, torch.float64, method=name, clip_norm=0.3)
     assert_close(state, by_the_equations(3, 2, delays(3), weights, clip_norm=0.3))
-    free = by_the_equations(3, 2, delays(3), weights)
-    assert max(float((state[n] - free[n]).abs().max()) for n in free) > 1e-3, "the norm is above 0.3"
-
-
-def test_one_stage_clips_as_a_plain_torch_loop_does_bit_for_bit():
-    model, batches = batch_norm_net(), [(x.float(), target) for x, target in micro_batches()]
-    optimizer = sgd(model.parameters())
-    schedule = warm_up_schedule(optimizer)
-    for x, target in batches * EPOCHS:
-        optimizer.zero_grad()
-        nn.CrossEntropyLoss()(model(x), target).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        schedule.step()
-    assert_same_bits(train(1, 1, torch.float32, clip_norm=0.3)[0], model.state_dict())
+    assert differ(state, by_the_equations(3, 2, delays(3), weights)) > 1e-3, "the norm is above 0.3"
 
 
 @pytest.mark.parametrize(
@@ -197,9 +169,78 @@ def test_one_stage_clips_as_a_plain_torch_loop_does_bit_for_bit():
         ({"non_finite": "ignore"}, "train.non_finite: there is no 'ignore'; choose one of stop, skip"),
         ({"max_skipped": 0}, "train.max_skipped must be at least 1, got 0"),
         ({"clip_norm": 0.0}, "train.clip_norm must be finite and above 0, got 0.0"),
-        ({"clip_norm": float("nan")}, "train.clip_norm must be finite and above 0, got nan"),
+        ({"clip_norm": NAN}, "train.clip_norm must be finite and above 0, got nan"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong, told):
     with pytest.raises(ConfigError, match=told):
         GradientPolicy(**wrong).check(Pipeline(adl_dist.method("adl"), 2))
+
+
+# --- Figures of a GPU: looked at one update late, but all of them, by the number of their update -----------
+
+
+@pytest.fixture
+def underway(monkeypatch):
+    """As on a GPU: figures are on their way when they are first asked for."""
+    monkeypatch.setattr(StepStats, "fetch", lambda self: True)
+
+
+def tally_of(loss=1.0, norm=1.0):
+    tally = StepStats(gradient_norm=torch.tensor(norm))
+    tally.score(None, torch.zeros(1), torch.tensor(loss))
+    return tally
+
+
+@pytest.mark.parametrize(
+    ("figures", "what"),
+    [({"loss": NAN}, "the loss is nan"), ({"norm": INF}, "the norm of the gradient is inf")],
+    ids=["loss", "gradient"],
+)
+def test_on_the_cpu_what_is_not_finite_is_told_at_once(figures, what):
+    with pytest.raises(DivergedError, match=rf"stage 3: {what} at update 0 \(epoch 0\)"):
+        NonFiniteCheck(GradientPolicy(), stage=3, is_last=True).judge(tally_of(**figures), (), update=0, epoch=0)
+
+
+@pytest.mark.usefixtures("underway")
+def test_what_is_underway_is_told_with_the_next_or_at_the_end():
+    faults = NonFiniteCheck(GradientPolicy(), stage=3, is_last=True)
+    faults.judge(tally_of(), (), update=0, epoch=0)
+    faults.judge(tally_of(norm=INF), (), update=1, epoch=0)
+    with pytest.raises(DivergedError, match="the norm of the gradient is inf at update 1 "):
+        faults.judge(tally_of(NAN), (), update=2, epoch=0)
+    faults.forget()  # the segment was interrupted there
+    faults.judge(tally_of(NAN), (), update=5, epoch=2)
+    with pytest.raises(DivergedError, match=r"the loss is nan at update 5 \(epoch 2\)"):
+        faults.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_norm_is_that_of_torch(dtype):
+    gradients = [torch.randn(shape, dtype=dtype) for shape in [(3, 4), (), (7,), (2, 0)]]
+    assert torch.equal(norm_of(gradients), get_total_norm(gradients))
+
+
+def test_a_group_adds_up_what_its_micro_batches_were_scored():
+    tally = StepStats()
+    tally.score(torch.eye(3), torch.tensor([0, 1, 1]), torch.tensor(0.5))
+    tally.score(torch.eye(3)[:1], torch.tensor([0]), torch.tensor(2.0))
+    assert tally.numbers() == {"num_samples": 4, "loss_sum": 0.5 * 3 + 2.0, "num_correct": 3}
+
+
+def test_what_is_copied_off_a_gpu_keeps_its_order():
+    assert [float(number) for number in _underway([torch.tensor(3.0), torch.tensor(1.0)])] == [3.0, 1.0]
+    assert _underway([]) == []
+
+
+def test_a_stage_without_loss_and_parameters_checks_nothing():
+    faults = NonFiniteCheck(GradientPolicy(), stage=0, is_last=False)
+    faults.judge(StepStats(), (), update=0, epoch=0)
+    faults.check()
+
+
+@pytest.mark.usefixtures("underway")
+def test_no_segment_ends_before_its_last_loss_was_looked_at():
+    trainer = toy_trainer(2, 4, loss_fn=lambda out, target: nn.functional.cross_entropy(out, target) * INF)
+    with pytest.raises(DivergedError, match="stage 1: the loss is inf at update 0 "):
+        trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)

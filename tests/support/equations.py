@@ -7,7 +7,7 @@ from torch import nn
 
 from adl_dist.partition import cut
 from tests.support.oracle import train_by_the_equations
-from tests.support.runs import BALANCE, EPOCHS, LR, MICRO_BATCH, MOMENTUM, NUM_SAMPLES, WEIGHT_DECAY, warm_up
+from tests.support.runs import BALANCE, EPOCHS, LR, MICRO_BATCH, MOMENTUM, NUM_SAMPLES, WEIGHT_DECAY, train, warm_up
 from tests.support.toys import FixedImages, batch_norm_net
 
 
@@ -39,6 +39,27 @@ EQUATIONS = {
 }
 
 
+def remembered(function):
+    """Return ``function`` with its results kept by its arguments, which may be lists."""
+    results = {}
+
+    @functools.wraps(function)
+    def of(*arguments, **options):
+        key = repr((arguments, sorted(options.items())))
+        if key not in results:
+            # With the arguments, so that no other function gets the address of one of them, by which it is printed.
+            results[key] = function(*arguments, **options), arguments, options
+        return results[key][0]
+
+    return of
+
+
+@remembered
+def run(K, M, name, **options):
+    """Return the weights of the toy net after a run in float64 by the method called ``name``; do not write to them."""
+    return train(K, M, torch.float64, method=name, options=options)[0]
+
+
 def modules_of(K):
     modules = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])
     return modules if K > 1 else [batch_norm_net().double()]
@@ -50,11 +71,17 @@ def micro_batches(size=MICRO_BATCH, num_samples=NUM_SAMPLES, dtype=torch.float64
     return [(data.images[i : i + size], torch.tensor(data.labels[i : i + size])) for i in range(0, num_samples, size)]
 
 
-def by_the_equations(
-    K, M, delays, weights, *, epochs=EPOCHS, lr=None, modules=None, dtype=torch.float64, loss_fn=None, **options
+@remembered
+def by_the_equations(K, M, delays, weights, **options):
+    """Return the weights of the toy net by the equations; do not write to them."""
+    return modules_by_the_equations(modules_of(K), M, delays, weights, **options)
+
+
+def modules_by_the_equations(
+    modules, M, delays, weights, *, epochs=EPOCHS, lr=None, dtype=torch.float64, loss_fn=None, **options
 ):
     return train_by_the_equations(
-        modules or modules_of(K),
+        modules,
         [micro_batches(dtype=dtype)] * epochs,
         M=M,
         loss_fn=loss_fn or nn.CrossEntropyLoss(),
@@ -65,6 +92,11 @@ def by_the_equations(
         weights=weights,
         **options,
     )
+
+
+def differ(a, b):
+    """Return the largest difference of two states."""
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 def assert_close(got, expected, tolerance=1e-12):

@@ -46,26 +46,24 @@ def trained(
     optimizer: Callable[..., torch.optim.Optimizer] = sgd,
     shuffle: bool = False,
     epochs: int = EPOCHS,
+    model: Callable[[], nn.Module] | None = None,
+    num_samples: int = NUM_SAMPLES,
     plant: Callable[[nn.Sequential, FixedImages], None] | None = None,
     run_dir: Path | None = None,
     **of_trainer: Any,
 ) -> tuple[adl_dist.Trainer, dict[str, Any]]:
-    """Train the toy net, with a fault that ``plant`` has planted in it or its data.
+    """Train the toy net or another ``model``, with a fault that ``plant`` has planted in it or its data.
 
     Returns:
         The trainer, which takes ``of_trainer`` too, by names of fields of its values, and the summary.
     """
-    model, data = batch_norm_net(dropout=dropout), FixedImages(NUM_SAMPLES, dtype=dtype)
+    net: Any = batch_norm_net(dropout=dropout) if model is None else model()
+    data = FixedImages(num_samples, dtype=dtype)
     if plant is not None:
-        plant(model, data)
-    trainer = adl_dist.Trainer(
-        model,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=optimizer,
-        method=adl_dist.method(method, accumulation_steps=M, **(options or {})),
-        num_stages=K,
-        lr_schedule=warm_up_schedule,
-        **values(balance=BALANCE[K], dtype=dtype, threads=1, timeout_seconds=30, **of_trainer),
+        plant(net, data)
+    of_trainer = {"balance": BALANCE[K], "dtype": dtype, "timeout_seconds": 30, **of_trainer}
+    trainer = toy_trainer(
+        K, M, method, options, model=net, optimizer=optimizer, lr_schedule=warm_up_schedule, **of_trainer
     )
     summary = trainer.fit(
         data,
@@ -77,6 +75,32 @@ def trained(
         monitoring=QUIET,
     )
     return trainer, summary
+
+
+def toy_trainer(
+    K: int = 2,
+    M: int = 1,
+    method: str = "adl",
+    options: Mapping[str, Any] | None = None,
+    *,
+    model: nn.Module | None = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    lr_schedule: Callable[..., Any] | None = None,
+    **of_trainer: Any,
+) -> adl_dist.Trainer:
+    """Return a trainer of the toy net cut unevenly, or of ``model``; ``of_trainer`` are fields of its values."""
+    if model is None:
+        of_trainer = {"balance": BALANCE[K], **of_trainer}
+    return adl_dist.Trainer(
+        model or batch_norm_net(),
+        loss_fn=loss_fn or nn.CrossEntropyLoss(),
+        optimizer=optimizer,
+        method=adl_dist.method(method, accumulation_steps=M, **(options or {})),
+        num_stages=K,
+        lr_schedule=lr_schedule,
+        **values(threads=1, **of_trainer),
+    )
 
 
 def trainer_of(model, **options):

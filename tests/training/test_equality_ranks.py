@@ -1,85 +1,114 @@
 """K gloo processes against K stages in one process: the same bits."""
 
+import os
+
 import pytest
 import torch
 
 from adl_dist.schedule import METHODS
 from tests.support.planted import nan_inputs
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.runs import train
+from tests.support.runs import toy_trainer, train
 from tests.support.tiers import slow
+from tests.support.toys import UNET_BALANCE, FixedImages, batch_norm_net, unet
+from tests.support.tuples import tuple_net
 from tests.support.values import QUIET
 
 pytestmark = pytest.mark.ranks
 
 FLOATS = (torch.float32, torch.float64)
+# The float64 runs are those of which test_equality.py shows that they follow the equations.
 CASES = [
-    *((M, dtype, {}) for M in (1, 2, 3, 4) for dtype in FLOATS),
-    *((3, torch.float32, {"method": name, "dropout": 0.3}) for name in METHODS if name != "adl"),
-    (2, torch.float32, {"options": {"weights": "latest"}}),
-    (2, torch.float32, {"options": {"weights": "recompute"}, "dropout": 0.3}),
-    (2, torch.float32, {"options": {"order": "backward_first", "reduction": "sum", "lr_index": "slot"}}),
-    (3, torch.float32, {"method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
-    (1, torch.float32, {"method": "dsp", "options": {"activation_queue": 2}}),
-    (1, torch.float32, {"method": "dgl", "options": {"head": "linear", "buffer_size": 3}}),
-    (2, torch.float32, {"dropout": 0.3, "shuffle": True}),
-    (2, torch.float32, {"channels_last": True}),
-    (2, torch.float32, {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
-    (3, torch.float32, {"method": "paci", "non_finite": "skip", "plant": nan_inputs}),
+    *((M, {"dtype": dtype}) for M in (1, 2, 3, 4) for dtype in FLOATS),
+    *((3, {"method": name, "dropout": 0.3}) for name in METHODS if name != "adl"),
+    (2, {"options": {"weights": "latest"}}),
+    (2, {"options": {"weights": "recompute"}, "dropout": 0.3}),
+    (2, {"options": {"order": "backward_first", "reduction": "sum", "lr_index": "slot"}}),
+    (3, {"method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
+    (1, {"method": "dsp", "options": {"activation_queue": 2}}),
+    (1, {"method": "dgl", "options": {"head": "linear", "buffer_size": 3}}),
+    (2, {"dropout": 0.3, "shuffle": True}),
+    (2, {"channels_last": True}),
+    (2, {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
+    (3, {"method": "paci", "non_finite": "skip", "plant": nan_inputs}),
+]
+ADL = CASES[0 : 2 * 4 : 2]  # M = 1 .. 4
+
+LOWERED, NARROW = {"autocast": torch.bfloat16}, {"wire_dtype": torch.bfloat16}
+LOWER_PRECISION = [
+    (2, {**NARROW, "dropout": 0.3}),
+    (1, {**NARROW, "method": "fr", "channels_last": True}),
+    (2, {**LOWERED, **NARROW}),
+    (2, {**LOWERED, "dropout": 0.3}),
+    (2, {**LOWERED, "channels_last": True}),
+    (1, {**LOWERED, "method": "dsp", "dropout": 0.3}),
+    (3, {**LOWERED, "method": "2bw"}),
+    (2, {**LOWERED, "method": "gpipe", "options": {"recompute": "except_last"}, "dropout": 0.3}),
+    (1, {**LOWERED, "method": "dgl", "options": {"head": "predsim"}}),
+]
+
+# Over the cuts of this network go the input itself, a tensor for three stages, booleans, and shapes without a byte.
+# In float64 tests/partition/test_linearise.py shows that one process follows the equations.
+UNET = {"model": unet, "balance": UNET_BALANCE[4], "num_samples": 11}
+RELAYED = [
+    (2, {**UNET, "dtype": torch.float64}),
+    *((M, {**UNET, "method": name}) for name, M in (("adl", 1), ("adl", 2), ("bp", 2), ("dsp", 1), ("paci", 2))),
 ]
 
 
-ADL = CASES[0 : 2 * 4 : 2]  # M = 1 .. 4
-
-
 def train_all(K, cases):
-    return [train(K, M, dtype, **options) for M, dtype, options in cases]
+    return [train(K, M, **{"dtype": torch.float32, "epochs": 2, **options}) for M, options in cases]
 
 
-@pytest.mark.parametrize(
-    ("K", "cases"),
-    [(2, ADL), (3, CASES), (4, ADL), slow(2, CASES), slow(4, CASES)],
-    ids=["2", "3 all", "4", "2 all", "4 all"],
-)
+RUNS = {
+    "2": (2, ADL),
+    "3 all": (3, CASES),
+    "3 in lower precision": (3, LOWER_PRECISION),
+    "4": (4, ADL),
+    "4 with tensors for several stages": (4, RELAYED),
+}
+SLOW_RUNS = [slow(2, CASES, id="2 all"), slow(4, CASES, id="4 all")]
+
+
+@pytest.mark.parametrize(("K", "cases"), [*(pytest.param(*run, id=name) for name, run in RUNS.items()), *SLOW_RUNS])
 def test_k_processes_equal_one_process_bit_for_bit(K, cases):
-    """Compare also the float64 runs, of which test_equality.py shows that they follow the equations."""
-    by_rank = run_ranks(K, train_all, K, cases, timeout_seconds=110)
-    for case, (M, dtype, options) in enumerate(cases):
-        expected, expected_summary = train(K, M, dtype, **options)
-        for rank in range(K):
-            state, summary = by_rank[rank][case]
+    by_rank, in_one_process = run_ranks(K, train_all, K, cases, timeout_seconds=110), train_all(K, cases)
+    for rank in range(K):
+        for case, (state, summary), (expected, in_one) in zip(cases, by_rank[rank], in_one_process, strict=True):
             assert state.keys() == expected.keys()
             for name in expected:
-                assert torch.equal(state[name], expected[name]), f"M={M} {dtype} {options} rank {rank}: {name}"
+                assert torch.equal(state[name], expected[name]), f"{case} rank {rank}: {name}"
             for figure in ("validation_loss", "validation_accuracy", "updates", "skipped_updates"):
-                assert summary[figure] == expected_summary[figure]
-            told = [(s["staleness_mean"], s["staleness_max"]) for s in summary["stages"]]
-            assert told == [(s["staleness_mean"], s["staleness_max"]) for s in expected_summary["stages"]]
+                assert summary[figure] == in_one[figure], f"{case} rank {rank}"
+            staleness, expected_staleness = (
+                [(s["staleness_mean"], s["staleness_max"]) for s in run["stages"]] for run in (summary, in_one)
+            )
+            assert staleness == expected_staleness
+
+
+class Faulty(torch.nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls == 5:
+            raise ValueError("boom on stage 1")
+        return x
 
 
 def stage_1_raises():
-    import adl_dist
-    from tests.support.toys import FixedImages, batch_norm_net
-
-    class Faulty(torch.nn.Module):
-        calls = 0
-
-        def forward(self, x):
-            self.calls += self.training
-            if self.calls == 5:
-                raise ValueError("boom on stage 1")
-            return x
-
     model = batch_norm_net()
     model[4] = Faulty()
-    trainer = adl_dist.Trainer(
-        model,
-        loss_fn=torch.nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        num_stages=2,
-        processes=adl_dist.ProcessOptions(timeout_seconds=20),
-    )
-    trainer.fit(FixedImages(32), epochs=1, batch_size=8, monitoring=QUIET)
+    toy_trainer(M=4, model=model, timeout_seconds=20).fit(FixedImages(32), epochs=1, batch_size=8, monitoring=QUIET)
+
+
+def a_head_where_none_can_be():
+    trainer = toy_trainer(M=4, method="dgl", model=tuple_net(), timeout_seconds=20)
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, monitoring=QUIET)
+
+
+def different_jobs():
+    return train(2, 1 + int(os.environ["RANK"]), torch.float32)
 
 
 def test_every_rank_knows_the_cause_of_a_failure_first():
@@ -91,23 +120,6 @@ def test_every_rank_knows_the_cause_of_a_failure_first():
     assert "boom on stage 1" in text[text.index("victim-rank0") :], "through the control plane"
 
 
-def a_head_where_none_can_be():
-    import adl_dist
-    from tests.support.runs import sgd
-    from tests.support.toys import FixedImages
-    from tests.support.tuples import tuple_net
-
-    trainer = adl_dist.Trainer(
-        tuple_net(),
-        loss_fn=torch.nn.CrossEntropyLoss(),
-        optimizer=sgd,
-        method=adl_dist.method("dgl"),
-        num_stages=2,
-        processes=adl_dist.ProcessOptions(timeout_seconds=20),
-    )
-    trainer.fit(FixedImages(16), epochs=1, batch_size=8, monitoring=QUIET)
-
-
 def test_a_method_that_does_not_fit_is_refused_on_every_rank():
     with pytest.raises(RanksFailed) as failure:
         run_ranks(2, a_head_where_none_can_be)
@@ -115,14 +127,6 @@ def test_a_method_that_does_not_fit_is_refused_on_every_rank():
     assert "still ran" not in text
     for rank in ("cause-rank0", "victim-rank1"):
         assert "expected one tensor [B, C, H, W] or [B, C]" in text[text.index(rank) :]
-
-
-def different_jobs():
-    import os
-
-    from tests.support.runs import train
-
-    return train(2, 1 + int(os.environ["RANK"]), torch.float32)
 
 
 def test_ranks_that_were_given_different_jobs_refuse_to_start():

@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import Dataset
 
 import adl_dist
 from adl_dist import engine
 from adl_dist.schedule import Op, Pipeline, max_pending_of
 from tests.support.ranks import run_ranks
-from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages
 from tests.support.values import SILENT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -25,15 +24,16 @@ EVERY = 100  # micro-batches
 MOST_GROWTH = 16.0
 
 
-class Repeated(Dataset):
+class Repeated(FixedImages):
     def __init__(self, num_samples):
-        self.images, self.num_samples = FixedImages(64), num_samples
+        super().__init__(64)
+        self.num_samples = num_samples
 
     def __len__(self):
         return self.num_samples
 
     def __getitem__(self, index):
-        return self.images[index % 64]
+        return super().__getitem__(index % 64)
 
 
 def train_and_watch(run_dir, epochs):
@@ -48,22 +48,10 @@ def train_and_watch(run_dir, epochs):
         pending[0] = max(pending[0], *(len(sender._pending) for sender in context.senders.values()))
 
     engine.step = watched
-    trainer = adl_dist.Trainer(
-        batch_norm_net(),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-        method=adl_dist.method("adl", accumulation_steps=M),
-        num_stages=K,
-        processes=adl_dist.ProcessOptions(threads=1),
-    )
-    trainer.fit(
-        Repeated(NUM_MICRO_BATCHES * MICRO_BATCH // epochs),
-        epochs=epochs,
-        batch_size=M * MICRO_BATCH,
-        run_dir=run_dir,
-        monitoring=SILENT,
-        checkpoints=adl_dist.CheckpointPolicy(every_epochs=0),
-    )
+    data = Repeated(NUM_MICRO_BATCHES * MICRO_BATCH // epochs)
+    length = {"epochs": epochs, "batch_size": M * MICRO_BATCH, "checkpoints": adl_dist.CheckpointPolicy(every_epochs=0)}
+    trainer = toy_trainer(K, M, optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
+    trainer.fit(data, **length, run_dir=run_dir, monitoring=SILENT)
     return resident, pending[0]
 
 

@@ -1,14 +1,18 @@
 """The same values on a GPU as on the CPU, whatever method and transport. `make test-gpu`; skipped without a GPU."""
 
+import functools
 import os
 
 import pytest
 import torch
 
+from adl_dist.errors import DivergedError
 from adl_dist.schedule import METHODS
+from tests.support import equations, runs
+from tests.support.planted import nan_inputs
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import QUIET, values
+from tests.support.values import QUIET
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,18 +23,14 @@ pytestmark = [
 TOLERANCE = 1e-9
 # In bfloat16 a last digit of a sum can tip a rounding of 2**-9. That the bits are equal the CPU's tests show.
 LOWERED = 1e-2
+assert_close = functools.partial(equations.assert_close, tolerance=TOLERANCE)
 
 
 def trained(K, device, *, name="adl", dropout=0.0, dtype=torch.float64, epochs=2, of_trainer=None, **options):
-    import adl_dist
-
-    trainer = adl_dist.Trainer(
-        batch_norm_net(dropout=dropout),
-        loss_fn=torch.nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        method=adl_dist.method(name, accumulation_steps=2, **options),
-        num_stages=K,
-        **values(device=device, timeout_seconds=60, dtype=dtype, **of_trainer or {}),
+    of_trainer = {"device": device, "timeout_seconds": 60, "dtype": dtype, **(of_trainer or {})}
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    trainer = runs.toy_trainer(
+        K, 2, name, options, model=batch_norm_net(dropout=dropout), optimizer=optimizer, **of_trainer
     )
     data = FixedImages(32, dtype=dtype)
     summary = trainer.fit(data, epochs=epochs, batch_size=6, val_dataset=data, monitoring=QUIET)
@@ -49,12 +49,6 @@ def train_on_one_gpu(options):
 
 def train_on_all_gpus(K, options):
     return train(K, "cuda", **options)
-
-
-def assert_close(got, expected, tolerance=TOLERANCE):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])
@@ -101,7 +95,7 @@ ACROSS = [
 def test_two_processes_that_share_a_gpu_equal_one(options, tolerance):
     expected = train(2, "cuda", **options)
     for state in run_ranks(2, train_on_one_gpu, options, timeout_seconds=110):
-        assert_close(state, expected, tolerance)
+        assert_close(state, expected, tolerance=tolerance)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL")
@@ -110,19 +104,19 @@ def test_processes_with_a_gpu_each_equal_one_with_all_stages(options, tolerance)
     K = min(4, torch.cuda.device_count())
     expected = train(K, "cuda", **options)
     for state in run_ranks(K, train_on_all_gpus, K, options, timeout_seconds=110):
-        assert_close(state, expected, tolerance)
+        assert_close(state, expected, tolerance=tolerance)
 
 
 def test_under_autocast_a_cut_changes_nothing():
     """A synchronous pipeline of three stages against the uncut model, on the same kernels."""
     options = {"dtype": torch.float32, "of_trainer": {"autocast": torch.bfloat16}}
-    assert_close(train(3, "cuda", name="gpipe", **options), train(1, "cuda", name="bp", **options), LOWERED)
+    assert_close(train(3, "cuda", name="gpipe", **options), train(1, "cuda", name="bp", **options), tolerance=LOWERED)
 
 
 def test_compiled_stages_equal_plain_ones_to_a_ten_thousandth():
     options = {"dtype": torch.float32, "epochs": 1}
     plain = train(2, "cuda", **options)
-    assert_close(train(2, "cuda", of_trainer={"compile": True}, **options), plain, 1e-4)
+    assert_close(train(2, "cuda", of_trainer={"compile": True}, **options), plain, tolerance=1e-4)
 
 
 def test_peak_memory_is_that_of_the_gpu():
@@ -136,3 +130,16 @@ def test_what_was_held_before_a_run_is_not_of_its_peak():
     torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
     _, summary = trained(2, "cuda")
     assert all(stage["peak_memory_bytes"] < 1 << 30 for stage in summary["stages"])
+
+
+@pytest.mark.parametrize("method", ["adl", "paci", "2bw", "fr"])
+def test_a_gpu_skips_the_groups_that_the_cpu_skips(method):
+    options = {"method": method, "plant": nan_inputs, "non_finite": "skip", "clip_norm": 0.3}
+    (expected, on_cpu), (got, on_gpu) = (runs.train(3, 2, torch.float64, device=d, **options) for d in ("cpu", "cuda"))
+    assert_close(got, expected)
+    assert on_gpu["skipped_updates"] == on_cpu["skipped_updates"] == 9
+
+
+def test_a_fault_on_a_gpu_is_told_by_the_number_of_its_update():
+    with pytest.raises(DivergedError, match=r"is nan at update 0 \(epoch 0\)"):
+        runs.train(3, 2, torch.float32, device="cuda", plant=nan_inputs)

@@ -1,21 +1,24 @@
 """What a run of each method measures, keeps and saves, against what its schedule predicts."""
 
 import json
-from dataclasses import replace
+from collections import defaultdict
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import adl_dist
 from adl_dist.errors import CheckpointError, ConfigError
-from adl_dist.schedule import METHODS, Op, Pipeline, figures, method
+from adl_dist.schedule import METHODS, Op, Pipeline, actions_of_all, figures, method
 from adl_dist.schedule.replay import downstream_first
-from tests.support.runs import BALANCE, sgd, warm_up_schedule
+from adl_dist.stage import Stage, TrainSpec
+from adl_dist.training import build
+from tests.support.equations import assert_same_bits
+from tests.support.runs import BALANCE, sgd, toy_trainer, warm_up_schedule
+from tests.support.tiers import grid
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.tuples import tuple_net
-from tests.support.values import QUIET, SILENT, values
+from tests.support.values import QUIET, SILENT
 
 K = 4
 VARIANTS = [
@@ -37,44 +40,20 @@ def told(variant):
 
 
 def trainer_of(name, options, M, K=K, **of_trainer):
-    return adl_dist.Trainer(
-        batch_norm_net(dropout=0.2),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=sgd,
-        method=method(name, accumulation_steps=M, **options),
-        num_stages=K,
-        lr_schedule=warm_up_schedule,
-        **values(balance=BALANCE[K], **of_trainer),
-    )
+    of_trainer = {"balance": BALANCE[K], "lr_schedule": warm_up_schedule, **of_trainer}
+    return toy_trainer(K, M, name, options, model=batch_norm_net(dropout=0.2), **of_trainer)
 
 
-@pytest.mark.parametrize("M", [3, 4])
-@pytest.mark.parametrize("variant", VARIANTS, ids=told)
-def test_recorded_staleness_is_the_predicted_one(variant, M, tmp_path):
-    name, options = variant
-    N = 26
-    trainer_of(name, options, M).fit(
-        FixedImages(N * 2),
-        epochs=1,
-        batch_size=2 * M,
-        run_dir=tmp_path,
-        monitoring=SILENT,
-    )
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    chosen = method(name, accumulation_steps=M, **options)
-    for k in range(K):
-        groups = [r for r in records if r["name"] == "stage/staleness" and r["stage"] == k]
-        assert len(groups) == -(-N // M), "every stage makes ceil(N / M) updates"
-        got = [value for r in groups for value in r["by_offset"]]
-        assert got == [Pipeline(chosen, K).staleness(k, b) for b in range(N)]
+def records_of(run_dir, name):
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in records if r["name"] == name]
 
 
 class Watching:
     """Looks at what the stages hold between any two actions of a run in one process."""
 
     def __init__(self):
-        self.contexts = {}
-        self.most = {k: [0, 0, 0] for k in range(K)}
+        self.contexts, self.most = {}, defaultdict(lambda: [0, 0, 0])
 
     def __call__(self, runnable):
         for k, context in self.contexts.items():
@@ -86,26 +65,28 @@ class Watching:
         return downstream_first(runnable)
 
 
-@pytest.mark.parametrize("M", [1, 2, 4])
-@pytest.mark.parametrize("variant", VARIANTS, ids=told)
-def test_what_is_held_is_what_the_schedule_predicts(variant, M, monkeypatch):
-    """Memory follows from these three (2(K-1-k)+1 graphs and ceil(d/M) copies of the weights for ADL)."""
-    name, options = variant
+@pytest.mark.parametrize(
+    ("variant", "M"),
+    grid(VARIANTS, [1, 2, 3, 4], default=[(v, M) for v in VARIANTS for M in (1, 3, 4)]),
+    ids=lambda value: value if isinstance(value, int) else told(value),
+)
+def test_a_run_is_as_stale_and_holds_what_is_predicted(variant, M, tmp_path, monkeypatch):
+    """Memory follows from three figures (2(K-1-k)+1 graphs and ceil(d/M) copies of the weights for ADL)."""
+    (name, options), N, watching = variant, 26, Watching()
     if name == "2bw" and M < K - 1:
         pytest.skip("2bw needs M of at least the delay of stage 0")
-    watching = Watching()
+    make = build.connect_stages
+    monkeypatch.setattr(build, "connect_stages", lambda *a: watching.contexts.update(made := make(*a)) or made)
     trainer = trainer_of(name, options, M, pick_next=watching)
-    from adl_dist.training import build
-
-    make = build.local_contexts
-    monkeypatch.setattr(
-        build, "local_contexts", lambda *a, **o: watching.contexts.update(make(*a, **o)) or watching.contexts
-    )
-    trainer.fit(FixedImages(2 * 24), epochs=1, batch_size=2 * M, monitoring=QUIET)
-    chosen = method(name, accumulation_steps=M, **options)
-    for figure in figures(Pipeline(chosen, K), num_micro_batches=24):
-        expected = [figure.graphs, figure.inputs, figure.weight_copies]
-        assert watching.most[figure.stage] == expected, f"stage {figure.stage}"
+    trainer.fit(FixedImages(N * 2), epochs=1, batch_size=2 * M, run_dir=tmp_path, monitoring=SILENT)
+    pipeline = Pipeline(method(name, accumulation_steps=M, **options), K)
+    for k, figure in enumerate(figures(pipeline, num_micro_batches=N)):
+        groups = [r for r in records_of(tmp_path, "stage/staleness") if r["stage"] == k]
+        assert len(groups) == -(-N // M), "every stage makes ceil(N / M) updates"
+        measured = [value for r in groups for value in r["by_offset"]]
+        assert measured == [pipeline.staleness(k, b) for b in range(N)]
+        assert figure.stage == k
+        assert watching.most[k] == [figure.graphs, figure.inputs, figure.weight_copies], f"stage {k}"
 
 
 class Alive:
@@ -140,26 +121,15 @@ class StageFootprint:
 
 def activation_bytes(name, M, *, batch, stage, **options):
     """The most bytes that the graphs of one stage hold at a time."""
-    from adl_dist.schedule import actions_of_all
-    from adl_dist.stage import Stage, TrainSpec
-
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
-    made = Stage(
-        module,
-        1,
-        TrainSpec(
-            pipeline=Pipeline(method(name, accumulation_steps=M, **options), K),
-            loss_fn=nn.CrossEntropyLoss(),
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
-        ),
-    )
+    pipeline = Pipeline(method(name, accumulation_steps=M, **options), K)
+    made = Stage(module, 1, TrainSpec(pipeline=pipeline, loss_fn=nn.CrossEntropyLoss(), optimizer=sgd))
     made.begin(0, training=True)
     alive = Alive(module.parameters())
     x = torch.ones(batch // M, 16)
-    lists = actions_of_all(Pipeline(method(name, accumulation_steps=M, **options), K), num_micro_batches=8 * M)
     with torch.autograd.graph.saved_tensors_hooks(alive.pack, lambda held: held.tensor):
-        for op, number in lists[stage]:
+        for op, number in actions_of_all(pipeline, num_micro_batches=8 * M)[stage]:
             if op in (Op.FORWARD, Op.FORWARD_ONLY):
                 made.forward(number, (x.clone(),), None, keep_graph=op is Op.FORWARD)
             elif op is Op.RECOMPUTE:
@@ -197,17 +167,14 @@ class Unplugged(FixedImages):
 def test_a_run_that_is_resumed_ends_in_the_same_bits(variant, tmp_path):
     name, options = variant
 
-    def fit(data, run_dir):
+    def fit(data, run_dir=None):
         trainer = trainer_of(name, options, 3)
-        trainer.fit(data, epochs=3, batch_size=9, run_dir=run_dir, monitoring=SILENT)
+        trainer.fit(data, epochs=2, batch_size=9, run_dir=run_dir, monitoring=SILENT)
         return trainer.full_state_dict()
 
-    expected = fit(FixedImages(29), tmp_path / "straight")
     with pytest.raises(Exception, match="unplugged"):
-        fit(Unplugged(29, after=40), tmp_path / "resumed")  # in the second epoch
-    got = fit(FixedImages(29), tmp_path / "resumed")
-    for tensor_name in expected:
-        assert torch.equal(got[tensor_name], expected[tensor_name]), tensor_name
+        fit(Unplugged(29, after=40), tmp_path)  # in the second epoch
+    assert_same_bits(fit(FixedImages(29), tmp_path), fit(FixedImages(29)))
 
 
 def test_heads_are_saved_but_are_no_part_of_the_model(tmp_path):
@@ -225,83 +192,93 @@ def test_heads_are_saved_but_are_no_part_of_the_model(tmp_path):
     assert torch.equal(plain.full_state_dict()["1.conv.weight"], trainer.full_state_dict()["1.conv.weight"])
 
 
-def test_a_micro_batch_of_one_is_refused_by_normalising_heads():
-    with pytest.raises(ConfigError, match=r"single sample.*method.head=mlp_sr.*choose another train.batch_size"):
-        trainer_of("dgl", {}, 1).fit(FixedImages(17), epochs=1, batch_size=8, monitoring=QUIET)
-    trainer_of("dgl", {"head": "linear"}, 1).fit(FixedImages(17), epochs=1, batch_size=8, monitoring=QUIET)
-
-
 def test_local_losses_are_recorded_of_each_stage_but_the_last(tmp_path):
     trainer = trainer_of("dgl", {"head": "linear"}, 2)
     trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, monitoring=SILENT)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert {r["stage"] for r in records if r["name"] == "stage/local_loss"} == {0, 1, 2}
-    assert {r["stage"] for r in records if r["name"] == "train/loss"} == {3}
-
-
-def test_a_head_needs_one_tensor_and_a_model_with_classes():
-    def fit(model, data, loss_fn=None):
-        trainer = adl_dist.Trainer(
-            model, loss_fn=loss_fn or nn.CrossEntropyLoss(), optimizer=sgd, method=method("dgl"), num_stages=2
-        )
-        trainer.fit(data, epochs=1, batch_size=8, monitoring=QUIET)
-
-    with pytest.raises(
-        ConfigError, match=r"output of stage 0: expected one tensor .* got \['B', 3, 6, 6\], \['B', 4\], \['B'\]"
-    ):
-        fit(tuple_net(), FixedImages(16))
-    pixels = [(torch.zeros(2, 6, 6), torch.zeros(6, 6, dtype=torch.long)) for _ in range(16)]
-    with pytest.raises(ConfigError, match=r"needs a model that returns \[B, classes\]"):
-        fit(nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 1)), pixels)
+    assert {r["stage"] for r in records_of(tmp_path, "stage/local_loss")} == {0, 1, 2}
+    assert {r["stage"] for r in records_of(tmp_path, "train/loss")} == {3}
 
 
 def test_a_loss_belongs_to_the_update_of_its_micro_batch(tmp_path):
-    """A loss belongs to the update that its micro-batch enters also with a delay on the last stage."""
+    """Also with a delay on the last stage."""
     trainer = trainer_of("adl", {"delay": [4, 3]}, 2, K=2)
     trainer.fit(FixedImages(24), epochs=1, batch_size=4, run_dir=tmp_path, monitoring=SILENT)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    losses = [(r["update"], r["num_samples"]) for r in records if r["name"] == "train/loss"]
+    losses = [(r["update"], r["num_samples"]) for r in records_of(tmp_path, "train/loss")]
     assert losses == [(update, 4) for update in range(6)]
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest", "2bw"])
 def test_after_an_error_the_module_holds_the_optimizers_weights(weights):
-    trainer = trainer_of("adl", {"weights": weights, "delay": "minimal"}, 3, K=3)
     made = []
-    make = trainer._spec.optimizer
-    trainer._spec = replace(trainer._spec, optimizer=lambda p: made.append(make(p)) or made[-1])
+
+    def optimizer(parameters):
+        made.append(sgd(parameters))
+        return made[-1]
+
+    trainer = trainer_of("adl", {"weights": weights, "delay": "minimal"}, 3, K=3, optimizer=optimizer)
     with pytest.raises(Exception, match="unplugged"):
         trainer.fit(Unplugged(48, after=47), epochs=1, batch_size=6, shuffle=False, monitoring=QUIET)
     stepped = {id(p) for optimizer in made for group in optimizer.param_groups for p in group["params"]}
     assert {id(p) for module in trainer._partitioned.modules.values() for p in module.parameters()} <= stepped
 
 
-def test_a_stage_without_parameters_has_a_head_of_the_runs_dtype():
-    trainer = adl_dist.Trainer(
-        nn.Sequential(nn.Flatten(), nn.Linear(72, 5)),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=sgd,
-        method=method("dgl", head="linear"),
-        num_stages=2,
-        precision=adl_dist.Precision(dtype=torch.float64),
-    )
-    trainer.fit(FixedImages(8, dtype=torch.float64), epochs=1, batch_size=4, monitoring=QUIET)
+def of_features():
+    return nn.Sequential(nn.Flatten(), nn.Linear(72, 5))
 
 
-def test_convolving_heads_want_images():
-    def fit(head, targets, loss_fn):
-        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 5))
-        trainer = adl_dist.Trainer(model, loss_fn=loss_fn, optimizer=sgd, method=method("dgl", head=head), num_stages=2)
-        data = [(torch.ones(2, 6, 6), target) for target in targets]
+def of_pixels():
+    return nn.Sequential(nn.Conv2d(2, 4, 1), nn.Conv2d(4, 3, 1))
+
+
+def images(*targets):
+    return [(torch.ones(2, 6, 6), target) for target in targets]
+
+
+ODD = FixedImages(17)  # 17 = 4 * 4 + 1
+REFUSED = {
+    "one sample": (
+        batch_norm_net,
+        "mlp_sr",
+        ODD,
+        r"single sample.*method.head=mlp_sr.*choose another train.batch_size",
+    ),
+    "tensors": (
+        tuple_net,
+        "mlp_sr",
+        FixedImages(16),
+        r"stage 0: expected one .* got \['B', 3, 6, 6\], \['B', 4\], \['B'\]",
+    ),
+    "no classes": (of_pixels, "mlp_sr", images(*[torch.zeros(6, 6, dtype=torch.long)] * 8), r"returns \[B, classes\]"),
+    "no images": (
+        of_features,
+        "cnn",
+        FixedImages(8),
+        r"head=cnn convolves images, but stage 0 sends on .* \['B', 72\]",
+    ),
+    "no labels": (of_features, "predsim", images(*[torch.full((5,), 0.2)] * 8), "by their class, but the targets are"),
+}
+
+
+@pytest.mark.parametrize(("model", "head", "data", "message"), REFUSED.values(), ids=list(REFUSED))
+def test_a_head_that_cannot_be_is_refused(model, head, data, message):
+    trainer = toy_trainer(2, 1, "dgl", {"head": head}, model=model())
+    with pytest.raises(ConfigError, match=message):
         trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)
 
-    with pytest.raises(
-        ConfigError, match=r"method.head=cnn convolves images, but stage 0 sends on features \['B', 72\]"
-    ):
-        fit("cnn", [0] * 8, nn.CrossEntropyLoss())
-    with pytest.raises(ConfigError, match=r"method.head=predsim compares samples by their class, but the targets are"):
-        fit("predsim", [torch.full((5,), 0.2)] * 8, nn.CrossEntropyLoss())
-    fit("predsim", [0, 1, 2, -100] * 2, nn.CrossEntropyLoss())
+
+@pytest.mark.parametrize(
+    ("model", "head", "data"),
+    [
+        (batch_norm_net, "linear", ODD),
+        (of_features, "linear", FixedImages(8)),
+        (of_features, "predsim", images(0, 1, 2, -100) * 2),
+    ],
+    ids=["one sample", "a stage without parameters", "labels to be ignored"],
+)
+def test_a_head_can_be_on(model, head, data):
+    toy_trainer(2, 1, "dgl", {"head": head}, model=model(), dtype=torch.float64).fit(
+        data, epochs=1, batch_size=4, monitoring=QUIET
+    )
 
 
 def test_local_losses_of_another_cut_are_refused_by_name(tmp_path):

@@ -1,55 +1,44 @@
 """Every method against its own equations, in float64 to 1e-12, and what the papers say of it."""
 
-from dataclasses import replace
+import functools
 
 import pytest
 import torch
 from torch import nn
 
-import adl_dist
 from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, training_work
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import build_head
-from adl_dist.transport import TensorSpec
+from adl_dist.stage.heads import build_head
 from tests.support.equations import (
     EQUATIONS,
     assert_close,
     assert_same_bits,
     by_the_equations,
     decoupled,
+    differ,
     micro_batches,
     minimal,
     modules_of,
+    run,
 )
 from tests.support.oracle import train_greedily
 from tests.support.runs import (
-    BALANCE,
     EPOCHS,
     LR,
     MOMENTUM,
     WEIGHT_DECAY,
-    sgd,
+    toy_trainer,
     train,
     warm_up,
     warm_up_schedule,
 )
-from tests.support.tiers import grid
+from tests.support.tiers import covering, grid
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import QUIET
 
-
-def run(K, M, name, **options):
-    state, _ = train(K, M, torch.float64, method=name, options=options)
-    return state
-
-
-def differ(a, b):
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
-
-
 # --- Each method's own equations ---------------------------------------------------------------------------
 
-BY_DEFAULT = [(1, 3), (2, 1), (3, 2), (4, 4)]  # (K, M): each size once, and M enough for 2bw
+SIZES = [(1, 3), (2, 1), (3, 2), (4, 4)]  # (K, M): each size once, and M enough for 2bw
 WEIGHTS = ["stash", "latest", "recompute"]
 DELAYS = ["decoupled", "minimal", [5, 3, 0], [2, 2, 1], [0, 0, 0]]
 
@@ -60,7 +49,7 @@ def test_every_method_has_its_equations_here():
 
 @pytest.mark.parametrize(
     ("name", "K", "M"),
-    grid(EQUATIONS, range(1, 5), range(1, 5), default=[(n, *k) for n in EQUATIONS for k in BY_DEFAULT]),
+    grid(EQUATIONS, range(1, 5), range(1, 5), default=[(n, *k) for n in EQUATIONS for k in SIZES]),
 )
 def test_a_method_follows_its_equations_to_1e_12(name, K, M):
     """Uneven last micro-batch, uneven last group, BatchNorm, momentum, weight decay, another rate at each update."""
@@ -70,52 +59,53 @@ def test_a_method_follows_its_equations_to_1e_12(name, K, M):
     assert_close(run(K, M, name), by_the_equations(K, M, delays(K), weights))
 
 
-@pytest.mark.parametrize(
-    ("weights", "delay", "M"),
-    grid(
-        WEIGHTS,
-        DELAYS,
-        [1, 3],
-        default=[(w, d, (1, 3)[(i + j) % 2]) for i, w in enumerate(WEIGHTS) for j, d in enumerate(DELAYS)],
-    ),
-)
+HALF = [(w, d, (1, 3)[(i + j) % 2]) for i, w in enumerate(WEIGHTS) for j, d in enumerate(DELAYS)]
+
+
+@pytest.mark.parametrize(("weights", "delay", "M"), grid(WEIGHTS, DELAYS, [1, 3], default=HALF))
 def test_any_delays_with_any_weights_follow_the_equations(delay, weights, M):
     listed = {"decoupled": decoupled(3), "minimal": minimal(3)}.get(str(delay), delay)
     assert_close(run(3, M, "adl", delay=delay, weights=weights), by_the_equations(3, M, listed, weights))
 
 
-@pytest.mark.parametrize(("p", "q", "expected"), [(1, 1, [4, 2, 0]), (2, 1, [6, 3, 0]), ([2, 1], [1, 3], [7, 4, 0])])
-def test_the_queues_of_dsp_add_up_to_its_staleness(p, q, expected):
-    chosen = method("dsp", activation_queue=p, gradient_queue=q)
-    assert list(Pipeline(chosen, 3).delays) == expected
-    got = run(3, 1, "dsp", activation_queue=p, gradient_queue=q)
-    assert_close(got, by_the_equations(3, 1, expected, "recompute"))
+# (K, M, method, its options, the delays, what the equations take besides).
+OPTIONS = {
+    "queues of dsp": (3, 1, "dsp", {"activation_queue": 1, "gradient_queue": 1}, [4, 2, 0], {}),
+    "longer queues of dsp": (3, 1, "dsp", {"activation_queue": 2, "gradient_queue": 1}, [6, 3, 0], {}),
+    "queues of each hop of dsp": (3, 1, "dsp", {"activation_queue": [2, 1], "gradient_queue": [1, 3]}, [7, 4, 0], {}),
+    "backward first": (4, 1, "adl", {"order": "backward_first"}, [5, 3, 1, 0], {}),
+    "backward first, M of 4": (4, 4, "adl", {"order": "backward_first"}, [5, 3, 1, 0], {}),
+    "sum of gradients": (3, 4, "adl", {"reduction": "sum"}, decoupled(3), {"reduction": "sum"}),
+    "rate factors": (3, 1, "fr", {"lr_factors": [2.0, 1.0, 0.5]}, minimal(3), {"lr_factors": [2.0, 1.0, 0.5]}),
+    **{
+        f"shrunk {name} {K}": (K, 1, name, {"gradient_shrink": 0.5}, EQUATIONS[name][0](K), {"shrink": 0.5})
+        for name in ("fdg", "ddg", "fr")
+        for K in (2, 3, 4)
+    },
+}
+BY_DEFAULT = [name for name in OPTIONS if not name.startswith("shrunk")] + [
+    "shrunk fdg 3",
+    "shrunk ddg 4",
+    "shrunk fr 2",
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "K"), grid(["fdg", "ddg", "fr"], [2, 3, 4], default=[("fdg", 3), ("ddg", 4), ("fr", 2)])
-)
-def test_shrinking_follows_the_equations(name, K):
-    delays, weights = EQUATIONS[name]
-    got = run(K, 1, name, gradient_shrink=0.5)
-    assert_close(got, by_the_equations(K, 1, delays(K), weights, shrink=0.5))
-    assert differ(got, run(K, 1, name)) > 1e-3
+@pytest.mark.parametrize("case", covering(OPTIONS, BY_DEFAULT))
+def test_a_methods_options_follow_their_equations(case):
+    K, M, name, options, delays, of_equations = OPTIONS[case]
+    assert list(Pipeline(method(name, accumulation_steps=M, **options), K).delays) == delays
+    got = run(K, M, name, **options)
+    assert_close(got, by_the_equations(K, M, delays, EQUATIONS[name][1], **of_equations))
+    assert case == "queues of dsp" or differ(got, run(K, M, name)) > 1e-3, "but for the default they change much"
 
 
 @pytest.mark.parametrize("K", [2, 3, 4])
 def test_the_first_gradient_is_shrunk_and_weight_decay_is_not(K):
-    """The first gradient of stage k is shrunk by beta to the k-1-k and weight decay is not."""
+    """That of stage k is shrunk by beta ** (K - 1 - k)."""
 
     def first_step(beta, weight_decay):
-        trainer = adl_dist.Trainer(
-            batch_norm_net().double(),
-            loss_fn=nn.CrossEntropyLoss(),
-            optimizer=lambda p: torch.optim.SGD(p, lr=1.0, weight_decay=weight_decay),
-            method=method("fdg", gradient_shrink=beta),
-            num_stages=K,
-            partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
-            precision=adl_dist.Precision(dtype=torch.float64),
-        )
+        optimizer = functools.partial(torch.optim.SGD, lr=1.0, weight_decay=weight_decay)
+        trainer = toy_trainer(K, 1, "fdg", {"gradient_shrink": beta}, optimizer=optimizer, dtype=torch.float64)
         trainer.fit(FixedImages(3, dtype=torch.float64), epochs=1, batch_size=3, monitoring=QUIET)
         after = trainer.full_state_dict()
         return {n: after[n] - w for n, w in batch_norm_net().double().named_parameters()}
@@ -152,14 +142,12 @@ def test_recomputation_changes_nothing_in_gpipe(recompute):
 
 def awkward_nets():
     """First units that overwrite their input, and one whose forward reads what an earlier one wrote into a buffer."""
-    spectral = nn.utils.parametrizations.spectral_norm(nn.Conv2d(2, 2, 3, padding=1, bias=False))
+    activation = nn.LeakyReLU(0.5, inplace=True)
     return {
-        "activation in place": nn.LeakyReLU(0.5, inplace=True),
+        "activation in place": activation,
         "dropout in place": nn.Dropout(0.4, inplace=True),
-        "a view, then in place": nn.Sequential(
-            nn.Flatten(0, 1), nn.LeakyReLU(0.5, inplace=True), nn.Unflatten(0, (-1, 2))
-        ),
-        "spectral norm": spectral,
+        "a view, then in place": nn.Sequential(nn.Flatten(0, 1), activation, nn.Unflatten(0, (-1, 2))),
+        "spectral norm": nn.utils.parametrizations.spectral_norm(nn.Conv2d(2, 2, 3, padding=1, bias=False)),
     }
 
 
@@ -168,13 +156,7 @@ def test_a_replay_meets_the_input_and_buffers_of_the_forward(first):
     def state(recompute):
         torch.manual_seed(3)
         model = nn.Sequential(awkward_nets()[first], *batch_norm_net())
-        trainer = adl_dist.Trainer(
-            model,
-            loss_fn=nn.CrossEntropyLoss(),
-            optimizer=sgd,
-            method=method("gpipe", accumulation_steps=3, recompute=recompute),
-            num_stages=2,
-        )
+        trainer = toy_trainer(2, 3, "gpipe", {"recompute": recompute}, model=model)
         trainer.fit(FixedImages(18), epochs=2, batch_size=9, monitoring=QUIET)
         return trainer.full_state_dict()
 
@@ -203,18 +185,13 @@ def test_with_a_rate_of_zero_every_gradient_is_that_of_bp(name, K):
     """Staleness cannot matter if the weights stand still: momentum then holds the same sum of gradients as in BP."""
 
     def buffers_of(name):
-        trainer = adl_dist.Trainer(
-            batch_norm_net().double(),
-            loss_fn=nn.CrossEntropyLoss(),
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9),
-            method=method(name, accumulation_steps=3),
-            num_stages=K,
-            partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
-            precision=adl_dist.Precision(dtype=torch.float64),
-        )
         made = []
-        make = trainer._spec.optimizer
-        trainer._spec = replace(trainer._spec, optimizer=lambda p: made.append(make(p)) or made[-1])
+
+        def optimizer(parameters):
+            made.append(torch.optim.SGD(parameters, lr=0.0, momentum=0.9))
+            return made[-1]
+
+        trainer = toy_trainer(K, 3, name, optimizer=optimizer, dtype=torch.float64)
         trainer.fit(FixedImages(20, dtype=torch.float64), epochs=2, batch_size=9, monitoring=QUIET)
         return [o.state[p]["momentum_buffer"] for o in made for g in o.param_groups for p in g["params"]]
 
@@ -233,12 +210,9 @@ def test_2bw_is_sgd_delayed_by_one_update_whatever_the_cut():
     assert_close(run(3, 4, "adl", weights="2bw", delay="decoupled"), expected)
 
 
-def test_ddg_and_pipedream_differ_in_no_bit():
-    assert_same_bits(run(4, 1, "ddg"), run(4, 1, "pipedream"))
-
-
-def test_fdg_is_adl_with_one_micro_batch_per_update():
-    assert_same_bits(run(4, 1, "fdg"), run(4, 1, "adl"))
+@pytest.mark.parametrize(("one", "other"), [("ddg", "pipedream"), ("fdg", "adl")])
+def test_methods_that_coincide_with_m_of_1_differ_in_no_bit(one, other):
+    assert_same_bits(run(4, 1, one), run(4, 1, other))
 
 
 @pytest.mark.parametrize("pair", [("adl", "paci"), ("ddg", "fr"), ("fdg", "ddg"), ("fdg", "dsp"), ("2bw", "adl")])
@@ -248,21 +222,6 @@ def test_methods_that_differ_reach_different_weights(pair):
 
 
 # --- Parity with the authors' codes ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("M", [1, 4])
-def test_backward_first_has_each_delay_one_shorter(M):
-    got = run(4, M, "adl", order="backward_first")
-    assert_close(got, by_the_equations(4, M, [5, 3, 1, 0], "stash"))
-
-
-def test_the_sum_of_gradients_follows_the_equations():
-    assert_close(run(3, 4, "adl", reduction="sum"), by_the_equations(3, 4, decoupled(3), "stash", reduction="sum"))
-
-
-def test_learning_rate_factors_follow_the_equations():
-    got = run(3, 1, "fr", lr_factors=[2.0, 1.0, 0.5])
-    assert_close(got, by_the_equations(3, 1, minimal(3), "recompute", lr_factors=[2.0, 1.0, 0.5]))
 
 
 # Slot, counted from 0, in which module k (counted from 1) of K makes update s: the slot of its backward of the
@@ -305,20 +264,18 @@ def test_the_slot_clock_of_backward_first_is_that_of_mode_b(M):
     assert_close(got, by_the_equations(K, M, [5, 3, 1, 0], "stash", lr_of=rate))
 
 
-def test_the_slot_clock_does_not_run_past_a_fixed_schedule():
-    def schedule(optimizer, total_updates):
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_updates + 1)
+def one_cycle(optimizer, total_updates):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_updates + 1)
 
-    trainer = trainer_of(3, "adl", schedule, accumulation_steps=1, lr_index="slot")
+
+def test_the_slot_clock_does_not_run_past_a_fixed_schedule():
+    trainer = toy_trainer(3, 1, "adl", {"lr_index": "slot"}, lr_schedule=one_cycle)
     trainer.fit(FixedImages(9), epochs=2, batch_size=3, monitoring=QUIET)
 
 
 def test_learning_rate_factors_hold_whatever_the_schedule_sets():
-    def schedule(optimizer, total_updates):
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=total_updates + 1)
-
     def state(factors):
-        trainer = trainer_of(2, "fr", schedule, lr_factors=factors)
+        trainer = toy_trainer(2, 1, "fr", {"lr_factors": factors}, lr_schedule=one_cycle)
         trainer.fit(FixedImages(12), epochs=1, batch_size=3, monitoring=QUIET)
         return trainer.full_state_dict()
 
@@ -326,18 +283,6 @@ def test_learning_rate_factors_hold_whatever_the_schedule_sets():
 
 
 # --- Local losses ------------------------------------------------------------------------------------------
-
-
-def trainer_of(K, name, schedule, **options):
-    return adl_dist.Trainer(
-        batch_norm_net(),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=sgd,
-        method=method(name, **options),
-        num_stages=K,
-        partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
-        lr_schedule=schedule,
-    )
 
 
 NUM_GREEDY, GREEDY_MICRO_BATCH = 70, 16  # BatchNorm over 2 or 3 features of an MLP would turn rounding into chaos
@@ -348,7 +293,7 @@ def heads_of(K, name):
     for k, module in enumerate(modules_of(K)[:-1]):
         x = module(x)
         seed = stream_seed(0, "head", k)
-        heads.append(build_head(name, TensorSpec.of(x), num_classes=NUM_CLASSES, seed=seed).double())
+        heads.append(build_head(name, x.shape[1:], num_classes=NUM_CLASSES, seed=seed).double())
     return heads
 
 
@@ -369,19 +314,16 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_head_has_the_layers_of_its_paper(name):
-    head = build_head(name, TensorSpec((5, 9, 9), "float32"), num_classes=7, seed=1)
-    leaves = [m for m in head.modules() if not list(m.children())]
-    assert [str(m) for m in leaves] == [str(m) for m in [*HEADS[name], nn.Linear(20, 7)]]
+ON_FEATURES = {"mlp": [*layer(6) * 3, nn.Linear(6, 7)], "linear": [nn.Linear(6, 7)]}
+LAYERS = [
+    *(pytest.param(name, (5, 9, 9), [*layers, nn.Linear(20, 7)], id=name) for name, layers in HEADS.items()),
+    *(pytest.param(name, (6,), layers, id=f"{name} on features") for name, layers in ON_FEATURES.items()),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "layers"),
-    [("mlp", [*layer(6) * 3, nn.Linear(6, 7)]), ("linear", [nn.Linear(6, 7)])],
-)
-def test_a_head_on_features_is_made_of_layers_alone(name, layers):
-    head = build_head(name, TensorSpec((6,), "float32"), num_classes=7, seed=1)
+@pytest.mark.parametrize(("name", "shape", "layers"), LAYERS)
+def test_a_head_has_the_layers_of_its_paper(name, shape, layers):
+    head = build_head(name, shape, num_classes=7, seed=1)
     assert [str(m) for m in head.modules() if not list(m.children())] == [str(m) for m in layers]
 
 
@@ -412,16 +354,7 @@ def local_or_plain(outs, target):
 
 
 def greedy(K, M, **options):
-    trainer = adl_dist.Trainer(
-        batch_norm_net().double(),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=sgd,
-        method=method("dgl", accumulation_steps=M, **options),
-        num_stages=K,
-        partition=adl_dist.PartitionSpec(balance=BALANCE[K]),
-        lr_schedule=warm_up_schedule,
-        precision=adl_dist.Precision(dtype=torch.float64),
-    )
+    trainer = toy_trainer(K, M, "dgl", options, lr_schedule=warm_up_schedule, dtype=torch.float64)
     data = FixedImages(NUM_GREEDY, dtype=torch.float64)
     trainer.fit(data, epochs=2, batch_size=GREEDY_MICRO_BATCH * M, shuffle=False, monitoring=QUIET)
     return trainer.full_state_dict()
@@ -442,14 +375,14 @@ def greedily(K, M, head, sources=None):
     return state
 
 
-@pytest.mark.parametrize("head", ["mlp_sr", "mlp", "cnn", "linear", "predsim"])
-def test_dgl_follows_its_equations_with_any_head(head):
-    assert_close(greedy(3, 1, head=head), greedily(3, 1, head))
+OF_HEADS = [(3, 1, head) for head in ("mlp_sr", "mlp", "cnn", "linear", "predsim")]
+OF_SIZES = [(K, M, "mlp") for K in (1, 2, 4) for M in (1, 3)]
+FEW_SIZES = [(1, 1, "mlp"), (2, 1, "mlp"), (4, 3, "mlp")]
 
 
-@pytest.mark.parametrize(("K", "M"), grid([1, 2, 4], [1, 3], default=[(1, 1), (2, 1), (4, 3)]))
-def test_dgl_follows_its_equations(K, M):
-    assert_close(greedy(K, M, head="mlp"), greedily(K, M, "mlp"))
+@pytest.mark.parametrize(("K", "M", "head"), covering(OF_HEADS + OF_SIZES, OF_HEADS + FEW_SIZES))
+def test_dgl_follows_its_equations(K, M, head):
+    assert_close(greedy(K, M, head=head), greedily(K, M, head))
 
 
 @pytest.mark.parametrize(("size", "reuse"), [(1, None), (3, None), (4, 1)])
@@ -459,13 +392,8 @@ def test_dgl_with_replay_buffers_follows_its_equations(K, M, size, reuse):
     """Which input each step takes is told by the actions; the values then follow from the equations."""
     sources = []
     for epoch in range(2):
-        segment = Segment(
-            epoch=epoch,
-            first_update=0,
-            num_samples=NUM_GREEDY,
-            micro_batch_size=GREEDY_MICRO_BATCH,
-            accumulation_steps=M,
-        )
+        sizes = {"num_samples": NUM_GREEDY, "micro_batch_size": GREEDY_MICRO_BATCH, "accumulation_steps": M}
+        segment = Segment(epoch=epoch, first_update=0, **sizes)
         chosen = method("dgl", accumulation_steps=M, head="linear", buffer_size=size, buffer_reuse=reuse)
         seed = stream_seed(0, "turns", epoch, 0)
         work = training_work(Pipeline(chosen, K), segment, stages=range(K), seed=seed)

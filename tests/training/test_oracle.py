@@ -8,8 +8,9 @@ from torch import nn
 from torch.func import functional_call
 
 from adl_dist.partition import cut
+from tests.support.equations import assert_close, differ, micro_batches
 from tests.support.oracle import backward_by_hand, keeping, train_by_the_equations, train_greedily
-from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+from tests.support.toys import NUM_CLASSES, batch_norm_net
 
 LOSS = nn.CrossEntropyLoss()
 BALANCE = [2, 4, 1]
@@ -17,12 +18,7 @@ K = len(BALANCE)
 POLICIES = ["stash", "recompute", "latest", "2bw"]
 
 
-def micro_batches(samples=20, size=3):
-    data = FixedImages(samples, dtype=torch.float64)
-    return [(data.images[i : i + size], torch.tensor(data.labels[i : i + size])) for i in range(0, samples, size)]
-
-
-BATCHES = micro_batches()  # seven, of which the last holds two; with M = 3 the last group is a single one
+BATCHES = micro_batches(3, 20)  # seven, of which the last holds two; with M = 3 the last group is a single one
 
 
 def modules():
@@ -50,16 +46,6 @@ def plain_sgd(*, lr, M=3, epochs=2, momentum=0.0, weight_decay=0.0):
     return model.state_dict()
 
 
-def assert_close(got, expected):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(got[name], expected[name], rtol=1e-12, atol=1e-12, msg=name)
-
-
-def distance(one, other):
-    return max((one[name] - other[name]).abs().max() for name in one)
-
-
 @pytest.mark.parametrize(("weights", "M"), [("stash", 3), ("recompute", 3), ("latest", 3), ("2bw", len(BATCHES))])
 def test_without_delays_every_policy_is_plain_sgd(weights, M):
     """2BW has no delays of its own: there, one group per epoch leaves nothing to be late."""
@@ -73,7 +59,7 @@ def test_while_weights_stand_still_every_policy_is_bp(weights):
     """Learning rate 0, and 1 in the end: with momentum 1 the last step takes off the sum of all gradients."""
     lr = [0.0] * 5 + [1.0]
     got = train(weights, lr=lr, momentum=1.0)
-    assert distance(got, batch_norm_net().double().state_dict()) > 0.1
+    assert differ(got, batch_norm_net().double().state_dict()) > 0.1
     assert_close(got, plain_sgd(lr=lr, momentum=1.0))
 
 
@@ -91,7 +77,7 @@ def test_the_backward_by_hand_is_that_of_torch(change):
     for p in model.parameters():
         p.data.add_(torch.randn_like(p), alpha=change)
     of_x, *expected = torch.autograd.grad(y, [x, *model.parameters()], error)
-    assert (distance({"x": of_x}, {"x": of_old[0]}) > 1e-3) == (change > 0)
+    assert (differ({"x": of_x}, {"x": of_old[0]}) > 1e-3) == (change > 0)
 
     got_x, got = backward_by_hand(model, {n: p.detach() for n, p in model.named_parameters()}, kept, error)
     assert_close(
@@ -190,7 +176,7 @@ def test_2bw_is_serial_sgd_one_step_late():
 
 @pytest.mark.parametrize("weights", POLICIES)
 def test_beta_shrinks_the_gradient_of_module_k_but_no_decay(weights):
-    """Beta shrinks the gradient of module k by beta to the k minus k but no decay."""
+    """By beta ** (K - k)."""
     one_update = {"weights": weights, "epochs": 1, "M": len(BATCHES), "lr": [0.1]}
     plain, shrunk = train(**one_update), train(**one_update, shrink=0.5, weight_decay=0.2)
     for k, module in enumerate(modules(), start=1):
@@ -202,10 +188,10 @@ def test_beta_shrinks_the_gradient_of_module_k_but_no_decay(weights):
 @pytest.mark.parametrize("M", [1, 2])
 def test_staleness_tells_all_policies_apart(M):
     runs = [train(weights, M=M) for weights in POLICIES]
-    runs += [train(weights, M=M, delays=[0] * K) for weights in ["stash"]]
+    runs += [train("stash", M=M, delays=[0] * K)]
     runs += [train(weights, M=M, delays=[2, 1, 0]) for weights in POLICIES[:3]]
     for one, other in itertools.combinations(runs, 2):
-        assert distance(one, other) > 1e-6
+        assert differ(one, other) > 1e-6
 
 
 @pytest.mark.parametrize("weights", POLICIES)
@@ -223,14 +209,14 @@ def test_the_sum_of_micro_batches_is_a_mean_at_a_higher_rate():
     mean = train_by_the_equations(modules(), [equal], lr=[0.3, 0.06], **options)
     assert_close(train_by_the_equations(modules(), [equal], lr=[0.1, 0.02], reduction="sum", **options), mean)
     uneven = [train(reduction=reduction, epochs=1, M=7) for reduction in ("mean", "sum")]
-    assert distance(*uneven) > 1e-3
+    assert differ(*uneven) > 1e-3
 
 
 def test_the_learning_rate_can_depend_on_the_module():
     lr, factors = [0.1, 0.2, 0.3, 0.1, 0.2, 0.3], [1.0, 0.5, 2.0]
     expected = train(lr=lr, lr_factors=factors)
     assert_close(train(lr=[], lr_of=lambda k, s: lr[s] * factors[k - 1]), expected)
-    assert distance(train(lr=lr), expected) > 1e-3
+    assert differ(train(lr=lr), expected) > 1e-3
 
 
 def test_the_modules_of_the_caller_stay_as_they_are():
@@ -293,4 +279,4 @@ def test_what_the_replay_buffers_choose_matters():
     itself, _ = train_greedily(modules(), heads(), [BATCHES] * 2, sources=[{2: range(7)}, {}], **options)
     reused, _ = train_greedily(modules(), heads(), [BATCHES] * 2, sources=REUSE, **options)
     assert_close(itself, downstream_first)
-    assert distance(reused, downstream_first) > 1e-3
+    assert differ(reused, downstream_first) > 1e-3

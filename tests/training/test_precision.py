@@ -1,0 +1,181 @@
+"""Mixed precision, torch.compile and the flags that torch keeps for a process: their values, and what is refused."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from adl_dist.errors import ConfigError
+from adl_dist.partition import cut
+from tests.support.equations import assert_close, differ, modules_by_the_equations
+from tests.support.runs import BALANCE, toy_trainer, train, warm_up_schedule
+from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
+from tests.support.values import QUIET
+
+LOWERED = {"autocast": torch.bfloat16}
+cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"autocast": torch.float16}, r"runtime\.autocast=float16 is not supported"),
+        ({"autocast": torch.bfloat16, "dtype": torch.float64}, "lowers float32 only, but dtype=float64"),
+        ({"autocast": torch.bfloat16, "method": "paci"}, r"runtime\.autocast a graph may keep what was computed"),
+        ({"compile": True, "method": "paci"}, r"runtime\.compile a graph may keep what was computed from those of its"),
+    ],
+)
+def test_what_autocast_or_compile_cannot_do_is_refused(options, expected):
+    with pytest.raises(ConfigError, match=expected):
+        toy_trainer(M=4, **options)
+
+
+# --- Autocast ----------------------------------------------------------------------------------------------
+
+
+class Autocasted(nn.Sequential):
+    """Children under torch's own autocast."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+def loss_fn(out, target):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return nn.functional.cross_entropy(out, target)
+
+
+@pytest.mark.parametrize(("K", "weights"), [(1, "stash"), (2, "stash"), (4, "stash"), (3, "recompute")])
+def test_stages_under_autocast_equal_the_equations_bit_for_bit(K, weights):
+    """No tolerance would do: a last digit decides how autocast rounds a weight to bfloat16, and then all digits differ.
+
+    Both sides make the same roundings in the same order, so they agree on any CPU, whichever kernels it has.
+    """
+    parts = cut(batch_norm_net(), num_stages=K, balance=BALANCE[K])
+    modules = [Autocasted(OrderedDict(part.named_children())) for part in parts]
+    expected = modules_by_the_equations(modules, 2, None, weights, dtype=torch.float32, loss_fn=loss_fn)
+    state, _ = train(K, 2, torch.float32, options={"weights": weights}, **LOWERED)
+    plain, _ = train(K, 2, torch.float32, options={"weights": weights})
+    for name in expected:
+        assert torch.equal(state[name], expected[name]), name
+    assert differ(state, plain) > 0, "a cast in another place would show: without autocast they differ by 1e-2"
+
+
+def test_bfloat16_crosses_the_cut_and_parameters_stay_float32():
+    seen = {}
+    model = batch_norm_net()
+    model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].dtype))
+    model[2].register_full_backward_pre_hook(lambda _, given: seen.update(grad=given[0].dtype))
+    toy_trainer(M=4, model=model, **LOWERED).fit(FixedImages(8), epochs=1, batch_size=4, monitoring=QUIET)
+    assert seen == {"act": torch.bfloat16, "grad": torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+# --- torch.compile -----------------------------------------------------------------------------------------
+
+# Dynamo looks at .grad of what it is given, and hides the warning in a way that "error" does not notice.
+compiles = pytest.mark.filterwarnings("ignore:The .grad attribute")
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """torch.compile without its slow half, the compiler: the same graphs, guards and autograd."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options, **rest: compile_(f, backend="aot_eager", **rest))
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    torch._dynamo.reset()
+
+
+def perceptron(dropout=0.0):
+    """A network of few operations, each of which takes its time to be traced."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Flatten(), nn.Linear(72, 8))
+    rest = [nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 8)) for _ in range(2)]
+    return nn.Sequential(first, *rest, nn.Linear(8, NUM_CLASSES))
+
+
+# A stage needs a graph for training and one for evaluation, each with the usual number of samples and with what is left
+# over; where it replays, the forward to be replayed takes two more. Of one code torch keeps 8 graphs.
+RUNS = [("adl", 3, 1, 4), ("dsp", 2, 1, 6), ("2bw", 2, 2, 4)]
+
+
+@compiles
+@pytest.mark.usefixtures("traced_only")
+@pytest.mark.parametrize(("method", "K", "M", "per_stage"), RUNS, ids=[name for name, *_ in RUNS])
+def test_no_weight_version_compiles_again(method, K, M, per_stage):
+    """Also with three stages in one process, whose code is the same."""
+
+    def state(**options):
+        trainer = toy_trainer(
+            K, M, method, model=perceptron(0.3), lr_schedule=warm_up_schedule, dtype=torch.float64, **options
+        )
+        data = FixedImages(32, dtype=torch.float64)
+        trainer.fit(
+            data, epochs=2, batch_size=3 * M, val_dataset=FixedImages(10, dtype=torch.float64), monitoring=QUIET
+        )
+        return trainer.full_state_dict()
+
+    assert_close(state(compile=True), state())
+    assert K * 4 <= counters["stats"]["unique_graphs"] <= K * per_stage
+
+
+@compiles
+@pytest.mark.slow
+def test_a_compiled_run_equals_the_plain_run_to_1e_5():
+    """With the compiler itself, without samples left over: two graphs a stage, or this would take a minute."""
+    torch._dynamo.reset()
+    counters.clear()
+    states, losses = [], []
+    for compiled in (False, True):
+        model, data = perceptron(), FixedImages(32)
+        trainer = toy_trainer(M=4, model=model, compile=compiled)
+        summary = trainer.fit(data, epochs=3, batch_size=32, val_dataset=data, monitoring=QUIET)
+        states.append(trainer.full_state_dict())
+        losses.append(summary["validation_loss"])
+    assert counters["stats"]["unique_graphs"] == 2 * 2
+    assert list(states[1]) == list(states[0]) == list(model.state_dict())
+    assert_close(states[1], states[0], 1e-5)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert all(module._compiled_call_impl is None for module in model.modules())
+
+
+# --- What torch keeps for a whole process ------------------------------------------------------------------
+
+
+def flags():
+    precisions = (cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+    return [p == "tf32" for p in precisions], cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+
+
+class Witness(nn.Module):
+    """Notes the flags that its forward meets."""
+
+    def forward(self, x):
+        self.seen = flags()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("options", "tf32", "benchmark"),
+    [({}, False, False), ({"tf32": True}, True, False), ({"cudnn_benchmark": True}, False, True)],
+    ids=["default", "tf32", "cudnn_benchmark"],
+)
+def test_tf32_and_kernels_are_as_said_while_stages_compute(options, tf32, benchmark):
+    """And as before afterwards."""
+    before, model = flags(), nn.Sequential(*batch_norm_net(), Witness())
+    assert cudnn.allow_tf32
+    toy_trainer(M=4, model=model, **options).fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
+    assert model[-1].seen == ([tf32] * 3, tf32, tf32, benchmark)
+    assert flags() == before
+
+
+def test_a_three_dimensional_net_trains_with_channels_last():
+    model = nn.Sequential(nn.Unflatten(1, (1, 2)), nn.Conv3d(1, 2, (2, 3, 3)), nn.Flatten(), nn.Linear(32, NUM_CLASSES))
+    trainer = toy_trainer(M=2, model=model, channels_last=True)
+    trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=QUIET)
