@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.baselines import Clock, Updates, joined, train_alone, train_replica, train_stage
+from adl_dist.baselines import Training, joined, replicated, train_alone, train_stage
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.partition import cut
 from tests.support.ranks import run_ranks
@@ -32,44 +32,37 @@ def batches(size, *, begin=0, step=None, channels_last=True):
         yield images[at : at + size], labels[at : at + size]
 
 
-def updates(module):
+def training(module, *, micro_batches):
     optimizer = sgd(module.parameters())
     halved = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    return Updates(optimizer=optimizer, lr_schedule=halved, clock=Clock(CPU))
+    what = {"num_updates": NUM_UPDATES, "micro_batches": micro_batches, "loss_fn": nn.CrossEntropyLoss()}
+    return Training(device=CPU, optimizer=optimizer, lr_schedule=halved, **what)
 
 
 def alone(module, *, micro_batches):
-    mine = updates(module)
-    train_alone(
-        module,
-        batches(BATCH // micro_batches),
-        num_updates=NUM_UPDATES,
-        micro_batches=micro_batches,
-        loss_fn=nn.CrossEntropyLoss(),
-        updates=mine,
-    )
-    assert len(mine.clock.seconds()) == NUM_UPDATES
+    mine = training(module, micro_batches=micro_batches)
+    train_alone(module, batches(BATCH // micro_batches), mine)
+    assert len(mine.ends()) == NUM_UPDATES
     return module.state_dict()
+
+
+def joined_by(K, name):
+    rank, rendezvous = int(os.environ["RANK"]), f"file://{os.environ[RENDEZVOUS_FOLDER]}/{name}"
+    return joined(rank, K, device=CPU, rendezvous=rendezvous, timeout_seconds=30)
 
 
 def staged(K, schedule, channels_last):
     rank = int(os.environ["RANK"])
     module = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])[rank]
-    with joined(rank, K, device=CPU, rendezvous=f"file://{os.environ[RENDEZVOUS_FOLDER]}/pipe", timeout_seconds=30):
+    with joined_by(K, "pipe"):
         train_stage(
             module,
             batches(BATCH, channels_last=channels_last) if rank == 0 else None,
+            training(module, micro_batches=M),
             schedule=schedule,
-            rank=rank,
-            num_stages=K,
-            device=CPU,
             channels_last=channels_last,
             overwrites=[False],
             target=torch.empty(BATCH, dtype=torch.long),
-            num_updates=NUM_UPDATES,
-            micro_batches=M,
-            loss_fn=nn.CrossEntropyLoss(),
-            updates=updates(module),
         )
     return module.state_dict()
 
@@ -81,18 +74,11 @@ def plain_net():
     return nn.Sequential(conv, nn.Flatten(), nn.Linear(4 * 6 * 6, NUM_CLASSES)).double()
 
 
-def replicated(K):
-    rank, model = int(os.environ["RANK"]), plain_net()
-    with joined(rank, K, device=CPU, rendezvous=f"file://{os.environ[RENDEZVOUS_FOLDER]}/ddp", timeout_seconds=30):
-        share = BATCH // K
-        train_replica(
-            model,
-            batches(share, begin=rank * share, step=BATCH),
-            device=CPU,
-            num_updates=NUM_UPDATES,
-            loss_fn=nn.CrossEntropyLoss(),
-            updates=updates(model),
-        )
+def one_replica(K):
+    model, share = plain_net(), BATCH // K
+    with joined_by(K, "ddp"):
+        mine = batches(share, begin=int(os.environ["RANK"]) * share, step=BATCH)
+        train_alone(replicated(model, CPU), mine, training(model, micro_batches=1))
     return model.state_dict()
 
 
@@ -135,5 +121,5 @@ def test_torchs_pipelining_ends_in_the_weights_of_our_gpipe(K, schedule, channel
 
 def test_replicas_end_in_the_weights_of_the_plain_loop():
     whole = alone(plain_net(), micro_batches=1)
-    for replica in run_ranks(2, replicated, 2):
+    for replica in run_ranks(2, one_replica, 2):
         same(replica, whole, 1e-12)

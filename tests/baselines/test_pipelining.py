@@ -1,11 +1,15 @@
 """GPipe and 1F1B against PyTorch's own pipelining runtime, on the same stages and the same processes."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import adl_dist
+from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.partition import cut
 from adl_dist.schedule import method
 from tests.support.ranks import run_ranks
@@ -44,37 +48,22 @@ def one_step_of_ours(K):
 
 def one_step_of_theirs(K):
     """The gradients of this rank's stage after one step of PyTorch's schedules."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-
-    dist.init_process_group("gloo", store=_store(K), rank=_rank(), world_size=K)
+    rank, store = int(os.environ["RANK"]), f"{os.environ[RENDEZVOUS_FOLDER]}/theirs"
+    dist.init_process_group("gloo", store=dist.FileStore(store, K), rank=rank, world_size=K)
     data = FixedImages(M * MICRO_BATCH, dtype=torch.float64)
     told = []
     for schedule in (ScheduleGPipe, Schedule1F1B):
-        module = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])[_rank()]
-        stage = PipelineStage(module, _rank(), K, torch.device("cpu"))
+        module = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])[rank]
+        stage = PipelineStage(module, rank, K, torch.device("cpu"))
         run = schedule(stage, n_microbatches=M, loss_fn=nn.CrossEntropyLoss())
         run.step(
-            *([data.images] if _rank() == 0 else []),
-            **({"target": torch.tensor(data.labels)} if _rank() == K - 1 else {}),
+            *([data.images] if rank == 0 else []),
+            **({"target": torch.tensor(data.labels)} if rank == K - 1 else {}),
         )
         told.append({n: p.grad for n, p in module.named_parameters()})
     dist.barrier()
     dist.destroy_process_group()
     return told
-
-
-def _rank():
-    import os
-
-    return int(os.environ["RANK"])
-
-
-def _store(K):
-    import os
-
-    from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
-
-    return dist.FileStore(f"{os.environ[RENDEZVOUS_FOLDER]}/theirs", K)
 
 
 @pytest.mark.parametrize("K", [slow(2), 3])
