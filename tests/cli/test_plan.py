@@ -82,7 +82,8 @@ def rests(pid):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
 def test_neighbours_rest_until_they_work_and_end_in_time():
     """Neighbours rest until they are to work and do not outlive the measurement."""
-    profiler = Profiler(compose_run(TINY[:4])[0], shape=[3, 8, 8], granularity="layer", threads=1)
+    config, _ = compose_run([*TINY[:4], "data.num_workers=1"])  # so that each may have children of its own
+    profiler = Profiler(config, granularity="layer", threads=1)
     with profiler.with_load(1, 4):
         (process,) = multiprocessing.active_children()
         assert rests(process.pid)

@@ -1,6 +1,7 @@
 """``adl-dist bench``: our methods and torch's own ways to train, measured in turn on this machine, in one table."""
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -46,9 +47,8 @@ TIMES_TOO_LONG = 10  # a run that takes so many times as long as it should is en
 def bench(argv: list[str]) -> None:
     """Read the flags, measure all entries in turn, print the table and write it to a folder."""
     flags = _flags(argv)
-    _check(flags)
     config, _ = compose_run([*flags.overrides, "hydra.mode=RUN"])
-    _check_precision(config)
+    _check(flags, config)
     instantiate.check_targets(config)
     check_device(config.runtime.device.value)
     num_gpus = torch.cuda.device_count() if config.runtime.device is Device.cuda else 0
@@ -174,8 +174,8 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def _check(flags: argparse.Namespace) -> None:
-    """Refuse flags whose mistakes would only be found after measuring."""
+def _check(flags: argparse.Namespace, config: RunConfig) -> None:
+    """Refuse what would only be found after measuring, and options that would apply to our own runs alone."""
     if launched_world_size() is not None:
         raise ConfigError("adl-dist bench starts its own processes; start it without torchrun")
     for name in ("repetitions", "updates", "warmup", "seconds", "timeout"):
@@ -192,10 +192,6 @@ def _check(flags: argparse.Namespace) -> None:
         shlex.split(flags.prefix)
     except ValueError as error:
         raise ConfigError(f"--prefix {flags.prefix}: {error}") from None
-
-
-def _check_precision(config: RunConfig) -> None:
-    """Refuse options that would apply to our own runs alone."""
     if config.runtime.autocast or config.runtime.wire_dtype or config.runtime.compile:
         raise ConfigError(
             "adl-dist bench compares all contenders in plain dtype, uncompiled, since torch's would not apply "
@@ -212,6 +208,11 @@ def _out_folder(path: Path | None, config: RunConfig) -> Path:
 
 
 def _circumstances(setting: BenchConfig, host: Host) -> dict[str, Any]:
+    processor = platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+    versions = {"adl_dist": adl_dist.__version__, "torch": str(torch.__version__), "numpy": numpy.__version__}
     return {
         "config": asdict(setting.config),
         "sizes": setting.survey.sizes,
@@ -220,26 +221,13 @@ def _circumstances(setting: BenchConfig, host: Host) -> dict[str, Any]:
         "pinned": setting.pinned,
         "prefix": setting.prefix,
         "machine": {
-            "processor": _processor(),
+            "processor": processor,
             "cores": host.num_cores,
             "gpus": [torch.cuda.get_device_name(number) for number in range(host.num_gpus)],
             "system": platform.platform(),
         },
-        "versions": {
-            "adl_dist": adl_dist.__version__,
-            "torch": str(torch.__version__),
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {**versions, "python": platform.python_version()},
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _head(setting: BenchConfig, host: Host) -> str:

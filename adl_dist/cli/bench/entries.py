@@ -79,8 +79,7 @@ def entries(names: Sequence[str], config: RunConfig, host: Host) -> tuple[list[E
     """
     if unknown := [name for name in names if name not in known_names()]:
         raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(known_names())}")
-    able: list[Entry] = []
-    left_out: dict[str, str] = {}
+    able, left_out = list[Entry](), dict[str, str]()
     for name in dict.fromkeys(names):
         try:
             able.append((_torch_entry if name in OF_TORCH else _our_entry)(name, config, host))
@@ -91,21 +90,21 @@ def entries(names: Sequence[str], config: RunConfig, host: Host) -> tuple[list[E
 
 def _torch_entry(name: str, config: RunConfig, host: Host) -> Entry:
     K, M = config.partition.num_stages, config.method.chosen().micro_batches_per_update
-    kind = PROCESSES.get(name.removesuffix(PLAIN), "loop")
+    base = name.removesuffix(PLAIN)
+    kind = PROCESSES.get(base, "loop")
     samples = config.train.batch_size // M * M
     is_gpu, is_plain, on_all_cores = config.runtime.device is Device.cuda, name.endswith(PLAIN), name in ON_ALL_CORES
-    if on_all_cores and is_gpu:
-        raise ConfigError("the cores of the host do not make a GPU faster")
-    if kind != "loop" and K == 1:
-        raise ConfigError("needs several processes, but partition.num_stages is 1")
-    if is_plain and not config.runtime.channels_last:
-        raise ConfigError(f"runtime.channels_last=false, so it would be {name.removesuffix(PLAIN)} again")
-    if kind == "ddp" and samples % K:
-        raise ConfigError(f"the {samples} samples of an update cannot be shared evenly by {K} replicas")
-    if kind == "1f1b" and M < K:
-        raise ConfigError(f"torch's 1F1B needs at least as many micro-batches (M = {M}) as stages (K = {K})")
-    if kind in ("gpipe", "1f1b") and is_gpu and host.num_gpus < K:
-        raise ConfigError(f"torch's pipelining needs a GPU for each of {K} stages, and there are {host.num_gpus}")
+    needs_gpus = kind in ("gpipe", "1f1b") and is_gpu
+    for is_wrong, why in (
+        (on_all_cores and is_gpu, "the cores of the host do not make a GPU faster"),
+        (kind != "loop" and K == 1, "needs several processes, but partition.num_stages is 1"),
+        (is_plain and not config.runtime.channels_last, f"runtime.channels_last=false, so it would be {base} again"),
+        (kind == "ddp" and samples % K, f"the {samples} samples of an update cannot be shared evenly by {K} replicas"),
+        (kind == "1f1b" and M < K, f"torch's 1F1B needs at least as many micro-batches (M = {M}) as stages (K = {K})"),
+        (needs_gpus and host.num_gpus < K, f"needs a GPU for each of {K} stages, and there are {host.num_gpus}"),
+    ):
+        if is_wrong:
+            raise ConfigError(why)
     M = 1 if kind == "ddp" or name.endswith("-whole") else M
     return Entry(
         name=name,

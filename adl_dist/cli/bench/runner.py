@@ -71,7 +71,7 @@ class Measured:
 def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updates: int) -> Measured:
     """Run ``entry`` for ``num_updates``; a failure is a result."""
     measured = Measured(contender=entry.name, repetition=repetition, num_updates=num_updates)
-    argv = train_argv(entry, bench, num_updates)
+    argv, survey = train_argv(entry, bench, num_updates), bench.survey
     with tempfile.TemporaryDirectory(prefix="adl-dist-bench-") as name:
         folder, is_ours = Path(name), entry.kind == "ours"
         run_dir, task_file = folder / "run", folder / "task.json"
@@ -79,12 +79,17 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
             quoted = str(run_dir).replace("'", "\\'")
             command = [sys.executable, "-m", "adl_dist", "train", *argv, f"run_dir='{quoted}'"]
         else:
-            task = {"kind": entry.kind, "argv": argv, "overwrites": bench.survey.overwrites}
-            task_file.write_text(json.dumps({**task, "target": bench.survey.target.to_json()}))
+            task = {
+                "kind": entry.kind,
+                "argv": argv,
+                "overwrites": survey.overwrites,
+                "target": survey.target.to_json(),
+            }
+            task_file.write_text(json.dumps(task))
             command = [sys.executable, "-m", "adl_dist.cli.bench.baseline_rank", str(task_file)]
-        log = bench.log_folder / f"{entry.name}-{repetition}"
+        ranks = _ranks(command, entry, bench, bench.log_folder / f"{entry.name}-{repetition}")
         try:
-            run_together(_ranks(command, entry, bench, log), timeout_seconds=bench.timeout_seconds)
+            run_together(ranks, timeout_seconds=bench.timeout_seconds)
             result = _read_our_run(run_dir) if is_ours else _read_ranks(folder, entry.num_processes)
             seconds = max(seconds_per_update(ends, warmup=entry.warmup) for ends in result.pop("ends"))
         except ChildFailed as failed:
@@ -110,15 +115,10 @@ def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
 
 
 def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Return datasets for a run of one epoch: ``data._target_`` while a run is measured.
+    """Return the user's datasets as a run needs them: the target of its data node.
 
-    Args:
-        bench_target: the user's ``data._target_``.
-        bench_samples: length of the epoch; the target's samples are repeated or thinned out to it.
-        arguments: the other keys of the data node.
-
-    Returns:
-        ``bench_samples`` of the training dataset, and a single sample of the one for validation.
+    Those are ``bench_samples`` for training, repeated or thinned out, so that one epoch is the whole run, and a single
+    one for validation. The other ``arguments`` are for ``bench_target``, the user's own target.
     """
     train, validation = instantiate.datasets({"_target_": bench_target, **arguments})
     size = len(train)  # type: ignore[arg-type]  # check_dataset has seen that it has a length

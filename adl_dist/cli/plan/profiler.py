@@ -108,7 +108,7 @@ class Profiler:
         with contextlib.ExitStack() as stack:
             for _ in range(num):
                 reply, theirs = spawn.Pipe(duplex=False)
-                process = spawn.Process(target=_train_forever, args=(os.getpid(), theirs, *job, samples), daemon=True)
+                process = spawn.Process(target=_train_forever, args=(os.getpid(), theirs, *job, samples))
                 # A Ctrl-C is for this process, which ends them.
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 process.start()
