@@ -1,6 +1,7 @@
-"""``adl-dist bench`` but for its runs: who takes part, in which order, what the table says, and what is refused."""
+"""``adl-dist bench``: who takes part, in which order, what the table says, and what is refused."""
 
 import argparse
+import json
 import math
 import signal
 import subprocess
@@ -22,7 +23,8 @@ from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.schedule import Pipeline
 from adl_dist.transport import TensorSpec
-from tests.support.commands import in_process, left_behind, shows
+from tests.support import commands
+from tests.support.commands import as_command, in_process, left_behind, shows
 
 HOST = Host(threads=1, num_cores=2, num_gpus=0, warmup=3)
 SURVEY = ModelSurvey(
@@ -190,7 +192,7 @@ def look(words, *names):
     able, _ = fit(",".join(names), *words)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("adl_dist.cli.bench.entries.predict_speeds", lambda _, __, ___, sizes: (sizes, {}))
-        return able, survey(compose_run(words)[0], able, threads=1)
+        return able, survey(compose_run([*words, "runtime.threads=1"])[0], able)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_the_speeds_of_our_methods_and_torchs_are_predicted(monkeypatch):
     monkeypatch.setattr(Profiler, "num_others", lambda *_: 0)
     words = [*TINY, "data.num_samples=64", "train.batch_size=16"]
     able, _ = fit("torch-bp,torch-ddp,torch-gpipe,torch-gpipe-plain,bp,gpipe,1f1b,fdg,dgl,adl", *words)
-    predicted = survey(compose_run(words)[0], able, threads=1).predicted
+    predicted = survey(compose_run([*words, "runtime.threads=1"])[0], able).predicted
     assert list(predicted) == ["torch-gpipe", "bp", "gpipe", "1f1b", "fdg", "adl"]
     assert predicted["torch-gpipe"] == predicted["gpipe"]
     assert predicted["adl"] > predicted["gpipe"] > 0
@@ -349,3 +351,29 @@ def test_the_results_of_another_bench_are_not_written_over(tmp_path):
     (tmp_path / "bench.json").write_text("{}")
     shows(in_process("bench", "--out", str(tmp_path)).refusal(), ["already holds a bench.json", "another folder"])
     assert (tmp_path / "bench.json").read_text() == "{}"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(190)
+def test_a_bench_has_a_row_per_contender_and_keeps_every_run(tmp_path):
+    out, names = tmp_path / "out", ["torch-bp", "torch-1f1b", "adl"]  # each process takes seconds to start
+    words = [f"{key}={value}" for key, value in commands.TINY.items()]
+    done = as_command(
+        *(sys.executable, "-m", "adl_dist", "bench", *words),
+        *("--contenders", ",".join([*names, "torch-ddp"]), "train.batch_size=15", "method.accumulation_steps=3"),
+        *("--repetitions", "1", "--updates", "2", "--warmup", "1", "--out", str(out)),
+        timeout_seconds=180,
+    )
+    assert done.code == 0, done.err
+    facts = json.loads((out / "bench.json").read_text())
+    assert [run["contender"] for run in facts["runs"]] == names == facts["order"]
+    assert [row["contender"] for row in facts["table"]] == names
+    assert all(row["median"] > 0 for row in facts["table"])
+    assert [len(run["peak_memory_bytes"]) for run in facts["runs"]] == [1, 2, 2]
+    assert [row.get("predicted_images_per_second", 0) > 0 for row in facts["table"]] == [False, True, True]
+    shows(
+        done.out, [*names, "ratio: of medians, to torch-bp", "units per stage 2 3", "left out: torch-ddp: the 15 samp"]
+    )
+    assert (out / "bench.svg").stat().st_size > 1000
+    assert left_behind(tmp_path) == []

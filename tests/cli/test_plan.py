@@ -214,8 +214,9 @@ def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
     assert in_process(*words(tmp_path / "run", *TINY[:2], *cut)).code == 0
 
 
-def test_a_model_that_fits_on_no_device_gets_a_line_to_paste():
-    base = (*SMALL, "--stages", "2", "--methods", "bp", "--devices", "2")  # each stage holds one graph of its part
+def test_a_model_that_fits_on_no_device_gets_a_line_to_paste(tmp_path):
+    # Each stage holds one graph of its part.
+    base = (*SMALL, "--stages", "2", "--methods", "bp", "--devices", "2", "--profile", str(tmp_path / "p.json"))
     facts = json.loads(done(*base, "--json"))
     largest = max(facts["predictions"][0]["balance"]["stage_bytes"])
     assert largest < facts["alternative"]["bytes"]

@@ -60,7 +60,7 @@ def bench(argv: list[str]) -> None:
     setting = BenchConfig(
         config=config,
         overrides=flags.overrides,
-        survey=_survey_apart(config, able, host),
+        survey=_survey_apart(config, able),
         log_folder=out / LOGS,
         timeout_seconds=flags.timeout or (DAY if flags.updates else SECONDS_TO_START + TIMES_TOO_LONG * flags.seconds),
         pinned=not flags.no_pinning and not flags.prefix,  # a rank behind a prefix may have other cores
@@ -105,13 +105,13 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _survey_apart(config: RunConfig, able: Sequence[Entry], host: Host) -> ModelSurvey:
+def _survey_apart(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
     """Make the survey in a fresh process, so that no model, tuned allocator or CUDA context stays in this one."""
     os.environ[LAUNCHER] = str(os.getpid())  # it ends with this process
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_launcher)
     try:
-        return pool.submit(survey, config, able, threads=host.threads).result()
+        return pool.submit(survey, config, able).result()
     except BrokenProcessPool as broken:
         raise ConfigError("the process that measures the model was killed; is there enough memory?") from broken
     except KeyboardInterrupt:

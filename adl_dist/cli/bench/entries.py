@@ -164,14 +164,14 @@ class ModelSurvey:
         return float(self.act_bytes + self.grad_bytes + target_bytes + lock_bytes)
 
 
-def survey(config: RunConfig, able: Sequence[Entry], *, threads: int) -> ModelSurvey:
-    """Find the cut, predict the speed of each entry, and try out each stage once, with so many ``threads``.
+def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
+    """Find the cut, predict the speed of each entry, and try out each stage once.
 
     Raises:
         ConfigError, DataError, PartitionError: the model cannot be trained or cut like that.
     """
     K, balance = config.partition.num_stages, config.partition.balance
-    profiler = Profiler(config, granularity=config.partition.chosen().units, threads=threads)
+    profiler = Profiler(config, granularity=config.partition.chosen().units, threads=config.threads)
     sizes: list[int] | None = [1]
     if K > 1:
         sizes = even_sizes(profiler.chain, K)  # also where another cut is asked for: there must be enough units
