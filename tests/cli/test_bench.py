@@ -343,7 +343,7 @@ def test_help_lists_the_contenders():
 )
 def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
     out = tmp_path / "out"
-    shows(in_process("bench", "model=resnet8", *extra, "--out", str(out)).refusal(), parts)
+    shows(in_process("bench", *TINY, *extra, "--out", str(out)).refusal(), parts)
     assert not out.exists()
 
 

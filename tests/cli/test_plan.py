@@ -21,6 +21,7 @@ from adl_dist.partition.profile import Profile
 from adl_dist.schedule import Pipeline, method
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
+from tests.support.tiers import slow
 
 FAST = ("train.batch_size=16", "runtime.threads=1", "--bandwidth", "1e9", "--latency", "1e-5", "--neighbours", "0")
 SMALL = ("model=resnet8", "data=synthetic", "data.image_size=8", *FAST)
@@ -52,8 +53,8 @@ def test_of_equal_units_the_speed_up_is_the_textbooks(name, K, speed_up):
 
 def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
     told = known(8)
-    slow = Profile(of=told.of, units=told.units, forward=4.0, backward=32.0, optimizer_copies=1.0)
-    assert [(u.forward, u.backward) for u in slow.costs(1)] == [(0.5, 4.0)] * 8
+    slower = Profile(of=told.of, units=told.units, forward=4.0, backward=32.0, optimizer_copies=1.0)
+    assert [(u.forward, u.backward) for u in slower.costs(1)] == [(0.5, 4.0)] * 8
 
 
 def test_stages_take_what_was_measured_next_to_others_at_work(tmp_path):
@@ -80,9 +81,10 @@ def rests(pid):
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
-def test_neighbours_rest_until_they_work_and_end_in_time():
+@pytest.mark.parametrize("num_workers", [0, slow(1)])
+def test_neighbours_rest_until_they_work_and_end_in_time(num_workers):
     """Neighbours rest until they are to work and do not outlive the measurement."""
-    config, _ = compose_run([*TINY[:4], "data.num_workers=1"])  # so that each may have children of its own
+    config, _ = compose_run([*TINY[:4], f"data.num_workers={num_workers}"])
     profiler = Profiler(config, granularity="layer", threads=1)
     with profiler.with_load(1, 4):
         (process,) = multiprocessing.active_children()
