@@ -26,23 +26,14 @@ if _SYNC not in inspect.signature(DistributedDataParallel.__init__).parameters:
 
 @dataclass(kw_only=True)
 class Training:
-    """How long to train with what; ends each update and notes when.
-
-    Attributes:
-        device: of this process.
-        num_updates: how long.
-        micro_batches: M, micro-batches of one update.
-        loss_fn: (output, target) to the mean over the samples.
-        optimizer: of the parameters here; None: there are none.
-        lr_schedule: stepped once per update.
-    """
+    """How long to train with what; ends each update and notes when."""
 
     device: torch.device
     num_updates: int
-    micro_batches: int
-    loss_fn: LossFn
-    optimizer: Optimizer | None = None
-    lr_schedule: LRScheduler | None = None
+    micro_batches: int  # of one update
+    loss_fn: LossFn  # (output, target) to the mean over the samples
+    optimizer: Optimizer | None = None  # None: there are no parameters here
+    lr_schedule: LRScheduler | None = None  # stepped once per update
     _ends: list[Any] = field(default_factory=list)
 
     def update(self) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy
 import torch
@@ -24,7 +24,7 @@ import torch
 import adl_dist
 from adl_dist.checkpoint.run_dir import make_folder
 from adl_dist.cli.arguments import Parser
-from adl_dist.cli.bench.entries import DEFAULT, Entry, Host, ModelSurvey, entries, known_names, survey
+from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, Host, ModelSurvey, entries, survey
 from adl_dist.cli.bench.report import Row, draw, report, rows
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
@@ -69,7 +69,7 @@ def bench(argv: list[str]) -> None:
         interface=flags.interface,
     )
     make_folder(out)
-    signal.signal(signal.SIGTERM, _interrupt)  # no run may outlive this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run may outlive this process
     # Links between ranks that a prefix places apart are not those that were measured.
     shown = replace(setting.survey, predicted={}) if flags.prefix else setting.survey
     facts = {
@@ -99,10 +99,6 @@ def _write(path: Path, facts: dict[str, Any], runs: Sequence[Measured], table: l
         text = json.dumps({**facts, "runs": [run.as_json() for run in runs], "table": table}, indent=1, default=str)
         unfinished.write_text(text + "\n")
     return table
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _survey_apart(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
@@ -158,7 +154,7 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="as for adl-dist train: model, data, K, M, batch size, cut")
-    add("--contenders", default=",".join(DEFAULT), metavar="NAME,NAME", help=f"among {', '.join(known_names())}")
+    add("--contenders", default=",".join(DEFAULT), metavar="NAME,NAME", help=f"among {', '.join(NAMES)}")
     add("--repetitions", type=int, default=3, metavar="N", help="runs of each contender; default: 3")
     add("--seconds", type=float, default=20.0, metavar="S", help="training time of a run, about; default: 20")
     add("--updates", type=int, metavar="N", help="measured updates of a run, instead of --seconds")

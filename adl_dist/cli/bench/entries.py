@@ -29,6 +29,7 @@ PROCESSES: Mapping[str, Kind] = {"torch-ddp": "ddp", "torch-gpipe": "gpipe", "to
 OF_TORCH = (*BASELINE, *ON_ALL_CORES, *PROCESSES, f"torch-gpipe{PLAIN}", f"torch-1f1b{PLAIN}")
 MINIMAL = "-minimal"  # suffix of a method: with method.delay=minimal
 OURS = ("bp", "gpipe", "1f1b", "ddg", "fr", "fdg", "dsp", "dgl", "adl", f"adl{MINIMAL}")
+NAMES = (*OF_TORCH, *METHODS, f"adl{MINIMAL}")  # all that --contenders takes
 DEFAULT = (*(name for name in OF_TORCH if not name.endswith(PLAIN)), *OURS)
 
 
@@ -66,19 +67,14 @@ class Host:
     warmup: int  # the least number of updates before the measured ones
 
 
-def known_names() -> list[str]:
-    """Return every name that `--contenders` takes."""
-    return [*OF_TORCH, *METHODS, f"adl{MINIMAL}"]
-
-
 def entries(names: Sequence[str], config: RunConfig, host: Host) -> tuple[list[Entry], dict[str, str]]:
     """Return the entries of ``names`` that can run as configured, and the reason for each that cannot.
 
     Raises:
         ConfigError: an unknown name.
     """
-    if unknown := [name for name in names if name not in known_names()]:
-        raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(known_names())}")
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ConfigError(f"--contenders: there is no '{unknown[0]}'; choose of {', '.join(NAMES)}")
     able, left_out = list[Entry](), dict[str, str]()
     for name in dict.fromkeys(names):
         try:

@@ -71,7 +71,9 @@ def plan(words: list[str]) -> None:
         num_others = profiler.num_others(max(stages)) if num_devices <= num_cores() else 0
     with profiler.with_load(num_others, sizes[chosen.micro_batches_per_update]):
         profiles = {M: profiler.profile(size) for M, size in sizes.items()}
-        whole, share = profiler.pace(batch), profiler.pace_of_share(max(1, batch // num_devices))
+        whole = profiler.pace(batch)
+        with profiler.under_load():
+            share = profiler.pace(max(1, batch // num_devices))
     profile = profiles[chosen.micro_batches_per_update]
     other = alternative(profile, machine, num_devices=num_devices, whole=whole, share=share)
     predictions, refused = _predict_all(methods, stages, config, profiler.chain, profiles, machine)

@@ -169,11 +169,6 @@ class Profiler:
                 load=None if loader is None else partial(loader.seconds_to_load, size),
             )
 
-    def pace_of_share(self, samples: int) -> Throughput:
-        """Measure the uncut model with so many samples at once, on each of several devices."""
-        with self.under_load():
-            return self.pace(samples)
-
     def pace(self, samples: int) -> Throughput:
         """Measure the uncut model with so many samples at once, on one device."""
         self._say(f"measuring the whole model with {samples} samples")
