@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How much two cores do at once, of what one does alone: programs that share nothing but the machine.
+"""Measure how much more two cores do at once than one alone: programs that share nothing but the machine.
 
     python benchmarks/ceiling.py
 
@@ -17,7 +17,7 @@ SECONDS = 1.5
 
 
 def _repeat(work: Callable[[], object]) -> float:
-    """Times per second."""
+    """Return how often ``work`` is done per second."""
     torch.set_num_threads(1)
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < SECONDS:

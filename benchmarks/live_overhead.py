@@ -50,7 +50,7 @@ def log_cost() -> float:
 
 
 def train(*, asked: bool) -> tuple[float, list[float]]:
-    """Images/s of a run of two processes, and how long each answer took."""
+    """Return the images/s of a run of two processes, and the seconds of each answer."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir, over, answers = Path(folder) / "run", threading.Event(), []
 

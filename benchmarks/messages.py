@@ -5,7 +5,7 @@
 
 Both play ping-pong on the same process groups, one for each direction: rank 0 sends, rank 1 answers with as much. Bare:
 isend, irecv, wait. Ours: ProcessSender and ProcessReceiver, which check what is sent, post receives ahead and keep
-buffers until they have left. By turns; medians of the rounds.
+buffers until they have left. They take turns; medians of the rounds.
 """
 
 import os
@@ -62,7 +62,7 @@ def ours(there: Edge, back: Edge, num_bytes: int, number: int) -> None:
 
 
 def seconds(play: Callable[[Edge, Edge, int, int], None], there: Edge, back: Edge, num_bytes: int) -> float:
-    """Of one message."""
+    """Return the seconds of one message."""
     number = NUM_MESSAGES[num_bytes]
     dist.barrier()
     start = time.perf_counter()

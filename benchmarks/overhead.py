@@ -3,11 +3,11 @@
 
     python benchmarks/overhead.py [K] [ROUNDS]
 
-Beside it, by hand, what torch takes for the same: each stage's forward and backward from a leaf of its own, the loss,
+Next to it, by hand, what torch takes for the same: each stage's forward and backward from a leaf of its own, the loss,
 and the optimizer steps. The difference, per micro-batch and stage, is everything that the engine adds: loading, the
-schedule, channels, weight versions, the tally, records. The same with a dataset of the user's, whose random numbers
-are seeded for each sample, with a run folder, and with ``runtime.trace`` besides shows what each of these costs; what
-is written at the end is not in it.
+schedule, channels, weight versions, statistics, records. The same with a dataset of the user's, whose random numbers
+are seeded for each sample, with a run folder, and with a run folder and ``runtime.trace`` shows what each of these
+costs; what is written at the end is not counted.
 """
 
 import random
@@ -43,7 +43,7 @@ ZEROS = TensorDataset(*[torch.zeros(NUM_MICRO_BATCHES, 8)] * 2)  # one sample is
 
 
 class OwnDataset(Dataset[tuple[Tensor, Tensor]]):
-    """The same, but for all that one knows it may draw random numbers."""
+    """The same data from a dataset that may draw random numbers, as far as the loader knows."""
 
     def __len__(self) -> int:
         return NUM_MICRO_BATCHES
@@ -53,21 +53,21 @@ class OwnDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def mean_square(out: Tensor, target: Tensor) -> Tensor:
-    """The loss."""
+    """Return the loss."""
     return (out - target).square().mean()
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """As users train."""
+    """Return an optimizer with momentum, as users choose it."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def engine(num_stages: int, *, seeded: bool = False, recorded: bool = False, traced: bool = False) -> float:
-    """Seconds of an epoch of ADL.
+    """Return the seconds of an epoch of ADL.
 
     Args:
         num_stages: K.
-        seeded: of a dataset that is seeded for each sample.
+        seeded: with a dataset that is seeded for each sample.
         recorded: with a run folder, but no TensorBoard.
         traced: and with a trace.
     """
@@ -91,7 +91,7 @@ def engine(num_stages: int, *, seeded: bool = False, recorded: bool = False, tra
 
 
 def by_hand(num_stages: int) -> float:
-    """Seconds of the same calls of torch, without an engine."""
+    """Return the seconds of the same calls of torch, without an engine."""
     stages = [Scale() for _ in range(num_stages)]
     optimizers = [sgd(stage.parameters()) for stage in stages]
     start = time.perf_counter()

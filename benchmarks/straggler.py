@@ -6,8 +6,8 @@
 
 A layer sleeps 10 ms forward and 20 ms backward, so four stages fit on any machine and nothing but the schedule is
 measured. Of the micro-batches of each slow stage a share, drawn by (stage, micro-batch), takes ``factor`` times as
-long, forward and backward. Beside what was measured stands what the timing model says of the very same draws, and
-what torch.distributed.pipelining takes.
+long, forward and backward. Next to what was measured are the timing model's times for the very same draws, and those
+of torch.distributed.pipelining.
 """
 
 import argparse
@@ -76,17 +76,17 @@ class Numbers(Dataset[tuple[Tensor, Tensor]]):
 
 
 def loss_fn(out: Tensor, target: Tensor) -> Tensor:
-    """Of no interest."""
+    """Return a number with a gradient; what is learnt does not matter."""
     return (out - target).mean()
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Likewise."""
+    """Return an optimizer whose steps do not matter either."""
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
 def ours(method: Method, slow: Slow, num_micro_batches: int) -> float:
-    """Seconds that this engine takes, from the first load to the drained pipeline."""
+    """Return the seconds of this engine, from the first load to the drained pipeline."""
     trainer = adl_dist.Trainer(
         nn.Sequential(*(Layer(k, slow) for k in range(K))),
         loss_fn=loss_fn,
@@ -102,7 +102,7 @@ def ours(method: Method, slow: Slow, num_micro_batches: int) -> float:
 
 
 def predicted(method: Method, slow: Slow, num_micro_batches: int) -> float:
-    """Seconds that the timing model says, free links."""
+    """Return the seconds by the timing model, with free links."""
 
     def slowdown(stage: int, action: Action) -> float:
         return slow(stage, action.number) if action.op in (Op.FORWARD, Op.BACKWARD) else 1.0
@@ -113,7 +113,7 @@ def predicted(method: Method, slow: Slow, num_micro_batches: int) -> float:
 
 
 def torch_seconds(kind: type, slow: Slow, num_micro_batches: int) -> float:
-    """Seconds that torch.distributed.pipelining takes; the first stage's process tells."""
+    """Return the seconds of torch.distributed.pipelining."""
     rank = dist.get_rank()
     layer = Layer(rank, slow)
     optimizer = sgd(layer.parameters())

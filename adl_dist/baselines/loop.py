@@ -1,85 +1,111 @@
-"""The training loop that everybody writes, on one device."""
+"""The training loop that everybody writes, on one device; the same on each of K, with DDP."""
 
+import datetime
+import inspect
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 LossFn = Callable[[Any, Tensor], Tensor]
 
-
-class Clock:
-    """Notes when each update ended; on a GPU by an event, because a loop that waited for it would be slower."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Measure on ``device``."""
-        self._device = device
-        self._marks: list[Any] = []
-
-    def tick(self) -> None:
-        """Note the present moment, in the order of what ``device`` has been given to do."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """The moments since the first of them, in seconds; waits for the device."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return [self._marks[0].elapsed_time(mark) / 1000 for mark in self._marks]
-        return [mark - self._marks[0] for mark in self._marks]
+# Renamed in torch 2.15, which warns of the old name.
+_SYNC = "forward_sync_buffers"
+if _SYNC not in inspect.signature(DistributedDataParallel.__init__).parameters:
+    _SYNC = "broadcast_buffers"
 
 
 @dataclass(kw_only=True)
-class Updates:
-    """What happens at the end of each update.
+class Training:
+    """How long to train with what; ends each update and notes when."""
 
-    Attributes:
-        optimizer: of the parameters here; None: there are none.
-        lr_schedule: stepped once per update.
-        clock: told of each update.
-    """
+    device: torch.device
+    num_updates: int
+    micro_batches: int  # of one update
+    loss_fn: LossFn  # (output, target) to the mean over the samples
+    optimizer: Optimizer | None = None  # None: there are no parameters here
+    lr_schedule: LRScheduler | None = None  # stepped once per update
+    _ends: list[Any] = field(default_factory=list)
 
-    optimizer: Optimizer | None
-    lr_schedule: LRScheduler | None
-    clock: Clock
-
-    def apply(self) -> None:
+    def update(self) -> None:
         """Take one step with the gradients that have come together, and forget them."""
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self.lr_schedule is not None:
             self.lr_schedule.step()
-        self.clock.tick()
+        if self.device.type == "cuda":  # an event: a loop that waited for the GPU would be slower
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+            self._ends.append(event)
+        else:
+            self._ends.append(time.perf_counter())
+
+    def ends(self) -> list[float]:
+        """Return when each update ended, in seconds since the end of the first; wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return [self._ends[0].elapsed_time(end) / 1000 for end in self._ends]
+        return [end - self._ends[0] for end in self._ends]
 
 
-def train_alone(
-    model: nn.Module, batches: Batches, *, num_updates: int, micro_batches: int, loss_fn: LossFn, updates: Updates
-) -> None:
-    """Train on one device, accumulating the gradients of some micro-batches for each update.
+def train_alone(model: nn.Module, batches: Batches, training: Training) -> None:
+    """Train ``model`` on micro-batches (input [B, ...] on its device, target), accumulating their gradients."""
+    model.train()
+    for _ in range(training.num_updates):
+        for _ in range(training.micro_batches):
+            input_, target = next(batches)
+            loss = training.loss_fn(model(input_), target.to(input_.device, non_blocking=True))
+            (loss / training.micro_batches).backward()
+        training.update()
+
+
+def replicated(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return ``model``, one of K replicas, so that gradients are averaged while the backward still runs.
+
+    Whatever equal weights do not need is omitted, so that DDP is as fast as it can be: running statistics of BatchNorm
+    are not broadcast, and gradients lie in the buckets that are sent.
+    """
+    options: dict[str, Any] = {"device_ids": [device] if device.type == "cuda" else None, _SYNC: False}
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+
+
+@contextmanager
+def joined(
+    rank: int, size: int, *, device: torch.device, timeout_seconds: float, rendezvous: str = "env://"
+) -> Iterator[None]:
+    """Join the other ranks, as in torch's own examples, and leave them; after an error without waiting for them.
+
+    NCCL connects GPUs if each of the ``size`` ranks has one of its own, gloo everything else.
 
     Args:
-        model: on its device; takes an input [B, ...].
-        batches: micro-batches (input on that device, target), of one size.
-        num_updates: how long.
-        micro_batches: of one update; 1: the whole batch at once.
-        loss_fn: (output, target) to the mean over the samples.
-        updates: what ends an update.
+        rank: this process's rank.
+        size: K; 1: there is nothing to join.
+        device: of this rank.
+        timeout_seconds: limit of one operation.
+        rendezvous: ``env://`` with MASTER_ADDR and MASTER_PORT, or ``file:///PATH``.
     """
-    model.train()
-    for _ in range(num_updates):
-        for _ in range(micro_batches):
-            input_, target = next(batches)
-            loss = loss_fn(model(input_), target.to(input_.device, non_blocking=True))
-            (loss / micro_batches).backward()
-        updates.apply()
+    if size == 1:
+        yield
+        return
+    has_gpu = device.type == "cuda" and torch.cuda.device_count() >= size
+    dist.init_process_group(
+        "nccl" if has_gpu else "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout_seconds),
+        device_id=device if has_gpu else None,
+    )
+    yield
+    dist.barrier(device_ids=[device.index] if has_gpu else None)
+    dist.destroy_process_group()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from adl_dist.baselines.loop import Batches, LossFn, Updates
+from adl_dist.baselines.loop import Batches, Training
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -30,25 +30,22 @@ class Bordered(nn.Module):
     """A stage that computes in channels_last and sends and takes plain tensors, the only ones that gloo accepts."""
 
     def __init__(self, stage: nn.Module, *, channels_last: bool, overwrites: Sequence[bool]) -> None:
-        """Wrap ``stage``.
+        """Wrap ``stage``, which takes and returns one tensor [B, ...], or a tuple of several.
 
-        Args:
-            stage: called with one tensor [B, ...], or with a tuple of several; returns the same.
-            channels_last: whether it computes so.
-            overwrites: for each tensor that arrives, whether the stage writes to it; it then gets a copy.
+        ``overwrites``: for each tensor that arrives, whether the stage writes to it; it then gets a copy.
         """
         super().__init__()
         self.stage = stage
         self._channels_last, self._overwrites = channels_last, list(overwrites)
 
     def forward(self, *acts: Tensor) -> Any:
-        """From the tensors that cross the border before to those that cross the one behind."""
+        """Return what crosses the next border, given what crossed the previous one."""
         inner = [
-            _Convert.apply(act, self._inside(act), torch.contiguous_format, written)
-            for act, written in zip(acts, self._overwrites, strict=True)
+            _Convert.apply(act, self._inside(act), torch.contiguous_format, is_written)
+            for act, is_written in zip(acts, self._overwrites, strict=True)
         ]
         out = self.stage(inner[0] if len(inner) == 1 else tuple(inner))
-        return self._leave(out) if isinstance(out, Tensor) else tuple(self._leave(each) for each in out)
+        return self._leave(out) if isinstance(out, Tensor) else tuple(map(self._leave, out))
 
     def _leave(self, out: Tensor) -> Any:
         return _Convert.apply(out, torch.contiguous_format, self._inside(out), False)
@@ -60,51 +57,38 @@ class Bordered(nn.Module):
 def train_stage(
     module: nn.Module,
     batches: Batches | None,
+    training: Training,
     *,
     schedule: str,
-    rank: int,
-    num_stages: int,
-    device: torch.device,
     channels_last: bool,
     overwrites: Sequence[bool],
     target: Tensor,
-    num_updates: int,
-    micro_batches: int,
-    loss_fn: LossFn,
-    updates: Updates,
 ) -> None:
-    """Train one of K stages.
+    """Train one of K >= 2 stages: that of this process's rank, which has joined the others.
 
     Args:
-        module: stage ``rank``, on ``device``.
-        batches: whole batches (input on ``device``, target) on rank 0; None elsewhere.
-        schedule: ``gpipe`` or ``1f1b``.
-        rank: of this process, which is also its stage.
-        num_stages: K, at least 2; for ``1f1b`` no more than ``micro_batches``.
-        device: of this rank.
-        channels_last: whether stages compute so.
+        module: the stage, on its device.
+        batches: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.
+        training: its optimizer has the parameters of ``module``.
+        schedule: ``gpipe``, or ``1f1b``, which needs at least K micro-batches.
+        channels_last: see :class:`Bordered`.
         overwrites: see :class:`Bordered`.
         target: of a whole batch, any values; that of each batch goes from rank 0 to the last rank.
-        num_updates: how long.
-        micro_batches: M, into which torch splits a batch.
-        loss_fn: (output, target) to the mean over the samples.
-        updates: what ends an update.
     """
-    last = num_stages - 1
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
     # Every rank makes it, but only its members may use it; targets stay on the CPU.
     targets: Any = dist.new_group([0, last], backend="gloo")
-    stage = PipelineStage(
-        Bordered(module, channels_last=channels_last, overwrites=overwrites), rank, num_stages, device
-    )
-    pipeline = SCHEDULES[schedule](stage, n_microbatches=micro_batches, loss_fn=loss_fn)
+    bordered = Bordered(module, channels_last=channels_last, overwrites=overwrites)
+    stage = PipelineStage(bordered, rank, last + 1, training.device)
+    pipeline = SCHEDULES[schedule](stage, n_microbatches=training.micro_batches, loss_fn=training.loss_fn)
     module.train()
-    for _ in range(num_updates):
+    for _ in range(training.num_updates):
         inputs: list[Tensor] = []
         if batches is not None:
             input_, target = next(batches)
             inputs = [input_]
         if rank in (0, last):
             dist.broadcast(target, src=0, group=targets)
-        wanted = target.to(device, non_blocking=True) if rank == last else None
+        wanted = target.to(training.device, non_blocking=True) if rank == last else None
         pipeline.step(*inputs, target=wanted, return_outputs=False)
-        updates.apply()
+        training.update()

@@ -1,6 +1,7 @@
-"""``adl-dist bench`` but for its runs: who takes part, in which order, what the table says, and what is refused."""
+"""``adl-dist bench``: who takes part, in which order, what the table says, and what is refused."""
 
 import argparse
+import json
 import math
 import signal
 import subprocess
@@ -13,33 +14,35 @@ import pytest
 import torch
 
 from adl_dist.cli.bench import command
-from adl_dist.cli.bench.baseline_rank import Task, rank_batches, run
-from adl_dist.cli.bench.entries import DEFAULT, Host, ModelSurvey, Traffic, entries, survey
-from adl_dist.cli.bench.report import baseline, facts_of, ratio, report, rows
-from adl_dist.cli.bench.runner import (
-    BenchConfig,
-    Measured,
-    RankPlacement,
-    measure_once,
-    seconds_per_update,
-    stretched,
-    train_argv,
-)
+from adl_dist.cli.bench.baseline_rank import rank_batches, run
+from adl_dist.cli.bench.entries import DEFAULT, Host, ModelSurvey, entries, survey
+from adl_dist.cli.bench.report import baseline, draw, report, rows
+from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once, seconds_per_update, stretched, train_argv
 from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.schedule import Pipeline
-from tests.support.commands import in_process, left_behind, shows
+from adl_dist.transport import TensorSpec
+from tests.support import commands
+from tests.support.commands import as_command, in_process, left_behind, shows
 
 HOST = Host(threads=1, num_cores=2, num_gpus=0, warmup=3)
-NOWHERE = {"placement": RankPlacement(pinned=False), "log_folder": Path(), "timeout_seconds": 1.0}
-TRAFFIC = Traffic(act_bytes=[100, 200], grad_bytes=[100, 200], target_bytes=8, parameter_bytes=12_000)
 SURVEY = ModelSurvey(
-    sizes=[1, 1], granularity="block", overwrites=[], target=None, traffic=TRAFFIC, predicted={"adl": 125.0}
-)
+    sizes=[1, 1], granularity="block", overwrites=[], target=TensorSpec((), "int64"), predicted={"adl": 125.0},
+    act_bytes=300, grad_bytes=300, parameter_bytes=12_000,
+)  # fmt: skip
+CONV_NET = ["model=resnet8", "data=synthetic", "data.image_size=8"]
+TINY = ["model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images"]
 
 
 def fit(names, *words, host=HOST):
     return entries(names.split(","), compose_run(words)[0], host)
+
+
+def bench_config(words, found, *, pinned=False):
+    config, _ = compose_run(words)
+    where = {"log_folder": Path(), "timeout_seconds": 1.0, "pinned": pinned}
+    return BenchConfig(config=config, overrides=words, survey=found, **where)
 
 
 def ran(name, *speeds, **more):
@@ -54,18 +57,13 @@ def test_by_default_all_take_part_on_a_cpu():
     assert not left_out
 
 
-def test_methods_without_accumulation_run_with_m_of_1():
-    """Those whose papers do not accumulate run with one micro batch per update."""
-    able, _ = fit("torch-bp,torch-bp-whole,adl,fdg,ddg,gpipe", "train.batch_size=64")
-    assert [(c.name, c.micro_batches) for c in able] == [
-        ("torch-bp", 4), ("torch-bp-whole", 1), ("adl", 4), ("fdg", 1), ("ddg", 1), ("gpipe", 4)
+def test_what_does_not_accumulate_or_divide_has_m_of_1():
+    """Those whose papers do not accumulate run with one micro-batch per update, of all samples."""
+    names = "torch-bp,torch-bp-whole,adl,fdg,ddg,gpipe"
+    able, _ = fit(names, "train.batch_size=66")
+    assert [(c.name, c.micro_batches, c.samples) for c in able] == [
+        ("torch-bp", 4, 64), ("torch-bp-whole", 1, 64), ("adl", 4, 64), ("fdg", 1, 66), ("ddg", 1, 66), ("gpipe", 4, 64)
     ]  # fmt: skip
-    assert {c.samples for c in able} == {64}
-
-
-def test_what_does_not_divide_is_trained_without_accumulation():
-    able, _ = fit("torch-bp-whole,adl,fdg", "train.batch_size=66")
-    assert [c.samples for c in able] == [64, 64, 66]
 
 
 def test_our_own_minimal_delay_is_adl_with_that_delay():
@@ -76,13 +74,16 @@ def test_our_own_minimal_delay_is_adl_with_that_delay():
 def test_no_update_counts_before_the_pipeline_is_full():
     (adl, fdg), _ = fit("adl,fdg", "partition.num_stages=4")
     assert (adl.warmup, fdg.warmup) == (3, 7)  # 6 micro-batches are 2 updates, or 6, and one more
+    assert seconds_per_update([0.0, 10.0, 11.0, 12.0], warmup=2) == 1.0
+    with pytest.raises(ChildFailed, match="2 updates, of which 2 do not count, are too few"):
+        seconds_per_update([0.0, 10.0], warmup=2)
 
 
 @pytest.mark.parametrize(
     ("name", "words", "reason"),
     [
         ("torch-ddp", ["partition.num_stages=3"], "64 samples of an update cannot be shared evenly by 3 replicas"),
-        ("torch-1f1b", ["partition.num_stages=5"], r"at least as many micro-batches \(M = 4\) as stages \(K = 5\)"),
+        ("torch-1f1b", ["partition.num_stages=5"], "at least as many micro-batches (M = 4) as stages (K = 5)"),
         ("torch-gpipe", ["partition.num_stages=1"], "needs several processes"),
         ("2bw", ["partition.num_stages=6"], "use method.accumulation_steps=5"),
         ("torch-gpipe", ["runtime.device=cuda"], "needs a GPU for each of 2 stages, and there are 0"),
@@ -95,18 +96,12 @@ def test_who_cannot_run_is_left_out_with_the_reason(name, words, reason):
     able, left_out = fit(f"{name},bp", *words)
     assert [contender.name for contender in able] == ["bp"]
     assert list(left_out) == [name]
-    shows(left_out[name].replace("\\", ""), [reason.replace("\\", "")])
-
-
-def test_the_pace_is_that_after_the_warm_up():
-    assert seconds_per_update([0.0, 10.0, 11.0, 12.0], warmup=2) == 1.0
-    with pytest.raises(ChildFailed, match="2 updates, of which 2 do not count, are too few"):
-        seconds_per_update([0.0, 10.0], warmup=2)
+    shows(left_out[name], [reason])
 
 
 def test_bytes_are_counted_as_each_way_to_train_sends_them():
     able, _ = fit("torch-bp,torch-ddp,torch-1f1b,adl,ddg,dgl", "partition.num_stages=3", "train.batch_size=60")
-    told = {contender.name: TRAFFIC.per_image(contender) for contender in able}
+    told = {contender.name: SURVEY.bytes_per_image(contender) for contender in able}
     assert told == {
         "torch-bp": 0,
         "torch-ddp": 3 * (2 * 2 / 3 * 12_000) / 60,  # a ring: 2 (K-1)/K of the bytes, from each of K
@@ -119,82 +114,66 @@ def test_bytes_are_counted_as_each_way_to_train_sends_them():
 
 def test_ratios_are_to_the_faster_form_of_plain_backpropagation():
     able, _ = fit("torch-bp,torch-bp-whole,torch-bp-cores,adl")
-    runs = [
-        *ran("torch-bp", 90, 110, 100),
-        *ran("torch-bp-whole", 130, 120, 125),
-        *ran("torch-bp-cores", 400),
-        *ran("adl", 260, 240, 250),
-    ]
-    table = rows(able, runs, SURVEY)
-    assert baseline(table).entry.name == "torch-bp-whole"
-    assert [ratio(row, baseline(table)) for row in table] == [0.8, 1.0, 3.2, 2.0]
-    assert (table[3].median, facts_of(table[3], table)["least"], facts_of(table[3], table)["most"]) == (250, 240, 260)
+    runs = [*ran("torch-bp", 90, 110, 100), *ran("torch-bp-whole", 130, 120, 125), *ran("torch-bp-cores", 400)]
+    table = rows(able, [*runs, *ran("adl", 260, 240, 250)], SURVEY)
+    assert baseline(table)["contender"] == "torch-bp-whole"
+    assert [row["ratio_to_baseline"] for row in table] == [0.8, 1.0, 3.2, 2.0]
+    assert (table[3]["median"], table[3]["least"], table[3]["most"]) == (250, 240, 260)
     told = report(table, {}, is_gpu=False)
     shows(told, ["250.0", "240.0 .. 260.0", "2.00", "to torch-bp-whole, the faster of torch-bp and torch-bp-whole"])
 
 
 def test_the_prediction_stands_next_to_the_measurement():
-    able, _ = fit("bp,adl")
-    table = rows(able, [*ran("bp", 100), *ran("adl", 260, 240)], SURVEY)
-    bp, adl = (facts_of(row, table) for row in table)
+    able, _ = fit("bp,adl,fdg")
+    bp, adl, _ = table = rows(able, [*ran("bp", 100), *ran("adl", 260, 240)], SURVEY)
     assert (adl["predicted_images_per_second"], adl["measured_to_predicted"]) == (125.0, 2.0)
     assert "predicted_images_per_second" not in bp
-    lines = report(table, {}, is_gpu=False).splitlines()
+    assert not any("ratio_to_baseline" in row for row in table)
+    told = report(table, {}, is_gpu=False)
+    lines = told.splitlines()
     shows(lines[0], ["predicted  measured/predicted"])
     assert [word for word in lines[2].split() if word in ("125.0", "2.00")] == ["125.0", "2.00"]
     assert lines[1].split().count("-") == 4  # no ratio, no prediction, no busy share
+    shows(told, ["there is none, for neither torch-bp nor torch-bp-whole", "not run"])
 
 
-def test_without_the_baseline_there_is_no_ratio():
-    able, _ = fit("adl,bp")
-    table = rows(able, ran("adl", 100), SURVEY)
-    assert [ratio(row, baseline(table)) for row in table] == [None, None]
-    shows(report(table, {}, is_gpu=False), ["there is none, for neither torch-bp nor torch-bp-whole", "not run"])
-
-
-def test_the_table_shows_memory_busy_share_and_failures():
+def test_the_table_shows_memory_busy_share_and_failures(tmp_path):
     """The table shows the most memory the busy share the failed and the left out."""
     able, _ = fit("torch-bp,adl,fdg")
     runs = [
         *ran("torch-bp", 100, peak_memory_bytes=[2**20]),
-        replace(ran("adl", 200)[0], peak_memory_bytes=[2**20, 5 * 2**20], busy_share=[0.9, 0.8]),
-        replace(ran("adl", 210)[0], peak_memory_bytes=[3 * 2**20, 4 * 2**20], busy_share=[0.7, 0.8]),
+        *ran("adl", 200, peak_memory_bytes=[2**20, 5 * 2**20], busy_share=[0.9, 0.8]),
+        *ran("adl", 210, peak_memory_bytes=[3 * 2**20, 4 * 2**20], busy_share=[0.7, 0.8]),
         Measured(contender="fdg", repetition=0, num_updates=8, error="the loss is nan"),
     ]
-    told = report(rows(able, runs, SURVEY), {"torch-ddp": "no"}, is_gpu=False)
+    table = rows(able, runs, SURVEY)
+    told = report(table, {"torch-ddp": "no"}, is_gpu=False)
     adl, fdg = (next(line for line in told.splitlines() if line.startswith(name)) for name in ("adl", "fdg"))
     shows(adl, ["3 5", "80% 80%"])
     shows(fdg, ["failed"])
     shows(told, ["left out: torch-ddp: no", "failed: fdg: the loss is nan"])
-
-
-def flags(**given):
-    return argparse.Namespace(**{"updates": None, "seconds": 20.0, "repetitions": 3, **given})
+    draw(tmp_path / "bench.svg", table, title="")
+    assert (tmp_path / "bench.svg").stat().st_size > 1000
 
 
 def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
-    asked = []
+    speeds = {"adl": {"seconds_per_update": 0.5}, "bp": {"seconds_per_update": 1.0}, "fdg": {"error": "no"}}
 
-    def measure_once(contender, setting, *, repetition, num_updates):
-        asked.append((repetition, contender.name, num_updates - contender.warmup))
-        run = Measured(contender=contender.name, repetition=repetition, num_updates=num_updates)
-        if contender.name == "fdg":
-            return replace(run, error="no")
-        return replace(run, images_per_second=1.0, seconds_per_update={"adl": 0.5, "bp": 1.0}[contender.name])
+    def measure_once(entry, setting, *, repetition, num_updates):
+        measured = num_updates - entry.warmup
+        return Measured(contender=entry.name, repetition=repetition, num_updates=measured, **speeds[entry.name])
 
     monkeypatch.setattr(command, "measure_once", measure_once)
     able, _ = fit("bp,fdg,adl", "train.batch_size=100")
-    words, runs = ["model=resnet8"], []
-    found = replace(SURVEY, predicted={"bp": 25.0, "adl": 50.0})
-    setting = BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
-    command._measure(able, setting, flags(), runs, lambda: None)
+    setting = bench_config(["model=resnet8"], replace(SURVEY, predicted={"bp": 25.0, "adl": 50.0}))
+    flags = argparse.Namespace(updates=None, seconds=20.0, repetitions=3)
+    runs = command.measure_all(able, setting, flags)
     # 20 seconds: by the prediction at first, the lowest of all where there is none, then by the own speed.
-    assert asked == [
+    assert [(run.repetition, run.contender, run.num_updates) for run in runs] == [
         (0, "bp", 5), (0, "fdg", 5), (0, "adl", 10),
         (1, "bp", 20), (1, "adl", 40),
         (2, "bp", 20), (2, "adl", 40),
     ]  # fmt: skip
-    assert [(run.contender, run.repetition) for run in runs] == [(name, i) for i, name, _ in asked]
 
 
 def test_a_run_is_not_shorter_than_a_few_updates():
@@ -212,8 +191,8 @@ def look(words, *names):
     """The entries ``names`` of a configuration and their survey, without predictions, which take long to measure."""
     able, _ = fit(",".join(names), *words)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("adl_dist.cli.bench.entries.predict_speeds", lambda _, __, ___, sizes, *____: (sizes, {}))
-        return able, survey(compose_run(words)[0], words, able, threads=1)
+        patched.setattr("adl_dist.cli.bench.entries.predict_speeds", lambda _, __, ___, sizes: (sizes, {}))
+        return able, survey(compose_run([*words, "runtime.threads=1"])[0], able)
 
 
 @pytest.mark.parametrize(
@@ -221,65 +200,60 @@ def look(words, *names):
     [("even", "block", [2, 3]), ("[4,1]", "block", [4, 1]), ("[layer3_0]", "layer", None)],
 )
 def test_all_pipelines_are_cut_at_the_same_place(balance, granularity, sizes):
-    words = ["model=resnet8", "data=synthetic", "data.image_size=8", f"partition.balance={balance}"]
-    able, found = look(words, "gpipe", "torch-gpipe", "adl")
+    words = [*CONV_NET, f"partition.balance={balance}"]
+    able, found = look(words, "gpipe", "torch-gpipe", "torch-gpipe-plain", "adl")
     assert found.granularity == granularity
     assert sizes in (None, found.sizes)
-    assert found.traffic.target_bytes == 8
+    assert found.target == TensorSpec((), "int64")
     if sizes == [2, 3]:  # 16 channels of 8 x 8 in float32, there and back
-        assert (found.traffic.act_bytes, found.traffic.grad_bytes) == ([4096], [4096])
-    setting = BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
+        assert (found.act_bytes, found.grad_bytes) == (4096, 4096)
+    setting = bench_config(words, found)
     cut = f"partition.balance=[{','.join(map(str, found.sizes))}]"
-    for entry in able:
-        assert [w for w in train_argv(entry, setting, 9) if w.startswith("partition.balance")] == [cut]
+    argv = [train_argv(entry, setting, 9) for entry in able]
+    assert [[word for word in words if word.startswith("partition.balance")] for words in argv] == [[cut]] * 4
+    # One of torch's pipelines runs in the only format that gloo takes.
+    assert [compose_run(words)[0].runtime.channels_last for words in argv] == [True, True, False, True]
 
 
-def test_the_speeds_of_our_methods_and_torchs_are_predicted():
-    words = ["model=resnet8", "data=synthetic", "data.image_size=8", "data.num_samples=64", "train.batch_size=16"]
+def test_the_speeds_of_our_methods_and_torchs_are_predicted(monkeypatch):
+    monkeypatch.setattr("adl_dist.cli.bench.entries.link_figures", lambda _: {"bandwidth": 1e9, "latency": 1e-5})
+    monkeypatch.setattr(Profiler, "num_others", lambda *_: 0)
+    words = [*TINY, "data.num_samples=64", "train.batch_size=16"]
     able, _ = fit("torch-bp,torch-ddp,torch-gpipe,torch-gpipe-plain,bp,gpipe,1f1b,fdg,dgl,adl", *words)
-    predicted = survey(compose_run(words)[0], words, able, threads=1).predicted
+    predicted = survey(compose_run([*words, "runtime.threads=1"])[0], able).predicted
     assert list(predicted) == ["torch-gpipe", "bp", "gpipe", "1f1b", "fdg", "adl"]
     assert predicted["torch-gpipe"] == predicted["gpipe"]
     assert predicted["adl"] > predicted["gpipe"] > 0
 
 
-def test_torchs_pipeline_may_run_in_the_only_format_gloo_takes():
-    words = ["model=resnet56", "data=synthetic", "data.num_samples=64", "runtime.channels_last=true"]
-    able, found = look(words, "torch-gpipe", "torch-gpipe-plain", "adl")
-    setting = BenchConfig(config=compose_run(words)[0], overrides=words, survey=found, **NOWHERE)
-    configs = [compose_run(train_argv(entry, setting, 9))[0] for entry in able]
-    assert [config.runtime.channels_last for config in configs] == [True, False, True]
-
-
-@pytest.mark.parametrize("name", ["torch-bp", "torch-gpipe", "bp", "adl"])
-def test_every_contender_gets_the_same_environment(name, monkeypatch, tmp_path):
-    words = ["model=resnet8", "data=synthetic", "data.image_size=8", "runtime.threads=1", "runtime.bind_cores=false"]
-    (entry,), found = look(words, name)
-    placement = RankPlacement(pinned=True)
-    setting = BenchConfig(
-        config=compose_run(words)[0], overrides=words, survey=found, **{**NOWHERE, "placement": placement}
-    )
+def test_every_contender_gets_the_same_environment(monkeypatch):
+    words = [*TINY, "runtime.threads=1", "runtime.bind_cores=false"]
+    able, found = look(words, "torch-bp", "torch-gpipe", "bp", "adl")
+    setting = bench_config(words, found, pinned=True)
     started = []
-    monkeypatch.setattr("adl_dist.cli.bench.runner.run_together", lambda children, **_: started.extend(children))
-    with pytest.raises(FileNotFoundError):  # nothing ran, so there are no results
-        measure_once(entry, setting, repetition=0, num_updates=5)
-    config = compose_run(train_argv(entry, setting, 5))[0]
-    assert (config.runtime.threads, config.runtime.bind_cores) == (1, True)
-    K = entry.num_processes
-    own = ("RANK", "LOCAL_RANK", "MASTER_PORT")
-    assert [child.environment["RANK"] for child in started] == [str(rank) for rank in range(K)]
-    assert {name: value for name, value in started[0].environment.items() if name not in own} == {
-        "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(K), "LOCAL_WORLD_SIZE": str(K), "MASTER_ADDR": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
+    monkeypatch.setattr("adl_dist.cli.bench.runner.run_together", lambda children, **_: started.append(children))
+    for entry in able:
+        with pytest.raises(FileNotFoundError):  # nothing ran, so there are no results
+            measure_once(entry, setting, repetition=0, num_updates=5)
+        config = compose_run(train_argv(entry, setting, 5))[0]
+        assert (config.runtime.threads, config.runtime.bind_cores) == (1, True)
+    assert [len(children) for children in started] == [1, 2, 1, 2]
+    for children in started:
+        K, port = str(len(children)), children[0].environment["MASTER_PORT"]
+        assert [child.environment for child in children] == [
+            {
+                "OMP_NUM_THREADS": "1", "WORLD_SIZE": K, "LOCAL_WORLD_SIZE": K, "MASTER_ADDR": "127.0.0.1",
+                "GLOO_SOCKET_IFNAME": "lo", "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank),
+            }
+            for rank in range(len(children))
+        ]  # fmt: skip
 
 
 def test_torchs_own_ranks_keep_freed_memory_as_ours_do(monkeypatch):
     tuned = []
     monkeypatch.setattr("adl_dist.cli.bench.baseline_rank.tune_malloc", lambda: tuned.append(True))
-    words = ["model=resnet8", "data=synthetic", "data.image_size=8", "data.num_samples=8", "train.batch_size=4"]
-    words += ["train.max_updates=2", "runtime.threads=1", "partition.num_stages=1", "hydra.mode=RUN"]
-    result = run(Task(kind="loop", argv=words, overwrites=[], target={}), rank=0)
+    words = [*TINY, "data.num_samples=8", "train.batch_size=4", "train.max_updates=2", "runtime.threads=1"]
+    result = run(0, kind="loop", argv=[*words, "partition.num_stages=1"], overwrites=[], target={})
     assert tuned == [True]
     assert len(result["ends"]) == 2
 
@@ -313,12 +287,9 @@ def test_children_are_ended_when_one_fails_or_takes_too_long(tmp_path):
 
 
 def test_an_interrupted_bench_leaves_no_process(tmp_path):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
             run_together([Child(command=["sh", "-c", f": {tmp_path}; sleep 60"], log=tmp_path / "log")])
     finally:
@@ -372,7 +343,7 @@ def test_help_lists_the_contenders():
 )
 def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
     out = tmp_path / "out"
-    shows(in_process("bench", "model=resnet8", *extra, "--out", str(out)).refusal(), parts)
+    shows(in_process("bench", *TINY, *extra, "--out", str(out)).refusal(), parts)
     assert not out.exists()
 
 
@@ -380,3 +351,29 @@ def test_the_results_of_another_bench_are_not_written_over(tmp_path):
     (tmp_path / "bench.json").write_text("{}")
     shows(in_process("bench", "--out", str(tmp_path)).refusal(), ["already holds a bench.json", "another folder"])
     assert (tmp_path / "bench.json").read_text() == "{}"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.timeout(190)
+def test_a_bench_has_a_row_per_contender_and_keeps_every_run(tmp_path):
+    out, names = tmp_path / "out", ["torch-bp", "torch-1f1b", "adl"]  # each process takes seconds to start
+    words = [f"{key}={value}" for key, value in commands.TINY.items()]
+    done = as_command(
+        *(sys.executable, "-m", "adl_dist", "bench", *words),
+        *("--contenders", ",".join([*names, "torch-ddp"]), "train.batch_size=15", "method.accumulation_steps=3"),
+        *("--repetitions", "1", "--updates", "2", "--warmup", "1", "--out", str(out)),
+        timeout_seconds=180,
+    )
+    assert done.code == 0, done.err
+    facts = json.loads((out / "bench.json").read_text())
+    assert [run["contender"] for run in facts["runs"]] == names == facts["order"]
+    assert [row["contender"] for row in facts["table"]] == names
+    assert all(row["median"] > 0 for row in facts["table"])
+    assert [len(run["peak_memory_bytes"]) for run in facts["runs"]] == [1, 2, 2]
+    assert [row.get("predicted_images_per_second", 0) > 0 for row in facts["table"]] == [False, True, True]
+    shows(
+        done.out, [*names, "ratio: of medians, to torch-bp", "units per stage 2 3", "left out: torch-ddp: the 15 samp"]
+    )
+    assert (out / "bench.svg").stat().st_size > 1000
+    assert left_behind(tmp_path) == []

@@ -1,14 +1,18 @@
 """Predictions from known costs, the advice that follows, and ``adl-dist plan`` as a user calls it."""
 
 import json
+import multiprocessing
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from adl_dist.cli.plan.profiler import BackgroundLoad
-from adl_dist.cli.plan.report import line_to_paste
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.plan.command import line_to_paste
+from adl_dist.cli.plan.link import measure
+from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.advice import Throughput, advise, alternative
@@ -16,25 +20,18 @@ from adl_dist.partition.predict import predict
 from adl_dist.partition.profile import Profile
 from adl_dist.schedule import Pipeline, method
 from tests.support.commands import in_process, shows, words
+from tests.support.ranks import run_ranks
+from tests.support.tiers import slow
 
-SMALL = (
-    *("model=resnet8", "data=synthetic", "data.image_size=8", "train.batch_size=16", "runtime.threads=1"),
-    *("--bandwidth", "1e9", "--latency", "1e-5"),
-    *("--neighbours", "0"),
-)
+FAST = ("train.batch_size=16", "runtime.threads=1", "--bandwidth", "1e9", "--latency", "1e-5", "--neighbours", "0")
+SMALL = ("model=resnet8", "data=synthetic", "data.image_size=8", *FAST)
+TINY = ("model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images", *FAST)
 
 
-def known(num_units=8, *, forward=1.0, backward=2.0, update=0.0, **of_unit):
-    units = [
-        UnitCost(name=f"u{i}", forward=forward, backward=backward, update=update, **of_unit) for i in range(num_units)
-    ]
-    return Profile(
-        of={"micro_batch_size": 10},
-        units=units,
-        forward=forward * num_units,
-        backward=backward * num_units,
-        optimizer_copies=1.0,
-    )
+def known(num_units=8, *, forward=1.0, backward=2.0, **of_unit):
+    units = [UnitCost(name=f"u{i}", forward=forward, backward=backward, **of_unit) for i in range(num_units)]
+    whole = {"forward": forward * num_units, "backward": backward * num_units}
+    return Profile(of={"micro_batch_size": 10}, units=units, optimizer_copies=1.0, **whole)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +53,8 @@ def test_of_equal_units_the_speed_up_is_the_textbooks(name, K, speed_up):
 
 def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
     told = known(8)
-    slow = Profile(of=told.of, units=told.units, forward=4.0, backward=32.0, optimizer_copies=1.0)
-    assert [(u.forward, u.backward) for u in slow.costs(1)] == [(0.5, 4.0)] * 8
+    slower = Profile(of=told.of, units=told.units, forward=4.0, backward=32.0, optimizer_copies=1.0)
+    assert [(u.forward, u.backward) for u in slower.costs(1)] == [(0.5, 4.0)] * 8
 
 
 def test_stages_take_what_was_measured_next_to_others_at_work(tmp_path):
@@ -84,17 +81,41 @@ def rests(pid):
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
-def test_neighbours_rest_until_they_work_and_end_in_time():
+@pytest.mark.parametrize("num_workers", [0, slow(1)])
+def test_neighbours_rest_until_they_work_and_end_in_time(num_workers):
     """Neighbours rest until they are to work and do not outlive the measurement."""
-    how = {"shape": [3, 8, 8], "granularity": "layer", "threads": 1}
-    with BackgroundLoad.started(1, SMALL[:5], how, 4) as others:
-        (pid,) = others.pids
-        assert rests(pid)
-        with others.at_work():
+    config, _ = compose_run([*TINY[:4], f"data.num_workers={num_workers}"])
+    profiler = Profiler(config, granularity="layer", threads=1)
+    with profiler.with_load(1, 4):
+        (process,) = multiprocessing.active_children()
+        assert rests(process.pid)
+        with profiler.under_load():
             time.sleep(0.2)
-            assert state_of(pid) != "T"
-        assert rests(pid)
-    assert not Path(f"/proc/{pid}").exists()
+            assert state_of(process.pid) != "T"
+        assert rests(process.pid)
+    assert not process.is_alive()
+
+
+@pytest.mark.slow
+def test_a_neighbour_that_cannot_train_says_why():
+    profiler = Profiler(compose_run(TINY[:4])[0], granularity="layer", threads=1)
+    profiler._shape = [5, 8, 8]
+    with pytest.raises(ConfigError, match=r"a second process could not train .*: ConfigError: .* gets float32"):
+        profiler.with_load(1, 4).__enter__()
+    assert not multiprocessing.active_children()
+
+
+def measured(folder):
+    measure(Path(folder), int(os.environ["RANK"]))
+
+
+@pytest.mark.ranks
+def test_a_link_has_a_bandwidth_and_a_latency(tmp_path):
+    run_ranks(2, measured, str(tmp_path))
+    link = json.loads((tmp_path / "link.json").read_text())
+    assert replace(Machine(), **link).bandwidth > 1e6
+    assert 0 < link["latency"] < 1
+    assert min(link["seconds_per_byte"], link["seconds_per_message"]) >= 0
 
 
 def test_the_factor_is_that_of_theorem_1():
@@ -120,53 +141,41 @@ def test_a_slow_link_costs_what_its_messages_take():
     assert busy.images_per_second == pytest.approx(10 / (6 + 1.6))
 
 
-def without(profile, *, devices, machine=None, M=4):
+def without(profile, *, devices, machine, M=4):
     """The same pace for any number of samples: as long as a micro-batch takes, for each of its 10."""
 
     def pace(samples):
-        return Throughput(
-            samples=samples, forward=profile.forward * samples / 10, backward=profile.backward * samples / 10
-        )
+        times = {"forward": profile.forward * samples / 10, "backward": profile.backward * samples / 10}
+        return Throughput(samples=samples, **times)
 
-    machine = machine or Machine()
     return alternative(profile, machine, num_devices=devices, whole=pace(10 * M), share=pace(10 * M // devices))
 
 
-def advice_for(profile, *, devices, machine=None, names=("adl",), stages=(2,)):
-    machine = machine or Machine()
-    told = []
-    for name in names:
-        for num_stages in stages:
-            steps = method(name, accumulation_steps=4)
-            told.append(predict(profile, Pipeline(steps, num_stages), machine=machine))
-    return advise(told, without(profile, devices=devices, machine=machine))
-
-
-def test_with_one_device_there_is_nothing_to_gain():
-    told = advice_for(known(), devices=1)
-    assert told.choice is None
-    assert "one device, and the model fits" in told.reason
-
-
-def test_with_fast_links_and_few_parameters_the_answer_is_ddp():
-    told = advice_for(known(), devices=2)
-    assert told.choice is None
-    assert told.reason.startswith("use DDP: 2 replicas make 1 images/s")
-
-
-def test_with_many_parameters_on_a_slow_link_the_answer_is_adl():
-    """8 units x 100 bytes take 2 x (1/2) x 800 / 8 = 100 s of a ring; one device alone is faster."""
-    told = advice_for(known(parameter_bytes=100, act_bytes=8, grad_bytes=8), devices=2, machine=Machine(bandwidth=8.0))
-    assert told.choice is not None
-    assert (told.choice.pipeline.method.name, told.choice.pipeline.num_stages) == ("adl", 2)
-    assert told.reason.startswith("2.00 times as fast as one device would be")
-
-
-def test_a_model_that_fits_on_no_device_is_cut():
-    profile = known(4, activation_bytes=100, parameter_bytes=1000, act_bytes=1, grad_bytes=1)
-    told = advice_for(profile, devices=2, machine=Machine(memory_bytes=10_500))
-    assert told.choice is not None
-    assert "does not fit on one device" in told.reason
+@pytest.mark.parametrize(
+    ("profile", "devices", "machine", "is_chosen", "reason"),
+    [
+        pytest.param(known(), 1, Machine(), False, "one device, and the model fits", id="one device"),
+        pytest.param(known(), 2, Machine(), False, "use DDP: 2 replicas make 1 images/s", id="few parameters"),
+        # 8 units x 100 bytes take 2 x (1/2) x 800 / 8 = 100 s of a ring; one device alone is faster.
+        pytest.param(
+            known(parameter_bytes=100, act_bytes=8, grad_bytes=8), 2, Machine(bandwidth=8.0), True,
+            "2.00 times as fast as one device would be", id="many parameters on a slow link",
+        ),
+        pytest.param(
+            known(4, activation_bytes=100, parameter_bytes=1000, act_bytes=1, grad_bytes=1), 2,
+            Machine(memory_bytes=10_500), True, "does not fit on one device", id="too large for one device",
+        ),
+        pytest.param(
+            known(parameter_bytes=100, act_bytes=8, grad_bytes=8), 2, Machine(bandwidth=0.1), False,
+            "the links are too slow", id="slower link",
+        ),
+    ],
+)  # fmt: skip
+def test_the_advice_is_what_is_fastest_and_fits(profile, devices, machine, is_chosen, reason):
+    told = predict(profile, Pipeline(method("adl", accumulation_steps=4), 2), machine=machine)
+    advice = advise([told], without(profile, devices=devices, machine=machine))
+    assert advice.choice is (told if is_chosen else None)
+    shows(advice.reason, [reason])
 
 
 def test_what_is_too_stale_is_not_recommended_however_fast():
@@ -178,13 +187,6 @@ def test_what_is_too_stale_is_not_recommended_however_fast():
         other = without(profile, devices=16, machine=machine, M=M)
         assert told.images_per_second > 2 * other.best
         assert (advise([told], other).choice is told) == is_recommended
-
-
-def test_over_links_that_are_too_slow_one_device_is_best():
-    profile = known(parameter_bytes=100, act_bytes=8, grad_bytes=8)
-    told = advice_for(profile, devices=2, machine=Machine(bandwidth=0.1))
-    assert told.choice is None
-    assert told.reason.endswith("the links are too slow")
 
 
 def test_local_losses_are_not_predicted():
@@ -199,20 +201,24 @@ def done(*words):
 
 
 def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
-    """The plan of a small model reports all that was asked for and its line trains."""
-    told = done(*SMALL, "--stages", "2,3", "--methods", "bp,gpipe,adl,fr", "--devices", "3", "--units")
+    """The plan of a small model reports and draws all that was asked for and its line trains."""
+    picture = tmp_path / "units.svg"
+    told = done(
+        *(*SMALL, "--stages", "2,3", "--methods", "bp,gpipe,adl,fr", "--devices", "3", "--units", "--out", str(picture))
+    )
     shows(told, ["method ", "adl     2  4  ", "adl     3  4  ", "gpipe   3  4  ", "fr      2  1  "])
     shows(told, ["stem.conv", "layer3_0.add", "without a pipeline: one device", "DDP on 3", "recommended"])
-    facts = json.loads(done(*SMALL, "--stages", "2", "--methods", "adl", "--json", "--memory", "4MiB"))
-    (adl,) = facts["predictions"] or [None]
+    assert picture.read_text().count("<path") > 2 * 30, "two bars for each of 30 units"
+    facts = json.loads(done(*TINY, "--stages", "2", "--methods", "adl", "--json", "--memory", "4MiB"))
+    (adl,) = facts["predictions"]
     assert sum(adl["balance"]["sizes"]) == len(facts["profile"]["units"])
-    sizes = ",".join(map(str, adl["balance"]["sizes"]))
-    cut = [f"partition.balance=[{sizes}]", "partition.granularity=layer"]
-    assert in_process(*words(tmp_path / "run", *cut)).code == 0
+    cut = [f"partition.balance={adl['balance']['sizes']}".replace(" ", ""), "partition.granularity=layer"]
+    assert in_process(*words(tmp_path / "run", *TINY[:2], *cut)).code == 0
 
 
-def test_a_model_that_fits_on_no_device_gets_a_line_to_paste():
-    base = (*SMALL, "--stages", "2", "--methods", "bp", "--devices", "2")  # each stage holds one graph of its part
+def test_a_model_that_fits_on_no_device_gets_a_line_to_paste(tmp_path):
+    # Each stage holds one graph of its part.
+    base = (*SMALL, "--stages", "2", "--methods", "bp", "--devices", "2", "--profile", str(tmp_path / "p.json"))
     facts = json.loads(done(*base, "--json"))
     largest = max(facts["predictions"][0]["balance"]["stage_bytes"])
     assert largest < facts["alternative"]["bytes"]
@@ -225,7 +231,7 @@ def test_a_model_that_fits_on_no_device_gets_a_line_to_paste():
 
 def test_a_measurement_is_used_again_for_the_same_thing_only(tmp_path):
     def predicted(*extra):
-        words = (*SMALL, "--stages", "2", "--methods", "adl", "--json", "--profile", str(tmp_path / "p.json"), *extra)
+        words = (*TINY, "--stages", "2", "--methods", "adl", "--json", "--profile", str(tmp_path / "p.json"), *extra)
         return json.loads(done(*words))["predictions"]
 
     first = predicted()
@@ -245,31 +251,22 @@ def test_the_line_trains_the_very_method_that_was_predicted():
 
 
 def test_a_samples_shape_stands_in_for_data_that_is_not_there(tmp_path):
-    missing = (
-        *("model=resnet8", "data=imagefolder", f"data.root={tmp_path}", "--bandwidth", "1e9", "--stages", "2"),
-        *("--neighbours", "0"),
-    )
+    missing = (*TINY[:1], "data=imagefolder", f"data.root={tmp_path}", *FAST, "--stages", "2")
     shows(in_process("plan", *missing).refusal(), ["expected a folder train", "--input 3,224,224"])
     assert "input [3, 8, 8]" in done(*missing, "--input", "3,8,8", "--methods", "adl")
-
-
-def test_the_picture_shows_every_unit(tmp_path):
-    done(*SMALL, "--stages", "2", "--methods", "adl", "--out", str(tmp_path / "units.svg"))
-    assert (tmp_path / "units.svg").read_text().count("<path") > 2 * 30, "two bars for each of 30 units"
 
 
 @pytest.mark.parametrize(
     ("extra", "parts"),
     [
-        (("--stages", "a"), ["--stages a", "whole numbers"]),
-        (("--stages", "0"), ["at least 1"]),
+        (("--stages", "a"), ["--stages", "whole numbers", "got a"]),
+        (("--stages", "1"), ["--stages", "at least 2"]),
         (("--methods", "adl,nope"), ["no method 'nope'", "gpipe"]),
-        (("--memory", "12"), ["--memory 12", "80GiB"]),
+        (("--memory", "12"), ["--memory", "80GiB", "got 12"]),
         (("--out", "x.txt", "--stages", "2", "--methods", "adl"), ["x.txt", ".svg"]),
         (("--nonsense",), ["adl-dist plan", "--nonsense"]),
-        (("--stages", "1"), ["--stages 1", "at least 2"]),
         (("--devices", "0"), ["--devices 0 must be at least 1"]),
-        (("--memory", "infGiB"), ["--memory infGiB", "80GiB"]),
+        (("--memory", "infGiB"), ["--memory", "80GiB", "got infGiB"]),
         (("--profile", "/nonexistent/p.json"), ["--profile /nonexistent/p.json", "in an existing folder"]),
         (("--profile", "/tmp"), ["--profile /tmp", "the name of a file"]),
         (("--input", "5,8,8"), ["gets float32[B, 5, 8, 8] and fails on it"]),
@@ -277,4 +274,4 @@ def test_the_picture_shows_every_unit(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(extra, parts):
-    shows(in_process("plan", *SMALL, *extra).refusal(), parts)
+    shows(in_process("plan", *TINY, *extra).refusal(), parts)

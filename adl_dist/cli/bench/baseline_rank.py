@@ -5,19 +5,19 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
-from adl_dist.baselines import Clock, Updates, joined, train_alone, train_replica, train_stage
-from adl_dist.cli.bench.entries import Kind, device_loader
+from adl_dist.baselines import Training, joined, replicated, train_alone, train_stage
+from adl_dist.cli.bench.entries import Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import RunConfig
+from adl_dist.cli.plan.profiler import device_loader
 from adl_dist.data.loader import epoch_order
 from adl_dist.distributed.affinity import bound_to, cores_here, own_cores, tune_malloc
 from adl_dist.distributed.device import choose_device
@@ -29,102 +29,59 @@ from adl_dist.partition import cut
 from adl_dist.stage import to_channels_last
 from adl_dist.transport import TensorSpec
 
+PIPELINES = ("gpipe", "1f1b")
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """The work of all ranks of one run.
 
-    Attributes:
+def run(
+    rank: int, *, kind: Kind, argv: Sequence[str], overwrites: Sequence[Sequence[bool]], target: dict[str, Any]
+) -> dict[str, Any]:
+    """Train as one of the ranks, with the allocator, the threads and the cores of our own ranks.
+
+    Args:
+        rank: which.
         kind: the training loop.
         argv: overrides that make the configuration: K, M, the cut, the number of updates, threads.
         overwrites: for each stage, for each tensor that arrives, whether the stage writes to it.
-        target: shape and dtype of the targets, as plain values.
-    """
-
-    kind: Kind
-    argv: Sequence[str]
-    overwrites: Sequence[Sequence[bool]]
-    target: dict[str, Any]
-
-    def save(self, path: Path) -> None:
-        """Write the task for the ranks, which write their results next to it."""
-        path.write_text(json.dumps(asdict(self)))
-
-
-def result_file(task_file: Path, rank: int) -> Path:
-    """Return where ``rank`` writes its result."""
-    return task_file.with_name(f"rank{rank}.json")
-
-
-def run(task: Task, rank: int) -> dict[str, Any]:
-    """Train as rank ``rank`` of ``task``, with the allocator, the threads and the cores of our own ranks.
+        target: specification of the targets, as plain values.
 
     Returns:
         ``ends``: when each update ended, in seconds after the first one; and ``peak_memory_bytes``.
     """
-    config, _ = compose_run(task.argv)
-    device, size = choose_device(config.runtime.device.value), 1 if task.kind == "loop" else config.partition.num_stages
+    config, _ = compose_run(argv)
+    size, M = 1 if kind == "loop" else config.partition.num_stages, config.pipeline.micro_batches_per_update
+    device, dtype = choose_device(config.runtime.device.value), getattr(torch, config.dtype.value)
+    channels_last, num_updates = config.runtime.channels_last, config.train.max_updates
+    assert num_updates is not None
     tune_malloc()
     with instantiate.precision(config).apply(threads=config.runtime.threads or 1):
-        model = instantiate.build_model(config).to(getattr(torch, config.dtype.value))
-        if task.kind in ("gpipe", "1f1b"):
-            balance, granularity = config.partition.balance, config.partition.granularity
-            assert granularity is not None
-            model = cut(model, num_stages=size, balance=balance, granularity=granularity.value)[rank]
+        model = instantiate.build_model(config).to(dtype)
+        if kind in PIPELINES:
+            balance, granularity = config.partition.balance, config.partition.chosen().units
+            model = cut(model, num_stages=size, balance=balance, granularity=granularity)[rank]
         model = model.to(device)
-        if config.runtime.channels_last:
+        if channels_last:
             to_channels_last(model)
-        clock = Clock(device)
+        loss_fn = instantiate.build_loss(config)
+        if isinstance(loss_fn, nn.Module):
+            loss_fn.to(device, dtype)
+        training = Training(device=device, num_updates=num_updates, micro_batches=M, loss_fn=loss_fn)
+        if parameters := list(model.parameters()):  # there are none in a stage of nothing but pooling
+            training.optimizer = instantiate.build_optimizer(config)(parameters)
+            length = {"updates_per_epoch": num_updates, "total_updates": num_updates}
+            training.lr_schedule = build_lr_schedule(instantiate.lr_schedule(config), training.optimizer, **length)
         with joined(rank, size, device=device, timeout_seconds=config.runtime.timeout_seconds):
-            _train(task, rank, size, config, model, device, clock)
-    return {"ends": clock.seconds(), "peak_memory_bytes": peak_memory_bytes()}
-
-
-def _train(
-    task: Task, rank: int, size: int, config: RunConfig, model: nn.Module, device: torch.device, clock: Clock
-) -> None:
-    num_updates, M = config.train.max_updates, config.method.chosen().micro_batches_per_update
-    assert num_updates is not None
-    loss_fn = instantiate.build_loss(config)
-    if isinstance(loss_fn, nn.Module):
-        loss_fn.to(device, getattr(torch, config.dtype.value))
-    updates = _updates(config, model, clock, num_updates)
-    loaded = rank_batches(task.kind, rank, size, config, device)
-    # Pin after gloo and loader threads exist, as our own ranks do, so that both pin the same threads.
-    is_pinned = config.runtime.bind_cores and size > 1 and device.type == "cpu"
-    with bound_to(own_cores([cores_here()] * size, rank) if is_pinned else None):
-        if task.kind == "loop":
-            assert loaded is not None
-            train_alone(model, loaded, num_updates=num_updates, micro_batches=M, loss_fn=loss_fn, updates=updates)
-        elif task.kind == "ddp":
-            assert loaded is not None
-            train_replica(model, loaded, device=device, num_updates=num_updates, loss_fn=loss_fn, updates=updates)
-        else:
-            train_stage(
-                model,
-                loaded,
-                schedule=task.kind,
-                rank=rank,
-                num_stages=size,
-                device=device,
-                channels_last=config.runtime.channels_last,
-                overwrites=task.overwrites[rank],
-                target=TensorSpec.from_json(task.target).empty(config.train.batch_size, torch.device("cpu")),
-                num_updates=num_updates,
-                micro_batches=M,
-                loss_fn=loss_fn,
-                updates=updates,
-            )
-
-
-def _updates(config: RunConfig, model: nn.Module, clock: Clock, num_updates: int) -> Updates:
-    parameters = list(model.parameters())
-    if not parameters:  # a stage of nothing but pooling
-        return Updates(optimizer=None, lr_schedule=None, clock=clock)
-    optimizer = instantiate.build_optimizer(config)(parameters)
-    length = {"updates_per_epoch": num_updates, "total_updates": num_updates}
-    lr_schedule = build_lr_schedule(instantiate.lr_schedule(config), optimizer, **length)
-    return Updates(optimizer=optimizer, lr_schedule=lr_schedule, clock=clock)
+            batches = rank_batches(kind, rank, size, config, device)
+            # Pin after gloo and loader threads exist, as our own ranks do, so that both pin the same threads.
+            is_pinned = config.runtime.bind_cores and size > 1 and device.type == "cpu"
+            with bound_to(own_cores([cores_here()] * size, rank) if is_pinned else None):
+                if kind in PIPELINES:
+                    borders: dict[str, Any] = {"channels_last": channels_last, "overwrites": overwrites[rank]}
+                    targets = TensorSpec.from_json(target).empty(config.train.batch_size, torch.device("cpu"))
+                    train_stage(model, batches, training, schedule=kind, target=targets, **borders)
+                else:
+                    assert batches is not None
+                    train_alone(replicated(model, device) if kind == "ddp" else model, batches, training)
+    return {"ends": training.ends(), "peak_memory_bytes": peak_memory_bytes()}
 
 
 def rank_batches(
@@ -135,34 +92,33 @@ def rank_batches(
     Returns:
         (input on ``device``, target) one after another; None: the rank gets its input from another one.
     """
-    if kind in ("gpipe", "1f1b") and rank > 0:
+    if kind in PIPELINES and rank > 0:
         return None
-    samples = config.train.batch_size
-    train: Dataset[Any] = instantiate.build_data(config)[0]
-    shuffle = config.data.get("shuffle", True)
+    samples, shuffle = config.train.batch_size, config.data.get("shuffle", True)
+    train: Any = instantiate.build_data(config)[0]
     batch_size = samples
     if kind == "loop":
         batch_size = samples // config.method.chosen().micro_batches_per_update
     elif kind == "ddp":
         batch_size = samples // size
-        order = epoch_order(len(train), seed=config.seed, epoch=0, shuffle=shuffle)  # type: ignore[arg-type]
+        order = epoch_order(len(train), seed=config.seed, epoch=0, shuffle=shuffle)
         train = Subset(train, [order[i] for i in range(len(order)) if i % samples // batch_size == rank])
         shuffle = False
-    num_batches = len(train) // batch_size  # type: ignore[arg-type]
-    return device_loader(train, config, device, shuffle=shuffle).batches(0, [batch_size] * num_batches)
+    loader = device_loader(config, device, shuffle=shuffle, dataset=train)
+    return loader.batches(0, [batch_size] * (len(train) // batch_size))
 
 
 def main(task_file: Path, rank: int) -> None:
-    """Run the task and write the result; an error is one line for the bench, after a traceback for the log."""
+    """Run a task and write ``rank{r}.json`` next to it; an error is one line for the bench, after a traceback."""
     end_with_launcher()
     try:
-        result = run(Task(**json.loads(task_file.read_text())), rank)
+        result = run(rank, **json.loads(task_file.read_text()))
     except Exception as error:
         prefix = "" if isinstance(error, AdlError) else f"rank {rank}: {type(error).__name__}: "
         sys.stderr.write(f"{traceback.format_exc()}\nadl-dist: error: {prefix}{' '.join(str(error).split())}\n")
         sys.stderr.flush()
         os._exit(1)  # must not wait in some destructor for peers that wait for it
-    result_file(task_file, rank).write_text(json.dumps(result))
+    task_file.with_name(f"rank{rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """``adl-dist bench``: our methods and torch's own ways to train, measured in turn on this machine, in one table."""
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -10,12 +11,12 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy
 import torch
@@ -23,9 +24,9 @@ import torch
 import adl_dist
 from adl_dist.checkpoint.run_dir import make_folder
 from adl_dist.cli.arguments import Parser
-from adl_dist.cli.bench.entries import DEFAULT, Entry, Host, ModelSurvey, entries, known_names, survey
-from adl_dist.cli.bench.report import Row, draw, facts_of, report, rows
-from adl_dist.cli.bench.runner import BenchConfig, Measured, RankPlacement, measure_once
+from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, Host, ModelSurvey, entries, survey
+from adl_dist.cli.bench.report import Row, draw, report, rows
+from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import Device, RunConfig
@@ -34,6 +35,7 @@ from adl_dist.distributed.device import check_device
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
 from adl_dist.distributed.world import launched_world_size
 from adl_dist.errors import ConfigError
+from adl_dist.report.files import write_atomically
 
 FACTS, FIGURE, LOGS = "bench.json", "bench.svg", "logs"
 FEWEST = 5  # measured updates of a run
@@ -45,104 +47,79 @@ TIMES_TOO_LONG = 10  # a run that takes so many times as long as it should is en
 def bench(argv: list[str]) -> None:
     """Read the flags, measure all entries in turn, print the table and write it to a folder."""
     flags = _flags(argv)
-    _check(flags)
     config, _ = compose_run([*flags.overrides, "hydra.mode=RUN"])
-    _check_precision(config)
+    _check(flags, config)
     instantiate.check_targets(config)
     check_device(config.runtime.device.value)
-    host = Host(
-        threads=config.threads,
-        num_cores=num_cores(),
-        num_gpus=torch.cuda.device_count() if config.runtime.device is Device.cuda else 0,
-        warmup=flags.warmup,
-    )
+    num_gpus = torch.cuda.device_count() if config.runtime.device is Device.cuda else 0
+    host = Host(threads=config.threads, num_cores=num_cores(), num_gpus=num_gpus, warmup=flags.warmup)
     able, left_out = entries(flags.contenders.split(","), config, host)
     if not able:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
     out = _out_folder(flags.out, config)
-    setting = _setting(flags, config, able, host, out)
+    setting = BenchConfig(
+        config=config,
+        overrides=flags.overrides,
+        survey=_survey_apart(config, able),
+        log_folder=out / LOGS,
+        timeout_seconds=flags.timeout or (DAY if flags.updates else SECONDS_TO_START + TIMES_TOO_LONG * flags.seconds),
+        pinned=not flags.no_pinning and not flags.prefix,  # a rank behind a prefix may have other cores
+        prefix=shlex.split(flags.prefix),
+        master_addr=flags.master_addr or "127.0.0.1",
+        interface=flags.interface,
+    )
     make_folder(out)
-    signal.signal(signal.SIGTERM, _interrupt)  # no run may outlive this process
-    code, runs = 0, list[Measured]()
-
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run may outlive this process
     # Links between ranks that a prefix places apart are not those that were measured.
     shown = replace(setting.survey, predicted={}) if flags.prefix else setting.survey
-
-    def write_facts() -> list[Row]:
-        table = rows(able, runs, shown)
-        facts = {
-            "command": shlex.join(["adl-dist", "bench", *argv]),
-            **_circumstances(setting, host),
-            "order": [entry.name for entry in able],
-            "runs": [run.as_json() for run in runs],
-            "table": [facts_of(row, table) for row in table],
-            "left_out": left_out,
-        }
-        unfinished = out / f".{FACTS}.saving"
-        unfinished.write_text(json.dumps(facts, indent=1, default=str) + "\n")
-        unfinished.replace(out / FACTS)
-        return table
-
+    facts = {
+        "command": shlex.join(["adl-dist", "bench", *argv]),
+        **_circumstances(setting, host),
+        "order": [entry.name for entry in able],
+        "left_out": left_out,
+    }
+    code, runs = 0, list[Measured]()
+    table = _write(out / FACTS, facts, runs, rows(able, runs, shown))
     try:
-        _measure(able, setting, flags, runs, write_facts)
+        for run in measure_all(able, setting, flags):
+            runs.append(run)
+            table = _write(out / FACTS, facts, runs, rows(able, runs, shown))
     except KeyboardInterrupt:
         sys.stderr.write("\nadl-dist: interrupted; the table shows what was measured until then\n")
         code = 130
-    table = write_facts()
     draw(out / FIGURE, table, title=f"{config.model['_target_'].rpartition('.')[2]}, K = {config.partition.num_stages}")
     written = ", ".join(str(path) for path in (out / FACTS, out / FIGURE) if path.is_file())
     sys.stdout.write(f"{_head(setting, host)}\n\n{report(table, left_out, is_gpu=host.num_gpus > 0)}\n\n")
     sys.stdout.write(f"written: {written}; output of each run: {out / LOGS}\n")
-    raise SystemExit(code or (1 if all(row.error for row in table) else 0))
+    raise SystemExit(code or (1 if all("error" in row for row in table) else 0))
 
 
-def _setting(flags: argparse.Namespace, config: RunConfig, able: Sequence[Entry], host: Host, out: Path) -> BenchConfig:
-    return BenchConfig(
-        config=config,
-        overrides=flags.overrides,
-        survey=_survey_apart(config, flags.overrides, able, host),
-        placement=RankPlacement(
-            # A rank behind a prefix may have other cores than this process sees.
-            pinned=not flags.no_pinning and not flags.prefix,
-            prefix=shlex.split(flags.prefix),
-            master_addr=flags.master_addr or "127.0.0.1",
-            interface=flags.interface,
-        ),
-        log_folder=out / LOGS,
-        timeout_seconds=flags.timeout or (DAY if flags.updates else SECONDS_TO_START + TIMES_TOO_LONG * flags.seconds),
-    )
+def _write(path: Path, facts: dict[str, Any], runs: Sequence[Measured], table: list[Row]) -> list[Row]:
+    with write_atomically(path) as unfinished:
+        text = json.dumps({**facts, "runs": [run.as_json() for run in runs], "table": table}, indent=1, default=str)
+        unfinished.write_text(text + "\n")
+    return table
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _survey_apart(config: RunConfig, overrides: Sequence[str], able: Sequence[Entry], host: Host) -> ModelSurvey:
+def _survey_apart(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
     """Make the survey in a fresh process, so that no model, tuned allocator or CUDA context stays in this one."""
     os.environ[LAUNCHER] = str(os.getpid())  # it ends with this process
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=end_with_launcher)
     try:
-        with ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_launcher
-        ) as pool:
-            try:
-                return pool.submit(survey, config, overrides, able, threads=host.threads).result()
-            except KeyboardInterrupt:
-                for process in multiprocessing.active_children():
-                    process.terminate()
-                raise
+        return pool.submit(survey, config, able).result()
     except BrokenProcessPool as broken:
         raise ConfigError("the process that measures the model was killed; is there enough memory?") from broken
+    except KeyboardInterrupt:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
     finally:
+        pool.shutdown()
         del os.environ[LAUNCHER]
 
 
-def _measure(
-    able: Sequence[Entry],
-    setting: BenchConfig,
-    flags: argparse.Namespace,
-    runs: list[Measured],
-    save: Callable[[], object],
-) -> None:
+def measure_all(able: Sequence[Entry], setting: BenchConfig, flags: argparse.Namespace) -> Iterator[Measured]:
     """Run all entries in turn, ``flags.repetitions`` times; one that has failed does not run again.
 
     The length of a run follows from the speed of the previous one, that of the first from the predictions.
@@ -150,20 +127,17 @@ def _measure(
     predicted = setting.survey.predicted
     guess = min(predicted.values(), default=math.nan)
     seconds = {entry.name: entry.samples / predicted.get(entry.name, guess) for entry in able}
-    failed: set[str] = set()
+    running = list(able)
     for repetition in range(flags.repetitions):
-        for entry in able:
-            if entry.name in failed:
-                continue
+        for entry in list(running):
             num_updates = flags.updates or num_updates_in(flags.seconds, seconds[entry.name])
             run = measure_once(entry, setting, repetition=repetition, num_updates=entry.warmup + num_updates)
-            runs.append(run)
             seconds[entry.name] = run.seconds_per_update
-            if run.error is not None:
-                failed.add(entry.name)
             result = f"{run.images_per_second:,.1f} images/s" if run.error is None else f"failed: {run.error}"
             sys.stderr.write(f"{repetition + 1}/{flags.repetitions}  {entry.name}: {result}\n")
-            save()
+            if run.error is not None:
+                running.remove(entry)
+            yield run
 
 
 def num_updates_in(seconds: float, seconds_per_update: float) -> int:
@@ -180,7 +154,7 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="as for adl-dist train: model, data, K, M, batch size, cut")
-    add("--contenders", default=",".join(DEFAULT), metavar="NAME,NAME", help=f"among {', '.join(known_names())}")
+    add("--contenders", default=",".join(DEFAULT), metavar="NAME,NAME", help=f"among {', '.join(NAMES)}")
     add("--repetitions", type=int, default=3, metavar="N", help="runs of each contender; default: 3")
     add("--seconds", type=float, default=20.0, metavar="S", help="training time of a run, about; default: 20")
     add("--updates", type=int, metavar="N", help="measured updates of a run, instead of --seconds")
@@ -196,17 +170,15 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
-def _check(flags: argparse.Namespace) -> None:
-    """Refuse flags whose mistakes would only be found after measuring."""
+def _check(flags: argparse.Namespace, config: RunConfig) -> None:
+    """Refuse what would only be found after measuring, and options that would apply to our own runs alone."""
     if launched_world_size() is not None:
         raise ConfigError("adl-dist bench starts its own processes; start it without torchrun")
-    for name in ("repetitions", "updates", "warmup"):
+    for name in ("repetitions", "updates", "warmup", "seconds", "timeout"):
         number = getattr(flags, name)
-        if number is not None and number < 1:
+        if isinstance(number, int) and number < 1:
             raise ConfigError(f"--{name} {number} must be at least 1")
-    for name in ("seconds", "timeout"):
-        number = getattr(flags, name)
-        if number is not None and not 0 < number < math.inf:
+        if isinstance(number, float) and not 0 < number < math.inf:
             raise ConfigError(f"--{name} {number} must be above 0")
     if flags.prefix and not flags.master_addr:
         raise ConfigError("--prefix places ranks apart, so they need --master-addr, where rank 0 can be reached")
@@ -216,10 +188,6 @@ def _check(flags: argparse.Namespace) -> None:
         shlex.split(flags.prefix)
     except ValueError as error:
         raise ConfigError(f"--prefix {flags.prefix}: {error}") from None
-
-
-def _check_precision(config: RunConfig) -> None:
-    """Refuse options that would apply to our own runs alone."""
     if config.runtime.autocast or config.runtime.wire_dtype or config.runtime.compile:
         raise ConfigError(
             "adl-dist bench compares all contenders in plain dtype, uncompiled, since torch's would not apply "
@@ -236,34 +204,26 @@ def _out_folder(path: Path | None, config: RunConfig) -> Path:
 
 
 def _circumstances(setting: BenchConfig, host: Host) -> dict[str, Any]:
+    processor = platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next(line for line in lines if line.startswith("model name")).partition(":")[2].strip()
+    versions = {"adl_dist": adl_dist.__version__, "torch": str(torch.__version__), "numpy": numpy.__version__}
     return {
         "config": asdict(setting.config),
         "sizes": setting.survey.sizes,
         "granularity": setting.survey.granularity,
         "threads": host.threads,
-        "pinned": setting.placement.pinned,
-        "prefix": list(setting.placement.prefix),
+        "pinned": setting.pinned,
+        "prefix": setting.prefix,
         "machine": {
-            "processor": _processor(),
+            "processor": processor,
             "cores": host.num_cores,
             "gpus": [torch.cuda.get_device_name(number) for number in range(host.num_gpus)],
             "system": platform.platform(),
         },
-        "versions": {
-            "adl_dist": adl_dist.__version__,
-            "torch": str(torch.__version__),
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {**versions, "python": platform.python_version()},
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _head(setting: BenchConfig, host: Host) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 from torch.utils.data import Dataset, Subset
 
 from adl_dist.checkpoint.run_dir import SUMMARY
-from adl_dist.cli.bench.baseline_rank import Task, result_file
 from adl_dist.cli.bench.entries import Entry, ModelSurvey
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.methods import method_words
@@ -35,59 +34,33 @@ UNMEASURED = ("runtime.trace=false", "runtime.memory=false", "runtime.tensorboar
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlacement:
-    """Where ranks run.
-
-    Attributes:
-        pinned: whether each of several processes keeps to its share of the cores.
-        prefix: words before the command of each rank, in which ``{rank}`` is its number; none: all ranks are local.
-        master_addr: address of rank 0.
-        interface: network interface for gloo; None: the ranks find one.
-    """
-
-    pinned: bool
-    prefix: Sequence[str] = ()
-    master_addr: str = "127.0.0.1"
-    interface: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What all runs have in common. ``log_folder`` gets their output; ``timeout_seconds`` is the limit of one run."""
+    """What all runs have in common."""
 
     config: RunConfig
-    overrides: Sequence[str]
+    overrides: Sequence[str]  # that it was composed from
     survey: ModelSurvey
-    placement: RankPlacement
-    log_folder: Path
-    timeout_seconds: float
+    log_folder: Path  # gets the output of each process
+    timeout_seconds: float  # of one run
+    pinned: bool  # whether each of several processes keeps to its share of the cores
+    prefix: Sequence[str] = ()  # words before the command of each rank, {rank} in them is its number; none: all local
+    master_addr: str = "127.0.0.1"  # where rank 0 is
+    interface: str | None = None  # for gloo; None: the ranks find one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The result of one run.
-
-    Attributes:
-        contender: name of the entry.
-        repetition: counted from 0.
-        num_updates: updates of the run, with those of the warm-up.
-        images_per_second: after the warm-up.
-        seconds_per_update: after the warm-up.
-        peak_memory_bytes: for each process.
-        busy_share: for each stage; None: unknown.
-        error: why the run failed; None: it did not.
-        command: the command of rank 0.
-    """
+    """The result of one run."""
 
     contender: str
-    repetition: int
-    num_updates: int
-    images_per_second: float = math.nan
+    repetition: int  # counted from 0
+    num_updates: int  # with those of the warm-up, which the speeds do not count
+    images_per_second: float = math.nan  # nan: it failed
     seconds_per_update: float = math.nan
-    peak_memory_bytes: Sequence[int] = ()
-    busy_share: Sequence[float] | None = None
-    error: str | None = None
-    command: Sequence[str] = ()
+    peak_memory_bytes: Sequence[int] = ()  # of each process
+    busy_share: Sequence[float] | None = None  # of each stage; None: unknown
+    error: str | None = None  # why it failed; None: it did not
+    command: Sequence[str] = ()  # of rank 0
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values, without those that are unknown."""
@@ -98,7 +71,7 @@ class Measured:
 def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updates: int) -> Measured:
     """Run ``entry`` for ``num_updates``; a failure is a result."""
     measured = Measured(contender=entry.name, repetition=repetition, num_updates=num_updates)
-    argv = train_argv(entry, bench, num_updates)
+    argv, survey = train_argv(entry, bench, num_updates), bench.survey
     with tempfile.TemporaryDirectory(prefix="adl-dist-bench-") as name:
         folder, is_ours = Path(name), entry.kind == "ours"
         run_dir, task_file = folder / "run", folder / "task.json"
@@ -106,14 +79,18 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
             quoted = str(run_dir).replace("'", "\\'")
             command = [sys.executable, "-m", "adl_dist", "train", *argv, f"run_dir='{quoted}'"]
         else:
-            survey = bench.survey
-            target = survey.target.to_json()
-            Task(kind=entry.kind, argv=argv, overwrites=survey.overwrites, target=target).save(task_file)
+            task = {
+                "kind": entry.kind,
+                "argv": argv,
+                "overwrites": survey.overwrites,
+                "target": survey.target.to_json(),
+            }
+            task_file.write_text(json.dumps(task))
             command = [sys.executable, "-m", "adl_dist.cli.bench.baseline_rank", str(task_file)]
-        log = bench.log_folder / f"{entry.name}-{repetition}"
+        ranks = _ranks(command, entry, bench, bench.log_folder / f"{entry.name}-{repetition}")
         try:
-            run_together(_ranks(command, entry, bench.placement, log), timeout_seconds=bench.timeout_seconds)
-            result = _read_our_run(run_dir) if is_ours else _read_ranks(task_file, entry.num_processes)
+            run_together(ranks, timeout_seconds=bench.timeout_seconds)
+            result = _read_our_run(run_dir) if is_ours else _read_ranks(folder, entry.num_processes)
             seconds = max(seconds_per_update(ends, warmup=entry.warmup) for ends in result.pop("ends"))
         except ChildFailed as failed:
             return replace(measured, error=str(failed))
@@ -123,36 +100,25 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
 
 def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
     """Return the overrides that configure a run of ``entry``: one epoch, so that a pipeline is filled only once."""
-    survey = bench.survey
+    survey, node = bench.survey, bench.config.data
     argv = [word for word in bench.overrides if not word.lstrip("+~").startswith(MANAGED_KEYS)]
     argv += [*entry.settings, *method_words(entry.method), f"partition.num_stages={entry.num_processes}"]
     if entry.is_cut:
         balance = ",".join(map(str, survey.sizes))
         argv += [f"partition.granularity={survey.granularity}", f"partition.balance=[{balance}]"]
     argv += [f"train.max_updates={num_updates}", "train.epochs=1", f"train.batch_size={entry.samples}"]
-    argv += [f"runtime.threads={entry.threads}", f"runtime.bind_cores={str(bench.placement.pinned).lower()}"]
+    argv += [f"runtime.threads={entry.threads}", f"runtime.bind_cores={str(bench.pinned).lower()}"]
     argv += [*UNMEASURED, "runtime.checkpoint_every_epochs=0", "hydra.mode=RUN"]
     # As a node, not as data._target_=, which would start from an empty one and lose the user's keys.
-    argv += [f"data={{_target_:{__name__}.{stretched.__name__}}}"]
-    return [
-        *argv,
-        f"data.bench_target={bench.config.data['_target_']}",
-        f"data.bench_samples={num_updates * entry.samples}",
-    ]
+    argv += [f"data={{_target_:{__name__}.{stretched.__name__}}}", f"data.bench_target={node['_target_']}"]
+    return [*argv, f"data.bench_samples={num_updates * entry.samples}"]
 
 
-def stretched(
-    bench_target: str, bench_samples: int, **arguments: Any
-) -> tuple[Dataset[tuple[Any, Any]], Dataset[tuple[Any, Any]]]:
-    """Return datasets for a run of one epoch: ``data._target_`` while a run is measured.
+def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Return the user's datasets as a run needs them: the target of its data node.
 
-    Args:
-        bench_target: the user's ``data._target_``.
-        bench_samples: length of the epoch; the target's samples are repeated or thinned out to it.
-        arguments: the other keys of the data node.
-
-    Returns:
-        ``bench_samples`` of the training dataset, and a single sample of the one for validation.
+    Those are ``bench_samples`` for training, repeated or thinned out, so that one epoch is the whole run, and a single
+    one for validation. The other ``arguments`` are for ``bench_target``, the user's own target.
     """
     train, validation = instantiate.datasets({"_target_": bench_target, **arguments})
     size = len(train)  # type: ignore[arg-type]  # check_dataset has seen that it has a length
@@ -180,29 +146,28 @@ def _read_our_run(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _read_ranks(task_file: Path, num_ranks: int) -> dict[str, Any]:
-    results = [json.loads(result_file(task_file, rank).read_text()) for rank in range(num_ranks)]
+def _read_ranks(folder: Path, num_ranks: int) -> dict[str, Any]:
+    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
     return {name: [result[name] for result in results] for name in ("ends", "peak_memory_bytes")}
 
 
-def _ranks(command: Sequence[str], entry: Entry, placement: RankPlacement, log: Path) -> list[Child]:
+def _ranks(command: Sequence[str], entry: Entry, bench: BenchConfig, log: Path) -> list[Child]:
     """Return the processes of a run, each with the environment that torchrun would give it.
 
     With a prefix each rank is on a node of its own. Locally nothing has to be reachable from outside.
     """
-    K, is_local = entry.num_processes, not placement.prefix
+    K, is_local = entry.num_processes, not bench.prefix
     with socket.socket() as unused:
         unused.bind(("", 0))
         port = unused.getsockname()[1]
-    shared = {"OMP_NUM_THREADS": str(entry.threads), "WORLD_SIZE": str(K)}
-    shared |= {"LOCAL_WORLD_SIZE": str(K if is_local else 1)}
-    shared |= {"MASTER_ADDR": placement.master_addr, "MASTER_PORT": str(port)}
-    interface = placement.interface or (loopback() if is_local and GLOO not in os.environ else None)
+    shared = {"OMP_NUM_THREADS": str(entry.threads), "MASTER_ADDR": bench.master_addr, "MASTER_PORT": str(port)}
+    shared |= {"WORLD_SIZE": str(K), "LOCAL_WORLD_SIZE": str(K if is_local else 1)}
+    interface = bench.interface or (loopback() if is_local and GLOO not in os.environ else None)
     if interface is not None:
         shared[GLOO] = interface
     return [
         Child(
-            command=[*(word.replace("{rank}", str(rank)) for word in placement.prefix), *command],
+            command=[*(word.replace("{rank}", str(rank)) for word in bench.prefix), *command],
             log=log.with_name(f"{log.name}-rank{rank}.log"),
             environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank if is_local else 0)},
             ends_with_us=is_local,

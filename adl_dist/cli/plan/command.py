@@ -1,9 +1,12 @@
 """``adl-dist plan``: measure the model, cut it, predict what each method would do with it, and recommend one."""
 
 import argparse
+import contextlib
+import itertools
 import json
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,27 +16,31 @@ import torch
 from adl_dist.cli.arguments import Parser
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.config.methods import method_named
+from adl_dist.cli.config.methods import method_named, method_words
 from adl_dist.cli.config.schema import Device, RunConfig
-from adl_dist.cli.plan.link import measure_link
-from adl_dist.cli.plan.profiler import BackgroundLoad, Profiler
-from adl_dist.cli.plan.report import facts_of, line_to_paste, report
+from adl_dist.cli.plan.link import GPU_LINK, link_figures
+from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
-from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition import Machine, checked_sizes
-from adl_dist.partition.advice import advise, alternative
+from adl_dist.errors import ConfigError, DataError, PartitionError
+from adl_dist.partition import Machine, UnitCost, checked_sizes
+from adl_dist.partition.advice import Alternative, advise, alternative
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.predict import Prediction, predict
 from adl_dist.partition.profile import Profile
 from adl_dist.report.costs import check_suffix, draw_costs
+from adl_dist.report.tables import text_table
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.training.partitioned_model import device_memory
 
-PAIR_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # between two GPUs by default: a cautious PCIe 4
 BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 DEFAULT_METHODS = "bp,gpipe,1f1b,ddg,fr,fdg,adl"
+METHOD_HEAD = (
+    *("method", "K", "M", "images/s", "speed-up", "bubble", "staleness mean", "factor"),
+    *("memory per stage (MB)", "units per stage"),
+)
+UNIT_HEAD = ("unit", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
 
 
 def plan(words: list[str]) -> None:
@@ -43,54 +50,33 @@ def plan(words: list[str]) -> None:
     instantiate.check_targets(config)
     check_device(config.runtime.device.value)
     _check(flags)
+    chosen, batch = config.method.chosen(), config.train.batch_size
     methods = [method_named(name, config, flag="--methods") for name in dict.fromkeys(flags.methods.split(","))]
-    batch = config.train.batch_size
-    for each in (*methods, config.method.chosen()):
-        micro_batch_size_of(batch, each.micro_batches_per_update)  # refuses too small a batch
-    num_devices = flags.devices or _devices(config)
-    stages = _stages(flags.stages, config, num_devices)
+    steps = {method.micro_batches_per_update for method in (*methods, chosen)}
+    sizes = {M: micro_batch_size_of(batch, M) for M in sorted(steps)}  # refuses too small a batch
+    is_gpu = config.runtime.device is Device.cuda
+    num_devices = flags.devices or (torch.cuda.device_count() if is_gpu else num_cores())
+    powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
+    stages = list(dict.fromkeys(flags.stages or sorted({*powers, config.partition.num_stages} - {1}) or [2]))
     granularity = config.partition.granularity.value if config.partition.granularity else "layer"
-    machine = _machine(flags, torch.device(config.runtime.device.value))
-    settings: dict[str, Any] = {
-        "shape": None if flags.input is None else _numbers("--input", flags.input),
-        "granularity": granularity,
-        "threads": config.runtime.threads or default_threads(max(stages)),
-    }
-    chosen = config.method.chosen()
-    num = flags.neighbours
-    if num is None:
-        num = _num_neighbours(config, num_devices, max(stages), settings["threads"])
-    size = batch // chosen.micro_batches_per_update
-    with BackgroundLoad.started(num, flags.overrides, settings, size) as load:
-        profiler = Profiler(config, **settings, kept_in=flags.profile, quiet=flags.json, load=load)
-        _plan(flags, config, profiler, machine, methods, stages, num_devices)
-
-
-def _plan(
-    flags: argparse.Namespace,
-    config: RunConfig,
-    profiler: Profiler,
-    machine: Machine,
-    methods: Sequence[Method],
-    stages: Sequence[int],
-    num_devices: int,
-) -> None:
-    chosen, batch, granularity = config.method.chosen(), config.train.batch_size, profiler.granularity
-    steps = sorted({m.micro_batches_per_update for m in (*methods, chosen)})
-    profiles = {M: profiler.profile(batch // M) for M in steps}
+    machine = _machine(flags, config)
+    how: dict[str, Any] = {"granularity": granularity}
+    how["threads"] = config.runtime.threads or default_threads(max(stages))
+    try:
+        profiler = Profiler(config, **how, shape=flags.input, kept_in=flags.profile, quiet=flags.json)
+    except DataError as error:
+        raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
+    num_others = flags.neighbours
+    if num_others is None:
+        num_others = profiler.num_others(max(stages)) if num_devices <= num_cores() else 0
+    with profiler.with_load(num_others, sizes[chosen.micro_batches_per_update]):
+        profiles = {M: profiler.profile(size) for M, size in sizes.items()}
+        whole = profiler.pace(batch)
+        with profiler.under_load():
+            share = profiler.pace(max(1, batch // num_devices))
     profile = profiles[chosen.micro_batches_per_update]
-    whole, share = profiler.pace(batch), profiler.pace_of_each(max(1, batch // num_devices))
     other = alternative(profile, machine, num_devices=num_devices, whole=whole, share=share)
-    predictions, refused = [], []
-    for num_stages in stages:
-        for each in methods:
-            try:
-                of_stages = replace(machine, speeds=_speeds(config, num_stages))
-                sizes = _sizes(config, profiler.chain, num_stages)
-                profile_of_m = profiles[each.micro_batches_per_update]
-                predictions.append(predict(profile_of_m, Pipeline(each, num_stages), machine=of_stages, sizes=sizes))
-            except (PartitionError, ConfigError) as error:
-                refused.append(f"{each.name}, K = {num_stages}: {error}")
+    predictions, refused = _predict_all(methods, stages, config, profiler.chain, profiles, machine)
     advice = advise(predictions, other)
     line = None if advice.choice is None else line_to_paste(advice.choice, granularity, flags.overrides)
     if flags.out is not None:
@@ -99,20 +85,43 @@ def _plan(
         facts = {
             "profile": asdict(profile),
             "machine": asdict(machine),
-            "predictions": [facts_of(prediction) for prediction in predictions],
+            "predictions": list(map(facts_of, predictions)),
             "refused": refused,
             "alternative": asdict(other),
             "recommended": line,
             "reason": advice.reason,
         }
-        _say(json.dumps(facts))
+        sys.stdout.write(f"{json.dumps(facts)}\n")
         return
-    _say(report(profile, machine, predictions, refused, other, with_units=flags.units))
-    _say(f"\nrecommended  {advice.reason}")
-    if line is not None:
-        _say(f"             {line}")
-    if flags.out is not None:
-        _say(f"picture      {flags.out}")
+    lines = [*report(profile, machine, predictions, refused, other, with_units=flags.units), ""]
+    lines += [f"recommended  {advice.reason}", *([] if line is None else [f"             {line}"])]
+    lines += [] if flags.out is None else [f"picture      {flags.out}"]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _predict_all(
+    methods: Sequence[Method],
+    stages: Sequence[int],
+    config: RunConfig,
+    chain: Chain,
+    profiles: Mapping[int, Profile],
+    machine: Machine,
+) -> tuple[list[Prediction], list[str]]:
+    """Return the predictions for all that is possible, by the profile for each M, and why the others are not."""
+    balance, speeds = config.partition.balance, config.partition.speeds
+    predictions, refused = [], []
+    for K, method in itertools.product(stages, methods):
+        sizes = None
+        try:
+            if speeds is not None and len(speeds) != K:
+                raise ConfigError(f"partition.speeds={speeds} has {len(speeds)} numbers")
+            if isinstance(balance, list) and config.partition.num_stages == K:  # else the question is which is best
+                sizes = checked_sizes(chain, K, balance)
+            pipeline, profile = Pipeline(method, K), profiles[method.micro_batches_per_update]
+            predictions.append(predict(profile, pipeline, machine=replace(machine, speeds=speeds), sizes=sizes))
+        except (PartitionError, ConfigError) as error:
+            refused.append(f"{method.name}, K = {K}: {error}")
+    return predictions, refused
 
 
 def _flags(words: list[str]) -> argparse.Namespace:
@@ -123,27 +132,46 @@ def _flags(words: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="as for adl-dist train: model, data, batch size, M, optimizer"
-    )
-    add("--stages", metavar="K,K", help="numbers of stages; default: 2, 4, 8 .. up to the number of devices")
+    overrides = "as for adl-dist train: model, data, batch size, M, optimizer"
+    add("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
+    stages = "numbers of stages; default: 2, 4, 8 .. up to the number of devices"
+    add("--stages", type=_numbers(2), metavar="K,K", help=stages)
     add("--methods", default=DEFAULT_METHODS, metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS}")
     add("--devices", type=int, metavar="N", help="number of devices; default: the GPUs, or cores, of this machine")
-    add("--memory", metavar="SIZE", help="memory of each device, like 80GiB; default: the GPU's, no limit on the CPU")
+    memory = "memory of each device, like 80GiB; default: the GPU's, no limit on the CPU"
+    add("--memory", type=_bytes, metavar="SIZE", help=memory)
     add("--bandwidth", type=float, metavar="BYTES/S", help="of each link; default: measured on CPUs, 12e9 between GPUs")
     add("--latency", type=float, metavar="S", help="of each message; default: measured on CPUs, 1e-5 between GPUs")
-    add("--input", metavar="C,H,W", help="shape of a sample, instead of looking at the data")
+    add("--input", type=_numbers(1), metavar="C,H,W", help="shape of a sample, instead of looking at the data")
     add("--profile", type=Path, metavar="FILE", help="keep the measurement in FILE, and use it the next time")
-    add(
-        "--neighbours",
-        type=int,
-        metavar="N",
-        help="also measure while N more processes compute; default: K - 1 on CPUs",
-    )
+    neighbours = "also measure while N more processes compute; default: K - 1 on CPUs"
+    add("--neighbours", type=int, metavar="N", help=neighbours)
     add("--units", action="store_true", help="also print each unit")
     add("--out", type=Path, metavar="FILE", help="draw the cost of each unit: FILE.svg, FILE.png or FILE.pdf")
     add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser.parse_intermixed_args(words)
+
+
+def _numbers(least: int) -> Callable[[str], list[int]]:
+    """Return what reads whole numbers of at least ``least``."""
+
+    def read(text: str) -> list[int]:
+        with contextlib.suppress(ValueError):
+            numbers = [int(word) for word in text.split(",")]
+            if min(numbers) >= least:
+                return numbers
+        raise argparse.ArgumentTypeError(f"expected whole numbers of at least {least}, separated by commas, got {text}")
+
+    return read
+
+
+def _bytes(text: str) -> int:
+    unit = next((unit for unit in BYTES if text.endswith(unit)), "")
+    try:
+        return int(float(text.removesuffix(unit)) * BYTES[unit])
+    except (KeyError, ValueError, OverflowError):
+        units = ", ".join(BYTES)
+        raise argparse.ArgumentTypeError(f"expected a number and a unit, like 80GiB ({units}), got {text}") from None
 
 
 def _check(flags: argparse.Namespace) -> None:
@@ -158,23 +186,12 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--profile {flags.profile}: expected the name of a file in an existing folder")
 
 
-def _machine(flags: argparse.Namespace, device: torch.device) -> Machine:
-    memory = _bytes(flags.memory) if flags.memory else device_memory(device)
-    if flags.bandwidth is not None or flags.latency is not None or device.type == "cuda":
-        bandwidth = PAIR_LINK["bandwidth"] if flags.bandwidth is None else flags.bandwidth
-        latency = PAIR_LINK["latency"] if flags.latency is None else flags.latency
-        return Machine(memory_bytes=memory, bandwidth=bandwidth, latency=latency)
-    return Machine(memory_bytes=memory, **measure_link()._asdict())
-
-
-def _sizes(config: RunConfig, chain: Chain, num_stages: int) -> Sequence[int] | None:
-    """Return the cut that the user asks for; None: the best one."""
-    balance = config.partition.balance
-    if balance == "even":
-        return None  # the default of training; here the question is which cut is best
-    if isinstance(balance, list) and num_stages == config.partition.num_stages:
-        return checked_sizes(chain, num_stages, balance)
-    return None
+def _machine(flags: argparse.Namespace, config: RunConfig) -> Machine:
+    device = config.runtime.device
+    given = {name: getattr(flags, name) for name in GPU_LINK if getattr(flags, name) is not None}
+    link = {**GPU_LINK, **given} if given else link_figures(device)
+    memory = device_memory(torch.device(device.value)) if flags.memory is None else flags.memory
+    return Machine(memory_bytes=memory, **link)
 
 
 def _draw(path: Path, profile: Profile, choice: Prediction | None, config: RunConfig) -> None:
@@ -192,53 +209,73 @@ def _draw(path: Path, profile: Profile, choice: Prediction | None, config: RunCo
     )
 
 
-def _devices(config: RunConfig) -> int:
-    return torch.cuda.device_count() if config.runtime.device is Device.cuda else num_cores()
+def report(
+    profile: Profile,
+    machine: Machine,
+    predictions: Sequence[Prediction],
+    refused: Sequence[str],
+    other: Alternative,
+    *,
+    with_units: bool,
+) -> list[str]:
+    """Return the lines about the measurement, each method's prediction, and the devices without a pipeline."""
+    spec = profile.of
+    lines = [
+        f"{spec['units']} units ({spec['granularity']}), {spec['parameters']:,} parameters, "
+        f"input {spec['input']}, micro-batches of {spec['micro_batch_size']}, {spec['dtype']}, {spec['device']}, "
+        f"{spec['threads']} thread(s), torch {spec['torch']}",
+        f"one micro-batch: forward {1000 * profile.forward:.1f} ms, backward {1000 * profile.backward:.1f} ms; one "
+        f"update {1000 * sum(u.update for u in profile.units):.2f} ms",
+        f"link: {machine.bandwidth / 1e9:.2f} GB/s, latency {1e6 * machine.latency:.0f} us",
+    ]
+    if with_units:
+        lines += ["", *text_table([UNIT_HEAD, *map(_unit_row, profile.units)])]
+    lines += ["", *text_table([METHOD_HEAD, *(_method_row(p, other) for p in predictions)])]
+    lines += [
+        "",
+        f"without a pipeline: one device {other.single:,.0f} images/s, {other.bytes / 1e6:,.0f} MB"
+        + ("" if other.fits else " (does not fit)")
+        + f"; DDP on {other.num_devices}: {other.ddp:,.0f} images/s (estimated)",
+        "speed-up: over BP of the whole batch on one device. factor: (1 + sum of mean staleness / M) / M, Theorem 1.",
+    ]
+    return lines + [f"not possible: {reason}" for reason in refused]
 
 
-def _num_neighbours(config: RunConfig, num_devices: int, most_stages: int, threads: int) -> int:
-    """Return how many other processes share caches and memory with each one: K - 1 on the CPUs of this machine."""
-    if config.runtime.device is Device.cuda or num_devices > num_cores():
-        return 0
-    return max(0, min(most_stages, num_cores() // threads) - 1)
+def _method_row(p: Prediction, other: Alternative) -> list[object]:
+    return [
+        *(p.pipeline.method.name, p.pipeline.num_stages, p.pipeline.micro_batches_per_update),
+        f"{p.images_per_second:,.0f}",
+        f"{p.images_per_second / other.single:.2f}",
+        f"{p.bubble:.1%}",
+        "/".join(f"{s:.3g}" for s in p.staleness_mean),
+        f"{p.convergence_factor:.3g}",
+        " ".join(f"{b / 1e6:.0f}" for b in p.balance.stage_bytes),
+        " ".join(map(str, p.balance.sizes)),
+    ]
 
 
-def _stages(text: str | None, config: RunConfig, num_devices: int) -> list[int]:
-    if text is None:
-        powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
-        return sorted({*powers, config.partition.num_stages} - {1}) or [2]
-    stages = list(dict.fromkeys(_numbers("--stages", text)))
-    if min(stages) < 2:
-        raise ConfigError(f"--stages {text}: expected numbers of at least 2; one device is in every table already")
-    return stages
+def _unit_row(unit: UnitCost) -> list[str]:
+    return [
+        unit.name[:41],
+        f"{1000 * unit.forward:.3f}",
+        f"{1000 * unit.backward:.3f}",
+        f"{unit.parameter_bytes / 1e3:,.0f}",
+        f"{unit.activation_bytes / 1e3:,.0f}",
+        f"{unit.act_bytes / 1e3:,.0f} ({unit.num_tensors})" if unit.may_cut else "no cut",
+    ]
 
 
-def _speeds(config: RunConfig, num_stages: int) -> list[float] | None:
-    speeds = config.partition.speeds
-    if speeds is not None and len(speeds) != num_stages:
-        raise ConfigError(f"partition.speeds={speeds} has {len(speeds)} numbers")
-    return speeds
+def facts_of(p: Prediction) -> dict[str, Any]:
+    """Return a prediction as plain values."""
+    facts = {**asdict(p), "convergence_factor": p.convergence_factor}
+    del facts["pipeline"]
+    return {"method": p.pipeline.method.settings, "num_stages": p.pipeline.num_stages, **facts}
 
 
-def _numbers(flag: str, text: str) -> list[int]:
-    try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{flag} {text}: expected whole numbers, separated by commas") from None
-    if min(numbers) < 1:
-        raise ConfigError(f"{flag} {text}: expected numbers of at least 1")
-    return numbers
-
-
-def _bytes(text: str) -> int:
-    for unit, factor in BYTES.items():
-        if text.endswith(unit):
-            try:
-                return int(float(text.removesuffix(unit)) * factor)
-            except (ValueError, OverflowError):
-                break
-    raise ConfigError(f"--memory {text}: expected a number and a unit, like 80GiB (units: {', '.join(BYTES)})")
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+def line_to_paste(choice: Prediction, granularity: str, overrides: Sequence[str]) -> str:
+    """Return the command that trains as predicted."""
+    words = [word for word in overrides if not word.lstrip("+~").startswith(("method", "partition"))]
+    words += method_words(choice.pipeline.method)
+    words += [f"partition.num_stages={choice.pipeline.num_stages}", f"partition.granularity={granularity}"]
+    words += [f"partition.balance=[{','.join(map(str, choice.balance.sizes))}]"]
+    return f"adl-dist train {shlex.join(words)}"

@@ -1,70 +1,57 @@
 """Measure with gloo over loopback what a message between two processes of this machine costs."""
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from adl_dist.cli.config.schema import Device
+from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
+from adl_dist.distributed.network import GLOO, loopback
+from adl_dist.distributed.parent_process import end_with_launcher
 from adl_dist.errors import ChannelError
 
 SMALL, LARGE = 8, 4 << 20  # bytes
 ROUNDS = 20
 SECONDS = 60.0  # after which the measurement is given up
+GPU_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # PCIe 4, cautiously; a link between GPUs is not measured
 
 
-class Link(NamedTuple):
-    """The cost of messages between two processes.
-
-    Attributes:
-        bandwidth: bytes per second.
-        latency: seconds that an empty message takes.
-        seconds_per_byte: that each of the two processes is busy with.
-        seconds_per_message: the same for each message, independent of its size.
-    """
-
-    bandwidth: float
-    latency: float
-    seconds_per_byte: float
-    seconds_per_message: float
+def link_figures(device: Device) -> dict[str, Any]:
+    """Return the keyword arguments of a :class:`Machine` whose links join such devices; measured on CPUs."""
+    return GPU_LINK if device is Device.cuda else measure_link()
 
 
-def measure_link() -> Link:
-    """Start two processes that send each other messages; this takes a few seconds, mostly to start them.
+def measure_link() -> dict[str, Any]:
+    """Measure with two processes of this machine; this takes a few seconds, mostly to start them.
 
     Raises:
         ChannelError: they did not finish.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "adl_dist.cli.plan.link", str(Path(folder) / "store")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        both = [
-            subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            for rank in range(2)
-        ]
+    with tempfile.TemporaryDirectory(prefix="adl-dist-link-") as name:
+        folder = Path(name)
+        environment = {"OMP_NUM_THREADS": "1", GLOO: loopback() or ""}
+        command = [sys.executable, "-m", "adl_dist.cli.plan.link", name]
+        logs = [folder / f"rank{rank}.log" for rank in range(2)]
+        children = [Child(command=[*command, str(r)], log=log, environment=environment) for r, log in enumerate(logs)]
         try:
-            reply, _ = both[0].communicate(timeout=SECONDS)
-            both[1].communicate(timeout=SECONDS)
-            return Link(*json.loads(reply))
-        except (subprocess.TimeoutExpired, ValueError) as error:
+            run_together(children, timeout_seconds=SECONDS)
+        except ChildFailed as error:
             raise ChannelError(
-                f"two processes could not send each other messages over loopback ({type(error).__name__}); describe "
-                "the link instead: --bandwidth 1e9 --latency 1e-4"
+                f"two processes could not send each other messages over loopback ({error}); describe the link "
+                "instead: --bandwidth 1e9 --latency 1e-4"
             ) from error
-        finally:
-            for process in both:
-                process.kill()
-                process.communicate()
+        return dict(json.loads((folder / "link.json").read_text()))
 
 
-def _measure(store: str, rank: int) -> Link:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def measure(folder: Path, rank: int) -> None:
+    """Exchange messages with the other of two processes; rank 0 writes ``link.json``."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 
     def exchange(num_bytes: int) -> tuple[float, float]:
         """Return wall-clock and busy seconds of one message: the least of several round trips, halved."""
@@ -84,15 +71,12 @@ def _measure(store: str, rank: int) -> Link:
     exchange(LARGE)
     (latency, per_message), (wall, cpu) = exchange(SMALL), exchange(LARGE)
     dist.destroy_process_group()
-    return Link(
-        bandwidth=LARGE / wall,
-        latency=latency,
-        seconds_per_byte=max(cpu - per_message, 0.0) / LARGE,
-        seconds_per_message=per_message,
-    )
+    if rank == 0:
+        link = {"bandwidth": LARGE / wall, "latency": latency, "seconds_per_message": per_message}
+        link["seconds_per_byte"] = max(cpu - per_message, 0.0) / LARGE
+        (folder / "link.json").write_text(json.dumps(link))
 
 
 if __name__ == "__main__":
-    link = _measure(sys.argv[1], int(sys.argv[2]))
-    if sys.argv[2] == "0":
-        sys.stdout.write(json.dumps(link))
+    end_with_launcher()
+    measure(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,240 +1,232 @@
-"""Measure the model of a configuration, alone and while other processes keep the machine busy.
-
-``python -m adl_dist.cli.plan.profiler JSON`` is one of those processes: it trains the same model over and over.
-"""
+"""Measure the model of a configuration, alone and while other processes keep the machine busy."""
 
 import contextlib
-import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.distributed.affinity import tune_malloc
+from adl_dist.distributed.affinity import num_cores, tune_malloc
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
-from adl_dist.errors import ConfigError, DataError
-from adl_dist.partition import linearise
+from adl_dist.errors import ConfigError
+from adl_dist.partition import Chain, linearise
 from adl_dist.partition.advice import Throughput
 from adl_dist.partition.measure import pace
 from adl_dist.partition.profile import Profile
-from adl_dist.stage import Precision, to_channels_last
+from adl_dist.stage import to_channels_last
 from adl_dist.training.input import DeviceLoader, common_sample, make_loader
 from adl_dist.training.partitioned_model import micro_batch, take_profile
 from adl_dist.training.shape_inference import dry_run
 from adl_dist.transport import Specs, TensorSpec
 
-READY = "ready"
-
-
-class BackgroundLoad:
-    """Processes that train, as the other stages of one machine do, or rest: then they hold memory, but no core."""
-
-    def __init__(self, running: Sequence["subprocess.Popen[str]"]) -> None:
-        self._running = running
-        self.is_at_work = False
-
-    @classmethod
-    @contextlib.contextmanager
-    def started(
-        cls, num: int, overrides: Sequence[str], profiler: Mapping[str, Any], samples: int
-    ) -> Iterator["BackgroundLoad"]:
-        """Start ``num`` processes, which rest at first, and end them on the way out.
-
-        Args:
-            num: number of processes.
-            overrides: the configuration whose model they train.
-            profiler: arguments of :class:`Profiler`.
-            samples: size of a micro-batch.
-
-        Raises:
-            ConfigError: one of them ended before it was ready.
-        """
-        job = json.dumps({"overrides": list(overrides), "profiler": dict(profiler), "samples": samples})
-        command = [sys.executable, "-m", "adl_dist.cli.plan.profiler", job]
-        environment = {**os.environ, LAUNCHER: str(os.getpid())}  # they end with this process
-        with contextlib.ExitStack() as stack:
-            running = []
-            for _ in range(num):
-                process = subprocess.Popen(
-                    command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-                )
-                stack.callback(process.communicate)
-                stack.callback(process.kill)
-                running.append(process)
-            for process in running:
-                assert process.stdout is not None
-                assert process.stderr is not None
-                if process.stdout.readline().strip() != READY:
-                    last = (process.stderr.read().strip() or "it printed nothing").splitlines()[-1]
-                    raise ConfigError(f"a second process could not train the model next to the measuring one: {last}")
-                process.send_signal(signal.SIGSTOP)
-            yield cls(running)
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Let all processes train inside the ``with`` block."""
-        self.is_at_work = bool(self._running)
-        self._send(signal.SIGCONT)
-        try:
-            yield
-        finally:
-            self._send(signal.SIGSTOP)
-            self.is_at_work = False
-
-    @property
-    def pids(self) -> list[int]:
-        """Their process ids."""
-        return [process.pid for process in self._running]
-
-    def _send(self, number: signal.Signals) -> None:
-        for process in self._running:
-            process.send_signal(number)
-
 
 class Profiler:
-    """The model on its device with one sample, ready to be measured.
+    """The model on its device with one sample, ready to be measured, as a whole or unit by unit.
 
     Attributes:
-        chain: the units of the model.
-        granularity: how finely the model is divided into units.
-        threads: number of threads that it is measured with.
+        model: the uncut model.
+        spec: how it will be trained.
+        input: shape and dtype of a sample's input.
+        target: those of its target.
     """
 
     def __init__(
         self,
         config: RunConfig,
         *,
-        shape: list[int] | None,
         granularity: str,
         threads: int,
-        kept_in: Path | None,
-        quiet: bool,
-        load: BackgroundLoad | None = None,
+        shape: list[int] | None = None,
+        kept_in: Path | None = None,
+        quiet: bool = False,
     ) -> None:
-        """Build the model and look at a sample.
+        """Build the model and look at a sample, to measure it.
 
         Args:
             config: the configuration of the run.
+            granularity: what a unit is.
+            threads: threads of a stage.
             shape: shape of a sample, [C, H, W]; None: take it from the training data.
-            granularity: how finely the model is divided into units.
-            threads: number of threads to measure with.
             kept_in: file for the measurements; the micro-batch size is appended to its name.
             quiet: do not print what is being measured.
-            load: processes that can keep the machine busy; None: none.
 
         Raises:
             ConfigError: the model does not take such a sample, or the loss fails on its output.
             DataError: the data is missing.
-            PartitionError: the model cannot be divided into units.
         """
-        self.granularity, self._kept_in, self._quiet, self.threads = granularity, kept_in, quiet, threads
-        self._load = load or BackgroundLoad([])
-        self._device = torch.device(config.runtime.device.value)
+        self.granularity, self.threads = granularity, threads
+        self._config, self._shape, self._kept_in, self._quiet = config, shape, kept_in, quiet
+        self._load: list[int] = []  # process ids
+        self._is_loaded = False
+        self.device = torch.device(config.runtime.device.value)
         tune_malloc()  # as training does
-        self._spec = instantiate.train_spec(config)
-        precision = self._spec.precision
-        self._autocast = precision.autocasting(self._device)
-        self._model = instantiate.build_model(config).to(self._device, precision.dtype)
+        self.spec = instantiate.train_spec(config)
+        precision = self.spec.precision
+        self._autocast = precision.autocasting(self.device)
+        self.model = instantiate.build_model(config).to(self.device, precision.dtype)
         if precision.channels_last:
-            to_channels_last(self._model)
-        self._loader = _loader(config, precision, self._device) if shape is None else None
-        sample = common_sample(self._loader, None) if shape is None else _random_sample(shape, config, self._device)
-        assert sample is not None
-        self._sample = sample
-        arriving, target = (TensorSpec.of(tensor) for tensor in sample)
-        dry_run(
-            self._model, 0, Specs.always([arriving]), target, self._spec.loss_fn, self._device, within=self._autocast
-        )
-        self.chain = linearise(self._model, granularity=granularity)
+            to_channels_last(self.model)
+        self._loader = None if shape else device_loader(config, self.device, shuffle=True)
+        self._sample = common_sample(self._loader, None) or _random_sample(shape, config, self.device)
+        self.input, self.target = map(TensorSpec.of, self._sample)
+        acts, loss_fn = Specs.always([self.input]), self.spec.loss_fn
+        dry_run(self.model, 0, acts, self.target, loss_fn, self.device, within=self._autocast)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The units of the model; a PartitionError: it cannot be divided."""
+        return linearise(self.model, granularity=self.granularity)
+
+    def num_others(self, num_stages: int) -> int:
+        """Return how many of K stages share this machine's cores with one; none on GPUs."""
+        on_cpu = self.device.type == "cpu"
+        return max(0, min(num_stages, num_cores() // self.threads) - 1) if on_cpu else 0
+
+    @contextlib.contextmanager
+    def with_load(self, num: int, samples: int) -> Iterator[None]:
+        """Inside the block, have ``num`` processes train the same model whenever it is measured as one of several.
+
+        Else they rest: they hold memory, but no core. A micro-batch has so many ``samples``.
+
+        Raises:
+            ConfigError: one of them ended before it was ready.
+        """
+        spawn, job = multiprocessing.get_context("spawn"), (self._config, self.granularity, self.threads, self._shape)
+        replies = []
+        with contextlib.ExitStack() as stack:
+            for _ in range(num):
+                reply, theirs = spawn.Pipe(duplex=False)
+                process = spawn.Process(target=_train_forever, args=(os.getpid(), theirs, *job, samples))
+                # A Ctrl-C is for this process, which ends them.
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                process.start()
+                stack.callback(process.join)
+                stack.callback(process.kill)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                theirs.close()
+                replies.append(reply)
+            for reply in replies:
+                try:
+                    pid, error = reply.recv()
+                except EOFError:
+                    pid, error = None, "it was killed"
+                if pid is None:
+                    raise ConfigError(f"a second process could not train the model next to the measuring one: {error}")
+                os.kill(pid, signal.SIGSTOP)
+                self._load.append(pid)
+            stack.callback(self._load.clear)
+            yield
+
+    @contextlib.contextmanager
+    def under_load(self) -> Iterator[None]:
+        """Let the processes of :meth:`with_load` train inside the block."""
+        self._is_loaded = bool(self._load)
+        self._send(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._send(signal.SIGSTOP)
+            self._is_loaded = False
+
+    def _send(self, number: signal.Signals) -> None:
+        for pid in self._load:
+            os.kill(pid, number)
 
     def profile(self, micro_batch_size: int) -> Profile:
-        """Measure each unit for one micro-batch, alone and, if there is a background load, also under that."""
+        """Measure each unit for one micro-batch, alone and, if there is a load, also under that."""
         alone = self._profile(micro_batch_size)
-        with self._load.at_work():
-            return replace(alone, loaded=self._profile(micro_batch_size)) if self._load.is_at_work else alone
+        if not self._load:
+            return alone
+        with self.under_load():
+            return replace(alone, loaded=self._profile(micro_batch_size))
 
-    def _profile(self, micro_batch_size: int) -> Profile:
-        kept_in = self._kept_in
+    def _profile(self, size: int) -> Profile:
+        kept_in, loader = self._kept_in, self._loader
         if kept_in is not None:
-            loaded = "-loaded" if self._load.is_at_work else ""
-            kept_in = kept_in.with_name(f"{kept_in.stem}-{micro_batch_size}{loaded}{kept_in.suffix}")
-        self._say(f"measuring {len(self.chain.units)} units with {micro_batch_size} samples")
-        with self._spec.precision.apply(threads=self.threads):
+            kept_in = kept_in.with_stem(f"{kept_in.stem}-{size}{'-loaded' if self._is_loaded else ''}")
+        self._say(f"measuring {len(self.chain.units)} units with {size} samples")
+        with self.spec.precision.apply(threads=self.threads):
             return take_profile(
-                self._model,
+                self.model,
                 self.chain,
-                self._spec,
+                self.spec,
                 granularity=self.granularity,
                 sample=self._sample,
-                micro_batch_size=micro_batch_size,
+                micro_batch_size=size,
                 kept_in=kept_in,
-                load=None if self._loader is None else partial(self._loader.seconds_to_load, micro_batch_size),
+                load=None if loader is None else partial(loader.seconds_to_load, size),
             )
-
-    def pace_of_each(self, samples: int) -> Throughput:
-        """Measure the uncut model with so many samples at once on each of several devices."""
-        with self._load.at_work():
-            return self.pace(samples)
 
     def pace(self, samples: int) -> Throughput:
-        """Measure the uncut model with so many samples at once on one device."""
+        """Measure the uncut model with so many samples at once, on one device."""
         self._say(f"measuring the whole model with {samples} samples")
-        with self._spec.precision.apply(threads=self.threads):
-            forward, backward = pace(
-                self._model, *micro_batch(self._sample, samples, self._device), self._spec.loss_fn, self._autocast
-            )
+        batch = micro_batch(self._sample, samples, self.device)
+        with self.spec.precision.apply(threads=self.threads):
+            forward, backward = pace(self.model, *batch, self.spec.loss_fn, self._autocast)
             load = 0.0 if self._loader is None else self._loader.seconds_to_load(samples)
         return Throughput(samples=samples, forward=load + forward, backward=backward)
 
     def _say(self, text: str) -> None:
         if not self._quiet:
-            sys.stderr.write(f"{text}{', the other cores at work' if self._load.is_at_work else ''} ...\n")
+            sys.stderr.write(f"{text}{', the other cores at work' if self._is_loaded else ''} ...\n")
 
 
-def _loader(config: RunConfig, precision: Precision, device: torch.device) -> DeviceLoader:
-    try:
-        train, _ = instantiate.build_data(config)
-    except DataError as error:
-        raise DataError(f"{error}; or describe a sample: --input 3,224,224") from error
+def device_loader(
+    config: RunConfig, device: torch.device, *, shuffle: bool, dataset: Dataset[Any] | None = None
+) -> DeviceLoader:
+    """Return micro-batches as our first stage gets them; ``dataset`` None: of the training data."""
     return make_loader(
-        train,
+        instantiate.build_data(config)[0] if dataset is None else dataset,
         "training",
         seed=config.seed,
-        shuffle=True,
+        shuffle=shuffle,
         num_workers=config.data.get("num_workers", 0),
         device=device,
-        precision=precision,
+        precision=instantiate.precision(config),
     )
 
 
-def _random_sample(shape: list[int], config: RunConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+def _random_sample(shape: list[int] | None, config: RunConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    assert shape is not None
     input_ = torch.randn(1, *shape, dtype=getattr(torch, config.dtype.value))
     if config.runtime.channels_last and input_.ndim == 4:
         input_ = input_.contiguous(memory_format=torch.channels_last)
     return input_.to(device), torch.zeros(1, dtype=torch.long)
 
 
-def _train_forever(job: Mapping[str, Any]) -> None:
-    config, _ = compose_run(job["overrides"])
-    profiler = Profiler(config, **job["profiler"], kept_in=None, quiet=True)
-    profiler.pace(job["samples"])
-    sys.stdout.write(f"{READY}\n")
-    sys.stdout.flush()
-    while True:
-        profiler.pace(job["samples"])
-
-
-if __name__ == "__main__":
+def _train_forever(
+    parent: int,
+    reply: Connection,
+    config: RunConfig,
+    granularity: str,
+    threads: int,
+    shape: list[int] | None,
+    size: int,
+) -> None:
+    """Train in a process of the load; reply with its id once it has, or with None and why it cannot."""
+    os.environ[LAUNCHER] = str(parent)
     end_with_launcher()
-    _train_forever(json.loads(sys.argv[1]))
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # the user's code may print
+        os.dup2(null, stream)
+    try:
+        profiler = Profiler(config, granularity=granularity, threads=threads, shape=shape, quiet=True)
+        profiler.pace(size)
+    except Exception as error:
+        reply.send((None, f"{type(error).__name__}: {error}"))
+        return
+    reply.send((os.getpid(), None))
+    while True:
+        profiler.pace(size)
