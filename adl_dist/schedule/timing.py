@@ -15,10 +15,11 @@ from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import ActionLists, replay
-from adl_dist.schedule.segment import Segment
+from adl_dist.schedule.run_plan import Segment
 from adl_dist.schedule.work import training_work
 
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
+WORK = dict.fromkeys((*FORWARDS, Op.RECOMPUTE), "forward") | {Op.BACKWARD: "backward", Op.UPDATE: "update"}
 Slowdown = Callable[[int, Action], float]
 
 
@@ -29,13 +30,7 @@ def at_full_speed(stage: int, action: Action) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of one micro-batch, all in one unit of time.
-
-    Attributes:
-        forward: time of the forward on each stage.
-        backward: time of the backward on each stage.
-        update: time of the update of each stage; empty: 0.
-        link: latency between stage k and k + 1, in either direction; empty: 0.
+    """The costs of one micro-batch on each stage, all in one unit of time.
 
     Raises:
         ConfigError: lists that do not fit each other, or a negative number.
@@ -43,8 +38,8 @@ class Costs:
 
     forward: Sequence[float]
     backward: Sequence[float]
-    update: Sequence[float] = ()
-    link: Sequence[float] = ()
+    update: Sequence[float] = ()  # empty: 0
+    link: Sequence[float] = ()  # latency between stage k and k + 1, in either direction; empty: 0
 
     def __post_init__(self) -> None:
         K = len(self.forward)
@@ -66,9 +61,7 @@ class Costs:
 
     def of(self, stage: int, op: Op) -> float:
         """Return the time of one action of ``stage``."""
-        if op in FORWARDS or op is Op.RECOMPUTE:
-            return self.forward[stage]
-        return {Op.BACKWARD: self.backward, Op.UPDATE: self.update}.get(op, [0.0] * len(self.forward))[stage]
+        return float(getattr(self, WORK[op])[stage]) if op in WORK else 0.0
 
     def between(self, sender: int, to: int) -> float:
         """Latency from one stage to another; over several hops the sum."""
@@ -85,13 +78,7 @@ class Span(NamedTuple):
 
 
 def simulate(lists: ActionLists, costs: Costs, *, slowdown: Slowdown = at_full_speed) -> list[Span]:
-    """Return when each action of each stage starts and ends.
-
-    Args:
-        lists: the actions of stages 0..K-1.
-        costs: the costs of these stages.
-        slowdown: factor on the cost of one action, for stragglers.
-    """
+    """Return when each action of each stage starts and ends; ``slowdown`` makes stragglers."""
     K = len(lists)
     free = [0.0] * K
     mail: dict[tuple[str, int], deque[float]] = defaultdict(deque)
@@ -143,19 +130,12 @@ def ticks(lists: ActionLists) -> list[dict[int, list[Action]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The time of a method in steady state.
+    """The time of a method in steady state."""
 
-    Attributes:
-        time_per_update: in the unit of the costs.
-        bubble: share of that time in which a stage waits, averaged over stages.
-        speed_up: over backpropagation with the same costs and the same M.
-        busy: share of that time in which each stage works.
-    """
-
-    time_per_update: float
-    bubble: float
-    speed_up: float
-    busy: list[float]
+    time_per_update: float  # in the unit of the costs
+    bubble: float  # share of that time in which a stage waits, averaged over stages
+    speed_up: float  # over backpropagation with the same costs and the same M
+    busy: list[float]  # share of that time in which each stage works
 
 
 def speed(method: Method, costs: Costs, *, num_groups: int = 24) -> Speed:
