@@ -1,6 +1,7 @@
 """What import-linter (pyproject.toml) cannot see of the rooms' rules."""
 
 import ast
+import functools
 import pathlib
 import re
 import subprocess
@@ -16,10 +17,15 @@ def files() -> list[pathlib.Path]:
     return [p for p in PACKAGE.rglob("*.py") if "conf" not in p.relative_to(PACKAGE).parts]
 
 
+@functools.cache
+def nodes_of(path: pathlib.Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imported(path: pathlib.Path) -> set[str]:
     """Every module that ``path`` imports, at the top or inside a function."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
@@ -46,8 +52,7 @@ def test_only_one_file_sends_and_receives():
 def test_no_pickled_object_crosses_the_data_plane():
     """All of torch's collectives for Python objects have names that end so."""
     for path in filter(knows_ranks, files()):
-        nodes = ast.walk(ast.parse(path.read_text()))
-        called = imported(path) | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        called = imported(path) | {node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute)}
         assert not [name for name in called if name.endswith(("_object", "_object_list"))], path
 
 
@@ -67,12 +72,7 @@ def test_names_of_tests_have_60_characters_at_most():
 
 def test_every_file_of_tests_that_a_document_names_is_there():
     root = PACKAGE.parent
-    pages = [
-        *root.glob("*.md"),
-        *(root / "docs").rglob("*.md"),
-        *PACKAGE.rglob("*.py"),
-        *(root / "conf").rglob("*.yaml"),
-    ]
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *PACKAGE.rglob("*.py"), *root.glob("conf/**/*.yaml")]
     named = {name for page in pages for name in re.findall(r"tests/[\w/]+\.py", page.read_text())}
     assert len(named) > 20
     assert [name for name in sorted(named) if not (root / name).is_file()] == []

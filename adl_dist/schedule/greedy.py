@@ -15,15 +15,11 @@ from adl_dist.schedule.pipeline import Pipeline
 
 @dataclass
 class Buffer:
-    """The replay buffer of a stage; each entry is the number of a step of the stage before.
-
-    Attributes:
-        uses: how often each entry was used, oldest entry first.
-    """
+    """The replay buffer of a stage; each entry is the number of a step of the stage before."""
 
     size: int
     most_uses: int | None
-    uses: dict[int, int] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)  # how often each entry was used, oldest entry first
 
     def write(self, entry: int) -> int | None:
         """Add an entry; return the one that had to go for it."""

@@ -138,11 +138,11 @@ class Speed:
     busy: list[float]  # share of that time in which each stage works
 
 
-def speed(method: Method, costs: Costs, *, num_groups: int = 24) -> Speed:
+def speed(method: Method, costs: Costs) -> Speed:
     """Predict the speed of ``method``: the time that further updates take once the pipeline is full."""
     K, M = len(costs.forward), method.micro_batches_per_update
     pipeline, serial = Pipeline(method, K), Pipeline(Method(name="bp", accumulation_steps=M), K)
-    num_groups = max(num_groups, 2 * (pipeline.delays[0] // M + 2))
+    num_groups = max(24, 2 * (pipeline.delays[0] // M + 2))
     period, worked = _per_update(pipeline, costs, num_groups)
     serial_period, _ = _per_update(serial, costs, num_groups)
     busy = [time / period for time in worked]

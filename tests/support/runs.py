@@ -1,12 +1,9 @@
 """One way to run the trainer for the equality tests, in one process or as one of K ranks."""
 
 import functools
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import adl_dist
 from tests.support.toys import FixedImages, batch_norm_net
@@ -17,39 +14,28 @@ BALANCE = {1: [7], 2: [3, 4], 3: [2, 4, 1], 4: [1, 3, 2, 1]}
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 1e-2
 
 
-def warm_up(update: int) -> float:
+sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+
+
+def warm_up(update):
     """A factor that is another one at every update of the test."""
     return 0.2 + 0.05 * update
 
 
-def warm_up_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def warm_up_schedule(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
 
 
-sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-
-
-def train(K: int, M: int, dtype: torch.dtype, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def train(K, M, dtype, **options):
     """Train the toy net as :func:`trained` does; return its full state and the summary."""
     trainer, summary = trained(K, M, dtype, **options)
     return trainer.full_state_dict(), summary
 
 
 def trained(
-    K: int,
-    M: int,
-    dtype: torch.dtype,
-    *,
-    method: str = "adl",
-    options: Mapping[str, Any] | None = None,
-    dropout: float = 0.0,
-    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
-    shuffle: bool = False,
-    epochs: int = EPOCHS,
-    plant: Callable[[nn.Sequential, FixedImages], None] | None = None,
-    run_dir: Path | None = None,
-    **of_trainer: Any,
-) -> tuple[adl_dist.Trainer, dict[str, Any]]:
+    K, M, dtype, *, method="adl", options=None, dropout=0.0, optimizer=sgd, shuffle=False, epochs=EPOCHS, plant=None,
+    run_dir=None, **of_trainer,
+):  # fmt: skip
     """Train the toy net, with a fault that ``plant`` has planted in it or its data.
 
     Returns:
