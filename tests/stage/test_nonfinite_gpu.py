@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from adl_dist.errors import DivergedError
-from tests.support.planted import nan_inputs
-from tests.support.runs import train
+from tests.support.runs import nan_inputs, train
 from tests.training.test_gpu import assert_close
 
 pytestmark = [

@@ -14,8 +14,7 @@ from adl_dist.schedule.replay import at_random
 from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import buffers_kept_finite
 from tests.support.equations import EQUATIONS, assert_close, assert_same_bits, by_the_equations, micro_batches
-from tests.support.planted import SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs
-from tests.support.runs import EPOCHS, sgd, train, warm_up_schedule
+from tests.support.runs import EPOCHS, SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs, sgd, train, warm_up_schedule
 from tests.support.tiers import covering
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET, values

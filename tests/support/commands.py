@@ -124,6 +124,20 @@ def left_behind(folder, *, seconds=3.0):
         time.sleep(0.02)
 
 
+def weights_of(folder, run="run"):
+    """What ``adl-dist export`` writes of the run in ``folder/run``: parameters and buffers at its end."""
+    out = folder / f"{run}.pt"
+    done = in_process("export", f"run_dir={folder / run}", f"out={out}")
+    assert done.code == 0, done
+    return torch.load(out, weights_only=True)
+
+
+def assert_same(found, expected):
+    """The same tensors, to the bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
 def snapshot(folder):
     """Every path below ``folder`` with a hash of what it holds."""
     return {

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
-from tests.support.commands import ROOT
-from tests.support.weights import assert_same, weights_of
+from tests.support.commands import ROOT, assert_same, weights_of
 
 TEMPLATE = ROOT / "launch" / "slurm.sbatch"
 SLURMS_OWN = ("slurmd", "slurmstepd")

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from adl_dist.schedule import METHODS
-from tests.support.planted import nan_inputs
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.runs import train
+from tests.support.runs import nan_inputs, train
 from tests.support.tiers import slow
 from tests.support.values import QUIET
 
@@ -94,8 +93,7 @@ def test_every_rank_knows_the_cause_of_a_failure_first():
 def a_head_where_none_can_be():
     import adl_dist
     from tests.support.runs import sgd
-    from tests.support.toys import FixedImages
-    from tests.support.tuples import tuple_net
+    from tests.support.toys import FixedImages, tuple_net
 
     trainer = adl_dist.Trainer(
         tuple_net(),

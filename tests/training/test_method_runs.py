@@ -13,8 +13,7 @@ from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.schedule import METHODS, Op, Pipeline, figures, method
 from adl_dist.schedule.replay import downstream_first
 from tests.support.runs import BALANCE, sgd, warm_up_schedule
-from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.tuples import tuple_net
+from tests.support.toys import FixedImages, batch_norm_net, tuple_net
 from tests.support.values import QUIET, SILENT, values
 
 K = 4
