@@ -64,3 +64,9 @@ def receiver(op: Op, sender: int, *, num_stages: int) -> int:
     """Return the stage that receives what ``sender`` sends with ``op``."""
     hop = LINKS[op].hop
     return num_stages - 1 if hop is None else sender + hop
+
+
+def sender(op: Op, receiver: int) -> int:
+    """Return the stage that sends what ``receiver`` receives with ``op``."""
+    hop = RECEIVES[op].hop
+    return 0 if hop is None else receiver - hop

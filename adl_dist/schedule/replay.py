@@ -5,7 +5,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
 
 from adl_dist.errors import ScheduleError
-from adl_dist.schedule.actions import LINKS, RECEIVES, Action, receiver
+from adl_dist.schedule.actions import LINKS, RECEIVES, Action, receiver, sender
 
 ActionLists = Sequence[Sequence[Action]]
 Edge = tuple[str, int]  # what is carried, and the stage that receives it
@@ -106,8 +106,7 @@ def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending
                 most[edge] = max(most[edge], sent[edge] - known[k][edge])
             letters[edge].append(known[k].copy())
         elif action.op in RECEIVES:
-            what, _, hop = RECEIVES[action.op]
-            edge = what, 0 if hop is None else k - hop
+            edge = RECEIVES[action.op].what, sender(action.op, k)
             known[k] |= letters[edge].popleft()  # of each edge the larger number
             known[k][edge] += 1
     return dict(most)

@@ -7,7 +7,7 @@ way. gloo buffers, and so hides such deadlocks.
 
 from collections import Counter, defaultdict, deque
 
-from adl_dist.schedule.actions import LINKS, RECEIVES, receiver
+from adl_dist.schedule.actions import LINKS, RECEIVES, receiver, sender
 from adl_dist.schedule.replay import refuse_unfinished
 
 
@@ -31,27 +31,26 @@ def check_rendezvous(lists, *, communicator=one_per_direction, max_pending=None)
     ends = {}  # of a communicator: its two stages
     under_way, done = Counter(), set()
 
-    def message(stage, action):
+    def message(stage, op, number):
         """What is carried, from where to where, and its number: the same for both partners."""
-        if action.op in LINKS:
-            return LINKS[action.op].what, stage, receiver(action.op, stage, num_stages=len(lists)), action.number
-        what, _, hop = RECEIVES[action.op]
-        return what, 0 if hop is None else stage - hop, stage, action.number
+        if op in LINKS:
+            return LINKS[op].what, stage, receiver(op, stage, num_stages=len(lists)), number
+        return RECEIVES[op].what, sender(op, stage), stage, number
 
     def is_blocked(stage, action):
         """Issue ``action``, once; return whether it keeps its stage waiting."""
         if action.op not in LINKS and action.op not in RECEIVES:
             return False
-        what, sender, to, _ = carried = message(stage, action)
+        what, source, to, _ = carried = message(stage, *action)
         if num_issued[stage] <= cursor[stage]:
             num_issued[stage] = cursor[stage] + 1
-            pair = min(sender, to), max(sender, to)
+            pair = min(source, to), max(source, to)
             ends[communicator(what, *pair)] = pair
             queues[communicator(what, *pair), stage].append(carried)
-            under_way[what, sender] += action.op in LINKS
+            under_way[what, source] += action.op in LINKS
         if action.op in RECEIVES:
             return carried not in done
-        return max_pending is not None and under_way[what, sender] > max_pending[what, sender]
+        return max_pending is not None and under_way[what, source] > max_pending[what, source]
 
     progress = -1
     while progress < sum(cursor) + len(done):
@@ -62,7 +61,7 @@ def check_rendezvous(lists, *, communicator=one_per_direction, max_pending=None)
         for name, pair in ends.items():
             mine, theirs = (queues[name, stage] for stage in pair)
             while mine and theirs and mine[0] == theirs[0]:
-                theirs.popleft()
-                done.add(carried := mine.popleft())
-                under_way[carried[:2]] -= 1
+                what, source, *_ = mine.popleft()
+                under_way[what, source] -= 1
+                done.add(theirs.popleft())
     refuse_unfinished(lists, cursor)
