@@ -27,7 +27,7 @@ def stream_seed(seed: int, purpose: str, *indices: int) -> int:
 
 
 def stream_seeds(seed: int, purpose: str, *indices: int, last: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return :func:`stream_seed` for many streams that differ in their last index alone, each in [0, 2**32)."""
+    """Return :func:`stream_seed` of many streams that differ in the ``last`` index (< 2**32) alone, much faster."""
     # SeedSequence's mixing (numpy/random/bit_generator.pyx), each word of entropy a column with a row per stream.
     words = [np.full(1, word, np.uint32) for number in (seed, _number_of(purpose), *indices) for word in _words(number)]
     words.append(np.asarray(last, np.uint32))
