@@ -1,33 +1,13 @@
-"""Everything adl_dist raises on purpose.
-
-AdlError
-├── ConfigError       the request cannot be run; fix the command line or the YAML
-├── PartitionError    the model cannot be cut as asked
-├── DataError         a dataset is missing, empty, too small, or holds what the loss cannot take
-├── CheckpointError   a checkpoint or run folder is damaged, foreign or would be overwritten
-│   └── UnusableError    a run cannot resume from this checkpoint, perhaps from an older one
-├── SaveError         the last checkpoint of a run could not be written
-├── DivergedError     a loss or a gradient is not finite
-├── ScheduleError     a list of actions cannot be carried out (a bug, never the user's fault)
-├── ChannelError      a peer sent something else, too late, or nothing at all
-└── StageFailed       another process failed
-
-ConfigError to CheckpointError and DivergedError are the user's to fix and end a command with exit code 2. The cause of
-a ChannelError is in the peer's own log.
-"""
+"""Everything adl_dist raises on purpose. What is the user's to fix ends a command with exit code 2, the rest with 1."""
 
 import logging
 import traceback
 
 
 class AdlError(Exception):
-    """Base of every error raised on purpose.
+    """Base of every error raised on purpose."""
 
-    Attributes:
-        exit_code: exit code of the process if the error is not caught.
-    """
-
-    exit_code = 2
+    exit_code = 2  # of the process, if the error is not caught
 
 
 class ConfigError(AdlError, ValueError):
@@ -47,7 +27,7 @@ class CheckpointError(AdlError, RuntimeError):
 
 
 class UnusableError(CheckpointError):
-    """A checkpoint is damaged or of another model; an older one may be good."""
+    """A run cannot resume from this checkpoint, damaged or of another model; an older one may be good."""
 
 
 class SaveError(AdlError, RuntimeError):
@@ -57,12 +37,7 @@ class SaveError(AdlError, RuntimeError):
 
 
 class DivergedError(AdlError, ArithmeticError):
-    """A loss or a gradient is not finite.
-
-    Attributes:
-        update: the update that it was computed for.
-        epoch: the epoch of that update, counted from 0.
-    """
+    """A loss or a gradient is not finite at ``update``; it and its ``epoch`` are counted from 0."""
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         self.stage, self.update, self.epoch = stage, update, epoch
@@ -74,13 +49,13 @@ class DivergedError(AdlError, ArithmeticError):
 
 
 class ScheduleError(AdlError, RuntimeError):
-    """A list of actions cannot be carried out."""
+    """A list of actions cannot be carried out: a bug, never the user's fault."""
 
     exit_code = 1
 
 
 class ChannelError(AdlError, RuntimeError):
-    """A peer sent something else, too late, or nothing at all."""
+    """A peer sent something else, too late, or nothing at all; the cause is in the peer's own log."""
 
     exit_code = 1
 

@@ -13,15 +13,12 @@ POOL = 4  # words of a SeedSequence's state
 
 
 def stream_seed(seed: int, purpose: str, *indices: int) -> int:
-    """Derive the seed of one random stream, so that adding a stream never moves another.
+    """Derive the seed of one random stream, in [0, 2**63), so that adding a stream never moves another.
 
     Args:
         seed: the run's seed, >= 0.
         purpose: what the stream is for, for example ``"dropout"``.
         indices: >= 0; which stream of that purpose, for example epoch and sample.
-
-    Returns:
-        An integer in [0, 2**63), fit for ``torch.Generator.manual_seed``.
     """
     words = [word for number in (seed, _number_of(purpose), *indices) for word in _words(number)]
     # An array of its words takes half the time of a list of numbers, and there is a stream for every sample.
@@ -30,14 +27,7 @@ def stream_seed(seed: int, purpose: str, *indices: int) -> int:
 
 
 def stream_seeds(seed: int, purpose: str, *indices: int, last: Sequence[int] | NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return :func:`stream_seed` for many streams that differ in their last index alone, much faster.
-
-    Args:
-        seed: the run's seed, >= 0.
-        purpose: what the streams are for.
-        indices: >= 0; all but the last.
-        last: each in [0, 2**32).
-    """
+    """Return :func:`stream_seed` of many streams that differ in the ``last`` index (< 2**32) alone, much faster."""
     # SeedSequence's mixing (numpy/random/bit_generator.pyx), each word of entropy a column with a row per stream.
     words = [np.full(1, word, np.uint32) for number in (seed, _number_of(purpose), *indices) for word in _words(number)]
     words.append(np.asarray(last, np.uint32))

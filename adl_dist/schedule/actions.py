@@ -1,11 +1,7 @@
-"""The words of a schedule. A stage's life is a list of actions that can be printed and read back."""
+"""The words of a schedule: a stage's life is a list of actions, which print as ``L0 F0 SA0 ST0``."""
 
 import enum
-import re
-from collections.abc import Iterable
 from typing import NamedTuple
-
-from adl_dist.errors import ScheduleError
 
 
 class Op(enum.Enum):
@@ -70,22 +66,7 @@ def receiver(op: Op, sender: int, *, num_stages: int) -> int:
     return num_stages - 1 if hop is None else sender + hop
 
 
-def format_actions(actions: Iterable[Action]) -> str:
-    """Print a list of actions, for example ``L0 F0 SA0 ST0``."""
-    return " ".join(map(str, actions))
-
-
-def parse_actions(text: str) -> list[Action]:
-    """Read back what :func:`format_actions` printed.
-
-    Raises:
-        ScheduleError: a word is not an action.
-    """
-    actions = []
-    for word in text.split():
-        match = re.fullmatch(r"([A-Z]+)(\d+)", word)
-        if match is None or match[1] not in {op.value for op in Op}:
-            known = ", ".join(op.value for op in Op)
-            raise ScheduleError(f"'{word}' is not an action; expected one of {known} and a number, like F3")
-        actions.append(Action(Op(match[1]), int(match[2])))
-    return actions
+def sender(op: Op, receiver: int) -> int:
+    """Return the stage that sends what ``receiver`` receives with ``op``."""
+    hop = RECEIVES[op].hop
+    return 0 if hop is None else receiver - hop

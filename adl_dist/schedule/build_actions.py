@@ -45,39 +45,35 @@ def _until_drained(pipeline: Pipeline, stage: int, first: int, groups: Sequence[
     """Yield from an empty pipeline to an empty one; ``groups`` are (number, size), from micro-batch ``first`` on."""
     method, spec, last = pipeline.method, pipeline.spec, pipeline.num_stages - 1
     delay = pipeline.delays[stage]
-    group_of: dict[int, int] = {}
-    place: dict[int, tuple[int, int]] = {}  # of a micro-batch in its group, and the group's size
-    for group, size in groups:
-        for i in range(size):
-            b = first + len(group_of)
-            group_of[b], place[b] = group, (i, size)
-    order = sorted(group_of, reverse=spec.last_in_first_out)
+    in_order = [(group, place, size) for group, size in groups for place in range(size)]
+    where = dict(enumerate(in_order, start=first))  # of each micro-batch: its group, its place there, the group's size
+    order = sorted(where, reverse=spec.last_in_first_out)
     num = len(order)
 
     for tick in range(num + delay):
         if tick < num:
             b = first + tick
-            if method.weights == "2bw" and place[b][0] == 0 and group_of[b] != 1:
-                yield Action(Op.WEIGHTS, max(group_of[b] - 1, 0))
-            without_graph = method.recomputes(*place[b], delay)
-            yield from _forward(
-                Op.FORWARD_ONLY if without_graph else Op.FORWARD, b, stage, pipeline.num_stages, spec.local_losses
-            )
+            group, place, size = where[b]
+            if method.weights == "2bw" and place == 0 and group != 1:
+                yield Action(Op.WEIGHTS, max(group - 1, 0))
+            op = Op.FORWARD_ONLY if method.recomputes(place, size, delay) else Op.FORWARD
+            yield from _forward(op, b, stage, pipeline.num_stages, spec.local_losses)
             if spec.forward_lock and stage < last:
                 yield Action(Op.RECV_GO, b)
             if spec.forward_lock and stage > 0:
                 yield Action(Op.SEND_GO, b)
         if tick - delay >= 0:
             b = order[tick - delay]
-            if method.recomputes(*place[b], delay):
+            group, place, size = where[b]
+            if method.recomputes(place, size, delay):
                 yield Action(Op.RECOMPUTE, b)  # while the gradient is still on its way
             if stage < last and not spec.local_losses:
                 yield Action(Op.RECV_GRAD, b)
             yield Action(Op.BACKWARD, b)
             if stage > 0 and not spec.local_losses:
                 yield Action(Op.SEND_GRAD, b)
-            if tick - delay + 1 == num or group_of[order[tick - delay + 1]] != group_of[b]:
-                yield Action(Op.UPDATE, group_of[b])
+            if tick - delay + 1 == num or where[order[tick - delay + 1]][0] != group:
+                yield Action(Op.UPDATE, group)
 
 
 def evaluation_actions(stage: int, *, num_stages: int, num_micro_batches: int) -> Iterator[Action]:
@@ -86,19 +82,13 @@ def evaluation_actions(stage: int, *, num_stages: int, num_micro_batches: int) -
         yield from _forward(Op.PREDICT, micro_batch, stage, num_stages)
 
 
-def _forward(
-    op: Op, micro_batch: int, stage: int, num_stages: int, every_stage_has_targets: bool = False
-) -> Iterator[Action]:
+def _forward(op: Op, b: int, stage: int, num_stages: int, every_stage_has_targets: bool = False) -> Iterator[Action]:
     first, last = stage == 0, stage == num_stages - 1
-    yield Action(Op.LOAD if first else Op.RECV_ACT, micro_batch)
-    if every_stage_has_targets and not first:
-        yield Action(Op.TAKE_TARGET, micro_batch)
-    elif last and not first:
-        yield Action(Op.RECV_TARGET, micro_batch)
-    yield Action(op, micro_batch)
+    yield Action(Op.LOAD if first else Op.RECV_ACT, b)
+    if not first and (last or every_stage_has_targets):
+        yield Action(Op.TAKE_TARGET if every_stage_has_targets else Op.RECV_TARGET, b)
+    yield Action(op, b)
     if not last:
-        yield Action(Op.SEND_ACT, micro_batch)
-    if every_stage_has_targets and not last:
-        yield Action(Op.PASS_TARGET, micro_batch)
-    elif first and not last:
-        yield Action(Op.SEND_TARGET, micro_batch)
+        yield Action(Op.SEND_ACT, b)
+    if not last and (first or every_stage_has_targets):
+        yield Action(Op.PASS_TARGET if every_stage_has_targets else Op.SEND_TARGET, b)

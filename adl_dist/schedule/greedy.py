@@ -5,8 +5,9 @@ known beforehand and the run can be repeated. Each stage makes as many steps as 
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.pipeline import Pipeline
@@ -14,15 +15,11 @@ from adl_dist.schedule.pipeline import Pipeline
 
 @dataclass
 class Buffer:
-    """The replay buffer of a stage; each entry is the number of a step of the stage before.
-
-    Attributes:
-        uses: how often each entry was used, oldest entry first.
-    """
+    """The replay buffer of a stage; each entry is the number of a step of the stage before."""
 
     size: int
     most_uses: int | None
-    uses: dict[int, int] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)  # how often each entry was used, oldest entry first
 
     def write(self, entry: int) -> int | None:
         """Add an entry; return the one that had to go for it."""
@@ -47,19 +44,16 @@ class Buffer:
 def greedy_actions(
     pipeline: Pipeline, *, group_sizes: Sequence[int], seed: int
 ) -> tuple[list[list[Action]], list[list[int]]]:
-    """Build the lists of actions of all stages, with replay buffers between them.
+    """Return the actions of each stage, and for each of its steps the micro-batch of the data it works on.
 
     Args:
         pipeline: a method with ``buffer_size`` above 0, and K.
         group_sizes: steps of each group; every stage has the same.
         seed: draws the turns.
-
-    Returns:
-        The actions of each stage; and for each of its steps the micro-batch of the data it works on.
     """
     method, num_stages = pipeline.method, pipeline.num_stages
     num = sum(group_sizes)
-    last_of_group = dict(_ends(group_sizes))
+    group_ended_by = {end - 1: group for group, end in enumerate(accumulate(group_sizes))}
     turns = random.Random(seed)
     rates = pipeline.turn_rates
     buffers = [Buffer(method.buffer_size, method.buffer_reuse) for _ in range(num_stages)]
@@ -85,8 +79,8 @@ def greedy_actions(
         if k < num_stages - 1:
             actions += [Action(Op.SEND_ACT, step), Action(Op.PASS_TARGET, step)]
         actions.append(Action(Op.BACKWARD, step))
-        if step in last_of_group:
-            actions.append(Action(Op.UPDATE, last_of_group[step]))
+        if step in group_ended_by:
+            actions.append(Action(Op.UPDATE, group_ended_by[step]))
         if k < num_stages - 1:
             lists[k + 1] += [Action(Op.RECV_ACT, step), Action(Op.TAKE_TARGET, step), Action(Op.KEEP, step)]
             if (gone := buffers[k + 1].write(step)) is not None:
@@ -94,10 +88,3 @@ def greedy_actions(
     for k, buffer in enumerate(buffers):
         lists[k] += [Action(Op.DROP, entry) for entry in buffer.uses]
     return lists, origins
-
-
-def _ends(group_sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    end = 0
-    for group, size in enumerate(group_sizes):
-        end += size
-        yield end - 1, group

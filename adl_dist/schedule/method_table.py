@@ -13,11 +13,6 @@ from typing import Literal
 Weights = Literal["stash", "latest", "recompute", "2bw"]
 DelayRule = Literal["decoupled", "minimal", "none", "group", "queues"]
 ANYONES_DELAYS = ("decoupled", "minimal", "none")  # the other rules belong to one method each
-Recompute = Literal["never", "except_last", "always"]
-Order = Literal["forward_first", "backward_first"]
-Reduction = Literal["mean", "sum"]
-LrIndex = Literal["update", "slot"]
-Head = Literal["mlp_sr", "mlp", "cnn", "linear", "predsim"]
 
 # Ticks between a micro-batch's forward and its backward on stage k of K, with M micro-batches per update.
 DELAYS: dict[str, Callable[[int, int, int], int]] = {
@@ -35,17 +30,19 @@ DELAYS: dict[str, Callable[[int, int, int], int]] = {
 ANY = ("accumulation_steps", "reduction", "lr_factors")
 STALE = (*ANY, "weights", "delay", "order", "gradient_shrink")
 CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one clock
+QUEUED = (*CLOCKED, "activation_queue", "gradient_queue")
+GREEDY = (*ANY, "head", "buffer_size", "buffer_reuse", "stage_speeds")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MethodSpec:
     """The facts that tell one method from another.
 
     Attributes:
         summary: name and source.
         delay: rule of ``DELAYS``, unless the user gives another.
-        weights: which weights a backward uses, unless the user gives others.
         accumulation_steps: M, unless the user gives another.
+        weights: which weights a backward uses, unless the user gives others.
         flush: whether the pipeline is emptied after each group, so that nothing is stale.
         last_in_first_out: whether a group's backwards run in reverse.
         forward_lock: whether no stage continues before its micro-batch has passed all stages.
@@ -55,8 +52,8 @@ class MethodSpec:
 
     summary: str
     delay: DelayRule
-    weights: Weights = "stash"
     accumulation_steps: int = 1
+    weights: Weights = "stash"
     flush: bool = False
     last_in_first_out: bool = False
     forward_lock: bool = False
@@ -65,70 +62,38 @@ class MethodSpec:
 
 
 METHODS = {
-    "adl": MethodSpec(
-        summary="Accumulated Decoupled Learning (Zhuang et al., ICML 2021)",
-        delay="decoupled",
-        accumulation_steps=4,
-        options=CLOCKED,
-    ),
+    "adl": MethodSpec("Accumulated Decoupled Learning (Zhuang et al., ICML 2021)", "decoupled", 4, options=CLOCKED),
     "fdg": MethodSpec(
-        summary="Fully Decoupled with Delayed Gradients (Zhuang et al., TNNLS 2021)", delay="decoupled", options=CLOCKED
+        "Fully Decoupled with Delayed Gradients (Zhuang et al., TNNLS 2021)", "decoupled", options=CLOCKED
     ),
     "dsp": MethodSpec(
-        summary="Diversely Stale Parameters (Xu et al., CVPR 2020)",
-        delay="queues",
-        weights="recompute",
-        options=(*CLOCKED, "activation_queue", "gradient_queue"),
+        "Diversely Stale Parameters (Xu et al., CVPR 2020)", "queues", weights="recompute", options=QUEUED
     ),
     "ddg": MethodSpec(
-        summary="Decoupled Parallel BP with Delayed Gradients (Huo et al., ICML 2018)",
-        delay="minimal",
+        "Decoupled Parallel BP with Delayed Gradients (Huo et al., ICML 2018)",
+        "minimal",
         forward_lock=True,
         options=CLOCKED,
     ),
     "fr": MethodSpec(
-        summary="Features Replay (Huo et al., NeurIPS 2018)",
-        delay="minimal",
-        weights="recompute",
-        forward_lock=True,
-        options=CLOCKED,
+        "Features Replay (Huo et al., NeurIPS 2018)", "minimal", weights="recompute", forward_lock=True, options=CLOCKED
     ),
     "dgl": MethodSpec(
-        summary="Decoupled Greedy Learning (Belilovsky et al., ICML 2020)",
-        delay="none",
-        local_losses=True,
-        options=(*ANY, "head", "buffer_size", "buffer_reuse", "stage_speeds"),
+        "Decoupled Greedy Learning (Belilovsky et al., ICML 2020)", "none", local_losses=True, options=GREEDY
     ),
-    "bp": MethodSpec(
-        summary="Backpropagation, one micro-batch at a time",
-        delay="none",
-        accumulation_steps=4,
-        flush=True,
-        options=ANY,
-    ),
+    "bp": MethodSpec("Backpropagation, one micro-batch at a time", "none", 4, flush=True, options=ANY),
     "gpipe": MethodSpec(
-        summary="GPipe (Huang et al., NeurIPS 2019)",
-        delay="group",
+        "GPipe (Huang et al., NeurIPS 2019)",
+        "group",
         accumulation_steps=4,
         flush=True,
         last_in_first_out=True,
         options=(*ANY, "recompute"),
     ),
     "1f1b": MethodSpec(
-        summary="1F1B with flush (PipeDream-Flush, Narayanan et al., ICML 2021)",
-        delay="minimal",
-        accumulation_steps=4,
-        flush=True,
-        options=ANY,
+        "1F1B with flush (PipeDream-Flush, Narayanan et al., ICML 2021)", "minimal", 4, flush=True, options=ANY
     ),
-    "pipedream": MethodSpec(summary="PipeDream (Narayanan et al., SOSP 2019)", delay="minimal"),
-    "2bw": MethodSpec(
-        summary="PipeDream-2BW (Narayanan et al., ICML 2021)", delay="minimal", weights="2bw", accumulation_steps=4
-    ),
-    "paci": MethodSpec(
-        summary="PACI (2026): 1F1B, local accumulation, no stash",
-        delay="minimal",
-        weights="latest",
-        accumulation_steps=4,
-    ),
+    "pipedream": MethodSpec("PipeDream (Narayanan et al., SOSP 2019)", "minimal"),
+    "2bw": MethodSpec("PipeDream-2BW (Narayanan et al., ICML 2021)", "minimal", 4, "2bw"),
+    "paci": MethodSpec("PACI (2026): 1F1B, local accumulation, no stash", "minimal", 4, "latest"),
 }

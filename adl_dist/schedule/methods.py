@@ -1,23 +1,57 @@
 """A method as a user chooses it: a row and its hyper-parameters, checked."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from adl_dist.errors import ConfigError
-from adl_dist.schedule.method_table import (
-    ANYONES_DELAYS,
-    METHODS,
-    DelayRule,
-    Head,
-    LrIndex,
-    MethodSpec,
-    Order,
-    Recompute,
-    Reduction,
-    Weights,
-)
-from adl_dist.schedule.options import CHOICES, TYPES
+from adl_dist.schedule.method_table import ANYONES_DELAYS, METHODS, DelayRule, MethodSpec, Weights
+
+Recompute = Literal["never", "except_last", "always"]
+Order = Literal["forward_first", "backward_first"]
+Reduction = Literal["mean", "sum"]
+LrIndex = Literal["update", "slot"]
+Head = Literal["mlp_sr", "mlp", "cnn", "linear", "predsim"]
+CHOICES = {
+    "weights": Weights,
+    "order": Order,
+    "reduction": Reduction,
+    "lr_index": LrIndex,
+    "recompute": Recompute,
+    "head": Head,
+}
+
+
+def _whole(value: object) -> bool:
+    return type(value) is int
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _list(value: object, of: Callable[[object], bool]) -> bool:
+    return isinstance(value, tuple) and all(map(of, value))
+
+
+WHOLE = ("a whole number", _whole)
+NUMBERS = ("a list of finite numbers, like [2,0.5]", lambda v: v is None or _list(v, _number))
+QUEUE = ("a whole number or a list of some, like [1,2]", lambda v: _whole(v) or _list(v, _whole))
+# What each option must be, and whether a value is that.
+TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "accumulation_steps": WHOLE,
+    "delay": ("a rule or a list of whole numbers, like [2,1,0]", lambda v: isinstance(v, str) or _list(v, _whole)),
+    "gradient_shrink": ("a finite number", _number),
+    "lr_factors": NUMBERS,
+    "activation_queue": QUEUE,
+    "gradient_queue": QUEUE,
+    "buffer_size": WHOLE,
+    "buffer_reuse": ("a whole number", lambda v: v is None or _whole(v)),
+    "stage_speeds": NUMBERS,
+}
+SMALLEST = {"accumulation_steps": 1, "activation_queue": 1, "gradient_queue": 1, "buffer_size": 0, "buffer_reuse": 1}
+ABOVE_0 = ("lr_factors", "stage_speeds", "gradient_shrink")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +109,22 @@ class Method:
             raise ConfigError(f"method.name: there is no '{self.name}'; choose one of {', '.join(METHODS)}")
         spec = METHODS[self.name]
         self._set("spec", spec)
-        self._refuse_dead_options()
-        for name in ("delay", "lr_factors", "stage_speeds", "activation_queue", "gradient_queue"):
-            if isinstance(value := getattr(self, name), list):
-                self._set(name, tuple(value))
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.init and option.name not in ("name", *spec.options) and value not in (None, option.default):
+                raise ConfigError(
+                    f"method.{option.name}={value} means nothing to method={self.name}, which takes "
+                    f"{', '.join(spec.options)}"
+                )
+            if isinstance(value, list):
+                self._set(option.name, tuple(value))  # so that a method can be hashed
         if self.delay not in (None, "queues") and (self.activation_queue, self.gradient_queue) != (1, 1):
             raise ConfigError("method.delay and the queues of dsp say the same in two ways; give one of them")
         for name in ("accumulation_steps", "weights", "delay"):
             if getattr(self, name) is None:
                 self._set(name, getattr(spec, name))
-        self._check()
+        self._check_values()
+        self._check_together()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -112,25 +152,24 @@ class Method:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
-    def _refuse_dead_options(self) -> None:
-        for option in fields(self):
-            if not option.init or option.name == "name" or option.name in self.spec.options:
-                continue
-            value = getattr(self, option.name)
-            if value is not None and value != option.default:
-                raise ConfigError(
-                    f"method.{option.name}={value} means nothing to method={self.name}, which takes "
-                    f"{', '.join(self.spec.options)}"
-                )
-
-    def _check(self) -> None:
+    def _check_values(self) -> None:
+        """Refuse an option whose value no method takes."""
         for name, (what, fits) in TYPES.items():
             if not fits(value := getattr(self, name)):
                 raise ConfigError(f"method.{name} must be {what}, got {value!r}")
-        self._at_least("accumulation_steps", self.micro_batches_per_update, 1)
-        for name, choices in CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
+        for name, literal in CHOICES.items():
+            if (value := getattr(self, name)) not in (choices := get_args(literal)):
                 raise ConfigError(f"method.{name}: there is no '{value}'; choose one of {', '.join(choices)}")
+        for name, smallest in SMALLEST.items():
+            for number in self._numbers(name):
+                if number < smallest:
+                    raise ConfigError(f"method.{name} must be at least {smallest}, got {number}")
+        for name in ABOVE_0:
+            if not all(number > 0 for number in self._numbers(name)):
+                raise ConfigError(f"method.{name} must be above 0, got {self.settings[name]}")
+
+    def _check_together(self) -> None:
+        """Refuse options that contradict the method's row or each other."""
         rules = list(dict.fromkeys((*ANYONES_DELAYS, self.spec.delay)))
         if isinstance(self.delay, str) and self.delay not in rules:
             raise ConfigError(f"method.delay: there is no '{self.delay}'; choose one of {', '.join(rules)}, or a list")
@@ -139,27 +178,15 @@ class Method:
                 f"method.lr_index=slot needs the clock of method.delay={self.spec.delay}; with method.delay="
                 f"{self.delay} stages share none: omit one of them"
             )
-        for name in ("activation_queue", "gradient_queue"):
-            value = getattr(self, name)
-            for number in (value,) if isinstance(value, int) else value:
-                self._at_least(name, number, 1)
-        self._at_least("buffer_size", self.buffer_size, 0)
-        if self.buffer_reuse is not None:
-            self._at_least("buffer_reuse", self.buffer_reuse, 1)
         if not self.buffer_size and (self.buffer_reuse is not None or self.stage_speeds is not None):
             raise ConfigError(
                 "method.buffer_reuse and method.stage_speeds mean nothing without a replay buffer; set "
                 "method.buffer_size=50, or omit them"
             )
-        for name in ("lr_factors", "stage_speeds"):
-            if any(not number > 0 for number in getattr(self, name) or ()):
-                raise ConfigError(f"method.{name} must be above 0, got {list(getattr(self, name))}")
-        if not self.gradient_shrink > 0:
-            raise ConfigError(f"method.gradient_shrink (beta) must be above 0, got {self.gradient_shrink}")
 
-    def _at_least(self, name: str, value: int, smallest: int) -> None:
-        if value < smallest:
-            raise ConfigError(f"method.{name} must be at least {smallest}, got {value}")
+    def _numbers(self, name: str) -> Sequence[float]:
+        value = getattr(self, name)
+        return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def method(name: str, **options: Any) -> Method:

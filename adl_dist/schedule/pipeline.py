@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.method_table import DELAYS, MethodSpec
@@ -10,11 +11,7 @@ from adl_dist.schedule.methods import Method
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A method on so many stages.
-
-    Attributes:
-        method: the method, with its hyper-parameters.
-        num_stages: K.
+    """A method on ``num_stages`` (K) stages.
 
     Raises:
         ConfigError: no stage, a list of another length than K, or delays that cannot be.
@@ -40,11 +37,7 @@ class Pipeline:
 
     @cached_property
     def delays(self) -> tuple[int, ...]:
-        """Ticks between a micro-batch's forward and its backward, for each stage.
-
-        Raises:
-            ConfigError: the delays that the user gave do not fit K, or would let stages wait for each other for ever.
-        """
+        """Ticks between a micro-batch's forward and its backward, for each stage."""
         K, M, method = self.num_stages, self.micro_batches_per_update, self.method
         delays = self._nominal_delays
         if any(d < 0 for d in delays) or delays != sorted(delays, reverse=True):
@@ -65,17 +58,13 @@ class Pipeline:
 
     @property
     def _nominal_delays(self) -> list[int]:
-        K, M, method = self.num_stages, self.micro_batches_per_update, self.method
-        if method.delay == "queues":
-            p, q = (self._per_hop(name) for name in ("activation_queue", "gradient_queue"))
-            return [sum(p[k:]) + sum(q[k:]) for k in range(K)]
-        if isinstance(method.delay, str):
-            return [DELAYS[method.delay](k, K, M) for k in range(K)]
-        assert method.delay is not None
-        if len(method.delay) != K:
-            fault = f"has {len(method.delay)} numbers, but there are {K} stages; give {K}"
-            raise ConfigError(f"method.delay={list(method.delay)} {fault}")
-        return list(method.delay)
+        K, rule = self.num_stages, self.method.delay
+        if rule == "queues":
+            hops = [p + q for p, q in zip(self._hops("activation_queue"), self._hops("gradient_queue"), strict=True)]
+            return [sum(hops[k:]) for k in range(K)]
+        if isinstance(rule, str):
+            return [DELAYS[rule](k, K, self.micro_batches_per_update) for k in range(K)]
+        return self._one_each("delay", K)
 
     @property
     def updates_to_fill(self) -> int:
@@ -102,7 +91,7 @@ class Pipeline:
         if self.method.lr_index == "update":
             return 0
         M = self.micro_batches_per_update
-        arrives = 0 if self.spec.forward_lock else sum(self._per_hop("activation_queue")[:stage])
+        arrives = 0 if self.spec.forward_lock else sum(self._hops("activation_queue")[:stage])
         slot = M - 1 + arrives + self._nominal_delays[stage]
         if self.method.order == "backward_first" and stage == self.num_stages - 1:
             slot += 1
@@ -110,22 +99,19 @@ class Pipeline:
 
     def lr_factor(self, stage: int) -> float:
         """Return the factor on the learning rate of ``stage``."""
-        return self._per_stage("lr_factors")[stage]
+        return float(self._one_each("lr_factors", self.num_stages)[stage])
 
     @property
     def turn_rates(self) -> list[float]:
         """How often each stage gets its turn, relative to the others."""
-        return self._per_stage("stage_speeds")
+        return self._one_each("stage_speeds", self.num_stages)
 
     def forward_version(self, stage: int, micro_batch: int) -> int:
         """Return how many updates of its segment ``stage`` has made whose result a micro-batch's forward sees.
 
-        Micro-batch b meets the weights after floor(max(0, b - d) / M) updates; ``2bw`` asks for one before its group
-        (and nothing older than the segment), a method that flushes for all before its group.
-
-        Args:
-            stage: k.
-            micro_batch: b, counted from 0 within the segment: a segment starts with an empty pipeline.
+        Micro-batch b, counted from 0 within the segment, meets the weights after floor(max(0, b - d) / M) updates;
+        ``2bw`` asks for one before its group (and nothing older than the segment), a method that flushes for all
+        before its group.
         """
         M = self.micro_batches_per_update
         if self.spec.flush:
@@ -142,13 +128,6 @@ class Pipeline:
             LoS(b) = floor(b / M) - floor(max(0, b - d) / M),
 
         which is ceil((d - i) / M) for offset i = b mod M once b >= d (paper, Eq. 17).
-
-        Args:
-            stage: k.
-            micro_batch: b, counted from 0 within the segment.
-
-        Returns:
-            A count of updates (weight versions), not of ticks or micro-batches.
         """
         return micro_batch // self.micro_batches_per_update - self.forward_version(stage, micro_batch)
 
@@ -166,20 +145,17 @@ class Pipeline:
         """Whether the pipeline can be emptied after any update without changing a value."""
         return not any(any(self.steady_staleness(stage)) for stage in range(self.num_stages))
 
-    def _per_stage(self, name: str) -> list[float]:
-        if (values := getattr(self.method, name)) is None:
-            return [1.0] * self.num_stages
-        if len(values) != self.num_stages:
-            raise ConfigError(
-                f"method.{name}={list(values)} has {len(values)} numbers, but there are {self.num_stages} stages"
-            )
-        return list(values)
+    def _hops(self, name: str) -> list[int]:
+        return self._one_each(name, self.num_stages - 1)
 
-    def _per_hop(self, name: str) -> list[int]:
-        value, num_hops = getattr(self.method, name), self.num_stages - 1
-        if isinstance(value, int):
-            return [value] * num_hops
-        if len(value) != num_hops:
-            fault = f"has {len(value)} numbers, but {self.num_stages} stages have {num_hops}"
-            raise ConfigError(f"method.{name}={list(value)} {fault}")
+    def _one_each(self, name: str, num: int) -> list[Any]:
+        """Return ``num`` values of an option: those of its list, or one value for all (None: 1)."""
+        value = getattr(self.method, name)
+        if not isinstance(value, tuple):
+            return [1.0 if value is None else value] * num
+        if len(value) != num:
+            raise ConfigError(
+                f"method.{name}={list(value)} has {len(value)} numbers, but there are {self.num_stages} stages; "
+                f"give {num}"
+            )
         return list(value)

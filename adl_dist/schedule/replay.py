@@ -2,10 +2,10 @@
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from adl_dist.errors import ScheduleError
-from adl_dist.schedule.actions import LINKS, RECEIVES, Action, receiver
+from adl_dist.schedule.actions import LINKS, RECEIVES, Action, receiver, sender
 
 ActionLists = Sequence[Sequence[Action]]
 Edge = tuple[str, int]  # what is carried, and the stage that receives it
@@ -71,10 +71,17 @@ def replay(
             mail[RECEIVES[action.op].what, stage].popleft()
         yield stage, action
 
-    if unfinished := {k: s[cursor[k]] for k, s in enumerate(lists) if cursor[k] < len(s)}:
-        raise ScheduleError(_stuck(unfinished))
+    refuse_unfinished(lists, cursor)
     if lost := {edge: list(left) for edge, left in mail.items() if left}:
         raise ScheduleError(f"messages that no stage receives: {lost}")
+
+
+def refuse_unfinished(lists: ActionLists, cursor: Sequence[int]) -> None:
+    """Raise a ScheduleError that names where each stage waits, unless all have come to the end of their lists."""
+    waiting = [(k, actions[i]) for k, (actions, i) in enumerate(zip(lists, cursor, strict=True)) if i < len(actions)]
+    if waiting:
+        places = ", ".join(f"stage {k} at {action} ({action.op.name})" for k, action in waiting)
+        raise ScheduleError(f"deadlock: every unfinished stage waits for another: {places}")
 
 
 def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending, int]:
@@ -99,116 +106,7 @@ def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending
                 most[edge] = max(most[edge], sent[edge] - known[k][edge])
             letters[edge].append(known[k].copy())
         elif action.op in RECEIVES:
-            what, _, hop = RECEIVES[action.op]
-            edge = what, 0 if hop is None else k - hop
+            edge = RECEIVES[action.op].what, sender(action.op, k)
             known[k] |= letters[edge].popleft()  # of each edge the larger number
             known[k][edge] += 1
     return dict(most)
-
-
-def one_group_per_direction(what: str, low: int, high: int) -> Hashable:
-    """Return the communicator as transport/ has it: acts, grads and targets never share one."""
-    return what, low, high
-
-
-def one_group_per_pair(what: str, low: int, high: int) -> Hashable:
-    """One communicator for both directions of a neighbour pair. It deadlocks; a test shows it."""
-    return low, high
-
-
-def check_rendezvous(
-    lists: ActionLists,
-    *,
-    group: Callable[[str, int, int], Hashable] = one_group_per_direction,
-    max_pending: Mapping[Sending, int] | None = None,
-) -> None:
-    """Prove that the stages finish even if no message is ever buffered.
-
-    The model is that of NCCL: on one communicator a rank's operations run in the order in which they
-    were issued, and each finishes only together with its partner at the head of the peer's queue. A
-    receive blocks the host, a send only if too many of its edge are under way. gloo buffers, and so hides
-    such deadlocks.
-
-    Args:
-        lists: the actions of stages 0..K-1.
-        group: names the communicator that carries ``what`` between two stages.
-        max_pending: for each edge, sends under way that do not block the host; None: any number.
-
-    Raises:
-        ScheduleError: the stages wait for each other; the text says for what.
-    """
-    wire = _Wire(len(lists), group)
-    cursor = [0] * len(lists)
-    received: set[tuple[int, Action]] = set()
-
-    def is_blocked(stage: int, action: Action) -> bool:
-        if action.op in RECEIVES:
-            return (stage, action) not in received
-        if max_pending is None or action.op not in LINKS:
-            return False
-        what = LINKS[action.op].what
-        return wire.num_pending(stage, what) > max_pending[what, stage]
-
-    moved = True
-    while moved:
-        moved = False
-        for k, actions in enumerate(lists):
-            while cursor[k] < len(actions):
-                action = actions[cursor[k]]
-                wire.issue(k, action)
-                if is_blocked(k, action):
-                    break
-                cursor[k] += 1
-                moved = True
-        for arrival in wire.transfer():
-            received.add(arrival)
-            moved = True
-
-    if unfinished := {k: s[cursor[k]] for k, s in enumerate(lists) if cursor[k] < len(s)}:
-        raise ScheduleError(_stuck(unfinished))
-
-
-class _Wire:
-    """Communicators that hold what was issued until both ends have come to it."""
-
-    def __init__(self, num_stages: int, group: Callable[[str, int, int], Hashable]) -> None:
-        self._num_stages, self._group = num_stages, group
-        self._queues: dict[tuple[Hashable, int], deque[tuple[str, bool, int]]] = defaultdict(deque)
-        self._peers: dict[Hashable, tuple[int, int]] = {}
-        self._issued: set[tuple[int, Action]] = set()
-
-    def issue(self, stage: int, action: Action) -> None:
-        """Queue a send or a receive of ``stage``, once; any other action does nothing."""
-        link = LINKS.get(action.op) or RECEIVES.get(action.op)
-        if link is None or (stage, action) in self._issued:
-            return
-        hop = self._num_stages - 1 if link.hop is None else link.hop
-        peer = stage + hop if action.op in LINKS else stage - hop
-        low, high = min(stage, peer), max(stage, peer)
-        key = self._group(link.what, low, high)
-        self._peers[key] = low, high
-        self._queues[key, stage].append((link.what, action.op in LINKS, action.number))
-        self._issued.add((stage, action))
-
-    def num_pending(self, stage: int, what: str) -> int:
-        """Return how many sends of ``what`` by ``stage`` are under way."""
-        return sum(m[:2] == (what, True) for (_, k), queue in self._queues.items() if k == stage for m in queue)
-
-    def transfer(self) -> Iterator[tuple[int, Action]]:
-        """Finish whatever both ends have at the head of their queues; yield each receive with its stage."""
-        for key, (low, high) in self._peers.items():
-            mine, theirs = self._queues[key, low], self._queues[key, high]
-            while mine and theirs and _partners(mine[0], theirs[0]):
-                what, low_sends, number = mine.popleft()
-                theirs.popleft()
-                op = next(link.recv for link in LINKS.values() if link.what == what)
-                yield (high if low_sends else low), Action(op, number)
-
-
-def _partners(mine: tuple[str, bool, int], theirs: tuple[str, bool, int]) -> bool:
-    return mine[0] == theirs[0] and mine[1] != theirs[1] and mine[2] == theirs[2]
-
-
-def _stuck(waiting: dict[int, Action]) -> str:
-    places = ", ".join(f"stage {k} at {action} ({action.op.name})" for k, action in waiting.items())
-    return f"deadlock: every unfinished stage waits for another: {places}"

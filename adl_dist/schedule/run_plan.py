@@ -1,9 +1,70 @@
-"""How long a run is, and how it is divided into segments."""
+"""How long a run is, and how it is divided into segments: what happens between two empty pipelines."""
 
 from dataclasses import dataclass, replace
 
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import Segment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """The micro-batches of one segment of training. Every stage derives the same from it.
+
+    Attributes:
+        epoch: whose data order and augmentation are used.
+        first_sample: where in the epoch's order the segment begins.
+        first_update: s of the first group, counted from 0 over the whole run.
+        num_samples: samples visited from there on.
+        micro_batch_size: samples in one forward; the last micro-batch may hold fewer.
+        accumulation_steps: M, micro-batches in one update; the last group may hold fewer.
+    """
+
+    epoch: int
+    first_sample: int = 0
+    first_update: int
+    num_samples: int
+    micro_batch_size: int
+    accumulation_steps: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each micro-batch."""
+        return _in_parts(self.num_samples, self.micro_batch_size)
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """Micro-batches of each group."""
+        return _in_parts(len(self.sizes), self.accumulation_steps)
+
+    @property
+    def first_micro_batch(self) -> int:
+        """Micro-batches of the epoch that lie before the segment."""
+        return self.first_sample // self.micro_batch_size
+
+    @property
+    def num_updates(self) -> int:
+        """Updates that every stage makes."""
+        return len(self.group_sizes)
+
+    def first_updates(self, num_updates: int) -> "Segment":
+        """Return the segment that ends after its first ``num_updates``."""
+        return replace(self, num_samples=sum(self.sizes[: sum(self.group_sizes[:num_updates])]))
+
+    def loss_weights(self, reduction: str, sizes: list[int]) -> list[float]:
+        """Return the factor on the loss of each micro-batch, these holding ``sizes`` samples.
+
+        ``mean``: n_b / n_group, the paper's 1/M if even: an update follows the mean over the group's samples, not
+        over its micro-batches. ``sum``: 1.
+        """
+        if reduction == "sum":
+            return [1.0] * len(sizes)
+        M = self.accumulation_steps
+        groups = [sizes[start : start + M] for start in range(0, len(sizes), M)]
+        return [size / sum(group) for group in groups for size in group]
+
+
+def _in_parts(total: int, size: int) -> list[int]:
+    full, rest = divmod(total, size)
+    return [size] * full + [rest] * (rest > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +123,7 @@ class Plan:
 
 
 def check_lengths(*, epochs: int, max_updates: int | None) -> None:
-    """Refuse lengths that make no run.
-
-    Raises:
-        ConfigError: less than one epoch or one update.
-    """
+    """Raise a ConfigError for less than one epoch or one update."""
     if epochs < 1:
         raise ConfigError(f"train.epochs must be at least 1, got {epochs}")
     if max_updates is not None and max_updates < 1:

@@ -7,37 +7,24 @@ from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.timing import actions_of_all, ticks
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StageFigures:
-    """The figures that a schedule implies for one stage.
-
-    Attributes:
-        stage: k.
-        delay: micro-batches forwarded between a micro-batch's forward and its backward.
-        staleness_by_offset: updates between forward and update, for each place in a full group in steady state.
-        staleness_mean: their mean.
-        staleness_max: the largest.
-        graphs: most micro-batches held with all activations.
-        inputs: most micro-batches held with nothing but what came in, in flight or in a replay buffer.
-        weight_copies: most weight versions held besides the newest.
-    """
+    """The figures that a schedule implies for one stage."""
 
     stage: int
-    delay: int
-    staleness_by_offset: list[int]
+    delay: int  # micro-batches forwarded between a micro-batch's forward and its backward
+    staleness_by_offset: list[int]  # updates between forward and update, for each place in a full group, steady state
     staleness_mean: float
     staleness_max: int
-    graphs: int
-    inputs: int
-    weight_copies: int
+    graphs: int  # most micro-batches held with all activations
+    inputs: int  # most micro-batches held with nothing but what came in, in flight or in a replay buffer
+    weight_copies: int  # most weight versions held besides the newest
 
 
 def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
     """Return delay, staleness and what is held, for each stage.
 
-    Args:
-        pipeline: the method and K.
-        num_micro_batches: length of the segment in which it is counted; None: enough to reach the steady state.
+    Counted in a segment of ``num_micro_batches``; None: enough to reach the steady state.
     """
     M = pipeline.micro_batches_per_update
     if num_micro_batches is None:
@@ -45,50 +32,34 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
     rows = []
     for k, actions in enumerate(actions_of_all(pipeline, num_micro_batches=num_micro_batches)):
         by_offset = pipeline.steady_staleness(k)
-        graphs, inputs, copies = _held(pipeline, k, actions)
-        rows.append(
-            StageFigures(
-                stage=k,
-                delay=pipeline.delays[k],
-                staleness_by_offset=by_offset,
-                staleness_mean=sum(by_offset) / M,
-                staleness_max=max(by_offset),
-                graphs=graphs,
-                inputs=inputs,
-                weight_copies=copies,
-            )
-        )
+        held = _held(pipeline, k, actions)
+        rows.append(StageFigures(k, pipeline.delays[k], by_offset, sum(by_offset) / M, max(by_offset), *held))
     return rows
 
 
 def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int]:
     """Return the most graphs, inputs without a graph, and weight copies at any moment of ``actions``."""
-    graphs: set[int] = set()
-    inputs: set[int] = set()
-    buffer: set[int] = set()
+    graphs: dict[int, int] = {}  # the weight version of each
+    inputs: set[tuple[bool, int]] = set()  # (whether in the replay buffer, number)
     version, most = 0, (0, 0, 0)
     for op, number in actions:
-        if op is Op.FORWARD:
-            graphs.add(number)
-        elif op is Op.FORWARD_ONLY:
-            inputs.add(number)
-        elif op is Op.RECOMPUTE:
-            inputs.discard(number)
-            graphs.add(number)
+        if op in (Op.FORWARD, Op.RECOMPUTE):
+            graphs[number] = pipeline.forward_version(stage, number)
+            inputs.discard((False, number))
+        elif op in (Op.FORWARD_ONLY, Op.KEEP):
+            inputs.add((op is Op.KEEP, number))
+        elif op is Op.DROP:
+            inputs.remove((True, number))
         elif op is Op.BACKWARD:
-            graphs.discard(number)
+            del graphs[number]
         elif op is Op.UPDATE:
             version += 1
-        elif op is Op.KEEP:
-            buffer.add(number)
-        elif op is Op.DROP:
-            buffer.discard(number)
         copies = 0
         if pipeline.method.weights == "2bw":
             copies = int(version > 0)
         elif pipeline.method.weights == "stash":
-            copies = len({v for b in graphs if (v := pipeline.forward_version(stage, b)) < version})
-        most = max(most[0], len(graphs)), max(most[1], len(inputs) + len(buffer)), max(most[2], copies)
+            copies = len(set(graphs.values()) - {version})
+        most = max(most[0], len(graphs)), max(most[1], len(inputs)), max(most[2], copies)
     return most
 
 
@@ -111,11 +82,7 @@ def describe(pipeline: Pipeline, *, num_micro_batches: int, width: int | None = 
     """Return the tick table of all stages and each stage's figures.
 
     A message takes one tick. Processes keep the order of a row, not its columns: nothing in a run waits for a tick.
-
-    Args:
-        pipeline: the method and K.
-        num_micro_batches: length of the segment that is shown.
-        width: columns of the screen; a wider table is cut into blocks of ticks. None: it is never cut.
+    A table of more than ``width`` columns is cut into blocks of ticks.
     """
     rows = tick_words(pipeline, num_micro_batches=num_micro_batches)
     lines = [

@@ -15,10 +15,11 @@ from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import ActionLists, replay
-from adl_dist.schedule.segment import Segment
+from adl_dist.schedule.run_plan import Segment
 from adl_dist.schedule.work import training_work
 
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
+WORK = dict.fromkeys((*FORWARDS, Op.RECOMPUTE), "forward") | {Op.BACKWARD: "backward", Op.UPDATE: "update"}
 Slowdown = Callable[[int, Action], float]
 
 
@@ -29,34 +30,23 @@ def at_full_speed(stage: int, action: Action) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The costs of one micro-batch, all in one unit of time.
-
-    Attributes:
-        forward: time of the forward on each stage.
-        backward: time of the backward on each stage.
-        update: time of the update of each stage; empty: 0.
-        link: latency between stage k and k + 1, in either direction; empty: 0.
+    """The costs of one micro-batch on each stage, all in one unit of time.
 
     Raises:
-        ConfigError: lists that do not fit each other, or a negative number.
+        ConfigError: nothing takes any time.
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
-    update: Sequence[float] = ()
-    link: Sequence[float] = ()
+    update: Sequence[float] = ()  # empty: 0
+    link: Sequence[float] = ()  # latency between stage k and k + 1, in either direction; empty: 0
 
     def __post_init__(self) -> None:
         K = len(self.forward)
-        for name, expected in (("forward", K), ("backward", K), ("update", K), ("link", K - 1)):
-            values = getattr(self, name)
-            if name in ("update", "link") and not values:
-                object.__setattr__(self, name, [0.0] * expected)
-            elif len(values) != expected:
-                raise ConfigError(f"costs.{name}={list(values)} has {len(values)} numbers; expected {expected}")
-            if any(not value >= 0 for value in values):
-                raise ConfigError(f"costs.{name} must be at least 0, got {list(values)}")
-        if K == 0 or sum(self.forward) + sum(self.backward) == 0:
+        for name, num in (("update", K), ("link", K - 1)):
+            object.__setattr__(self, name, getattr(self, name) or [0.0] * num)
+        assert (len(self.backward), len(self.update), len(self.link)) == (K, K, K - 1), self
+        if sum(self.forward) + sum(self.backward) == 0:
             raise ConfigError("costs must give each stage's forward and backward time, for example forward=[1,1]")
 
     @classmethod
@@ -66,9 +56,7 @@ class Costs:
 
     def of(self, stage: int, op: Op) -> float:
         """Return the time of one action of ``stage``."""
-        if op in FORWARDS or op is Op.RECOMPUTE:
-            return self.forward[stage]
-        return {Op.BACKWARD: self.backward, Op.UPDATE: self.update}.get(op, [0.0] * len(self.forward))[stage]
+        return float(getattr(self, WORK[op])[stage]) if op in WORK else 0.0
 
     def between(self, sender: int, to: int) -> float:
         """Latency from one stage to another; over several hops the sum."""
@@ -85,13 +73,7 @@ class Span(NamedTuple):
 
 
 def simulate(lists: ActionLists, costs: Costs, *, slowdown: Slowdown = at_full_speed) -> list[Span]:
-    """Return when each action of each stage starts and ends.
-
-    Args:
-        lists: the actions of stages 0..K-1.
-        costs: the costs of these stages.
-        slowdown: factor on the cost of one action, for stragglers.
-    """
+    """Return when each action of each stage starts and ends; ``slowdown`` makes stragglers."""
     K = len(lists)
     free = [0.0] * K
     mail: dict[tuple[str, int], deque[float]] = defaultdict(deque)
@@ -143,26 +125,19 @@ def ticks(lists: ActionLists) -> list[dict[int, list[Action]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The time of a method in steady state.
+    """The time of a method in steady state."""
 
-    Attributes:
-        time_per_update: in the unit of the costs.
-        bubble: share of that time in which a stage waits, averaged over stages.
-        speed_up: over backpropagation with the same costs and the same M.
-        busy: share of that time in which each stage works.
-    """
-
-    time_per_update: float
-    bubble: float
-    speed_up: float
-    busy: list[float]
+    time_per_update: float  # in the unit of the costs
+    bubble: float  # share of that time in which a stage waits, averaged over stages
+    speed_up: float  # over backpropagation with the same costs and the same M
+    busy: list[float]  # share of that time in which each stage works
 
 
-def speed(method: Method, costs: Costs, *, num_groups: int = 24) -> Speed:
+def speed(method: Method, costs: Costs) -> Speed:
     """Predict the speed of ``method``: the time that further updates take once the pipeline is full."""
     K, M = len(costs.forward), method.micro_batches_per_update
     pipeline, serial = Pipeline(method, K), Pipeline(Method(name="bp", accumulation_steps=M), K)
-    num_groups = max(num_groups, 2 * (pipeline.delays[0] // M + 2))
+    num_groups = max(24, 2 * (pipeline.delays[0] // M + 2))
     period, worked = _per_update(pipeline, costs, num_groups)
     serial_period, _ = _per_update(serial, costs, num_groups)
     busy = [time / period for time in worked]

@@ -10,24 +10,17 @@ from adl_dist.schedule.build_actions import evaluation_actions, training_actions
 from adl_dist.schedule.greedy import greedy_actions
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import Sending, max_outstanding
-from adl_dist.schedule.segment import Segment
+from adl_dist.schedule.run_plan import Segment
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """The share of one stage in one segment.
-
-    Attributes:
-        actions: in the order in which the stage does them.
-        sizes: samples of each of its micro-batches.
-        sizes_upstream: samples of each micro-batch of the stage before it, which is what arrives.
-        loss_weights: the factor on the loss of each of its micro-batches.
-    """
+    """The share of one stage in one segment."""
 
     actions: list[Action]
-    sizes: list[int]
-    sizes_upstream: list[int]
-    loss_weights: list[float]
+    sizes: list[int]  # samples of each of its micro-batches
+    sizes_upstream: list[int]  # samples of each micro-batch of the stage before it, which is what arrives
+    loss_weights: list[float]  # the factor on the loss of each of its micro-batches
 
     def last_of_groups(self) -> frozenset[int]:
         """Return the micro-batches whose backward completes the gradients of a group."""
@@ -43,29 +36,21 @@ class StageWork:
 def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int], seed: int) -> dict[int, StageWork]:
     """Return the work of each of ``stages`` to train on ``segment``; every process derives the same.
 
-    Args:
-        pipeline: the method and K.
-        segment: the micro-batches.
-        stages: the stages that are asked for.
-        seed: draws the turns that stages take, where the method has them.
+    ``seed`` draws the turns that stages take, where the method has them.
     """
     sizes, groups, method = segment.sizes, segment.group_sizes, pipeline.method
     if not method.is_asynchronous_greedy:
         weights = segment.loss_weights(method.reduction, sizes)
         return {k: StageWork(list(_actions(pipeline, k, tuple(groups))), sizes, sizes, weights) for k in stages}
     actions, origins = greedy_actions(pipeline, group_sizes=groups, seed=seed)
-    of_stage = [[sizes[b] for b in origin] for origin in origins]
-    return {
-        k: StageWork(
-            actions[k], of_stage[k], of_stage[max(k - 1, 0)], segment.loss_weights(method.reduction, of_stage[k])
-        )
-        for k in stages
-    }
+    sizes_of = [[sizes[b] for b in origin] for origin in origins]
+    weights_of = [segment.loss_weights(method.reduction, own) for own in sizes_of]
+    return {k: StageWork(actions[k], sizes_of[k], sizes_of[max(k - 1, 0)], weights_of[k]) for k in stages}
 
 
 @lru_cache(maxsize=32)
 def _actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> tuple[Action, ...]:
-    # Kept, for the epochs of a run are alike, and so many new objects have Python's garbage collector look at all.
+    # Kept: the epochs of a run are alike, and so many new objects would make Python's garbage collector look at all.
     return tuple(training_actions(pipeline, stage, group_sizes=group_sizes))
 
 
@@ -105,7 +90,7 @@ def shorten(actions: list[Action], pipeline: Pipeline, stage: int, *, group_size
 
     Args:
         actions: those of the whole segment, from :func:`training_actions`.
-        pipeline: the method, not one whose stages draw from replay buffers, and K.
+        pipeline: a method whose stages do not draw from replay buffers, and K.
         stage: k.
         group_sizes: those of the shorter segment, the first of the whole one.
     """
@@ -116,8 +101,6 @@ def shorten(actions: list[Action], pipeline: Pipeline, stage: int, *, group_size
 
 def evaluation_work(segment: Segment, *, num_stages: int, stages: Iterable[int]) -> dict[int, StageWork]:
     """Return the work of each of ``stages`` to evaluate on ``segment``."""
-    sizes = segment.sizes
-    return {
-        k: StageWork(list(evaluation_actions(k, num_stages=num_stages, num_micro_batches=len(sizes))), sizes, sizes, [])
-        for k in stages
-    }
+    sizes, num = segment.sizes, len(segment.sizes)
+    lists = {k: list(evaluation_actions(k, num_stages=num_stages, num_micro_batches=num)) for k in stages}
+    return {k: StageWork(actions, sizes, sizes, []) for k, actions in lists.items()}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from tests.support.commands import assert_same, in_process, weights_of
 from tests.support.kill import ADL_DIST, HOLD, Command
 from tests.support.ports import Fuzzer, free_port, open_ports
 from tests.support.tiers import slow
-from tests.support.weights import assert_same, ended, weights_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="finds ports in /proc")]
 
@@ -36,7 +36,7 @@ FUZZ_SECONDS = 3.0
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """The weights of the run, trained in one process."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert ended("train", *WORDS, "runtime.processes=false", f"run_dir={folder / 'run'}") == 0
+    assert in_process("train", *WORDS, "runtime.processes=false", f"run_dir={folder / 'run'}").code == 0
     return weights_of(folder)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.support.commands import assert_same, weights_of
 from tests.support.kill import ADL_DIST, Command
 from tests.support.ports import Fuzzer, free_port, open_ports
-from tests.support.weights import assert_same, weights_of
 
 pytestmark = [
     pytest.mark.fuzz,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, in_process, left_behind, shows, words
-from tests.support.weights import assert_same, weights_of
+from tests.support.commands import ROOT, assert_same, in_process, left_behind, shows, weights_of, words
 
 STALL_SECONDS = 2
 LONG = ("train.epochs=60", f"runtime.stall_seconds={STALL_SECONDS}", "runtime.timeout_seconds=60")

@@ -1,44 +1,32 @@
 """The schedule alone: no tensor, no process."""
 
-import itertools
 import statistics
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adl_dist.errors import ConfigError, ScheduleError
-from adl_dist.schedule import (
-    METHODS,
-    Action,
-    Op,
-    Pipeline,
-    Segment,
-    check_rendezvous,
-    describe,
-    evaluation_actions,
-    format_actions,
-    greedy_actions,
-    max_outstanding,
-    max_pending_of,
-    method,
-    parse_actions,
-    replay,
-    training_actions,
-)
+from adl_dist.schedule import METHODS, Action, Op, Pipeline, Segment, describe, max_pending_of, method, replay
 from adl_dist.schedule.actions import LINKS, receiver
-from adl_dist.schedule.greedy import Buffer
-from adl_dist.schedule.replay import at_random, one_group_per_pair
+from adl_dist.schedule.build_actions import evaluation_actions, training_actions
+from adl_dist.schedule.greedy import Buffer, greedy_actions
+from adl_dist.schedule.replay import at_random, max_outstanding
+from tests.schedule.rendezvous import check_rendezvous, one_per_pair
 
-GRID = list(itertools.product((1, 2, 3, 4, 8), (1, 5, 16), (1, 2, 3, 4)))  # K, N, M
+ALL = [
+    *((name, {}) for name in METHODS),
+    ("gpipe", {"recompute": "except_last"}),
+    ("adl", {"weights": "recompute"}),
+    ("adl", {"order": "backward_first"}),
+    ("dsp", {"activation_queue": 3, "gradient_queue": 2}),
+]
+every_variant = pytest.mark.parametrize("variant", ALL, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
 
 
 def adl(M=1):
     return method("adl", accumulation_steps=M)
-
-
-def delays(K):
-    return list(Pipeline(adl(), K).delays)
 
 
 def groups(N, M):
@@ -68,6 +56,13 @@ def versions(K, group_sizes, seed):
     return at_forward, at_backward, most
 
 
+def counted(K, M, k, seed=0):
+    """Staleness of each place in a group of stage k, counted in a replay, once the pipeline is full."""
+    full = 2 * (K - 1) // M + 1
+    at_forward, at_backward, _ = versions(K, [M] * (full + 1), seed)
+    return [at_backward[k, b] - at_forward[k, b] for b in range(M * full, M * (full + 1))]
+
+
 # --- The paper ---------------------------------------------------------------------------------------------
 
 
@@ -79,18 +74,10 @@ def versions(K, group_sizes, seed):
 def test_figure_1_staleness_of_three_modules(M, expected):
     """K = 3: the labels of Fig. 1, counted in a replay and given by the formula."""
     assert [Pipeline(adl(M), 3).steady_staleness(k) for k in range(3)] == expected
-    at_forward, at_backward, _ = versions(3, [M] * 6, seed=0)
-    steady = range(3 * M, 4 * M)
-    assert [[at_backward[k, b] - at_forward[k, b] for b in steady] for k in range(3)] == expected
+    assert [counted(3, M, k) for k in range(3)] == expected
 
 
-def test_figure_1_module_1_in_iteration_5():
-    """Fig. 1 counts from 1: iteration 5 of module 1 is the tick with F4 and B0."""
-    words = format_actions(actions_of(3, [2] * 4)[0]).split()
-    assert words[words.index("F4") : words.index("F5")] == ["F4", "SA4", "ST4", "RG0", "B0", "L5"]
-
-
-# Module 1 and module 6 of K = 8, averaged staleness for M = 1..12 (Fig. 2; numbers of Eq. 17).
+# Module 1 and module 6 of K = 8 for M = 1..12: averaged staleness (Fig. 2; numbers of Eq. 17).
 FIGURE_2 = {
     1: (14, 4), 2: (7, 2), 3: (4.667, 1.333), 4: (3.5, 1), 5: (2.8, 0.8), 6: (2.333, 0.667),
     7: (2, 0.571), 8: (1.75, 0.5), 9: (1.556, 0.444), 10: (1.4, 0.4), 11: (1.273, 0.364), 12: (1.167, 0.333),
@@ -99,88 +86,95 @@ FIGURE_2 = {
 
 @pytest.mark.parametrize("M", FIGURE_2)
 def test_figure_2_averaged_staleness_of_modules_1_and_6(M):
-    at_forward, at_backward, _ = versions(8, [M] * (2 + 28 // M), seed=M)
-    last_group = range(M * (1 + 28 // M), M * (2 + 28 // M))
     for module, expected in zip((1, 6), FIGURE_2[M], strict=True):
-        counted = [at_backward[module - 1, b] - at_forward[module - 1, b] for b in last_group]
-        assert statistics.mean(counted) == pytest.approx(expected, abs=6e-4)
+        told = counted(8, M, module - 1, seed=M)
+        assert statistics.mean(told) == pytest.approx(expected, abs=6e-4)
+        assert told == Pipeline(adl(M), 8).steady_staleness(module - 1) == sorted(told, reverse=True)
+        assert max(told) - min(told) <= 1, "so the mean says what each place has"
 
 
+@pytest.mark.parametrize("order", ["forward_first", "backward_first"])
 @pytest.mark.parametrize("K", [2, 3, 8, 16])
-@pytest.mark.parametrize("M", [1, 2, 3, 4, 7])
-def test_mean_staleness_is_delay_over_m(K, M):
-    means = [statistics.mean(Pipeline(adl(M), K).steady_staleness(k)) for k in range(K)]
-    assert means == pytest.approx([2 * (K - 1 - k) / M for k in range(K)])
-    assert sum(means) == pytest.approx(K * (K - 1) / M)
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 5, 6, 7, 8, 12])
+def test_mean_staleness_is_delay_over_m(K, M, order):
+    """Backward first, every delay is one less, and so the mean staleness 1/M of an update less."""
+    pipeline = Pipeline(method("adl", accumulation_steps=M, order=order), K)
+    delays = [2 * (K - 1 - k) - (order == "backward_first" and k < K - 1) for k in range(K)]
+    told = [pipeline.steady_staleness(k) for k in range(K)]
+    assert list(map(statistics.mean, told)) == pytest.approx([d / M for d in delays])
+    assert list(map(max, told)) == [-(-d // M) for d in delays]
 
 
 # --- Any order ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("K", "N", "M"), GRID)
-@pytest.mark.parametrize("seed", range(3))
-def test_staleness_is_that_of_the_formula_under_any_interleaving(K, N, M, seed):
-    at_forward, at_backward, _ = versions(K, groups(N, M), seed)
-    for k in range(K):
-        for b in range(N):
-            assert at_backward[k, b] - at_forward[k, b] == Pipeline(adl(M), K).staleness(k, b)
-
-
 @settings(max_examples=300)
-@given(st.integers(1, 6), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2**32))
+@given(st.integers(1, 8), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_any_groups_in_any_order_give_the_same_versions(K, sizes, seed):
-    """Any groups in any order give the same versions and never exceed delay plus one in flight."""
+    """A forward sees the groups that end d micro-batches before; at most d + 1 are in flight, and at last as many."""
     at_forward, at_backward, most = versions(K, sizes, seed)
-    reference = versions(K, sizes, seed=0)
-    assert (at_forward, at_backward) == reference[:2]
-    assert all(count <= d + 1 for count, d in zip(most, delays(K), strict=True))
+    ends = list(accumulate(sizes))
+    for k, d in enumerate(Pipeline(adl(), K).delays):
+        assert [at_forward[k, b] for b in range(ends[-1])] == [sum(e <= b - d for e in ends) for b in range(ends[-1])]
+        assert [at_backward[k, b] for b in range(ends[-1])] == [sum(e <= b for e in ends) for b in range(ends[-1])]
+        assert most[k] == min(d + 1, ends[-1])
 
 
-@pytest.mark.parametrize("K", range(1, 9))
-def test_in_flight_reaches_delay_plus_one(K):
-    """The bound is tight: memory follows from it."""
-    _, _, most = versions(K, [4] * (K + 1), seed=1)
-    assert most == [d + 1 for d in delays(K)]
+@every_variant
+@pytest.mark.parametrize(("K", "M"), [(4, 8), (1, 1), (2, 3), (3, 2), (8, 4), (8, 7)])
+def test_every_version_and_staleness_is_that_of_the_formula(variant, K, M):
+    """Counted in replays: which weights each forward of each method sees, and which update it enters."""
+    name, options = variant
+    chosen = method(name, accumulation_steps=M if name != "2bw" else max(M, K - 1), **options)
+    pipeline = Pipeline(chosen, K)
+    for N, seed in ((5, 1), (16, 2), (30, 3)):
+        sizes = groups(N, pipeline.micro_batches_per_update)
+        version, forced = [0] * K, [None] * K
+        for k, (op, b) in replay(actions_of(K, sizes, chosen), pick_next=at_random(seed)):
+            if op in (Op.FORWARD, Op.FORWARD_ONLY):
+                used = version[k] if forced[k] is None else forced[k]
+                assert used == pipeline.forward_version(k, b)
+            elif op is Op.BACKWARD:
+                assert version[k] - pipeline.forward_version(k, b) == pipeline.staleness(k, b)
+            elif op is Op.WEIGHTS:
+                assert version[k] - 1 <= b <= version[k], "two versions are enough"
+                forced[k] = b
+            elif op is Op.UPDATE:
+                version[k] += 1
+        assert version == [len(sizes)] * K
 
 
 def test_every_stage_updates_with_the_same_micro_batches():
     for actions in actions_of(4, [3, 3, 2]):
-        order = [a for a in actions if a.op in (Op.BACKWARD, Op.UPDATE)]
-        backwards = [list(g) for is_update, g in itertools.groupby(order, lambda a: a.op is Op.UPDATE) if not is_update]
-        assert [[a.number for a in group] for group in backwards] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+        order = " ".join(str(a) for a in actions if a.op in (Op.BACKWARD, Op.UPDATE))
+        assert order == "B0 B1 B2 U0 B3 B4 B5 U1 B6 B7 U2"
+
+
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("K", [2, 4])
+def test_backward_first_is_the_order_of_the_authors_mode_b(K, M):
+    """Written out slot by slot: backward, step, forward; the last module forward, backward, step."""
+    N = 12 * M
+    made = actions_of(K, [M] * 12, method("adl", accumulation_steps=M, order="backward_first"))
+    for k in range(K):
+        delay, expected = 2 * (K - 1 - k), []
+        for slot in range(N + delay):
+            forward = [f"F{slot}"] if slot < N else []
+            b = slot - delay
+            backward = [f"B{b}"] + ([f"U{b // M}"] if (b + 1) % M == 0 else []) if b >= 0 else []
+            expected += forward + backward if k == K - 1 else backward + forward
+        assert [str(a) for a in made[k] if a.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE)] == expected
 
 
 # --- Deadlock ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("K", range(2, 9))
-@pytest.mark.parametrize("sizes", [[1] * 20, [4] * 5, [3, 3, 3, 1]])
-def test_one_group_per_direction_never_deadlocks(K, sizes):
-    check_rendezvous(actions_of(K, sizes))
-
-
-@pytest.mark.parametrize("K", range(2, 9))
-def test_one_group_per_neighbour_pair_deadlocks(K):
-    """Why transport/ builds one process group per directed edge."""
-    with pytest.raises(ScheduleError, match=r"deadlock: .*stage 0 at RG0 \(RECV_GRAD\)"):
-        check_rendezvous(actions_of(K, [2] * 8), group=one_group_per_pair)
-
-
-ALL = [
-    *((name, {}) for name in METHODS),
-    ("gpipe", {"recompute": "except_last"}),
-    ("adl", {"weights": "recompute"}),
-    ("adl", {"order": "backward_first"}),
-    ("dsp", {"activation_queue": 3, "gradient_queue": 2}),
-]
-
-
-@pytest.mark.parametrize("variant", ALL, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
+@every_variant
 @pytest.mark.parametrize("K", [1, 2, 3, 5, 8])
 def test_no_method_deadlocks_even_without_buffers(variant, K):
     name, options = variant
     chosen = method(name, accumulation_steps=8, **options)
-    for sizes in ([8, 8, 8], [8, 3]):
+    for sizes in ([8, 8, 8], [8, 3], [1] * 12):
         made = actions_of(K, sizes, chosen)
         check_rendezvous(made)
         check_rendezvous(made, max_pending=max_pending_of(Pipeline(chosen, K)))
@@ -199,30 +193,49 @@ def test_no_list_of_delays_deadlocks_with_the_fewest_sends(K, M, data):
     check_rendezvous(made, max_pending=max_pending_of(Pipeline(chosen, K)))
 
 
-def on_every_edge(num_stages, number):
-    return {(link.what, k): number for link in LINKS.values() for k in range(num_stages)}
+@pytest.mark.parametrize("K", range(2, 9))
+def test_one_group_per_neighbour_pair_deadlocks(K):
+    """Why transport/ builds one process group per directed edge."""
+    with pytest.raises(ScheduleError, match=r"deadlock: .*stage 0 at RG0 \(RECV_GRAD\)"):
+        check_rendezvous(actions_of(K, [2] * 8), communicator=one_per_pair)
 
 
-@pytest.mark.parametrize("variant", ALL, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
+def on_every_edge(K, number):
+    return {(link.what, k): number for link in LINKS.values() for k in range(K)}
+
+
+def test_too_few_sends_under_way_deadlock():
+    """The bound is not there for nothing: stage 0 waits for room, stage 1 for the gradient behind it."""
+    with pytest.raises(ScheduleError, match="deadlock"):
+        check_rendezvous(actions_of(4, [1] * 20), max_pending=on_every_edge(4, 0))
+
+
+@pytest.mark.parametrize("K", [1, 2, 4, 5])
+def test_evaluation_visits_every_micro_batch_and_never_deadlocks(K):
+    lists = [list(evaluation_actions(k, num_stages=K, num_micro_batches=40)) for k in range(K)]
+    for actions in lists:
+        assert [a.number for a in actions if a.op is Op.PREDICT] == list(range(40))
+    assert len(list(replay(lists))) == sum(map(len, lists))
+    limit = min(Pipeline(method(name, accumulation_steps=8), K).max_pending for name in METHODS)
+    check_rendezvous(lists, max_pending=on_every_edge(K, limit))
+
+
+@every_variant
 @pytest.mark.parametrize("K", [2, 3, 5])
 def test_under_way_is_what_the_last_receiver_leaves_lying(variant, K):
-    """Counted for each edge by itself, in the replay in which its receiver only moves when nobody else can."""
+    """Counted for each edge by itself, in the replay in which its receiver only moves when no other stage can."""
     name, options = variant
     made = actions_of(K, [8] * 5, method(name, accumulation_steps=8, **options))
     most = max_outstanding(made, range(16, 24))
-    assert most.keys() == {
-        (LINKS[action.op].what, k) for k, actions in enumerate(made) for action in actions if action.op in LINKS
-    }
-    for op, link in LINKS.items():
-        for sender in range(K):
-            if (link.what, sender) not in most:
-                continue
-            to, under_way, seen = receiver(op, sender, num_stages=K), 0, 0
-            for k, action in replay(made, pick_next=lambda able, to=to: next((k for k in able if k != to), to)):
-                under_way += (k == sender and action.op is op) - (k == to and action.op is link.recv)
-                if k == sender and action.op is op and 16 <= action.number < 24:
-                    seen = max(seen, under_way)
-            assert most[link.what, sender] == seen, (link.what, sender)
+    sends = {(a.op, k) for k, actions in enumerate(made) for a in actions if a.op in LINKS}
+    assert most.keys() == {(LINKS[op].what, k) for op, k in sends}
+    for op, sender in sends:
+        to, under_way, seen = receiver(op, sender, num_stages=K), 0, 0
+        for k, action in replay(made, pick_next=lambda able, to=to: next((k for k in able if k != to), to)):
+            under_way += (k == sender and action.op is op) - (k == to and action.op is LINKS[op].recv)
+            if k == sender and action.op is op and 16 <= action.number < 24:
+                seen = max(seen, under_way)
+        assert most[LINKS[op].what, sender] == seen, (op, sender)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -244,40 +257,43 @@ def test_every_edge_of_training_and_of_evaluation_has_a_limit(name, K):
 @pytest.mark.parametrize("K", [2, 4, 8])
 def test_adl_keeps_three_messages_of_each_edge(K, M):
     """d_k - d_k+1 + 1: the one that leaves, and those that the answer to an earlier one has not spoken of."""
-    most = max_pending_of(Pipeline(method("adl", accumulation_steps=M), K))
-    assert {most[what, k] for what, k in most if what in ("act", "grad")} == {3}
-    least = max_pending_of(Pipeline(method("adl", accumulation_steps=M, delay="minimal"), K))
-    assert {least[what, k] for what, k in least if what in ("act", "grad")} == {2}
+    for delay, expected in (("decoupled", 3), ("minimal", 2)):
+        most = max_pending_of(Pipeline(method("adl", accumulation_steps=M, delay=delay), K))
+        assert {most[what, k] for what, k in most if what in ("act", "grad")} == {expected}
 
 
-def test_too_few_sends_under_way_deadlock():
-    """The bound is not there for nothing: stage 0 waits for room, stage 1 for the gradient behind it."""
-    with pytest.raises(ScheduleError, match="deadlock"):
-        check_rendezvous(actions_of(4, [1] * 20), max_pending=on_every_edge(4, 0))
+def receive_before_its_send(lists):
+    lists[0].insert(0, lists[0].pop(lists[0].index(Action(Op.RECV_GRAD, 0))))
 
 
-@pytest.mark.parametrize("K", [2, 5])
-def test_evaluation_never_deadlocks(K):
-    plans = [list(evaluation_actions(k, num_stages=K, num_micro_batches=40)) for k in range(K)]
-    for name in METHODS:
-        limit = Pipeline(method(name, accumulation_steps=8), K).max_pending
-        check_rendezvous(plans, max_pending=on_every_edge(K, limit))
+def messages_in_another_order(lists):
+    i, j = (lists[0].index(Action(Op.SEND_ACT, b)) for b in (0, 1))
+    lists[0][i], lists[0][j] = lists[0][j], lists[0][i]
 
 
-@pytest.mark.parametrize("M", [1, 3])
-@pytest.mark.parametrize("K", [2, 4])
-def test_backward_first_is_the_order_of_the_authors_mode_b(K, M):
-    """Written out slot by slot: backward, step, forward; the last module forward, backward, step."""
-    N = 12 * M
-    made = actions_of(K, [M] * 12, method("adl", accumulation_steps=M, order="backward_first"))
-    for k in range(K):
-        delay, expected = 2 * (K - 1 - k), []
-        for slot in range(N + delay):
-            forward = [f"F{slot}"] if slot < N else []
-            b = slot - delay
-            backward = [f"B{b}"] + ([f"U{b // M}"] if (b + 1) % M == 0 else []) if b >= 0 else []
-            expected += forward + backward if k == K - 1 else backward + forward
-        assert [str(a) for a in made[k] if a.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE)] == expected
+def message_that_no_stage_receives(lists):
+    lists[0].remove(Action(Op.RECV_GRAD, 3))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (receive_before_its_send, r"deadlock: .* stage 0 at RG0 \(RECV_GRAD\), stage 1 at RA0 \(RECV_ACT\)"),
+        (messages_in_another_order, "stage 1 expects RA0, but micro-batch 1 comes first"),
+        (message_that_no_stage_receives, "no stage receives"),
+    ],
+)
+def test_lists_that_do_not_fit_each_other_are_refused(broken, message):
+    lists = actions_of(2, [1] * 4)
+    broken(lists)
+    with pytest.raises(ScheduleError, match=message):
+        list(replay(lists))
+    if message.startswith("deadlock"):
+        with pytest.raises(ScheduleError, match=message):
+            check_rendezvous(lists)
+
+
+# --- Replay buffers ----------------------------------------------------------------------------------------
 
 
 def test_stages_get_their_turns_as_often_as_their_speeds_say():
@@ -292,12 +308,11 @@ def test_stages_get_their_turns_as_often_as_their_speeds_say():
 
 
 @pytest.mark.parametrize("K", [2, 3, 5])
-@pytest.mark.parametrize(("size", "reuse", "speeds"), [(1, None, None), (4, 1, None), (3, 2, True)])
-def test_replay_buffers_never_deadlock(K, size, reuse, speeds):
+@pytest.mark.parametrize(("size", "reuse", "has_speeds"), [(1, None, False), (4, 1, False), (3, 2, True)])
+def test_replay_buffers_never_deadlock(K, size, reuse, has_speeds):
     """Replay buffers never deadlock and give every stage as many steps as there are micro-batches."""
-    chosen = method(
-        "dgl", buffer_size=size, buffer_reuse=reuse, stage_speeds=[1 / (k + 1) for k in range(K)] if speeds else None
-    )
+    speeds = [1 / (k + 1) for k in range(K)] if has_speeds else None
+    chosen = method("dgl", buffer_size=size, buffer_reuse=reuse, stage_speeds=speeds)
     for seed in range(20):
         made, origins = greedy_actions(Pipeline(chosen, K), group_sizes=[1] * 17, seed=seed)
         check_rendezvous(made)
@@ -319,7 +334,6 @@ def test_replay_buffers_never_deadlock(K, size, reuse, speeds):
 
 
 def test_a_replay_buffer_gives_the_least_used_then_the_newest():
-    """A replay buffer gives the entry used least and of these the one written last."""
     buffer = Buffer(size=3, most_uses=None)
     assert [buffer.write(entry) for entry in range(4)] == [None, None, None, 0]
     assert [buffer.read() for _ in range(5)] == [3, 2, 1, 3, 2]
@@ -328,59 +342,13 @@ def test_a_replay_buffer_gives_the_least_used_then_the_newest():
 
 
 def test_an_entry_is_used_no_more_often_than_allowed():
-    """An entry is used no more often than allowed until nothing more will come."""
+    """Until nothing more will come."""
     buffer = Buffer(size=2, most_uses=1)
     buffer.write(0)
     assert buffer.may_read(is_final=False)
     buffer.read()
     assert not buffer.may_read(is_final=False)
     assert buffer.may_read(is_final=True)
-
-
-@pytest.mark.parametrize("variant", ALL, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
-def test_every_version_and_staleness_is_that_of_the_formula(variant):
-    """Counted in a replay: which weights each forward of each method sees, and which update it enters."""
-    name, options = variant
-    K, M, N = 4, 8, 30
-    chosen = method(name, accumulation_steps=M, **options)
-    pipeline = Pipeline(chosen, K)
-    version, forced = [0] * K, [None] * K
-    for k, (op, b) in replay(actions_of(K, groups(N, M), chosen), pick_next=at_random(3)):
-        if op in (Op.FORWARD, Op.FORWARD_ONLY):
-            used = version[k] if forced[k] is None else forced[k]
-            assert used == pipeline.forward_version(k, b)
-        elif op is Op.BACKWARD:
-            assert version[k] - pipeline.forward_version(k, b) == pipeline.staleness(k, b)
-        elif op is Op.WEIGHTS:
-            assert version[k] - 1 <= b <= version[k], "two versions are enough"
-            forced[k] = b
-        elif op is Op.UPDATE:
-            version[k] += 1
-    assert version == [4] * K
-
-
-def test_a_receive_before_its_send_is_a_deadlock_of_all_stages():
-    broken = actions_of(2, [1] * 4)
-    broken[0].insert(0, broken[0].pop(broken[0].index(Action(Op.RECV_GRAD, 0))))
-    with pytest.raises(ScheduleError, match=r"stage 0 at RG0 \(RECV_GRAD\), stage 1 at RA0 \(RECV_ACT\)"):
-        list(replay(broken))
-    with pytest.raises(ScheduleError, match="deadlock"):
-        check_rendezvous(broken)
-
-
-def test_messages_in_another_order_are_refused():
-    broken = actions_of(2, [1] * 4)
-    i, j = (broken[0].index(Action(Op.SEND_ACT, b)) for b in (0, 1))
-    broken[0][i], broken[0][j] = broken[0][j], broken[0][i]
-    with pytest.raises(ScheduleError, match="stage 1 expects RA0, but micro-batch 1 comes first"):
-        list(replay(broken))
-
-
-def test_a_message_that_nobody_receives_is_refused():
-    broken = actions_of(2, [1] * 2)
-    broken[0].remove(Action(Op.RECV_GRAD, 1))
-    with pytest.raises(ScheduleError, match="no stage receives"):
-        list(replay(broken))
 
 
 # --- Segments, printing, arguments -------------------------------------------------------------------------
@@ -392,12 +360,11 @@ def test_a_segment_holds_every_sample_once_with_weights_of_one(n, size, M):
     assert sum(segment.sizes) == n
     assert sum(segment.group_sizes) == len(segment.sizes)
     assert segment.num_updates == -(-len(segment.sizes) // M)
-    start = 0
+    all_weights, start = segment.loss_weights("mean", segment.sizes), 0
     for count in segment.group_sizes:
-        group = slice(start, start + count)
-        weights, samples = segment.loss_weights("mean", segment.sizes)[group], sum(segment.sizes[group])
+        weights, sizes = all_weights[start : start + count], segment.sizes[start : start + count]
         assert sum(weights) == pytest.approx(1)
-        assert weights == pytest.approx([s / samples for s in segment.sizes[group]])
+        assert weights == pytest.approx([s / sum(sizes) for s in sizes])
         start += count
 
 
@@ -407,30 +374,25 @@ def test_even_groups_are_weighted_by_the_papers_1_over_m():
     assert segment.loss_weights("sum", segment.sizes) == [1] * 8
 
 
-@pytest.mark.parametrize("K", [1, 2, 4])
-def test_a_printed_list_reads_back_as_itself(K):
-    for actions in actions_of(K, [2, 2, 1]):
-        assert parse_actions(format_actions(actions)) == actions
-
-
-def test_a_word_that_is_no_action_is_refused():
-    with pytest.raises(ScheduleError, match="'X3' is not an action"):
-        parse_actions("F0 X3")
-
-
-@pytest.mark.parametrize("K", [1, 2, 4])
-def test_evaluation_visits_every_micro_batch_once_on_every_stage(K):
-    plans = [list(evaluation_actions(k, num_stages=K, num_micro_batches=5)) for k in range(K)]
-    for plan in plans:
-        assert [a.number for a in plan if a.op is Op.PREDICT] == list(range(5))
-    assert len(list(replay(plans))) == sum(map(len, plans))
-
-
 def test_the_printed_table_shows_the_actions_of_each_tick():
-    lines = describe(Pipeline(method("adl", accumulation_steps=2), 3), num_micro_batches=6).splitlines()
+    lines = describe(Pipeline(adl(2), 3), num_micro_batches=6).splitlines()
     stage_0 = next(line for line in lines if line.startswith("stage 0"))
     assert " ".join(stage_0.split()[2:]) == "F0 F1 F2 F3 F4 B0 F5 B1 U0 B2 B3 U1 B4 B5 U2"
     assert "0      4      5       0       2              2               2    2 2" in lines
+
+
+def test_a_table_wider_than_the_screen_continues_in_blocks():
+    """A table wider than the screen continues in blocks that fit and say the same."""
+    heads = ("tick", "stage 0", "stage 1", "stage 2")
+    whole, cut = (describe(Pipeline(adl(4), 3), num_micro_batches=20, width=w).splitlines() for w in (None, 60))
+
+    def cells(lines, head):
+        return [word for line in lines if line.startswith(head + " ") for word in line.removeprefix(head).split()]
+
+    assert [cells(cut, head) for head in heads] == [cells(whole, head) for head in heads]
+    assert sum(line.startswith("tick") for line in whole) == 1
+    assert all(len(line) <= 60 for line in cut if line.startswith(heads))
+    assert "wider than the screen (60 columns)" in "\n".join(cut)
 
 
 @pytest.mark.parametrize(("stage", "sizes"), [(3, [1]), (-1, [1]), (0, [0])])
@@ -452,6 +414,8 @@ def test_arguments_out_of_range_are_refused(stage, sizes):
         ("adl", {"delay": 2}, "delay must be a rule or a list of whole numbers"),
         ("adl", {"delay": [2.5, 0]}, "delay must be a rule or a list of whole numbers"),
         ("adl", {"lr_factors": 2}, "lr_factors must be a list of finite numbers"),
+        ("adl", {"lr_factors": [2, 0]}, r"lr_factors must be above 0, got \[2, 0\]"),
+        ("adl", {"gradient_shrink": -1}, "gradient_shrink must be above 0, got -1"),
         ("dgl", {"stage_speeds": 2, "buffer_size": 2}, "stage_speeds must be a list of finite numbers"),
         ("dgl", {"buffer_size": 2.5}, "buffer_size must be a whole number"),
         ("adl", {"steps": 4}, "unknown option steps; adl takes accumulation_steps, reduction"),

@@ -15,8 +15,7 @@ from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.stats import StepStats, _underway, norm_of
 from tests.support.equations import EQUATIONS, assert_close, assert_same_bits, by_the_equations, differ
-from tests.support.planted import SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs
-from tests.support.runs import EPOCHS, toy_trainer, train
+from tests.support.runs import EPOCHS, SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs, toy_trainer, train
 from tests.support.tiers import covering
 from tests.support.toys import FixedImages
 from tests.support.values import QUIET, SILENT

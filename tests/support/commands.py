@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,16 +23,9 @@ ADL_DIST = str(Path(sys.executable).with_name("adl-dist"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 PREFIX = "adl-dist: error: "
 TINY = {
-    "data": "synthetic",
-    "data.num_samples": "32",
-    "data.num_validation": "8",
-    "data.image_size": "8",
-    "model": "resnet8",
-    "train.batch_size": "16",
-    "train.epochs": "1",
-    "runtime.threads": "1",
-    "runtime.tensorboard": "false",
-    "runtime.timeout_seconds": "20",
+    **{"data": "synthetic", "data.num_samples": "32", "data.num_validation": "8", "data.image_size": "8"},
+    **{"model": "resnet8", "train.batch_size": "16", "train.epochs": "1", "runtime.threads": "1"},
+    **{"runtime.tensorboard": "false", "runtime.timeout_seconds": "20"},
 }
 
 # What torchrun and its like set. A test process that has them would be taken for a rank.
@@ -49,18 +41,17 @@ class Outcome:
     out: str
     err: str
 
-    def refusal(self, code: int = 2) -> str:
+    def refusal(self, code=2):
         """The one readable line of a command that was refused, without its prefix."""
         shown = f"exit code {self.code}\n--- stderr\n{self.err}\n--- stdout\n{self.out}"
         assert "Traceback" not in self.err + self.out, shown
         assert self.err.startswith(PREFIX), shown
-        assert self.err.count("\n") == 1, f"more than one line\n{shown}"
-        assert self.err.endswith("\n"), shown
+        assert self.err.find("\n") == len(self.err) - 1, f"expected one line\n{shown}"
         assert self.code == code, shown
         return self.err.removeprefix(PREFIX).strip()
 
 
-def words(run_dir: Path, *overrides: str, processes: bool = False) -> list[str]:
+def words(run_dir, *overrides, processes=False):
     """``train`` of a tiny run, changed by ``overrides``."""
     given = {word.partition("=")[0].lstrip("~+") for word in overrides}
     own = {node for node in ("data", "model") if given & {node, f"{node}._target_"}}
@@ -69,17 +60,17 @@ def words(run_dir: Path, *overrides: str, processes: bool = False) -> list[str]:
     return ["train", *(f"{k}={v}" for k, v in kept.items()), *overrides]
 
 
-def shows(line: str, parts: Sequence[str]) -> None:
+def shows(line, parts):
     """Assert that ``line`` has all ``parts`` in it."""
     missing = [part for part in parts if part not in line]
     assert not missing, f"{missing} not in: {line}"
 
 
-def in_process(*words: str) -> Outcome:
+def in_process(*words):
     """Run ``adl-dist *words`` here, as if this were a process of its own."""
     assert not OF_RANKS & os.environ.keys(), "main() can end the process of a rank"
     out, err = io.StringIO(), io.StringIO()
-    code: object = "main() returned"
+    code = "main() returned"
     with _as_in_a_new_process(), warnings.catch_warnings(record=True) as said:
         warnings.resetwarnings()
         for silent in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
@@ -94,14 +85,8 @@ def in_process(*words: str) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue() + "".join(shown))
 
 
-def as_command(
-    *command: str, cwd: Path = ROOT, timeout_seconds: float = 60.0, env: Mapping[str, str] | None = None
-) -> Outcome:
-    """Run a command line in a process of its own, with the repository on its import path.
-
-    Raises:
-        AssertionError: it did not end in time; it has been killed.
-    """
+def as_command(*command, cwd=ROOT, timeout_seconds=60.0, env=None):
+    """Run a command line in a process of its own, with the repository on its import path; kill it if it is late."""
     clean = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Files, not pipes: a process that is left behind would keep a pipe open, and this one waiting.
@@ -111,28 +96,49 @@ def as_command(
             env={**clean, "PYTHONPATH": path, **(env or {})}, start_new_session=True,
         )  # fmt: skip
         try:
-            code: int | None = process.wait(timeout_seconds)
+            code = process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
             code = None
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         out.seek(0)
         err.seek(0)
-        said = Outcome(-1 if code is None else code, out.read().decode(), err.read().decode())
+        said = Outcome(code, out.read().decode(), err.read().decode())
     assert code is not None, f"{' '.join(command)} still ran after {timeout_seconds} s\n{said}"
     return said
 
 
-def left_behind(folder: Path, *, seconds: float = 3.0) -> list[str]:
+def left_behind(folder, *, seconds=3.0):
     """Command lines that name ``folder``, which is the test's own, and still run after ``seconds``. Linux only."""
     assert folder.is_absolute()
     deadline = time.monotonic() + seconds
-    while (found := _running(str(folder))) and time.monotonic() < deadline:
+    while True:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if str(folder) in line and int(entry.name) != os.getpid():
+                    found.append(line)
+        if not found or time.monotonic() >= deadline:
+            return found
         time.sleep(0.02)
-    return found
 
 
-def snapshot(folder: Path) -> dict[str, str]:
+def weights_of(folder, run="run"):
+    """What ``adl-dist export`` writes of the run in ``folder/run``: parameters and buffers at its end."""
+    out = folder / f"{run}.pt"
+    done = in_process("export", f"run_dir={folder / run}", f"out={out}")
+    assert done.code == 0, done
+    return torch.load(out, weights_only=True)
+
+
+def assert_same(found, expected):
+    """The same tensors, to the bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def snapshot(folder):
     """Every path below ``folder`` with a hash of what it holds."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
@@ -140,19 +146,9 @@ def snapshot(folder: Path) -> dict[str, str]:
     }
 
 
-def _running(name: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if name in line and int(entry.name) != os.getpid():
-                found.append(line)
-    return found
-
-
 @contextlib.contextmanager
-def _as_in_a_new_process() -> Iterator[None]:
-    """Without pytest's handlers, which hide what logging prints where nobody listens; all is put back afterwards."""
+def _as_in_a_new_process():
+    """Without pytest's handlers, which hide what logging prints if it has none; all is put back afterwards."""
     root, ours = logging.getLogger(), logging.getLogger("adl_dist")
     before = root.handlers[:], ours.handlers[:], ours.level, ours.propagate
     root.handlers[:] = []

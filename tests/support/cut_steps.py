@@ -1,20 +1,16 @@
 """One training step and one evaluation of a network of torchvision, cut and uncut, compared bit by bit."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.models import torchvision_model
-from adl_dist.partition import Chain, even_sizes, linearise
+from adl_dist.partition import even_sizes, linearise
 from adl_dist.stage import Stage
-from adl_dist.stage.stage import Tensors
 from tests.support.values import spec_of
 
 NUM_STAGES, BATCH, CLASSES = 4, 2, 10
@@ -30,43 +26,32 @@ ROUNDED = ("convnext",)
 
 @dataclass
 class Step:
-    """What one step leaves behind.
+    """What one step leaves behind."""
 
-    Attributes:
-        kind: of the output in training: a tensor, or a named tuple.
-        values: the output in training, the gradient of the input and of each parameter (None: it got none), each buffer
-            after that step, and the output in evaluation after it.
-    """
-
-    kind: type
+    kind: type  # of the output in training: a tensor, or a named tuple
+    # The output in training, the gradient of the input and of each parameter (None: it got none), each buffer after
+    # that step, and the output in evaluation after it.
     values: dict[str, Tensor | None]
 
 
 class MeanSquare:
     """A loss that takes whatever the model returns, and keeps it."""
 
-    out: Any = None
-
-    def __call__(self, out: Any, target: Tensor) -> Tensor:
+    def __call__(self, out, target):
         self.out = out
         first, *others = (leaf.square().mean() for leaf in tree_leaves(out))
         return sum(others, first)
 
 
-def assert_the_cut_network_equals_the_uncut_one(name: str, dtype: torch.dtype, scratch: Path) -> dict[str, Any]:
+def assert_the_cut_network_equals_the_uncut_one(name, dtype, scratch):
     """At an even cut and at three random places, into K = 4; one step in training, one in evaluation.
 
-    Bit for bit, but where ``ROUNDED`` says why not; there in float64 to 1e-12.
-
-    Args:
-        name: of a builder of torchvision, or of ``WITH_HEADS``.
-        dtype: of everything.
-        scratch: an empty folder, for what would take too much memory.
-
-    Returns:
-        What was compared, for a table.
+    Bit for bit, but where ``ROUNDED`` says why not; there in float64 to 1e-12. ``name`` is a builder of torchvision or
+    in ``WITH_HEADS``; what would take too much memory goes to ``scratch``. Returns what was compared, for a table.
     """
-    model, x = network(name, dtype), images(name, dtype)
+    model, size = network(name, dtype), SIZES.get(name, SIZE)
+    # Drawn in float64, so that both dtypes see the same images.
+    x = torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     num_parameters = sum(p.numel() for p in model.parameters())
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     expected = uncut_step(model, x)
@@ -103,10 +88,10 @@ def assert_the_cut_network_equals_the_uncut_one(name: str, dtype: torch.dtype, s
     }
 
 
-def network(name: str, dtype: torch.dtype) -> nn.Module:
+def network(name, dtype):
     """The same weights every time, and nothing random in it: a stage draws other numbers than the uncut model."""
     builder, *heads = name.split(" with ")
-    options: dict[str, Any] = {"aux_logits": True} if heads else {}
+    options = {"aux_logits": True} if heads else {}
     if name.startswith("vit"):
         options["image_size"] = SIZES.get(name, SIZE)
     with torch.random.fork_rng(devices=[]):
@@ -119,63 +104,55 @@ def network(name: str, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def images(name: str, dtype: torch.dtype) -> Tensor:
-    size = SIZES.get(name, SIZE)
-    # Drawn in float64, so that both dtypes see the same images.
-    return torch.randn(BATCH, 3, size, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-
-
-def random_sizes(chain: Chain, *, seed: str) -> list[int]:
+def random_sizes(chain, *, seed):
     """A balance that cuts at any places where it can be cut."""
     places = [cut + 1 for cut in range(len(chain.units) - 1) if cut not in chain.forbidden]
     cuts = sorted(random.Random(seed).sample(places, NUM_STAGES - 1))
     return [stop - start for start, stop in pairwise([0, *cuts, len(chain.units)])]
 
 
-def uncut_step(model: nn.Module, x: Tensor) -> Step:
+def uncut_step(model, x):
     loss_fn, target, x = MeanSquare(), torch.zeros(len(x), dtype=torch.long), x.clone().requires_grad_()
     loss_fn(model.train()(x), target).backward()
-    kind, values = type(loss_fn.out), _left_by_training(model, x, loss_fn.out)
+    step = Step(type(loss_fn.out), _left_by_training(model, x, loss_fn.out))
     with torch.no_grad():
-        return Step(kind, values | _named("evaluation", model.eval()(x)))
+        step.values |= _named("evaluation", model.eval()(x))
+    return step
 
 
-def cut_step(model: nn.Module, pieces: Sequence[nn.Module], x: Tensor) -> tuple[Step, list[int]]:
+def cut_step(model, pieces, x):
     """The same with ``pieces`` of ``model`` as stages; and how many tensors cross each cut in training."""
     loss_fn, target, x = MeanSquare(), torch.zeros(len(x), dtype=torch.long), x.clone().requires_grad_()
+    spec = spec_of(len(pieces), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn)
 
-    def stage(k: int, acts: Tensors, *, training: bool) -> Stage:
-        made = Stage(
-            pieces[k],
-            k,
-            spec_of(len(pieces), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn),
-            overwrites=([True] * len(acts),) * 2,  # in the trainer a trial finds out which ones
-        )
+    def stage(k, acts, *, training):
+        # In the trainer a trial finds out which arguments are overwritten.
+        made = Stage(pieces[k], k, spec, overwrites=([True] * len(acts),) * 2)
         made.begin(0, training=training)
         return made
 
-    stages: list[Stage] = []
-    acts: Tensors = (x,)
+    stages, acts = [], (x,)
     for k in range(len(pieces)):
         stages.append(stage(k, acts, training=True))
         acts = stages[k].forward(0, acts, target if stages[k].is_last else None)
     sent = [len(s.in_flight[0].acts) for s in stages[1:]]
-    grads: Tensors = (torch.ones((), dtype=x.dtype),)
+    grads = (torch.ones((), dtype=x.dtype),)
     for s in reversed(stages):
         grads = s.backward(0, grads)
-    kind, values = type(loss_fn.out), _left_by_training(model, x, loss_fn.out)
+    step = Step(type(loss_fn.out), _left_by_training(model, x, loss_fn.out))
     acts = (x.detach(),)
     for k in range(len(pieces)):
         acts = stage(k, acts, training=False).predict(acts, target)
-    return Step(kind, values | _named("evaluation", loss_fn.out)), sent
+    step.values |= _named("evaluation", loss_fn.out)
+    return step, sent
 
 
-def _left_by_training(model: nn.Module, x: Tensor, out: Any) -> dict[str, Tensor | None]:
-    values: dict[str, Tensor | None] = {"gradient of the input": x.grad, **_named("training", out)}
+def _left_by_training(model, x, out):
+    values = {"gradient of the input": x.grad, **_named("training", out)}
     for name, parameter in model.named_parameters():
         values[f"gradient of {name}"], parameter.grad = parameter.grad, None
     return values | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def _named(mode: str, out: Any) -> dict[str, Tensor]:
+def _named(mode, out):
     return {f"output {place} in {mode}": leaf.detach() for place, leaf in enumerate(tree_leaves(out))}

@@ -25,16 +25,10 @@ def at_once(K):
 
 # What the equations of each method say: the delay of each module and the weights of the backward.
 EQUATIONS = {
-    "bp": (at_once, "stash"),
-    "gpipe": (at_once, "stash"),
-    "1f1b": (at_once, "stash"),
-    "adl": (decoupled, "stash"),
-    "fdg": (decoupled, "stash"),
-    "dsp": (decoupled, "recompute"),
-    "ddg": (minimal, "stash"),
-    "fr": (minimal, "recompute"),
-    "pipedream": (minimal, "stash"),
-    "2bw": (minimal, "2bw"),
+    **dict.fromkeys(("bp", "gpipe", "1f1b"), (at_once, "stash")),
+    **dict.fromkeys(("adl", "fdg"), (decoupled, "stash")),
+    **dict.fromkeys(("ddg", "pipedream"), (minimal, "stash")),
+    **{"dsp": (decoupled, "recompute"), "fr": (minimal, "recompute"), "2bw": (minimal, "2bw")},
     "paci": (minimal, "latest"),
 }
 

@@ -7,45 +7,25 @@ random numbers. The caller's modules stay as they are.
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from tests.support.toys import Block
 
-Edge = Tensor | tuple[Tensor, ...]  # what one module hands to the next
-MicroBatch = tuple[Edge, Tensor]
-Loss = Callable[[Tensor, Tensor], Tensor]
-Named = dict[str, Tensor]
-
 
 def train_by_the_equations(
-    modules: Sequence[nn.Module],
-    epochs: Sequence[Sequence[MicroBatch]],
-    *,
-    M: int,
-    loss_fn: Loss,
-    lr: Sequence[float],
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    delays: Sequence[int] | None = None,
-    weights: str = "stash",
-    shrink: float = 1.0,
-    reduction: str = "mean",
-    lr_of: Callable[[int, int], float] | None = None,
-    lr_factors: Sequence[float] | None = None,
-    clip_norm: float | None = None,
-    skipped: Collection[int] = (),
-    unseen: Collection[int] = (),
-) -> Named:
-    """Train and return all parameters and buffers.
+    modules, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, delays=None, weights="stash", shrink=1.0,
+    reduction="mean", lr_of=None, lr_factors=None, clip_norm=None, skipped=(), unseen=(),
+):  # fmt: skip
+    """Train and return all parameters and buffers, by name.
 
     Args:
-        modules: module 1..K, their parameter names being those of the whole network.
-        epochs: the micro-batches U_0, U_1, ... of each epoch; the pipeline is empty between epochs.
+        modules: module 1..K, their parameter names being those of the whole network. What one hands to the next is a
+            tensor or a tuple of tensors.
+        epochs: the micro-batches U_0, U_1, ... of each epoch, (input, target); the pipeline is empty between epochs.
         M: accumulation steps; group g of an epoch is U_gM .. U_gM+M-1, fewer at its end.
         lr: gamma_s for each update s of the whole run.
         delays: d_k of module 1..K in micro-batches, never increasing; None: 2(K-k), those of ADL.
@@ -59,7 +39,7 @@ def train_by_the_equations(
         lr_of: the learning rate of (module k, update s), instead of ``lr``.
         lr_factors: by how much the learning rate of module 1..K is multiplied.
         clip_norm: the norm that the gradient of each module, by itself, is scaled down to if it is longer.
-        skipped: groups of every epoch that leave weights and momentum as they are; the update index goes on.
+        skipped: groups of every epoch that leave weights and momentum as they are; the update index moves on.
         unseen: micro-batches of theirs that no running statistic remembers.
     """
     assert weights in ("stash", "recompute", "latest", "2bw"), weights
@@ -89,10 +69,9 @@ def train_by_the_equations(
             for k, module in enumerate(modules):
                 x, w = leaf(z), theta[k].leaves(base + index[k])
                 with keeping(module, only_if=weights == "latest") as seen:
-                    y = functional_call(module, w, (x,))
-                graphs.append((x, w, y))
+                    z = functional_call(module, w, (x,))
+                graphs.append((x, w, z))
                 kept.append(seen)
-                z = y
 
             # Eq. 16 with 1/M as the share of samples, which is 1/M for micro-batches of equal size.
             z = leaf(z)
@@ -135,28 +114,15 @@ def train_by_the_equations(
     return state_of(modules, theta)
 
 
-def train_greedily(
-    modules: Sequence[nn.Module],
-    heads: Sequence[nn.Module],
-    epochs: Sequence[Sequence[MicroBatch]],
-    *,
-    M: int,
-    loss_fn: Loss,
-    lr: Sequence[float],
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
-    sources: Sequence[Mapping[int, Sequence[int]]] | None = None,
-) -> tuple[Named, list[Named]]:
+def train_greedily(modules, heads, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, sources=None):
     """Train every module on its own loss (DGL); return the parameters and buffers of the modules, and of each head.
 
     No gradient leaves a module, so that module k can do a whole epoch before module k+1 begins.
 
     Args:
-        modules: module 1..K, their parameter names being those of the whole network.
+        modules: as above, and so are the arguments that are not named here.
         heads: the auxiliary networks of module 1..K-1; the loss of module K is the true one.
-        epochs: the micro-batches of each epoch.
         M: accumulation steps; group g of module k is its steps gM .. gM+M-1 of the epoch.
-        lr: gamma_s for update s of a module, counted in that module over the whole run.
         sources: with replay buffers, sources[e][k][j] is the step of module k-1 in epoch e whose output and target step
             j of module k takes; for module 1, the micro-batch. A module that is not named takes j itself.
     """
@@ -191,39 +157,39 @@ def train_greedily(
 class Versions:
     """theta^0, theta^1, ... of one module, each made from the one before as torch.optim.SGD does it."""
 
-    def __init__(self, module: nn.Module, momentum: float, weight_decay: float) -> None:
-        self.theta: list[Named] = [{n: p.detach().clone() for n, p in module.named_parameters()}]
-        self.velocity = {n: torch.zeros_like(w) for n, w in self.theta[0].items()}
-        self.gradient = {n: torch.zeros_like(w) for n, w in self.theta[0].items()}
+    def __init__(self, module, momentum, weight_decay):
+        self.theta = [{n: p.detach().clone() for n, p in module.named_parameters()}]
+        self.velocity = {n: torch.zeros_like(w) for n, w in self.present.items()}
+        self.gradient = {n: torch.zeros_like(w) for n, w in self.present.items()}
         self.momentum, self.weight_decay = momentum, weight_decay
 
     @property
-    def updates(self) -> int:
+    def updates(self):
         return len(self.theta) - 1
 
     @property
-    def present(self) -> Named:
+    def present(self):
         return self.theta[-1]
 
-    def leaves(self, version: int) -> Named:
+    def leaves(self, version):
         return {n: leaf(w) for n, w in self.theta[version].items()}
 
-    def accumulate(self, gradient: Named) -> None:
+    def accumulate(self, gradient):
         assert gradient.keys() == self.gradient.keys()
         for n, g in gradient.items():
             self.gradient[n] = self.gradient[n] + g
 
-    def clip(self, longest: float) -> None:
+    def clip(self, longest):
         """g = g min(1, c / (|g| + 1e-6)), as torch.nn.utils.clip_grad_norm_ is documented."""
         norm = sum(float((g * g).sum()) for g in self.gradient.values()) ** 0.5
         self.gradient = {n: g * min(1.0, longest / (norm + 1e-6)) for n, g in self.gradient.items()}
 
-    def skip(self) -> None:
+    def skip(self):
         """The next version is the present one."""
         self.gradient = {n: torch.zeros_like(w) for n, w in self.present.items()}
         self.theta.append(self.present)
 
-    def update(self, lr: float) -> None:
+    def update(self, lr):
         """v = mu v + (g + wd w); w = w - lr v. Each multiply-add is rounded once, as torch.optim.SGD's are.
 
         Rounded twice, a weight may differ in its last digit; where that digit decides how autocast rounds the weight to
@@ -238,37 +204,37 @@ class Versions:
         self.theta.append(new)
 
 
-def leaf(z: Edge) -> Edge:
+def leaf(z):
     """``z`` without its graph, the start of a new one."""
     if isinstance(z, tuple):
         return tuple(leaf(t) for t in z)
     return z.detach().clone().requires_grad_(z.is_floating_point())
 
 
-def floats(z: Edge) -> list[Tensor]:
+def floats(z):
     """The tensors that have a gradient."""
     return [t for t in (z if isinstance(z, tuple) else (z,)) if t.is_floating_point()]
 
 
-def place_in_group(steps: Sequence[MicroBatch], b: int, M: int) -> tuple[float, bool]:
+def place_in_group(steps, b, M):
     """The share of step b in the samples of its group, and whether it ends it."""
     group = steps[b // M * M : b // M * M + M]
     return len(steps[b][1]) / sum(len(target) for _, target in group), (b + 1) % M == 0 or b + 1 == len(steps)
 
 
-def state_of(modules: Sequence[nn.Module], theta: Sequence[Versions]) -> Named:
-    state: Named = {}
+def state_of(modules, theta):
+    state = {}
     for module, versions in zip(modules, theta, strict=True):
         state |= {n: t.detach().clone() for n, t in module.named_buffers()} | versions.present
     return state
 
 
 @contextlib.contextmanager
-def keeping(module: nn.Module, *, only_if: bool = True) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+def keeping(module, *, only_if=True):
     """Keep input and output of every layer inside ``module`` by its name, as autograd keeps them for the backward."""
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    seen = {}
 
-    def keep(name: str) -> Callable[..., None]:
+    def keep(name):
         return lambda _, inputs, output: seen.update({name: (inputs[0].detach(), output.detach())})
 
     hooks = [layer.register_forward_hook(keep(name)) for name, layer in module.named_modules() if only_if]
@@ -277,10 +243,8 @@ def keeping(module: nn.Module, *, only_if: bool = True) -> Iterator[dict[str, tu
         hook.remove()
 
 
-def backward_by_hand(
-    layer: nn.Module, now: Named, kept: Mapping[str, tuple[Tensor, Tensor]], error: Tensor, name: str = ""
-) -> tuple[Tensor, Named]:
-    """The backward of ``layer`` with the weights ``now`` and the tensors ``kept`` in the forward.
+def backward_by_hand(layer, now, kept, error, name=""):
+    """Return the gradient by the input of ``layer`` and by each weight, from ``error``, that by its output.
 
     With the weights of the forward it is the gradient. With others it is the hybrid that PyTorch computes when weights
     change in place under a live graph (PACI; the authors' code of DDG, FDG, ADL).
@@ -288,19 +252,16 @@ def backward_by_hand(
     Args:
         layer: one of the kinds in batch_norm_net, or a Sequential of them.
         now: the weights, named as seen from the outermost layer.
-        kept: input and output of each layer, named likewise.
+        kept: input and output of each layer in the forward, named likewise.
         error: the gradient of the loss by the output.
-        name: of ``layer``, seen from the outermost one.
-
-    Returns:
-        The gradient by the input, and by each weight.
+        name: name of ``layer``, seen from the outermost one.
     """
     x, y = kept[name]
     inside = f"{name}." if name else ""
     weight, bias = inside + "weight", inside + "bias"
     match layer:
         case nn.Sequential():
-            gradient: Named = {}
+            gradient = {}
             for child, sub in reversed(layer._modules.items()):
                 error, more = backward_by_hand(sub, now, kept, error, inside + child)
                 gradient |= more

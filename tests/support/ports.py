@@ -10,16 +10,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from typing import NamedTuple
 
 TCP_LISTENS = "0A"
 
 
-@dataclass(frozen=True)
-class Port:
+class Port(NamedTuple):
     """One on which a process waits for others."""
 
     pid: int
@@ -28,11 +25,11 @@ class Port:
     number: int
 
     @property
-    def is_on_loopback(self) -> bool:
+    def is_on_loopback(self):
         return ipaddress.ip_address(self.address).is_loopback
 
 
-def open_ports(pids: Iterable[int]) -> set[Port]:
+def open_ports(pids):
     """All TCP ports on which these processes listen, and all their UDP ports."""
     by_inode = {}
     for protocol in ("tcp", "tcp6", "udp", "udp6"):
@@ -40,24 +37,13 @@ def open_ports(pids: Iterable[int]) -> set[Port]:
             _, local, _, state, *_, inode = line.split()[:10]
             if protocol.startswith("udp") or state == TCP_LISTENS:
                 address, number = local.split(":")
-                by_inode[f"socket:[{inode}]"] = (protocol, _address(address), int(number, 16))
+                # The kernel writes an address as hexadecimal words of four bytes, each in the order of the machine.
+                words = [int(address[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(address), 8)]
+                by_inode[f"socket:[{inode}]"] = protocol, str(ipaddress.ip_address(b"".join(words))), int(number, 16)
     return {Port(pid, *by_inode[name]) for pid in pids for name in _open_files(pid) if name in by_inode}
 
 
-def free_port() -> int:
-    """One on loopback that nobody listens on now."""
-    with socket.socket() as any_socket:
-        any_socket.bind(("127.0.0.1", 0))
-        return int(any_socket.getsockname()[1])
-
-
-def _address(told: str) -> str:
-    """The kernel writes an address as hexadecimal words of four bytes, each in the order of the machine."""
-    words = [int(told[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(told), 8)]
-    return str(ipaddress.ip_address(b"".join(words)))
-
-
-def _open_files(pid: int) -> list[str]:
+def _open_files(pid):
     found = []
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -66,7 +52,14 @@ def _open_files(pid: int) -> list[str]:
     return found
 
 
-def messages(chance: random.Random) -> list[bytes]:
+def free_port():
+    """One on loopback on which no process listens now."""
+    with socket.socket() as any_socket:
+        any_socket.bind(("127.0.0.1", 0))
+        return int(any_socket.getsockname()[1])
+
+
+def messages(chance):
     """What a stranger may say: noise, another protocol, silence, and beginnings of what the peers say."""
     return [
         chance.randbytes(chance.randrange(1, 4096)),
@@ -82,47 +75,36 @@ def messages(chance: random.Random) -> list[bytes]:
     ]
 
 
-@dataclass
 class Fuzzer:
-    """Knocks at ports, says what nobody should, and keeps many connections half open, in a thread of its own.
+    """Knocks at ``ports()``, says what no peer says, and keeps many connections half open, in a thread of its own.
 
-    Attributes:
-        ports: where; asked again and again, because processes may be restarted.
-        seed: of what it says.
-        per_second: attempts, at most.
-        attempts: by port.
-        let_in: attempts that became a connection, by port.
+    The ports are asked for again and again, because processes may be restarted. ``attempts``, and those of them that
+    were ``let_in``, are counted by port.
     """
 
-    ports: Callable[[], set[Port]]
-    seed: int = 0
-    per_second: float = 300.0
-    attempts: Counter[Port] = field(default_factory=Counter)
-    let_in: Counter[Port] = field(default_factory=Counter)
-    _over: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread = field(init=False)
+    def __init__(self, ports, *, per_second=300.0):
+        self._ports, self._per_second = ports, per_second
+        self.attempts, self.let_in = Counter(), Counter()
+        self._over, self._thread = threading.Event(), threading.Thread(target=self._run)
 
-    def __enter__(self) -> "Fuzzer":
-        self._thread = threading.Thread(target=self._run)
+    def __enter__(self):
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error):
         self._over.set()
         self._thread.join()
 
-    def _run(self) -> None:
-        chance = random.Random(self.seed)
+    def _run(self):
+        chance = random.Random(0)
         with contextlib.ExitStack() as kept:
             while not self._over.is_set():
-                for port in sorted(self.ports(), key=lambda p: (p.pid, p.number)):
+                for port in sorted(self._ports(), key=lambda p: (p.pid, p.number)):
                     if port.protocol.startswith("tcp"):
                         self._knock(port, chance, kept)
-                        time.sleep(1 / self.per_second)
+                        time.sleep(1 / self._per_second)
 
-    def _knock(self, port: Port, chance: random.Random, kept: contextlib.ExitStack) -> None:
+    def _knock(self, port, chance, kept):
         self.attempts[port] += 1
         family = socket.AF_INET6 if port.protocol == "tcp6" else socket.AF_INET
         address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(port.address, port.address)

@@ -7,8 +7,6 @@ import pathlib
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -31,15 +29,10 @@ _context.set_forkserver_preload(
 )
 
 
-def _rank_main(rank: int, world_size: int, folder: str, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(world_size),
-        # A folder, not a port: two test runs cannot collide, so nothing has to be retried.
-        **{RENDEZVOUS_FOLDER: folder},
-    )
+def _rank_main(rank, world_size, folder, body, args):
+    # A folder, not a port: two test runs cannot collide, so nothing has to be retried.
+    own = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in own.items()}, **{RENDEZVOUS_FOLDER: folder})
     torch.set_num_threads(1)
     try:
         torch.save(body(*args), f"{folder}/result-rank{rank}.pt")
@@ -49,11 +42,8 @@ def _rank_main(rank: int, world_size: int, folder: str, body: Callable[..., Any]
         os._exit(1)
 
 
-def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
-    """Run ``body(*args)`` on ``world_size`` processes, as torchrun would; leave none behind.
-
-    Returns:
-        What each rank's ``body`` returned.
+def run_ranks(world_size, body, *args, timeout_seconds=60.0):
+    """Run ``body(*args)`` on ``world_size`` processes, as torchrun would; return what each returned.
 
     Raises:
         RanksFailed: with every rank's traceback, causes first, and the ranks that hung.
@@ -74,9 +64,7 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_sec
         return [torch.load(folder / f"result-rank{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def command_on_ranks(
-    world_size: int, *words: str, env: Mapping[str, str] | None = None, timeout_seconds: float = 60.0
-) -> Outcome:
+def command_on_ranks(world_size, *words, env=None, timeout_seconds=60.0):
     """Run ``adl-dist *words`` as ``world_size`` ranks; once one has failed, end the others, as a launcher does.
 
     With ``env`` the ranks have those variables of a launcher alone.
@@ -94,7 +82,7 @@ def command_on_ranks(
         return Outcome(2 if 2 in codes else max(codes, default=0), out, err)
 
 
-def _command(output: str, words: tuple[str, ...], env: Mapping[str, str] | None) -> None:
+def _command(output, words, env):
     """Run one rank of the command, with its output in files; a rank that fails ends here."""
     for name, descriptor in (("out", 1), ("err", 2)):
         os.dup2(os.open(f"{output}/{name}{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), descriptor)
@@ -110,12 +98,11 @@ def _command(output: str, words: tuple[str, ...], env: Mapping[str, str] | None)
 
 
 @contextlib.contextmanager
-def _started(world_size: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[tuple[pathlib.Path, Any]]:
+def _started(world_size, body, args):
     """Start the ranks in a folder of their own; leave none behind."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            _context.Process(target=_rank_main, args=(rank, world_size, folder, body, args))
-            for rank in range(world_size)
+            _context.Process(target=_rank_main, args=(k, world_size, folder, body, args)) for k in range(world_size)
         ]
         try:
             for process in ranks:

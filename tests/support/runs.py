@@ -1,12 +1,9 @@
 """One way to run the trainer for the equality tests, in one process or as one of K ranks."""
 
 import functools
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import adl_dist
 from tests.support.toys import FixedImages, batch_norm_net
@@ -17,47 +14,34 @@ BALANCE = {1: [7], 2: [3, 4], 3: [2, 4, 1], 4: [1, 3, 2, 1]}
 LR, MOMENTUM, WEIGHT_DECAY = 0.1, 0.9, 1e-2
 
 
-def warm_up(update: int) -> float:
+sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+
+
+def warm_up(update):
     """A factor that is another one at every update of the test."""
     return 0.2 + 0.05 * update
 
 
-def warm_up_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def warm_up_schedule(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
 
 
-sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
-
-
-def train(K: int, M: int, dtype: torch.dtype, **options: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def train(K, M, dtype, **options):
     """Train the toy net as :func:`trained` does; return its full state and the summary."""
     trainer, summary = trained(K, M, dtype, **options)
     return trainer.full_state_dict(), summary
 
 
 def trained(
-    K: int,
-    M: int,
-    dtype: torch.dtype,
-    *,
-    method: str = "adl",
-    options: Mapping[str, Any] | None = None,
-    dropout: float = 0.0,
-    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
-    shuffle: bool = False,
-    epochs: int = EPOCHS,
-    model: Callable[[], nn.Module] | None = None,
-    num_samples: int = NUM_SAMPLES,
-    plant: Callable[[nn.Sequential, FixedImages], None] | None = None,
-    run_dir: Path | None = None,
-    **of_trainer: Any,
-) -> tuple[adl_dist.Trainer, dict[str, Any]]:
+    K, M, dtype, *, method="adl", options=None, dropout=0.0, optimizer=sgd, shuffle=False, epochs=EPOCHS, model=None,
+    num_samples=NUM_SAMPLES, plant=None, run_dir=None, **of_trainer,
+):  # fmt: skip
     """Train the toy net or another ``model``, with a fault that ``plant`` has planted in it or its data.
 
     Returns:
         The trainer, which takes ``of_trainer`` too, by names of fields of its values, and the summary.
     """
-    net: Any = batch_norm_net(dropout=dropout) if model is None else model()
+    net = batch_norm_net(dropout=dropout) if model is None else model()
     data = FixedImages(num_samples, dtype=dtype)
     if plant is not None:
         plant(net, data)
@@ -78,17 +62,8 @@ def trained(
 
 
 def toy_trainer(
-    K: int = 2,
-    M: int = 1,
-    method: str = "adl",
-    options: Mapping[str, Any] | None = None,
-    *,
-    model: nn.Module | None = None,
-    loss_fn: Callable[..., Tensor] | None = None,
-    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
-    lr_schedule: Callable[..., Any] | None = None,
-    **of_trainer: Any,
-) -> adl_dist.Trainer:
+    K=2, M=1, method="adl", options=None, *, model=None, loss_fn=None, optimizer=sgd, lr_schedule=None, **of_trainer
+):
     """Return a trainer of the toy net cut unevenly, or of ``model``; ``of_trainer`` are fields of its values."""
     if model is None:
         of_trainer = {"balance": BALANCE[K], **of_trainer}
@@ -111,3 +86,43 @@ def trainer_of(model, **options):
         num_stages=2,
         **values(threads=1, **options),
     )
+
+
+# --- Faults for ``plant`` ---------------------------------------------------------------------------------------
+
+# Micro-batches of every epoch that hold a NaN, and the groups of two that they spoil: the first one, two in a row.
+SPOILT, SPOILT_PAIRS = (0, 4, 6), (0, 2, 3)
+
+
+def nan_inputs(model, data):
+    """Spoil one pixel of each of those micro-batches."""
+    for micro_batch in SPOILT:
+        data.images[micro_batch * MICRO_BATCH + 1, 0, 2, 3] = float("nan")
+
+
+class InfiniteGradient(nn.Module):
+    """Changes nothing, except the gradient of one training forward, of which one sample becomes infinite."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at, self.calls = at, 0
+
+    def forward(self, x):
+        if not self.training or len(x) != MICRO_BATCH:  # stages try each other out with fewer samples
+            return x
+        self.calls += 1
+        if self.calls - 1 == self.at:
+            x = x.clone()
+            x.register_hook(spoilt)
+        return x
+
+
+def spoilt(grad):
+    grad = grad.clone()
+    grad[0] = float("inf")  # a single element might meet a ReLU that is off
+    return grad
+
+
+def infinite_gradient(model, data):
+    """In unit 3, of micro-batch 5 of the first epoch."""
+    model[3] = InfiniteGradient(5)

@@ -4,16 +4,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
-from tests.support.commands import ROOT, as_command
+from tests.support.commands import ROOT, assert_same, weights_of
 
 TEMPLATE = ROOT / "launch" / "slurm.sbatch"
 SLURMS_OWN = ("slurmd", "slurmstepd")
@@ -28,7 +25,7 @@ class Cluster:
     call: Callable[..., None]
 
     @property
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         """Of what speaks to it, and of the jobs that are submitted from there."""
         return {
             **os.environ,
@@ -37,19 +34,12 @@ class Cluster:
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
 
-    def ask(self, *command: str) -> str:
+    def ask(self, *command):
         """What a command of SLURM prints."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=30, check=True)
         return done.stdout.strip()
 
-    def submit(
-        self,
-        words: Sequence[str],
-        *,
-        folder: Path,
-        options: Sequence[str] = (),
-        variables: Mapping[str, str] | None = None,
-    ) -> "SlurmJob":
+    def submit(self, words, *, folder, options=(), variables=None):
         """``sbatch launch/slurm.sbatch`` in ``folder``."""
         done = subprocess.run(
             ["sbatch", "--parsable", "--cpus-per-task=2", *options, TEMPLATE, *words],
@@ -59,12 +49,12 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return SlurmJob(self, done.stdout.strip(), folder)
 
-    def nodes_of(self, job: "SlurmJob") -> list[str]:
+    def nodes_of(self, job):
         """That run it at this moment, the first one first."""
         names = self.ask("squeue", "--noheader", "--format=%N", f"--jobs={job.number}")
         return self.ask("scontrol", "show", "hostnames", names).split() if names else []
 
-    def processes(self) -> list[str]:
+    def processes(self):
         """Command lines of all that runs on the nodes, SLURM's own aside."""
         found = []
         for node in (self.folder / "nodes").read_text().split():
@@ -77,7 +67,7 @@ class Cluster:
                     found.append(f"{node}: {line}")
         return found
 
-    def cancel_all(self) -> None:
+    def cancel_all(self):
         """Leave no job."""
         self.ask("scancel", "--user=root")
 
@@ -91,65 +81,47 @@ class SlurmJob:
     folder: Path
 
     @property
-    def said(self) -> str:
+    def said(self):
         """All output so far."""
         return "".join(path.read_text() for path in sorted(self.folder.glob(f"adl-dist-{self.number}*.out")))
 
     @property
-    def state(self) -> str:
-        """Of the job, or of the tasks of an array, in one word each."""
+    def states(self):
+        """Of the job, or of each task of an array."""
         shown = self.cluster.ask("scontrol", "--oneliner", "show", "job", self.number)
-        return " ".join(word.removeprefix("JobState=") for word in shown.split() if word.startswith("JobState="))
+        return {word.removeprefix("JobState=") for word in shown.split() if word.startswith("JobState=")}
 
     @property
-    def starts(self) -> int:
+    def starts(self):
         """How often the script has begun."""
         return self.said.count(f"slurm.sbatch: job {self.number}, start ")
 
-    def signal(self, *words: str) -> None:
-        """``scancel --signal=USR1 JOB``."""
+    def signal(self, *words):
         self.cluster.ask("scancel", "--signal=USR1", *words, self.number)
 
-    def wait_for(self, what: str, condition: Callable[[], bool], *, seconds: float = 240) -> None:
+    def wait_for(self, what, condition, *, seconds=240):
         """Wait, while it is not over, for ``condition``, which ``what`` describes."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"{what}: not within {seconds} s; {self.state}\n{self.said}"
-            assert not self._is_over, f"{self.state} before {what}\n{self.said}"
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s; {self.states}\n{self.said}"
+            assert not self.states <= set(DONE), f"{self.states} before {what}\n{self.said}"
             time.sleep(0.1)
 
-    def finish(self, *, seconds: float = 240) -> None:
+    def finish(self, *, seconds=240):
         """Wait for the end, which must be a good one."""
         deadline = time.monotonic() + seconds
-        while not self._is_over:
-            assert time.monotonic() < deadline, f"the end: not within {seconds} s; {self.state}\n{self.said}"
+        while not self.states <= set(DONE):
+            assert time.monotonic() < deadline, f"the end: not within {seconds} s; {self.states}\n{self.said}"
             time.sleep(0.2)
-        assert set(self.state.split()) == {"COMPLETED"}, f"{self.state}\n{self.said}"
-
-    @property
-    def _is_over(self) -> bool:
-        return all(word in DONE for word in self.state.split())
+        assert self.states == {"COMPLETED"}, f"{self.states}\n{self.said}"
 
 
-def saved(run_dir: Path) -> int:
+def saved(run_dir):
     """How many complete checkpoints there are."""
     return len(layout.complete(run_dir / "checkpoints")) if run_dir.is_dir() else 0
 
 
-def weights(run_dir: Path) -> dict[str, Tensor]:
-    """Parameters and buffers at the end of a run, by ``adl-dist export``."""
-    out = run_dir / "exported.pt"
-    done = as_command(
-        sys.executable, "-m", "adl_dist", "export", f"run_dir={run_dir}", f"out={out}", timeout_seconds=120
-    )
-    assert done.code == 0, done
-    state: dict[str, Tensor] = torch.load(out)
-    return state
-
-
-def assert_same_end(run_dir: Path, other: Path) -> None:
+def assert_same_end(run_dir, other):
     """The weights, running statistics and number of updates of both runs are the same, to the bit."""
     assert chosen_checkpoint(run_dir, None).name == chosen_checkpoint(other, None).name
-    ours, theirs = weights(run_dir), weights(other)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert_same(*(weights_of(run.parent, run.name) for run in (run_dir, other)))

@@ -1,18 +1,16 @@
 """The tiers of a parametrized test: a covering few of its cases run by default, the others by ``make test-slow``."""
 
 import itertools
-from collections.abc import Collection, Iterable
-from typing import Any
 
 import pytest
 
 
-def slow(*case: Any, **options: Any) -> Any:
+def slow(*case, **options):
     """Return a case that runs by ``make test-slow``."""
     return pytest.param(*case, marks=pytest.mark.slow, **options)
 
 
-def covering(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
+def covering(cases, default):
     """Return all ``cases``; those that are not in ``default`` are slow."""
     all_cases = list(cases)
     missing = [case for case in default if case not in all_cases]
@@ -20,6 +18,6 @@ def covering(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
     return [case if case in default else slow(*(case if isinstance(case, tuple) else (case,))) for case in all_cases]
 
 
-def grid(*values: Iterable[Any], default: Collection[tuple[Any, ...]]) -> list[Any]:
+def grid(*values, default):
     """Return the product of ``values``, of which ``default`` runs by default."""
     return covering(itertools.product(*values), default)

@@ -1,11 +1,9 @@
 """Small models and data whose every number is fixed, for comparing runs bit by bit."""
 
-from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 NUM_CLASSES = 5
@@ -14,16 +12,16 @@ NUM_CLASSES = 5
 class Block(nn.Module):
     """A residual block with BatchNorm, as small as can be."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(channels)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.relu(x + self.norm(self.conv(x)))
 
 
-def batch_norm_net(seed: int = 0, *, dropout: float = 0.0) -> nn.Sequential:
+def batch_norm_net(seed=0, *, dropout=0.0):
     """Seven units, BatchNorm in five of them; [B, 2, 6, 6] to [B, 5]."""
     torch.manual_seed(seed)
     return nn.Sequential(
@@ -37,26 +35,26 @@ def batch_norm_net(seed: int = 0, *, dropout: float = 0.0) -> nn.Sequential:
     )
 
 
-class FixedImages(Dataset[tuple[Tensor, int]]):
+class FixedImages(Dataset):
     """``num_samples`` random images [2, 6, 6] with labels; the same every time."""
 
-    def __init__(self, num_samples: int, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, num_samples, *, seed=0, dtype=torch.float32):
         generator = torch.Generator().manual_seed(seed)
         # Drawn in float64, so that both dtypes see the same images.
         self.images = torch.randn(num_samples, 2, 6, 6, generator=generator, dtype=torch.float64).to(dtype)
         self.labels = torch.randint(NUM_CLASSES, (num_samples,), generator=generator).tolist()
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return self.images[index], self.labels[index]
 
 
 class UNet(nn.Module):
     """Skips over two stages and more, [B, 2, 6, 6] to [B, 5]; what crosses a cut depends on where it is."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.enter = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
         self.down = nn.Conv2d(4, 6, 2, stride=2)
@@ -67,7 +65,7 @@ class UNet(nn.Module):
         self.scale = nn.Parameter(torch.linspace(0.5, 2.0, 4))
         self.head = nn.Linear(4, NUM_CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         wide = self.enter(x)
         low = self.down(wide)
         low = low + self.bottom(low)  # twice the ReLU's: it works in place
@@ -81,62 +79,98 @@ class UNet(nn.Module):
 
 
 # The same in four parts, written by hand: no torch.fx, nothing in place, no shape that another part knows.
-def _enter(net: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+def _enter(net, x):
     wide = torch.relu(net.enter[1](net.enter[0](x)))
     return x, wide, net.down(wide)
 
 
-def _bottom(net: nn.Module, acts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _bottom(net, acts):
     x, wide, low = acts
     low = torch.relu(low)
     return x, wide, low + torch.tanh(net.bottom[1](low))
 
 
-def _up(net: nn.Module, acts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _up(net, acts):
     x, wide, low = acts
     up = net.up(low)
     return x, wide, up > 0, torch.tanh(net.merge(torch.cat([up, wide], dim=1)))
 
 
-def _leave(net: nn.Module, acts: tuple[Tensor, ...]) -> Tensor:
+def _leave(net, acts):
     x, wide, bright, y = acts
     y = net.leave(torch.cat([y, x], dim=1))
     y = torch.where(bright, y, 0.1 * y) + wide
     return net.head(y.sum(dim=(2, 3)) / 9 * net.scale)
 
 
-_PARTS = (
-    (_enter, ["enter", "down"]),
-    (_bottom, ["bottom"]),
-    (_up, ["up", "merge"]),
-    (_leave, ["leave", "scale", "head"]),
-)
+_PARTS = {_enter: ["enter", "down"], _bottom: ["bottom"], _up: ["up", "merge"], _leave: ["leave", "scale", "head"]}
 # By K: the units where stages 1 to K-1 of a UNet begin, and how many of its parts each stage holds.
-UNET_BALANCE: dict[int, list[str]] = {1: [], 2: ["up"], 3: ["bottom", "cat_2"], 4: ["bottom", "up", "cat_2"]}
+UNET_BALANCE = {1: [], 2: ["up"], 3: ["bottom", "cat_2"], 4: ["bottom", "up", "cat_2"]}
 _UNET_PARTS = {1: [4], 2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
 
 
-class SegmentTrace(nn.Module):
+class SomeParts(nn.Module):
     """Some of the parts, with the parameters' names as they are in the whole."""
 
-    def __init__(self, net: UNet, parts: Sequence[tuple[Callable[..., Any], list[str]]]) -> None:
+    def __init__(self, net, parts):
         super().__init__()
-        self._functions = [function for function, _ in parts]
-        for name in (name for _, names in parts for name in names):
+        self._parts = parts
+        for name in (name for part in parts for name in _PARTS[part]):
             setattr(self, name, getattr(net, name))
 
-    def forward(self, acts: Any) -> Any:
-        for function in self._functions:
-            acts = function(self, acts)
+    def forward(self, acts):
+        for part in self._parts:
+            acts = part(self, acts)
         return acts
 
 
-def unet() -> UNet:
+def unet():
     torch.manual_seed(3)
     return UNet()
 
 
-def unet_by_hand(K: int) -> list[SegmentTrace]:
+def unet_by_hand(K):
     """The stages of a new UNet as ``UNET_BALANCE`` cuts it."""
     net, parts = unet(), iter(_PARTS)
-    return [SegmentTrace(net, list(islice(parts, size))) for size in _UNET_PARTS[K]]
+    return [SomeParts(net, list(islice(parts, size))) for size in _UNET_PARTS[K]]
+
+
+# --- A net whose units hand on several tensors, one of them of integers ----------------------------------------
+
+
+class Fork(nn.Module):
+    """[B, 2, 6, 6] to (float [B, 3, 6, 6], float [B, 4], int [B])."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, padding=1)
+        self.linear = nn.Linear(72, 4)
+
+    def forward(self, x):
+        return self.conv(x), self.linear(x.flatten(1)), (x.mean(dim=(1, 2, 3)) > 0).long()
+
+
+class Both(nn.Module):
+    """Works on the first, hands on the second untouched, uses the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.embed = nn.Embedding(2, 4)
+
+    def forward(self, both):
+        x, y, sign = both
+        return torch.tanh(self.conv(x)), y + self.embed(sign), sign
+
+
+class Join(nn.Linear):
+    """To [B, 5]; the last tensor gets no gradient."""
+
+    def forward(self, both):
+        x, y, _ = both
+        return super().forward(torch.cat([x.mean(dim=(2, 3)), y], dim=1))
+
+
+def tuple_net():
+    torch.manual_seed(4)
+    return nn.Sequential(Fork(), Both(), Both(), Join(7, 5))

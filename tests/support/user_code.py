@@ -4,42 +4,37 @@ import os
 import signal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 NUM_CLASSES = 10
 answer = 42  # is there, and is nothing to call
 
 
-def units() -> list[nn.Sequential]:
+def units():
     """Four units for images [B, 3, 8, 8]."""
-    return [
-        nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 8)),
-        nn.Sequential(nn.ReLU(), nn.Linear(8, 8)),
-        nn.Sequential(nn.ReLU(), nn.Linear(8, 8)),
-        nn.Sequential(nn.ReLU(), nn.Linear(8, NUM_CLASSES)),
-    ]
+    first = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 8))
+    return [first, *(nn.Sequential(nn.ReLU(), nn.Linear(8, width)) for width in (8, 8, NUM_CLASSES))]
 
 
-def good() -> nn.Sequential:
+def good():
     return nn.Sequential(*units())
 
 
 class Branching(nn.Module):
-    """A model whose way depends on its input, so that nobody can see its blocks."""
+    """A model whose way depends on its input, so that its blocks cannot be seen."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(*units())
+        self.net = good()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if x.sum() > 0:
             x = -x
-        out: Tensor = self.net(x)
-        return out
+        return self.net(x)
 
 
-def tied() -> nn.Sequential:
+def tied():
     """The first and the last unit share a tensor, so that there is no place to cut."""
     parts, shared = units(), nn.Linear(8, 8)
     parts[0], parts[-1] = nn.Sequential(parts[0], nn.ReLU(), shared), nn.Sequential(nn.Linear(8, 8), parts[-1])
@@ -48,74 +43,74 @@ def tied() -> nn.Sequential:
 
 
 class MeanOverBatch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x.mean(dim=0)
 
 
-def drops_the_batch(at: int = 3) -> nn.Sequential:
+def drops_the_batch(at=3):
     parts = units()
     parts[at] = nn.Sequential(parts[at], MeanOverBatch())
     return nn.Sequential(*parts)
 
 
-def second_half_does_not_fit() -> nn.Sequential:
+def second_half_does_not_fit():
     """The third unit, the first one of stage 1 of 2, expects more than the second gives."""
     parts = units()
     parts[2] = nn.Sequential(nn.ReLU(), nn.Linear(9, 8))
     return nn.Sequential(*parts)
 
 
-def raises() -> nn.Module:
+def raises():
     raise LookupError("no such weights\non any server")
 
 
-def no_module() -> str:
+def no_module():
     return "resnet"
 
 
-class Images(Dataset[tuple[Tensor, int]]):
+class Images(Dataset):
     """Images [3, 8, 8]; the last one has ``last_target``."""
 
-    def __init__(self, num_samples: int, last_target: int = 0) -> None:
+    def __init__(self, num_samples, last_target=0):
         self.num_samples, self.last_target = num_samples, last_target
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.num_samples
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         is_last = index == self.num_samples - 1
         return torch.full((3, 8, 8), index / 100), self.last_target if is_last else index % NUM_CLASSES
 
 
-def images(num_samples: int = 32, num_validation: int = 8, last_target: int = 0) -> tuple[Images, Images]:
+def images(num_samples=32, num_validation=8, last_target=0):
     return Images(num_samples, last_target), Images(num_validation)
 
 
-def bad_validation_target() -> tuple[Images, Images]:
+def bad_validation_target():
     return Images(32), Images(8, last_target=NUM_CLASSES)
 
 
-def one_dataset() -> Images:
+def one_dataset():
     return Images(32)
 
 
-def a_list() -> tuple[list[int], list[int]]:
+def a_list():
     return list(range(64)), list(range(8))
 
 
 class Explodes(nn.Module):
     """Gives NaN from the n-th training forward on."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after):
         super().__init__()
         self.after, self.calls = after, 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += self.training
         return x * float("nan") if self.calls > self.after else x
 
 
-def explodes(after: int) -> nn.Sequential:
+def explodes(after):
     """With four micro-batches in an update, after=4 leaves the first update alone."""
     return nn.Sequential(*units(), Explodes(after))
 
@@ -123,46 +118,46 @@ def explodes(after: int) -> nn.Sequential:
 class InfiniteLoss(nn.CrossEntropyLoss):
     """Infinite for every micro-batch, but not for the two samples that the stages try each other out with."""
 
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        loss: Tensor = super().forward(output, target)
+    def forward(self, output, target):
+        loss = super().forward(output, target)
         return loss * float("inf") if len(target) > 2 else loss
 
 
 class Faulty(nn.Module):
-    """Fails in the n-th training forward in a way that nobody foresaw."""
+    """Fails in the n-th training forward in a way that no user foresees."""
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at):
         super().__init__()
         self.at, self.calls = at, 0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.calls += self.training
         if self.calls == self.at:
             self.fail()
         return x
 
-    def fail(self) -> None:
+    def fail(self):
         raise KeyError("a bug of the user's")
 
 
 class Killed(Faulty):
     """Ends its process in the n-th training forward."""
 
-    def fail(self) -> None:
+    def fail(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def faulty(at: int) -> nn.Sequential:
+def faulty(at):
     return nn.Sequential(*units(), Faulty(at))
 
 
-def killed(at: int) -> nn.Sequential:
+def faulty_at_the_start(at):
+    return nn.Sequential(Faulty(at), *units())
+
+
+def killed(at):
     return nn.Sequential(*units(), Killed(at))
 
 
-def no_optimizer(params: object, **_: object) -> list[object]:
+def no_optimizer(params, **_):
     return [params]
-
-
-def faulty_at_the_start(at: int) -> nn.Sequential:
-    return nn.Sequential(Faulty(at), *units())

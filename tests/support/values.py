@@ -1,10 +1,7 @@
 """The values that a trainer takes, from the names of their fields: for helpers that hand options on."""
 
-from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
 
-import torch
 from torch import nn
 
 import adl_dist
@@ -25,12 +22,10 @@ KINDS = {
 }
 
 
-def values(**options: Any) -> dict[str, Any]:
+def values(**options):
     """Put each option into the value that has a field of its name; return the values, and all other options as given.
 
-    Example:
-        >>> values(epochs=2, quiet=True)
-        {'epochs': 2, 'monitoring': Monitoring(quiet=True)}
+    ``values(epochs=2, quiet=True)`` is ``{"epochs": 2, "monitoring": Monitoring(quiet=True)}``.
     """
     arguments = {}
     for key, kind in KINDS.items():
@@ -40,14 +35,7 @@ def values(**options: Any) -> dict[str, Any]:
     return arguments | options
 
 
-def spec_of(
-    K: int,
-    optimizer: Callable[..., torch.optim.Optimizer],
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    *,
-    seed: int = 0,
-    **method: Any,
-) -> TrainSpec:
+def spec_of(K, optimizer, loss_fn=None, *, seed=0, **method):
     """Return how a stage of K is trained by ADL with the options of ``method``."""
     pipeline = Pipeline(adl_dist.method("adl", **method), K)
     return TrainSpec(pipeline=pipeline, loss_fn=loss_fn or nn.CrossEntropyLoss(), optimizer=optimizer, seed=seed)

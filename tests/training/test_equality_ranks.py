@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from adl_dist.schedule import METHODS
-from tests.support.planted import nan_inputs
 from tests.support.ranks import RanksFailed, run_ranks
-from tests.support.runs import toy_trainer, train
+from tests.support.runs import nan_inputs, toy_trainer, train
 from tests.support.tiers import slow
-from tests.support.toys import UNET_BALANCE, FixedImages, batch_norm_net, unet
-from tests.support.tuples import tuple_net
+from tests.support.toys import UNET_BALANCE, FixedImages, batch_norm_net, tuple_net, unet
 from tests.support.values import QUIET
 
 pytestmark = pytest.mark.ranks

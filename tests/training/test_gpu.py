@@ -9,8 +9,8 @@ import torch
 from adl_dist.errors import DivergedError
 from adl_dist.schedule import METHODS
 from tests.support import equations, runs
-from tests.support.planted import nan_inputs
 from tests.support.ranks import run_ranks
+from tests.support.runs import nan_inputs
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET
 

@@ -16,8 +16,7 @@ from adl_dist.training import build
 from tests.support.equations import assert_same_bits
 from tests.support.runs import BALANCE, sgd, toy_trainer, warm_up_schedule
 from tests.support.tiers import grid
-from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.tuples import tuple_net
+from tests.support.toys import FixedImages, batch_norm_net, tuple_net
 from tests.support.values import QUIET, SILENT
 
 K = 4

@@ -10,8 +10,7 @@ from adl_dist.partition import cut
 from adl_dist.transport import LocalChannel, Specs, TensorSpec
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
-from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.tuples import tuple_net
+from tests.support.toys import FixedImages, batch_norm_net, tuple_net
 from tests.support.values import QUIET
 
 IMAGE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)

@@ -1,0 +1,67 @@
+"""The proof that stages finish even if no message is ever buffered, in the model of NCCL.
+
+On one communicator a rank's operations run in the order in which they were issued, and each finishes only together with
+its partner at the head of the peer's queue. A receive blocks the host, a send only if too many of its edge are under
+way. gloo buffers, and so hides such deadlocks.
+"""
+
+from collections import Counter, defaultdict, deque
+
+from adl_dist.schedule.actions import LINKS, RECEIVES, receiver, sender
+from adl_dist.schedule.replay import refuse_unfinished
+
+
+def one_per_direction(what, low, high):
+    """The communicator of ``what`` as transport/ has it: acts, grads and targets never share one."""
+    return what, low, high
+
+
+def one_per_pair(what, low, high):
+    """One communicator for both directions of a neighbour pair. It deadlocks."""
+    return low, high
+
+
+def check_rendezvous(lists, *, communicator=one_per_direction, max_pending=None):
+    """Raise a ScheduleError that says for what stages wait, if the ``lists`` of stages 0..K-1 deadlock.
+
+    ``max_pending``: for each (what, sending stage), sends under way that do not block the host; None: any number.
+    """
+    cursor, num_issued = [0] * len(lists), [0] * len(lists)
+    queues = defaultdict(deque)  # (communicator, stage) -> messages that it sends or receives
+    ends = {}  # of a communicator: its two stages
+    under_way, done = Counter(), set()
+
+    def message(stage, op, number):
+        """What is carried, from where to where, and its number: the same for both partners."""
+        if op in LINKS:
+            return LINKS[op].what, stage, receiver(op, stage, num_stages=len(lists)), number
+        return RECEIVES[op].what, sender(op, stage), stage, number
+
+    def is_blocked(stage, action):
+        """Issue ``action``, once; return whether it keeps its stage waiting."""
+        if action.op not in LINKS and action.op not in RECEIVES:
+            return False
+        what, source, to, _ = carried = message(stage, *action)
+        if num_issued[stage] <= cursor[stage]:
+            num_issued[stage] = cursor[stage] + 1
+            pair = min(source, to), max(source, to)
+            ends[communicator(what, *pair)] = pair
+            queues[communicator(what, *pair), stage].append(carried)
+            under_way[what, source] += action.op in LINKS
+        if action.op in RECEIVES:
+            return carried not in done
+        return max_pending is not None and under_way[what, source] > max_pending[what, source]
+
+    progress = -1
+    while progress < sum(cursor) + len(done):
+        progress = sum(cursor) + len(done)
+        for k, actions in enumerate(lists):
+            while cursor[k] < len(actions) and not is_blocked(k, actions[cursor[k]]):
+                cursor[k] += 1
+        for name, pair in ends.items():
+            mine, theirs = (queues[name, stage] for stage in pair)
+            while mine and theirs and mine[0] == theirs[0]:
+                what, source, *_ = mine.popleft()
+                under_way[what, source] -= 1
+                done.add(theirs.popleft())
+    refuse_unfinished(lists, cursor)
