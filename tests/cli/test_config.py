@@ -83,17 +83,22 @@ def test_the_file_of_a_method_lists_its_keys_and_defaults(name):
     assert written == method(name).settings
 
 
+OTHERS = {
+    "lr_index": "slot", "weights": "latest", "delay": "minimal", "gradient_shrink": 0.5, "order": "backward_first",
+    "recompute": "always", "activation_queue": 2, "gradient_queue": 2, "head": "cnn", "buffer_size": 3,
+    "buffer_reuse": 1, "stage_speeds": [1.0, 2.0],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_key_that_means_nothing_to_a_method_is_refused(name):
-    others = {
-        "lr_index": "slot", "weights": "latest", "delay": "minimal", "gradient_shrink": 0.5, "order": "backward_first",
-        "recompute": "always", "activation_queue": 2, "gradient_queue": 2, "head": "cnn", "buffer_size": 3,
-        "buffer_reuse": 1, "stage_speeds": [1.0, 2.0],
-    }  # fmt: skip
-    for key, value in others.items():
-        if key not in METHODS[name].options:
-            with pytest.raises(ConfigError, match=rf"method.{key}=.* means nothing to method={name}"):
-                compose_run([f"method={name}", f"method.{key}={value}"])
+    dead = {key: value for key, value in OTHERS.items() if key not in METHODS[name].options}
+    for key, value in dead.items():
+        with pytest.raises(ConfigError, match=rf"method.{key}=.* means nothing to method={name}"):
+            MethodConfig(name=name, **{key: value})
+    key = next(iter(dead))
+    with pytest.raises(ConfigError, match=rf"method.{key}={dead[key]} means nothing to method={name}"):
+        compose_run([f"method={name}", f"method.{key}={dead[key]}"])
 
 
 @pytest.mark.parametrize(

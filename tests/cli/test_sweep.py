@@ -15,7 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 
 from adl_dist.checkpoint import layout
 from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.sweep import command as sweep
+from adl_dist.cli.sweep.request import requested
 from adl_dist.errors import ConfigError
 from tests.support.commands import Outcome, in_process, left_behind, shows, snapshot
 from tests.support.kill import HOLD, Command
@@ -133,7 +135,7 @@ def test_a_run_that_diverges_is_a_result(swept):
 
 
 def test_a_run_of_a_sweep_is_the_run_that_its_words_alone_give(swept):
-    (job,) = [job for job in sweep.requested(swept.words[1:]).jobs if job.name == SECOND]
+    (job,) = [job for job in requested(swept.words[1:]).jobs if job.name == SECOND]
     theirs = yaml.safe_load((swept.run_dir / SECOND / "config.yaml").read_text())
     _, plain = compose_run(job.words)
     assert theirs == plain
@@ -197,18 +199,20 @@ def test_a_sweep_that_cannot_run_is_refused_before_any_run(words, parts, tmp_pat
 
 
 def test_words_replace_what_the_experiment_sweeps():
-    asked = sweep.requested(["experiment=compare", "seed=range(5,8)"])
-    ran = {(job.config.partition.num_stages, job.config.seed) for job in asked.jobs}
-    assert ran == {(K, seed) for K in (2, 4) for seed in (5, 6, 7)}
-    assert len(asked.jobs) == 15 * 6
-    assert [job.config.seed for job in asked.jobs] == [5] * 30 + [6] * 30 + [7] * 30
-    assert {job.config.seed for job in sweep.requested(["experiment=compare", "seed=3"]).jobs} == {3}
-    assert str(asked.run_dir) == "runs/compare-digits-resnet8"
+    def asked(*words):
+        runs = requested(["experiment=claim", *words]).jobs
+        return [(run.folder.parent.name, run.config.partition.num_stages, run.config.seed) for run in runs]
+
+    bp, others = ("bp-M1", "bp-M4"), ("fdg", "fdg-latest", "ddg", "adl-M4", "adl-M4-latest")
+    expected = [[*((name, 1, seed) for name in bp), *((name, 2, seed) for name in others)] for seed in (5, 6)]
+    assert asked("seed=range(5,7)", "partition.num_stages=2") == [*expected[0], *expected[1]]
+    assert {(K, seed) for _, K, seed in asked("seed=3")} == {(1, 3), (16, 3), (8, 3)}
 
 
 def test_one_run_of_an_experiment_that_sweeps_can_be_asked_for():
-    assert sweep.requested(["experiment=compare", "hydra.mode=RUN"]) is None
-    assert sweep.requested([]) is None
+    for words in (["experiment=compare", "hydra.mode=RUN"], [], ["partition.grain=layer"]):
+        config, _ = requested(words)
+        assert isinstance(config, RunConfig)
 
 
 class Refusing:
@@ -232,7 +236,7 @@ class Refusing:
 def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch):
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     words = ["train", "-m", "hydra/launcher=basic", "seed=0,1", "runtime.processes=false", f"run_dir={tmp_path}"]
-    asked = replace(sweep.requested(words[1:]), launcher=["hydra/launcher=basic"])
+    asked = replace(requested(words[1:]), launcher=["hydra/launcher=basic"])
     first, second = (job.folder for job in asked.jobs)
 
     def outcome(**options):
@@ -278,6 +282,6 @@ def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
         '++sweep.variants.bp=["method=bp","partition.num_stages=1"]',
         '++sweep.variants.fdg=["method=fdg"]',
     )
-    jobs = sweep.requested([*words, one, all_]).jobs
+    jobs = requested([*words, one, all_]).jobs
     ran = [(job.folder.parent.name, job.config.partition.num_stages, job.config.seed) for job in jobs]
     assert sorted(ran) == sorted([("bp", 1, 0), ("bp", 1, 1), *(("fdg", K, seed) for K in (2, 3) for seed in (0, 1))])
