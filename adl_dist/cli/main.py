@@ -98,7 +98,7 @@ def _run(words: list[str]) -> int:
         return 0
     except AdlError as error:
         logger.error("%s\n%s", error, traceback.format_exc())
-        _print_error(f"error: {'' if _is_from_here() else _rank()}{' '.join(str(error).split())}")
+        _print_error(" ".join(str(error).split()), kind="error: ")
         return error.exit_code
     except KeyboardInterrupt:
         way_on = "; the same command resumes from the last checkpoint" if name == "train" else ""
@@ -110,7 +110,7 @@ def _run(words: list[str]) -> int:
         return 1
     except Exception as error:
         logger.error("unexpected: %s", traceback.format_exc())
-        _print_error(f"{_rank()}{describe(error)}")
+        _print_error(describe(error))
         return 1
 
 
@@ -121,29 +121,16 @@ def _command(name: str) -> Callable[[list[str]], None]:
     return command
 
 
-def _print_error(text: str) -> None:
-    """Print what ends this command; of several ranks one does."""
-    line = f"adl-dist: {text}\n"
-    if "RANK" not in os.environ:  # then it need not wait for torch
-        sys.stderr.write(line)
+def _print_error(text: str, *, kind: str = "") -> None:
+    """Print what ends this command; of several ranks one does, and names itself unless an error says where it arose."""
+    if (rank := os.environ.get("RANK")) is None:  # then it need not wait for torch
+        sys.stderr.write(f"adl-dist: {kind}{text}\n")
         return
     from adl_dist.distributed import print_turn
 
+    says_where = kind and (rank == "0" or print_turn.arose_here())
     with contextlib.suppress(KeyboardInterrupt):
         if print_turn.is_mine():
-            sys.stderr.write(line)
+            sys.stderr.write(f"adl-dist: {kind}{'' if says_where else f'rank {rank}: '}{text}\n")
             _flush()
             print_turn.announce(printed=True)
-
-
-def _is_from_here() -> bool:
-    """Return whether an error says by itself where it arose, so that the rank that prints it need not be named."""
-    if os.environ.get("RANK", "0") == "0":
-        return True
-    from adl_dist.distributed import print_turn
-
-    return print_turn.arose_here()
-
-
-def _rank() -> str:
-    return f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""

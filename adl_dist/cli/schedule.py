@@ -35,7 +35,7 @@ def schedule(arguments: list[str]) -> None:
     costs = None if flags.costs is None else read_costs(flags.costs, num_stages=pipeline.num_stages)
     predicted = None if costs is None else speed(pipeline.method, costs)
     if flags.out is not None:
-        from adl_dist.report import draw
+        from adl_dist.report.picture import draw
 
         draw(pipeline, flags.out, num_micro_batches=num, costs=costs)
     if flags.json:

@@ -40,7 +40,8 @@ def train(overrides: list[str]) -> None:
     assert config.run_dir is not None
     instantiate.check_targets(config)
     check_device(config.runtime.device.value)
-    RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)
+    folder = RunFolder(Path(config.run_dir))
+    folder.check(plain, resume=config.resume)
     num_stages, stands_alone = config.partition.num_stages, not parent_process.is_part_of_more()
     if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
         check_named_interfaces()
@@ -54,7 +55,7 @@ def train(overrides: list[str]) -> None:
                 )
             )
         finally:
-            remove_stale(Path(config.run_dir))
+            remove_stale(folder.path)
     trainer = instantiate.trainer(config, handle_signals=stands_alone)
     print_turn.announce(printed=False)
     train_data, val_data = instantiate.build_data(config) if trainer.needs_data else (None, None)
@@ -74,7 +75,7 @@ def train(overrides: list[str]) -> None:
             config=plain,
         )
     except DivergedError as error:
-        RunFolder(Path(config.run_dir)).write_divergence(error)
+        folder.write_divergence(error)
         raise
     if launched_rank() == 0:
         _say(_ending(summary, config.run_dir))

@@ -41,11 +41,11 @@ def write_comparison(folder: Path, runs: Sequence[Run], *, command: str) -> str:
 
 def _table(runs: Sequence[Run], measure: Measure) -> str:
     stages = sorted({run.num_stages for run in runs})
-    labels = list(dict.fromkeys(run.label for run in runs))
     cells: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
         cells.setdefault((run.label, run.num_stages), []).append(run)
-    references = [label for label in labels if any(r.label == label and r.method["name"] == REFERENCE for r in runs)]
+    labels = list(dict.fromkeys(run.label for run in runs))
+    references = list(dict.fromkeys(run.label for run in runs if run.method["name"] == REFERENCE))
     rows = [["method", *(part for K in stages for part in (f"K = {K}", f"to {REFERENCE}"))]]
     for label in labels:
         row = [label]

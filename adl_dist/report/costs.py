@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adl_dist.errors import ConfigError
-from adl_dist.report.picture import SUFFIXES
 
 FORWARD, BACKWARD, CUT, MEMORY = "#56B4E9", "#E69F00", "#333333", "#009E73"
+SUFFIXES = (".svg", ".png", ".pdf")
 MOST_LABELS = 60
 
 

@@ -1,9 +1,20 @@
-"""A schedule as a picture: a lane for each stage, boxes for its work, arrows for what it sends."""
+"""A schedule as a picture: a lane for each stage, boxes for its work, arrows for what it sends.
+
+To be imported late: matplotlib takes half a second.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from adl_dist.errors import ConfigError
 from adl_dist.report.files import write_atomically
@@ -11,11 +22,6 @@ from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.table import figures, title
 from adl_dist.schedule.timing import Costs, actions_of_all, simulate, ticks
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png", ".pdf")
 MOST_TICKS = 400  # more cannot be read
@@ -61,8 +67,6 @@ def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs
         raise ConfigError(f"--out {path} must end in {', '.join(SUFFIXES)}; for example --out schedule.svg")
     if not path.parent.is_dir():
         raise ConfigError(f"--out {path} cannot be written: folder {path.parent} does not exist; make it first")
-    from matplotlib import rc_context  # imported late: it costs half a second
-
     # No random ids, no dates; letters as shapes, which look the same everywhere.
     with rc_context({"svg.hashsalt": "adl_dist", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
         figure = picture(pipeline, num_micro_batches=num_micro_batches, costs=costs)
@@ -75,10 +79,8 @@ def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs
             raise ConfigError(f"--out {path} cannot be written: {error.strerror}; choose another place") from error
 
 
-def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None) -> "Figure":
+def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None) -> Figure:
     """Return the picture; see :func:`draw`."""
-    from matplotlib.figure import Figure
-
     lists = actions_of_all(pipeline, num_micro_batches=num_micro_batches)
     table = ticks(lists)
     num_ticks = max((max(row) + 1 for row in table if row), default=0)
@@ -139,9 +141,7 @@ def _middle(stage: int) -> float:
     return (stage + 0.5) * LANE
 
 
-def _lanes(axes: "Axes", pipeline: Pipeline, width: float, shows_staleness: bool) -> None:
-    from matplotlib.patches import Rectangle
-
+def _lanes(axes: Axes, pipeline: Pipeline, width: float, shows_staleness: bool) -> None:
     for f in figures(pipeline):
         middle = _middle(f.stage)
         axes.add_patch(Rectangle((0, middle - BOX / 2), width, BOX, color="#EFEFEF", linewidth=0, zorder=0))
@@ -155,10 +155,8 @@ def _lanes(axes: "Axes", pipeline: Pipeline, width: float, shows_staleness: bool
         axes.spines[side].set_visible(False)
 
 
-def _axis(axes: "Axes", length: float, inches: float, num_ticks: int | None) -> None:
+def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None) -> None:
     if num_ticks is None:
-        from matplotlib.ticker import MaxNLocator
-
         candidates = MaxNLocator(nbins=max(4, int(length * inches))).tick_values(0, length)
         places = [t for t in candidates if 0 <= t <= length + 1e-9]
         axes.set_xticks([t * inches for t in places], [f"{t:g}" for t in places], fontsize=9)
@@ -171,7 +169,7 @@ def _axis(axes: "Axes", length: float, inches: float, num_ticks: int | None) -> 
         axes.axvline(tick * inches, color="#C8C8C8", linewidth=0.6, zorder=0.5)
 
 
-def _arrows(axes: "Axes", lists: Sequence[Sequence[Action]], boxes: Sequence[Box], inches: float) -> None:
+def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Box], inches: float) -> None:
     """Draw an arrow from the work that made a message to the work that needs it."""
     ends = (*FORWARDS, Op.BACKWARD)
     made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
@@ -186,7 +184,7 @@ def _arrows(axes: "Axes", lists: Sequence[Sequence[Action]], boxes: Sequence[Box
                 _arrow(axes, made[stage + 1, False, number], made[stage, False, number], inches, GRAD)
 
 
-def _arrow(axes: "Axes", tail: Box, head: Box, inches: float, color: str) -> None:
+def _arrow(axes: Axes, tail: Box, head: Box, inches: float, color: str) -> None:
     down = 1 if head.stage > tail.stage else -1
     inset = 0.04
     axes.annotate(
@@ -201,9 +199,7 @@ def _arrow(axes: "Axes", tail: Box, head: Box, inches: float, color: str) -> Non
     )
 
 
-def _box(axes: "Axes", box: Box, inches: float, label: int | None, update: Box | None) -> None:
-    from matplotlib.patches import Rectangle
-
+def _box(axes: Axes, box: Box, inches: float, label: int | None, update: Box | None) -> None:
     face, ink, _ = STYLES[box.action.op]
     left, right, middle = box.start * inches, box.end * inches, _middle(box.stage)
     if box.action.op is Op.UPDATE:
@@ -221,7 +217,7 @@ def _box(axes: "Axes", box: Box, inches: float, label: int | None, update: Box |
         _write(axes, center, middle + 0.12, f"LoS {label}", room, 7, ink)
 
 
-def _write(axes: "Axes", x: float, y: float, text: str, room: float, size: float, ink: str, rotation: int = 0) -> None:
+def _write(axes: Axes, x: float, y: float, text: str, room: float, size: float, ink: str, rotation: int = 0) -> None:
     """Write as large as fits, or not at all."""
     size = min(size, room / (LETTER * len(text)))
     if size >= 4:
@@ -229,11 +225,8 @@ def _write(axes: "Axes", x: float, y: float, text: str, room: float, size: float
 
 
 def _legend(
-    figure: "Figure", pipeline: Pipeline, boxes: Sequence[Box], num_micro_batches: int, shows_staleness: bool
+    figure: Figure, pipeline: Pipeline, boxes: Sequence[Box], num_micro_batches: int, shows_staleness: bool
 ) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
     height, left = figure.get_figheight(), LEFT / figure.get_figwidth()
     figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
+from adl_dist.report.tables import text_table
 from adl_dist.report.warning import tell
 
 REDRAW_SECONDS = 0.1
@@ -105,12 +106,10 @@ def final_table(summary: Mapping[str, Any]) -> str:
         lines.append(f"{summary['skipped_updates']} updates skipped: their loss or gradient was not finite")
     if summary["stages"]:
         measured = "peak_tensor_bytes" in summary["stages"][0]
-        lines += ["", f"stage  staleness mean  max  busy  peak memory{'  of it tensors' * measured}"]
+        rows = [["stage", "staleness mean", "max", "busy", "peak memory", *["of it tensors"] * measured]]
         for s in summary["stages"]:
-            memory = f"{s['peak_memory_bytes'] / 2**20:,.0f} MiB"
-            tensors = f"{s['peak_tensor_bytes'] / 2**20:,.1f} MiB" if measured else ""
-            lines.append(
-                f"{s['stage']:<7}{s['staleness_mean']:<16.3f}{s['staleness_max']:<5}{s['busy_share']:<6.0%}"
-                f"{memory:<13}{tensors}".rstrip()
-            )
+            row = [s["stage"], f"{s['staleness_mean']:.3f}", s["staleness_max"], f"{s['busy_share']:.0%}"]
+            tensors = [f"{s['peak_tensor_bytes'] / 2**20:,.1f} MiB"] if measured else []
+            rows.append([*row, f"{s['peak_memory_bytes'] / 2**20:,.0f} MiB", *tensors])
+        lines += ["", *text_table(rows)]
     return "\n".join(lines)

@@ -17,7 +17,8 @@ from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Method, method
 
 CONF = pathlib.Path(__file__).parents[2] / "conf"
-CHOICES = [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml"))]
+# Experiments are composed below.
+CHOICES = [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml")) if p.parent.name != "experiment"]
 NEEDS = {
     ("model", "custom"): ["model._target_=torch.nn.Sequential"],
     ("data", "custom"): ["data._target_=adl_dist.data.digits"],
@@ -27,9 +28,18 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=lambda name: name)
-def test_every_choice_of_every_group_composes(group, choice):
-    config, plain = compose_run([f"{group}={choice}", *NEEDS.get((group, choice), [])])
+def in_few_runs():
+    """Every choice of every group in one of as many command lines as the largest group has choices."""
+    groups = sorted({group for group, _ in CHOICES})
+    choices = [[choice for each, choice in CHOICES if each == group] for group in groups]
+    for row in range(max(map(len, choices))):
+        chosen = [(group, each[row % len(each)]) for group, each in zip(groups, choices, strict=True)]
+        yield [word for pair in chosen for word in ("=".join(pair), *NEEDS.get(pair, []))]
+
+
+@pytest.mark.parametrize("overrides", list(in_few_runs()), ids=" ".join)
+def test_every_choice_of_every_group_composes(overrides):
+    config, plain = compose_run(overrides)
     assert isinstance(config, RunConfig)
     assert plain["run_dir"].startswith("runs/")
 
@@ -152,6 +162,12 @@ def test_a_target_of_ones_own_starts_from_an_empty_node():
     assert config.optimizer["momentum"] == 0.9
 
 
+def test_partition_grain_is_another_name_of_granularity():
+    config, plain = compose_run(["partition.grain=layer"])
+    assert config.partition.granularity is Granularity.layer
+    assert (plain["partition"]["granularity"], "grain" in plain["partition"]) == ("layer", False)
+
+
 def test_the_wheel_carries_and_composes_the_configuration(tmp_path):
     """The wheel carries the configuration and composes it outside of a checkout."""
     subprocess.run(
@@ -170,10 +186,3 @@ def test_the_wheel_carries_and_composes_the_configuration(tmp_path):
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
     )  # fmt: skip
     assert done.stdout.split() == [str(tmp_path / "site/adl_dist/conf"), "runs/digits-resnet8-adl-k2-m4-seed0"]
-
-
-def test_partition_grain_is_another_name_of_granularity():
-    config, plain = compose_run(["partition.grain=layer"])
-    assert config.partition.granularity is Granularity.layer
-    assert plain["partition"]["granularity"] == "layer"
-    assert "grain" not in plain["partition"]

@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from adl_dist.checkpoint.run_dir import flatten
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import ConfigError
 
@@ -43,6 +44,9 @@ class Composed(RunConfig):
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
 
+ConfigStore.instance().store(name="schema", node=Composed)
+
+
 def config_folder() -> Path:
     """Return ``conf/``: inside the package in a wheel, next to it in a checkout."""
     package = Path(__file__).parents[2]
@@ -66,13 +70,13 @@ def checked(composed: DictConfig, overrides: Sequence[str]) -> tuple[RunConfig, 
         raise ConfigError(readable(error, overrides)) from error
     assert isinstance(config, RunConfig)
     assert isinstance(plain, dict)
-    del plain["sweep"]
     method, K = config.method.chosen(), config.partition.num_stages
     if config.run_dir is None:
         data, model = named("data", config, choices), named("model", config, choices)
         config.run_dir = f"runs/{data}-{model}-{method.name}-k{K}-m{method.micro_batches_per_update}-seed{config.seed}"
     # Of the method's keys those that mean something to it, with what they stand for.
-    return config, {**{str(k): v for k, v in plain.items()}, "method": method.settings, "run_dir": config.run_dir}
+    plain |= {"method": method.settings, "run_dir": config.run_dir}
+    return config, {str(key): value for key, value in plain.items() if key != "sweep"}
 
 
 def known_run(run_dir: Path) -> RunConfig:
@@ -94,7 +98,6 @@ def known_run(run_dir: Path) -> RunConfig:
 
 def composed_of(overrides: Sequence[str]) -> DictConfig:
     """Return what Hydra makes of ``overrides``, with its own node ``hydra``; nothing but the keys is checked."""
-    ConfigStore.instance().store(name="schema", node=Composed)
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             return compose("config", overrides=_opened(overrides), return_hydra_config=True)
@@ -195,24 +198,14 @@ def readable(error: Exception, overrides: Sequence[str]) -> str:
 
 def _did_you_mean(key: str) -> str:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        base = OmegaConf.to_container(compose("config"), resolve=False)
-    assert isinstance(base, dict)
-    known = [name for name in _dotted(base) if not key.startswith(f"{name}.")]
+        base: Any = OmegaConf.to_container(compose("config"), resolve=False)
+    known = [name for name in flatten(base) if not key.startswith(f"{name}.")]
     # The whole name, or failing that the last part under the same or another node.
     close = difflib.get_close_matches(key, known, n=1)
     if not close:
         tails = {name.rpartition(".")[2]: name for name in known}
         close = [tails[t] for t in difflib.get_close_matches(key.rpartition(".")[2], tails, n=1)]
     return f"; did you mean '{close[0]}'?" if close else ""
-
-
-def _dotted(tree: Mapping[Any, Any], prefix: str = "") -> list[str]:
-    names = []
-    for name, value in tree.items():
-        names.append(f"{prefix}{name}")
-        if isinstance(value, Mapping):
-            names += _dotted(value, f"{prefix}{name}.")
-    return names
 
 
 def print_keys(overrides: Sequence[str] = ()) -> None:
