@@ -87,12 +87,12 @@ def _flush() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _run(words: list[str]) -> int:
-    name, arguments = (words[0], words[1:]) if words else ("", [])
+def _run(command_line: list[str]) -> int:
+    name, arguments = (command_line[0], command_line[1:]) if command_line else ("", [])
     wants_help = name in ("-h", "--help", "help") or (name in COMMANDS and {"-h", "--help"} & set(arguments))
-    if not words or (wants_help and name not in HAVE_HELP):
+    if not command_line or (wants_help and name not in HAVE_HELP):
         sys.stdout.write(USAGE)
-        return 0 if words else 2
+        return 0 if command_line else 2
     try:
         _command(name)(arguments)
         return 0

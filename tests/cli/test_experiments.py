@@ -21,9 +21,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "experiments.md"
 BLOCK = re.compile(r"layer\d+[._]\d+")  # as names of parameters begin
 PAPER = sorted(name for name in FILES if name.startswith("table"))
 # The same network and recipe as another one, with another cut; composing their runs takes seconds.
-LIKE_OTHERS = [
-    f"table2b_{name}" for name in ("resnet56_k3", "resnet56_k4", "resnet56_k8", "resnet98_k8", "resnet110_k8")
-]
+LIKE_OTHERS = [f"table2b_resnet{name}" for name in ("56_k2", "56_k3", "56_k4", "56_k8", "98_k8", "110_k8")]
 
 
 def cases(names):

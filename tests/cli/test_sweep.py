@@ -131,7 +131,7 @@ def test_a_run_that_diverges_is_a_result(swept):
 def test_a_run_of_a_sweep_is_the_run_that_its_words_alone_give(swept):
     (job,) = [job for job in requested(swept.words[1:]).jobs if job.name == SECOND]
     theirs = yaml.safe_load((swept.run_dir / SECOND / "config.yaml").read_text())
-    _, plain = compose_run(job.words)
+    _, plain = compose_run(job.overrides)
     assert theirs == plain
     assert (theirs["method"]["name"], theirs["seed"]) == ("bp", 1)
 

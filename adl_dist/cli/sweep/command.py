@@ -109,7 +109,7 @@ def _run_here(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, int]]
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop()
-                command = [sys.executable, "-m", "adl_dist", "train", *job.words]
+                command = [sys.executable, "-m", "adl_dist", "train", *job.overrides]
                 threads = {"OMP_NUM_THREADS": str(job.config.threads)}  # numpy's would compete with torch's
                 running.append((job, start(Child(command=command, log=job.folder / LOG, environment=threads))))
             ended = [(job, process) for job, process in running if process.poll() is not None]

@@ -26,9 +26,9 @@ OWN_LAUNCHER = "basic"  # Hydra's default, which runs one job after the other; o
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: ``adl-dist train words``, with its run folder and its configuration, checked and as plain values."""
+    """One run: ``adl-dist train overrides``, with its run folder and its configuration, checked and as plain values."""
 
-    words: Sequence[str]
+    overrides: Sequence[str]
     folder: Path
     config: RunConfig
     plain: Plain
@@ -58,34 +58,36 @@ class Sweep:
     command: str
 
 
-def requested(words: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
+def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     """Return the runs that a command line asks for, or the configuration of a single one, as ``compose_run`` does.
 
     Several are asked for by ``--multirun``, or by an experiment with ``hydra.mode: MULTIRUN``, whose
     ``hydra.sweeper.params`` are then swept as well; ``hydra.mode=RUN`` asks for one run with its settings.
     """
-    command = shlex.join(["adl-dist", "train", *words])
-    mode = ["hydra.mode=MULTIRUN"] if any(word in FLAGS for word in words) else []
-    words = [word for word in words if word not in FLAGS]
-    parsed = {word: parse(word, several=True) for word in words}
-    single = [word for word in words if not parsed[word].is_sweep_override()]
+    command = shlex.join(["adl-dist", "train", *arguments])
+    mode = ["hydra.mode=MULTIRUN"] if any(each in FLAGS for each in arguments) else []
+    overrides = [each for each in arguments if each not in FLAGS]
+    parsed = {override: parse(override, several=True) for override in overrides}
+    single = [override for override in overrides if not parsed[override].is_sweep_override()]
     composed = compose.composed_of([*single, *mode])
-    launcher = [word for word in single if compose.is_of_launcher(parsed[word].key_or_group)]
-    sweep_words = [word for word in single if parsed[word].key_or_group.partition(".")[0] == "sweep"] + launcher
+    launcher = [override for override in single if compose.is_of_launcher(parsed[override].key_or_group)]
+    of_sweep = [
+        override for override in single if parsed[override].key_or_group.partition(".")[0] == "sweep"
+    ] + launcher
     if composed.hydra.mode != RunMode.MULTIRUN:
-        for word in words:
-            parse(word)  # refuses several values
-        if sweep_words:
-            raise ConfigError(f"{sweep_words[0]} means nothing to a single run; add --multirun, or omit it")
-        return compose.checked(composed, words)
+        for override in overrides:
+            parse(override)  # refuses several values
+        if of_sweep:
+            raise ConfigError(f"{of_sweep[0]} means nothing to a single run; add --multirun, or omit it")
+        return compose.checked(composed, overrides)
     if launched_world_size() is not None:
         raise ConfigError("several runs are processes of their own; start adl-dist train --multirun without torchrun")
-    config = _sweep_config(composed, words)
-    typed = {override.key_or_group for override in parsed.values()}
+    config = _sweep_config(composed, overrides)
+    typed = {each.key_or_group for each in parsed.values()}
     params = [f"{k}={v}" for k, v in (composed.hydra.sweeper.params or {}).items() if k not in typed]
-    swept = [*params, *(word for word in words if word not in single)]
-    common = [w for w in single if w not in sweep_words and parsed[w].key_or_group not in ("hydra.mode", "run_dir")]
-    choices, keys = composed.hydra.runtime.choices, {_key(word) for word in swept}
+    swept = [*params, *(override for override in overrides if override not in single)]
+    common = [w for w in single if w not in of_sweep and parsed[w].key_or_group not in ("hydra.mode", "run_dir")]
+    choices, keys = composed.hydra.runtime.choices, {_key(override) for override in swept}
     nodes = [compose.named(node, composed, choices) for node in ("data", "model") if node not in keys]
     run_dir = Path(composed.run_dir or f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}")
     jobs: dict[Path, Job] = {}
@@ -119,27 +121,29 @@ def _sweep_config(composed: DictConfig, overrides: Sequence[str]) -> SweepConfig
 def _product(label: str, variant: Sequence[str], swept: Sequence[str], *, fixed: set[str]) -> list[list[str]]:
     """Return all combinations of the swept values; a variant that settles on one K meets those of the other keys."""
     with naming(f"sweep.variants, '{label}'"):
-        own = {parse(word).key_or_group: word for word in variant}
+        own = {parse(override).key_or_group: override for override in variant}
         if both := own.keys() & fixed:
             key = min(both)
             raise ConfigError(f"{own[key]} is its own, but {key} is also given for all variants; give it in one place")
-    overrides = [parse(word, several=True) for word in swept if _key(word) not in own]
+    parsed = [parse(override, several=True) for override in swept if _key(override) not in own]
     try:
-        return BasicSweeper.split_arguments(overrides, None)[0]
+        return BasicSweeper.split_arguments(parsed, None)[0]
     except HydraException:
-        word = next(o for o in overrides if o.is_sweep_override() and not o.is_discrete_sweep())
-        raise ConfigError(f"{word.input_line} cannot be enumerated; list its values: {word.key_or_group}=A,B") from None
+        culprit = next(o for o in parsed if o.is_sweep_override() and not o.is_discrete_sweep())
+        raise ConfigError(
+            f"{culprit.input_line} cannot be enumerated; list its values: {culprit.key_or_group}=A,B"
+        ) from None
 
 
-def _job(run_dir: Path, label: str, words: Sequence[str], values: Sequence[str], command: str) -> Job:
+def _job(run_dir: Path, label: str, overrides: Sequence[str], values: Sequence[str], command: str) -> Job:
     row = [label, *(value for value in values if _key(value) not in (STAGES, SEED))]
     with naming(", ".join(filter(None, row)) or command):
-        config, plain = compose.compose_run([*words, *values])
+        config, plain = compose.compose_run([*overrides, *values])
     method = config.method.chosen()
     name = "-".join(filter(None, map(_as_name, row))) or f"{method.name}-M{method.micro_batches_per_update}"
     folder = run_dir / name / f"k{config.partition.num_stages}-seed{config.seed}"
     quoted = str(folder).replace("'", "\\'")
-    return Job(words=[*words, *values, f"run_dir='{quoted}'"], folder=folder, config=config, plain=plain)
+    return Job(overrides=[*overrides, *values, f"run_dir='{quoted}'"], folder=folder, config=config, plain=plain)
 
 
 def _as_name(text: str) -> str:
@@ -147,8 +151,8 @@ def _as_name(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", short.replace("=", "")).strip("-.")
 
 
-def _key(word: str) -> str:
-    return parse(word, several=True).key_or_group
+def _key(override: str) -> str:
+    return parse(override, several=True).key_or_group
 
 
 @contextmanager
