@@ -34,6 +34,17 @@ adl-dist schedule --help lists its flags: pictures, JSON, predicted speed
 Under torchrun, `python -m adl_dist train ...` is one rank of K.
 """
 
+# The module of each command, whose function has its name. Imported when called: torch takes seconds to load.
+COMMANDS = {
+    **dict.fromkeys(("train", "evaluate", "export"), "train"),
+    "compare": "compare",
+    "schedule": "schedule",
+    "plan": "plan.command",
+    "bench": "bench.command",
+    **dict.fromkeys(("status", "checkpoint", "stop"), "status"),
+}
+HAVE_HELP = ("train", "schedule", "plan", "bench")  # of their own
+
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file there is no handler, and logging would then print tracebacks on standard error by itself.
 logger.addHandler(logging.NullHandler())
@@ -49,11 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Read when torch is loaded: its networking layers narrate, with stack traces, what they also raise.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if os.getcwd() not in sys.path and not sys.flags.safe_path:
-        sys.path.insert(
-            0, os.getcwd()
-        )  # as `python -m adl_dist` does: the user's _target_ lies where the command is called
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    code = _run(words)
+        sys.path.insert(0, os.getcwd())  # as `python -m adl_dist` does: where the user's _target_ is
+    code = _run(list(sys.argv[1:] if arguments is None else arguments))
     _flush()
     if code and "RANK" in os.environ:
         # A rank that failed must not wait in some destructor for peers that wait for it.
@@ -79,25 +87,21 @@ def _flush() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+def _run(command_line: list[str]) -> int:
+    name, arguments = (command_line[0], command_line[1:]) if command_line else ("", [])
+    wants_help = name in ("-h", "--help", "help") or (name in COMMANDS and {"-h", "--help"} & set(arguments))
+    if not command_line or (wants_help and name not in HAVE_HELP):
         sys.stdout.write(USAGE)
-        return 0 if words else 2
-    command = _commands().get(words[0])
-    if command and words[0] not in ("train", "schedule", "plan", "bench") and {"-h", "--help"} & set(words):
-        sys.stdout.write(USAGE)
-        return 0
+        return 0 if command_line else 2
     try:
-        if command is None:
-            raise ConfigError(f"there is no command '{words[0]}'; choose one of {', '.join(_commands())}")
-        command(words[1:])
+        _command(name)(arguments)
         return 0
     except AdlError as error:
         logger.error("%s\n%s", error, traceback.format_exc())
-        _print_error(f"error: {'' if _is_from_here() else _rank()}{' '.join(str(error).split())}")
+        _print_error(" ".join(str(error).split()), kind="error: ")
         return error.exit_code
     except KeyboardInterrupt:
-        way_on = "; the same command resumes from the last checkpoint" if words[0] == "train" else ""
+        way_on = "; the same command resumes from the last checkpoint" if name == "train" else ""
         sys.stderr.write(f"\nadl-dist: interrupted{way_on}\n")
         return 128 + signal.SIGINT
     except SystemExit as done:
@@ -106,56 +110,27 @@ def _run(words: list[str]) -> int:
         return 1
     except Exception as error:
         logger.error("unexpected: %s", traceback.format_exc())
-        _print_error(f"{_rank()}{describe(error)}")
+        _print_error(describe(error))
         return 1
 
 
-def _print_error(text: str) -> None:
-    """Print what ends this command; of several ranks one does."""
-    if "RANK" in os.environ:  # else it need not wait for torch
-        from adl_dist.distributed import print_turn
+def _command(name: str) -> Callable[[list[str]], None]:
+    if name not in COMMANDS:
+        raise ConfigError(f"there is no command '{name}'; choose one of {', '.join(COMMANDS)}")
+    command: Callable[[list[str]], None] = getattr(importlib.import_module(f"adl_dist.cli.{COMMANDS[name]}"), name)
+    return command
 
-        with contextlib.suppress(KeyboardInterrupt):
-            if print_turn.is_mine():
-                sys.stderr.write(f"adl-dist: {text}\n")
-                _flush()
-                print_turn.announce(printed=True)
+
+def _print_error(text: str, *, kind: str = "") -> None:
+    """Print what ends this command; of several ranks one does, and names itself unless an error says where it arose."""
+    if (rank := os.environ.get("RANK")) is None:  # then it need not wait for torch
+        sys.stderr.write(f"adl-dist: {kind}{text}\n")
         return
-    sys.stderr.write(f"adl-dist: {text}\n")
-
-
-def _is_from_here() -> bool:
-    """Return whether an error says by itself where it arose, so that the rank that prints it need not be named."""
-    if os.environ.get("RANK", "0") == "0":
-        return True
     from adl_dist.distributed import print_turn
 
-    return print_turn.arose_here()
-
-
-def _rank() -> str:
-    return f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-
-
-def _commands() -> dict[str, Callable[[list[str]], None]]:
-    return {
-        "train": _late("train", "train"),
-        "evaluate": _late("train", "evaluate"),
-        "export": _late("train", "export"),
-        "compare": _late("compare", "compare"),
-        "schedule": _late("schedule", "schedule"),
-        "plan": _late("plan.command", "plan"),
-        "bench": _late("bench.command", "bench"),
-        "status": _late("status", "status"),
-        "checkpoint": _late("status", "checkpoint"),
-        "stop": _late("status", "stop"),
-    }
-
-
-def _late(module: str, name: str) -> Callable[[list[str]], None]:
-    """A command, imported when it is called: torch takes seconds, which usage texts and schedules need not wait."""
-
-    def call(words: list[str]) -> None:
-        getattr(importlib.import_module(f"adl_dist.cli.{module}"), name)(words)
-
-    return call
+    says_where = kind and (rank == "0" or print_turn.arose_here())
+    with contextlib.suppress(KeyboardInterrupt):
+        if print_turn.is_mine():
+            sys.stderr.write(f"adl-dist: {kind}{'' if says_where else f'rank {rank}: '}{text}\n")
+            _flush()
+            print_turn.announce(printed=True)

@@ -22,9 +22,9 @@ COST_KEYS = ("forward", "backward", "update", "link")
 LONGEST = 100_000  # micro-batches; a longer table is a slip of the keyboard
 
 
-def schedule(words: list[str]) -> None:
-    """Run the command with these command-line words."""
-    flags = _flags(words)
+def schedule(arguments: list[str]) -> None:
+    """Run the command."""
+    flags = _flags(arguments)
     config, _ = compose_run(flags.overrides)
     pipeline = config.pipeline
     num = flags.micro_batches
@@ -35,54 +35,40 @@ def schedule(words: list[str]) -> None:
     costs = None if flags.costs is None else read_costs(flags.costs, num_stages=pipeline.num_stages)
     predicted = None if costs is None else speed(pipeline.method, costs)
     if flags.out is not None:
-        from adl_dist.report import draw
+        from adl_dist.report.picture import draw
 
         draw(pipeline, flags.out, num_micro_batches=num, costs=costs)
     if flags.json:
-        _say(json.dumps(_facts(pipeline, num, costs, predicted)))
-        return
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    _say(describe(pipeline, num_micro_batches=num, width=width))
-    if predicted is not None:
-        _say(_speed_lines(predicted))
-    if flags.out is not None:
-        _say(f"\npicture  {flags.out}")
+        text = json.dumps(_facts(pipeline, num, costs, predicted))
+    else:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        lines = [describe(pipeline, num_micro_batches=num, width=width)]
+        lines += [] if predicted is None else [_speed_lines(predicted)]
+        lines += [] if flags.out is None else [f"\npicture  {flags.out}"]
+        text = "\n".join(lines)
+    sys.stdout.write(text + "\n")
 
 
-def _flags(words: list[str]) -> argparse.Namespace:
+def _flags(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog="adl-dist schedule",
         description="Print what each stage does when, how stale it is, and what it holds.",
         epilog=f"example: adl-dist schedule method=fr partition.num_stages=3 {EXAMPLE} --out fr.svg",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="as for adl-dist train, like method=fr partition.num_stages=3 method.accumulation_steps=2",
-    )
-    parser.add_argument("--micro-batches", type=int, metavar="N", help="length of the segment; default: 2K + 2M")
-    parser.add_argument(
-        "--costs",
-        metavar="SPEC",
-        help="times of each stage (one number: the same for all), as YAML or a YAML file; adds the predicted speed",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="draw it: FILE.svg, FILE.png or FILE.pdf")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    return parser.parse_intermixed_args(words)
+    add = parser.add_argument
+    keys = "as for adl-dist train, like method=fr partition.num_stages=3 method.accumulation_steps=2"
+    spec = "times of each stage (one number: the same for all), as YAML or a YAML file; adds the predicted speed"
+    add("overrides", nargs="*", metavar="KEY=VALUE", help=keys)
+    add("--micro-batches", type=int, metavar="N", help="length of the segment; default: 2K + 2M")
+    add("--costs", metavar="SPEC", help=spec)
+    add("--out", type=Path, metavar="FILE", help="draw it: FILE.svg, FILE.png or FILE.pdf")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    return parser.parse_intermixed_args(arguments)
 
 
 def read_costs(spec: str, *, num_stages: int) -> Costs:
-    """Return the costs that a command line describes.
-
-    Args:
-        spec: a YAML mapping, or the path of a file that holds one.
-        num_stages: K; a single number is used for all stages, or all links.
-
-    Raises:
-        ConfigError: it is neither, or its numbers do not fit the stages.
-    """
+    """Return the costs in a YAML mapping, or in the file of that name; one number stands for all stages, or links."""
     text, source = spec, "--costs"
     if not spec.lstrip().startswith("{"):
         source = f"--costs {spec}"
@@ -106,13 +92,10 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
     lists = {}
     for key, value in node.items():
         expected = num_stages - (key == "link")
-        numbers = value if isinstance(value, list) else [value]
-        lists[key] = numbers if isinstance(value, list) else numbers * expected
-        if len(lists[key]) != expected:
-            places = (
-                f"{expected} links between stages" if key == "link" else f"{expected} stages (partition.num_stages)"
-            )
-            raise ConfigError(f"{source}: {key}={value} has {len(lists[key])} numbers, but there are {places}")
+        numbers = lists[key] = value if isinstance(value, list) else [value] * expected
+        if len(numbers) != expected:
+            places = f"{expected} " + ("links between stages" if key == "link" else "stages (partition.num_stages)")
+            raise ConfigError(f"{source}: {key}={value} has {len(numbers)} numbers, but there are {places}")
         if not all(type(v) in (int, float) and 0 <= v < float("inf") for v in numbers):
             raise ConfigError(f"{source}: {key}={value!r} must be a number of at least 0, or a list of such numbers")
     return Costs(**lists)
@@ -141,7 +124,3 @@ def _speed_lines(predicted: Speed) -> str:
         f"speed-up         {predicted.speed_up:.3g} over backpropagation\n"
         f"busy             {busy}"
     )
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")

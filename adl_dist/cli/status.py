@@ -14,21 +14,21 @@ from adl_dist.report.tables import text_table
 HEAD = ("stage", "host:pid", "epoch", "update", "micro-batch", "images/s", "busy", "staleness", "memory", "now")
 
 
-def status(words: list[str]) -> None:
+def status(arguments: list[str]) -> None:
     """Run ``adl-dist status RUN_DIR [--json]``: print what each stage does."""
-    as_json = "--json" in words
-    answer = ask_run(_run_dir("status", [word for word in words if word != "--json"], more=" [--json]"), "status")
-    _say(json.dumps(answer) if as_json else table(answer))
+    as_json = "--json" in arguments
+    answer = ask_run(_run_dir("status", [each for each in arguments if each != "--json"], more=" [--json]"), "status")
+    sys.stdout.write((json.dumps(answer) if as_json else table(answer)) + "\n")
 
 
-def checkpoint(words: list[str]) -> None:
+def checkpoint(arguments: list[str]) -> None:
     """Run ``adl-dist checkpoint RUN_DIR``: save now, and continue."""
-    _say(str(ask_run(_run_dir("checkpoint", words), Ask.CHECKPOINT.value)["done"]))
+    sys.stdout.write(f"{ask_run(_run_dir('checkpoint', arguments), Ask.CHECKPOINT.value)['done']}\n")
 
 
-def stop(words: list[str]) -> None:
+def stop(arguments: list[str]) -> None:
     """Run ``adl-dist stop RUN_DIR``: save now, and end."""
-    _say(str(ask_run(_run_dir("stop", words), Ask.STOP.value)["done"]))
+    sys.stdout.write(f"{ask_run(_run_dir('stop', arguments), Ask.STOP.value)['done']}\n")
 
 
 def table(answer: Mapping[str, Any]) -> str:
@@ -37,7 +37,7 @@ def table(answer: Mapping[str, Any]) -> str:
     return "\n".join([*text_table(rows), f"coordinator  {answer['coordinator']}"])
 
 
-def _row(stage: Mapping[str, Any]) -> Sequence[str]:
+def _row(stage: Mapping[str, Any]) -> Sequence[object]:
     now = f"{stage['doing']} since {stage['seconds']:.1f} s"
     if stage["saving"]:
         now += f"; {stage['saving']} a checkpoint"
@@ -45,11 +45,11 @@ def _row(stage: Mapping[str, Any]) -> Sequence[str]:
         now = f"no answer since {stage['silent_seconds']:.1f} s; before: {now}"
     staleness, micro_batch = stage["staleness_mean"], stage["micro_batch"]
     return (
-        str(stage["stage"]),
+        stage["stage"],
         f"{stage['host']}:{stage['pid']}",
-        str(stage["epoch"] + 1),
-        str(stage["update"]),
-        "-" if micro_batch is None else str(micro_batch),
+        stage["epoch"] + 1,
+        stage["update"],
+        "-" if micro_batch is None else micro_batch,
         f"{stage['images_per_second']:,.0f}",
         f"{stage['busy_share']:.0%}",
         "-" if staleness is None else f"{staleness:.2f}",
@@ -58,14 +58,8 @@ def _row(stage: Mapping[str, Any]) -> Sequence[str]:
     )
 
 
-def _run_dir(command: str, words: Sequence[str], *, more: str = "") -> Path:
-    if len(words) != 1 or words[0].startswith("-") or not words[0].removeprefix("run_dir="):
-        given = f"got '{' '.join(words)}'" if words else "got none"
-        raise ConfigError(
-            f"adl-dist {command} takes the folder of a running job, {given}: adl-dist {command} RUN_DIR{more}"
-        )
-    return Path(words[0].removeprefix("run_dir="))
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
+def _run_dir(command: str, arguments: Sequence[str], *, more: str = "") -> Path:
+    if len(arguments) == 1 and (folder := arguments[0].removeprefix("run_dir=")) and folder[0] != "-":
+        return Path(folder)
+    got = f"got '{' '.join(arguments)}'" if arguments else "got none"
+    raise ConfigError(f"adl-dist {command} takes the folder of a running job, {got}: adl-dist {command} RUN_DIR{more}")

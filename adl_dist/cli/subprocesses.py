@@ -11,10 +11,10 @@ from pathlib import Path
 
 from adl_dist.distributed.parent_process import LAUNCHER
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 SECONDS_TO_END = 10.0
 SECONDS_TO_TELL = 3.0  # which the others get to say what they know, once one of them has failed
-SAYS_ERROR = "adl-dist: error: "
+ERROR_PREFIX = "adl-dist: error: "
 
 
 class ChildFailed(Exception):
@@ -26,8 +26,8 @@ class Child:
     """A command to run.
 
     Attributes:
-        command: its words.
-        log: takes what it says.
+        command: the program and its arguments.
+        log: file that its output is appended to.
         environment: variables in addition to this process's.
         ends_with_us: whether it looks for our process id and ends with us; not where another command stands between.
     """
@@ -48,22 +48,26 @@ def run_together(children: Sequence[Child], *, timeout_seconds: float | None = N
     deadline = time.monotonic() + (timeout_seconds or float("inf"))
     try:
         for child in children:
-            running.append(_start(child))
+            child.log.unlink(missing_ok=True)  # of an earlier run, whose error is not this one's
+            running.append(start(child))
         while None in (codes := [process.poll() for process in running]):
             if any(codes):
                 _wait(running, min(deadline, time.monotonic() + SECONDS_TO_TELL))
                 break
             if time.monotonic() > deadline:
                 raise ChildFailed(f"still ran after {timeout_seconds:.0f} s and was ended; see {children[0].log}")
-            time.sleep(LOOK_SECONDS)  # no portable call waits for several processes
+            time.sleep(POLL_SECONDS)  # no portable call waits for several processes
         failed = [(c, p) for c, p in zip(children, running, strict=True) if p.returncode]
     finally:
         end_all(running)
     if failed:
-        told = [line for child, _ in failed if (line := _last_error(child.log))]
-        code = failed[0][1].returncode
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        raise ChildFailed(told[0] if told else f"{how}, without a word")
+        errors = [line for child, _ in failed if (line := _last_error(child.log))]
+        raise ChildFailed(errors[0] if errors else f"{how_it_ended(failed[0][1].returncode)}, without a word")
+
+
+def how_it_ended(code: int) -> str:
+    """Describe an exit code other than 0."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -79,20 +83,16 @@ def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _start(child: Child) -> subprocess.Popen[bytes]:
+def start(child: Child) -> subprocess.Popen[bytes]:
+    """Start ``child`` in a session of its own: a Ctrl-C at the terminal reaches only this process, which ends it."""
     child.log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, **child.environment}
-    if child.ends_with_us:
-        environment[LAUNCHER] = str(os.getpid())
-    with child.log.open("wb") as out:
+    ours = {LAUNCHER: str(os.getpid())} if child.ends_with_us else {}
+    environment = {**os.environ, **child.environment, **ours}
+    nothing, errors = subprocess.DEVNULL, subprocess.STDOUT
+    with child.log.open("ab") as out:
         try:
             return subprocess.Popen(
-                child.command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # a Ctrl-C at the terminal is for us, who end it then
+                child.command, stdin=nothing, stdout=out, stderr=errors, env=environment, start_new_session=True
             )
         except OSError as error:
             raise ChildFailed(f"{child.command[0]} cannot be started: {error.strerror}") from error
@@ -106,5 +106,5 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> None
 
 def _last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line.removeprefix(SAYS_ERROR) for line in lines if line.startswith(SAYS_ERROR)]
+    errors = [line.removeprefix(ERROR_PREFIX) for line in lines if line.startswith(ERROR_PREFIX)]
     return (errors or lines or [""])[-1]

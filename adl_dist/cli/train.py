@@ -1,4 +1,4 @@
-"""What each command does."""
+"""``adl-dist train``, ``evaluate`` and ``export``."""
 
 import os
 import sys
@@ -12,47 +12,51 @@ from adl_dist.checkpoint import storage
 from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint
 from adl_dist.checkpoint.storage import Shard
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import compose_run, known_run, print_keys, simple_options
+from adl_dist.cli.config.compose import known_run, print_keys
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.sweep import command as sweep
+from adl_dist.cli.sweep.request import Sweep, requested
 from adl_dist.control.run_socket import remove_stale
 from adl_dist.distributed import parent_process, print_turn
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import CheckpointError, DivergedError
+from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.launch.local import launch_local
 from adl_dist.report import final_table, tell
 from adl_dist.report.files import write_atomically
+from adl_dist.training.trainer import Trainer
 
 
-def train(words: list[str]) -> None:
+def train(overrides: list[str]) -> None:
     """``adl-dist train``: as one rank, as the parent of K ranks, all in one process, or as the parent of a sweep."""
-    if "--help" in words or "-h" in words:
-        print_keys([word for word in words if word not in ("--help", "-h")])
+    if {"-h", "--help"} & set(overrides):
+        print_keys([each for each in overrides if each not in ("-h", "--help")])
         return
-    if (several := sweep.requested(words)) is not None:
-        raise SystemExit(sweep.run(several))
-    config, plain = compose_run(words)
+    asked_for = requested(overrides)
+    if isinstance(asked_for, Sweep):
+        raise SystemExit(sweep.run(asked_for))
+    config, plain = asked_for
     assert config.run_dir is not None
     instantiate.check_targets(config)
     check_device(config.runtime.device.value)
-    RunFolder(Path(config.run_dir)).check(plain, resume=config.resume)
-    num_stages = config.partition.num_stages
+    folder = RunFolder(Path(config.run_dir))
+    folder.check(plain, resume=config.resume)
+    num_stages, stands_alone = config.partition.num_stages, not parent_process.is_part_of_more()
     if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
         check_named_interfaces()
         try:
             raise SystemExit(
                 launch_local(
-                    ["train", *words],
+                    ["train", *overrides],
                     num_processes=num_stages,
                     max_restarts=config.runtime.max_restarts,
-                    passes_stops_on=not parent_process.is_part_of_more(),
+                    passes_stops_on=stands_alone,
                 )
             )
         finally:
-            remove_stale(Path(config.run_dir))
-    trainer = instantiate.trainer(config, handle_signals=not parent_process.is_part_of_more())
+            remove_stale(folder.path)
+    trainer = instantiate.trainer(config, handle_signals=stands_alone)
     print_turn.announce(printed=False)
     train_data, val_data = instantiate.build_data(config) if trainer.needs_data else (None, None)
     try:
@@ -71,7 +75,7 @@ def train(words: list[str]) -> None:
             config=plain,
         )
     except DivergedError as error:
-        RunFolder(Path(config.run_dir)).write_divergence(error)
+        folder.write_divergence(error)
         raise
     if launched_rank() == 0:
         _say(_ending(summary, config.run_dir))
@@ -79,57 +83,68 @@ def train(words: list[str]) -> None:
         _end_stopped(summary["stopped"])
 
 
-def evaluate(words: list[str]) -> None:
+def evaluate(arguments: list[str]) -> None:
     """``adl-dist evaluate``: a checkpoint, uncut, in this process."""
-    options = simple_options(words, command="evaluate", required={"run_dir": "runs/NAME"}, optional=["checkpoint"])
-    config = _known_run_here(Path(options["run_dir"]))
-    path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
-    trainer = instantiate.evaluator(config)
-    trainer.load_checkpoint(path)
+    config, path, trainer = _restored(_options("evaluate", arguments, required={"run_dir": "runs/NAME"}))
     _, val_data = instantiate.build_data(config)
     micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size)
-    shown = [f"{name.replace('_', ' ')} {_figure(name, value)}" for name, value in metrics.items()]
+    shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]
     _say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
 
 
-def export(words: list[str]) -> None:
+def export(arguments: list[str]) -> None:
     """``adl-dist export``: one plain state_dict with the uncut model's own names, as safetensors or for torch.load."""
-    options = simple_options(
-        words, command="export", required={"run_dir": "runs/NAME", "out": "model.safetensors"}, optional=["checkpoint"]
-    )
+    options = _options("export", arguments, required={"run_dir": "runs/NAME", "out": "model.safetensors"})
     out = Path(options["out"])
     if os.path.lexists(out):
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
-    config = _known_run_here(Path(options["run_dir"]))
-    path = chosen_checkpoint(Path(options["run_dir"]), options.get("checkpoint"))
-    trainer = instantiate.evaluator(config)
-    trainer.load_checkpoint(path)
-    state = trainer.full_state_dict()
+    _, path, trainer = _restored(options)
+    state, is_safetensors = trainer.full_state_dict(), out.suffix == storage.SUFFIX
     try:
         with write_atomically(out) as unfinished:
             unfinished.unlink(missing_ok=True)  # from an export that was killed
-            if out.suffix == storage.SUFFIX:
+            if is_safetensors:
                 storage.write_file(unfinished, Shard(state))
             else:
                 with unfinished.open("wb") as file:
                     torch.save(state, file)
     except OSError as error:
         raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
-    loader = "safetensors.torch.load_file" if out.suffix == storage.SUFFIX else "torch.load"
+    loader = "safetensors.torch.load_file" if is_safetensors else "torch.load"
     _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
 
 
-def _known_run_here(run_dir: Path) -> RunConfig:
-    """Return the configuration of a run, for the CPU where there is no GPU: weights outlive the machine."""
+def _options(command: str, arguments: Sequence[str], *, required: Mapping[str, str]) -> dict[str, str]:
+    """Read the ``key=value`` arguments of a command that takes only a few; ``required``: with an example of each."""
+    taken = (*required, "checkpoint")
+    options: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or key not in taken:
+            listed = ", ".join(f"{name}=" for name in taken)
+            raise ConfigError(f"adl-dist {command} does not know '{argument}'; it takes {listed}")
+        options[key] = value
+    for name, example in required.items():
+        if not options.get(name):
+            raise ConfigError(f"adl-dist {command} needs {name}=, for example {name}={example}")
+    return options
+
+
+def _restored(options: Mapping[str, str]) -> tuple[RunConfig, Path, Trainer]:
+    """Load the chosen checkpoint; on the CPU where there is no GPU: weights outlive the machine."""
+    run_dir = Path(options["run_dir"])
     config = known_run(run_dir)
     if config.runtime.device is Device.cuda and not torch.cuda.is_available():
         config.runtime.device = Device.cpu
         note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
         tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
-    return config
+    path = chosen_checkpoint(run_dir, options.get("checkpoint"))
+    trainer = instantiate.evaluator(config)
+    trainer.load_checkpoint(path)
+    return config, path, trainer
 
 
 def _end_stopped(stopped: Mapping[str, Any]) -> None:
@@ -152,20 +167,16 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
 def _ending(summary: Mapping[str, Any], run_dir: str) -> str:
     if "stopped" in summary:
         return final_table(summary)
-    lines: Sequence[str] = [
+    nothing = f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir="
+    lines = [
+        *([] if summary["stages"] else [nothing]),
         final_table(summary),
         "",
         f"run folder       {run_dir}",
         "learning curves  tensorboard --logdir runs",
         f"plain weights    adl-dist export run_dir={run_dir} out=model.pt",
     ]
-    if not summary["stages"]:
-        lines = [f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir=", *lines]
     return "\n".join(lines)
-
-
-def _figure(name: str, value: float) -> str:
-    return f"{value:.2%}" if name.endswith("accuracy") else f"{value:.4f}"
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,7 @@
 """What a run tells: metrics.jsonl, TensorBoard, the live line and the final table; pictures of schedules. No ranks."""
 
-from adl_dist.report.picture import draw
 from adl_dist.report.progress import Progress, final_table
 from adl_dist.report.recorder import Recorder
 from adl_dist.report.warning import tell, warn
 
-__all__ = ["Progress", "Recorder", "draw", "final_table", "tell", "warn"]
+__all__ = ["Progress", "Recorder", "final_table", "tell", "warn"]

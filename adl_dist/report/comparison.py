@@ -2,16 +2,15 @@
 
 import csv
 import json
-import os
 import platform
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from adl_dist import __version__
+from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import ACCURACY, LOSS, REFERENCE, Measure, Run, measure_of
 from adl_dist.report.tables import markdown_table
 
@@ -20,36 +19,33 @@ MINUS = "\u2212"
 
 
 def write_comparison(folder: Path, runs: Sequence[Run], *, command: str) -> str:
-    """Write comparison.md, comparison.csv, curves.svg and curves.png.
-
-    Args:
-        folder: where the files go.
-        runs: at least one run, in the order of the table.
-        command: the command that compares them, as the table cites it.
-
-    Returns:
-        The content of comparison.md.
-    """
+    """Write comparison.md, which cites ``command`` and is returned, comparison.csv, curves.svg and curves.png."""
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
     measure = measure_of(runs)
     runs = sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
     text = "\n\n".join([_table(runs, measure), *_memory_table(runs), _origin(runs, command)]) + "\n"
-    _write(folder / "comparison.md", lambda path: path.write_text(text))
-    _write(folder / "comparison.csv", lambda path: _write_csv(path, runs))
+    with write_atomically(folder / "comparison.md") as unfinished:
+        unfinished.write_text(text)
+    rows = [_csv_row(run) for run in runs]
+    with write_atomically(folder / "comparison.csv") as unfinished, unfinished.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
     figure = draw_curves(runs, measure)
     for suffix in (".svg", ".png"):
-        _write(folder / f"curves{suffix}", lambda path: save_figure(figure, path))
+        with write_atomically(folder / f"curves{suffix}") as unfinished:
+            save_figure(figure, unfinished)
     return text
 
 
 def _table(runs: Sequence[Run], measure: Measure) -> str:
     stages = sorted({run.num_stages for run in runs})
-    labels = list(dict.fromkeys(run.label for run in runs))
     cells: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
         cells.setdefault((run.label, run.num_stages), []).append(run)
-    references = [label for label in labels if any(r.label == label and r.method["name"] == REFERENCE for r in runs)]
+    labels = list(dict.fromkeys(run.label for run in runs))
+    references = list(dict.fromkeys(run.label for run in runs if run.method["name"] == REFERENCE))
     rows = [["method", *(part for K in stages for part in (f"K = {K}", f"to {REFERENCE}"))]]
     for label in labels:
         row = [label]
@@ -77,19 +73,15 @@ def _memory_table(runs: Sequence[Run]) -> list[str]:
         cells = [*mebibytes, *[None] * (most - len(mebibytes)), statistics.mean(mebibytes), max(mebibytes)]
         label = f"{run.label}, K = {run.num_stages}, seed {run.seed}"
         rows.append([label, *(NOTHING if cell is None else f"{cell:,.1f}" for cell in cells)])
-    return [
-        "\n".join(
-            [*markdown_table(rows), "", "The most that torch's allocator had handed out to each stage's process."]
-        )
-    ]
+    note = "The most that torch's allocator had handed out to each stage's process."
+    return ["\n".join([*markdown_table(rows), "", note])]
 
 
 def _cell(runs: Sequence[Run], measure: Measure) -> str:
     if not runs:
         return "not run"
-    values = [value for run in runs if (value := measure.of(run)) is not None]
     parts = []
-    if values:
+    if values := measure.values(runs):
         low, middle, high = map(measure.text, (min(values), statistics.median(values), max(values)))
         parts.append(f"{middle}{measure.unit} ({low} to {high}, {len(values)})")
     for status in ("diverged", "unfinished"):
@@ -104,9 +96,7 @@ def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measur
     some = [reference for reference in references if reference]
     # A micro-batch's size changes what BatchNorm computes, so M should be the same.
     same = [r for r in some if r[0].accumulation_steps == runs[0].accumulation_steps]
-    values, reference_values = (
-        [value for run in each if (value := measure.of(run)) is not None] for each in (runs, (same or some or [[]])[0])
-    )
+    values, reference_values = measure.values(runs), measure.values((same or some or [[]])[0])
     if not values or not reference_values:
         return NOTHING
     difference = statistics.median(values) - statistics.median(reference_values)
@@ -122,22 +112,13 @@ def _origin(runs: Sequence[Run], command: str) -> str:
     )
 
 
-def _write_csv(path: Path, runs: Sequence[Run]) -> None:
-    rows = [_csv_row(run) for run in runs]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def _csv_row(run: Run) -> dict[str, Any]:
     """Return the row of one run; times and staleness are those since its last start, missing figures stay empty."""
     summary = run.summary
     stages = summary.get("stages", [])
-    best = {
-        measure.key: measure.best((value for _, value in run.curve(measure.name)), default=None)
-        for measure in (ACCURACY, LOSS)
-    }
+    accuracies, losses = ([value for _, value in run.curve(measure.name)] for measure in (ACCURACY, LOSS))
+    tensor_bytes = [stage["peak_tensor_bytes"] for stage in stages if "peak_tensor_bytes" in stage]
+    copied = ("epochs", "updates", "seconds", "samples_per_second")
     return {
         "label": run.label,
         "num_stages": run.num_stages,
@@ -149,25 +130,12 @@ def _csv_row(run: Run) -> dict[str, Any]:
         "ended_at_update": run.divergence.get("update"),
         "ended_in_epoch": run.divergence.get("epoch"),
         "validation_accuracy": summary.get(ACCURACY.key),
-        "best_validation_accuracy": best[ACCURACY.key],
+        "best_validation_accuracy": max(accuracies, default=None),
         "validation_loss": summary.get(LOSS.key),
-        "best_validation_loss": best[LOSS.key],
-        "epochs": summary.get("epochs"),
-        "updates": summary.get("updates"),
-        "seconds": summary.get("seconds"),
-        "samples_per_second": summary.get("samples_per_second"),
+        "best_validation_loss": min(losses, default=None),
+        **{name: summary.get(name) for name in copied},
         "stage0_staleness_mean": stages[0]["staleness_mean"] if stages else None,
         "peak_memory_bytes": max((stage["peak_memory_bytes"] for stage in stages), default=None),
-        "peak_tensor_bytes": max(
-            (stage["peak_tensor_bytes"] for stage in stages if "peak_tensor_bytes" in stage), default=None
-        ),
+        "peak_tensor_bytes": max(tensor_bytes, default=None),
         "folder": run.folder,
     }
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make the file at ``path``, whole or not at all."""
-    with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
-        unfinished = Path(folder) / path.name
-        write(unfinished)
-        os.replace(unfinished, path)

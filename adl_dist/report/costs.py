@@ -11,11 +11,7 @@ MOST_LABELS = 60
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a file name with an unknown format.
-
-    Raises:
-        ConfigError: the suffix is not one of SUFFIXES.
-    """
+    """Refuse a file name whose suffix is not one of ``SUFFIXES`` by a ConfigError."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--out {path}: expected a name that ends in {', '.join(SUFFIXES)}")
 
@@ -33,15 +29,8 @@ def draw_costs(
 ) -> None:
     """Draw a bar for each unit: its time above, its memory and the bytes that would cross a cut after it below.
 
-    Args:
-        path: FILE.svg, FILE.png or FILE.pdf; what is there already is replaced.
-        names: the units' names.
-        forward: seconds.
-        backward: seconds.
-        activation_bytes: kept for the backward.
-        crossing_bytes: bytes that would cross a cut after each unit.
-        cuts: units after which a stage ends.
-        title: the picture's title.
+    ``forward`` and ``backward`` are seconds; ``cuts`` are the units after which a stage ends. A file that is there
+    already is replaced.
 
     Raises:
         ConfigError: the suffix is unknown, or the file cannot be written.

@@ -1,5 +1,6 @@
 """Draw the learning curves of a comparison: a panel per K, a colour per row, a band over its seeds."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -79,16 +80,10 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def _looks(labels: Sequence[str], references: set[str]) -> dict[str, dict[str, Any]]:
-    looks: dict[str, dict[str, Any]] = {}
-    others = 0
-    for label in labels:
-        if label in references:
-            colour, style, width = "black", STYLES[sum(known in references for known in looks) % len(STYLES)], 2.0
-        else:
-            colour, style, width = COLOURS[others % len(COLOURS)], STYLES[others // len(COLOURS) % len(STYLES)], 1.4
-            others += 1
-        looks[label] = {"color": colour, "linestyle": style, "linewidth": width}
-    return looks
+    black = [{"color": "black", "linestyle": style, "linewidth": 2.0} for style in STYLES]
+    bright = [{"color": c, "linestyle": style, "linewidth": 1.4} for style in STYLES for c in COLOURS]
+    kinds = {True: itertools.cycle(black), False: itertools.cycle(bright)}
+    return {label: next(kinds[label in references]) for label in labels}
 
 
 def _draw_panel(axes: Axes, runs: Sequence[Run], looks: Mapping[str, Mapping[str, Any]], measure: Measure) -> None:

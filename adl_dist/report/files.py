@@ -7,10 +7,9 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield an unfinished file next to ``path`` to be written; rename it to ``path`` at the end of the block.
+    """Yield an unfinished file next to ``path``, of the same suffix; rename it to ``path`` at the end of the block.
 
-    If the block raises, the unfinished file is removed and ``path`` stays as it was. The suffix is kept, so that what
-    chooses its format by the name of the file does.
+    If the block raises, it is removed and ``path`` stays as it was.
 
     Raises:
         OSError: it cannot be renamed.

@@ -1,20 +1,27 @@
-"""A schedule as a picture: a lane for each stage, boxes for its work, arrows for what it sends."""
+"""A schedule as a picture: a lane for each stage, boxes for its work, arrows for what it sends.
 
-import os
+To be imported late: matplotlib takes half a second.
+"""
+
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
+
+from matplotlib import rc_context
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from adl_dist.errors import ConfigError
+from adl_dist.report.files import write_atomically
 from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.table import figures, title
 from adl_dist.schedule.timing import Costs, actions_of_all, simulate, ticks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png", ".pdf")
 MOST_TICKS = 400  # more cannot be read
@@ -27,7 +34,7 @@ STYLES = {
     Op.BACKWARD: ("#E69F00", "black", "backward"),
     Op.UPDATE: ("#333333", "white", "update"),
 }
-ACT, GRAD = "#0072B2", "#D55E00"
+ACT, GRAD, DASHES = "#0072B2", "#D55E00", (0, (4, 1.6))
 # In a tick a backward is drawn as wide as two forwards, which is about what it costs.
 PARTS = {Op.FORWARD: 1, Op.FORWARD_ONLY: 1, Op.RECOMPUTE: 1, Op.BACKWARD: 2}
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
@@ -51,13 +58,7 @@ class Box(NamedTuple):
 
 
 def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs | None = None) -> None:
-    """Draw a schedule into a file, the same bytes for the same schedule.
-
-    Args:
-        pipeline: the method and K.
-        path: the file; an existing one is replaced.
-        num_micro_batches: micro-batches of the drawn segment.
-        costs: what the axis counts; None: ticks.
+    """Draw a segment into a file, the same bytes for the same schedule; the axis counts ``costs`` or, without, ticks.
 
     Raises:
         ConfigError: another kind of file, too many ticks, or a place that cannot be written.
@@ -66,27 +67,20 @@ def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs
         raise ConfigError(f"--out {path} must end in {', '.join(SUFFIXES)}; for example --out schedule.svg")
     if not path.parent.is_dir():
         raise ConfigError(f"--out {path} cannot be written: folder {path.parent} does not exist; make it first")
-    from matplotlib import rc_context  # imported late: it costs half a second
-
     # No random ids, no dates; letters as shapes, which look the same everywhere.
     with rc_context({"svg.hashsalt": "adl_dist", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
         figure = picture(pipeline, num_micro_batches=num_micro_batches, costs=costs)
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
         dpi = min(200.0, 30_000 / figure.get_figwidth())
-        unfinished = path.with_name(f".{path.stem}.saving{path.suffix}")
         try:
-            figure.savefig(unfinished, dpi=dpi, metadata=metadata)
-            os.replace(unfinished, path)
+            with write_atomically(path) as unfinished:
+                figure.savefig(unfinished, dpi=dpi, metadata=metadata)
         except OSError as error:
             raise ConfigError(f"--out {path} cannot be written: {error.strerror}; choose another place") from error
-        finally:
-            unfinished.unlink(missing_ok=True)
 
 
-def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None) -> "Figure":
-    """Return the picture itself; see :func:`draw`."""
-    from matplotlib.figure import Figure
-
+def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None) -> Figure:
+    """Return the picture; see :func:`draw`."""
     lists = actions_of_all(pipeline, num_micro_batches=num_micro_batches)
     table = ticks(lists)
     num_ticks = max((max(row) + 1 for row in table if row), default=0)
@@ -114,9 +108,10 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
     _arrows(axes, lists, boxes, inches)
     updates = {(box.stage, box.start): box for box in boxes if box.action.op is Op.UPDATE}
     for box in boxes:
-        label = _staleness(pipeline, box) if shows_staleness else None
+        shows_label = shows_staleness and box.action.op is Op.BACKWARD
+        label = pipeline.staleness(box.stage, box.action.number) if shows_label else None
         _box(axes, box, inches, label, update=updates.get((box.stage, box.end)))
-    _words(figure, pipeline, boxes, num_micro_batches, shows_staleness)
+    _legend(figure, pipeline, boxes, num_micro_batches, shows_staleness)
     return figure
 
 
@@ -142,36 +137,26 @@ def _inches_per_unit(boxes: Sequence[Box], num_micro_batches: int) -> float:
     return max(0.26, LETTER * 9 * len(str(num_micro_batches - 1)) + 0.1) / usual
 
 
-def _staleness(pipeline: Pipeline, box: Box) -> int | None:
-    if box.action.op is not Op.BACKWARD:
-        return None
-    return pipeline.staleness(box.stage, box.action.number)
-
-
 def _middle(stage: int) -> float:
     return (stage + 0.5) * LANE
 
 
-def _lanes(axes: "Axes", pipeline: Pipeline, width: float, shows_staleness: bool) -> None:
-    from matplotlib.patches import Rectangle
-
+def _lanes(axes: Axes, pipeline: Pipeline, width: float, shows_staleness: bool) -> None:
     for f in figures(pipeline):
         middle = _middle(f.stage)
         axes.add_patch(Rectangle((0, middle - BOX / 2), width, BOX, color="#EFEFEF", linewidth=0, zorder=0))
         labels = [f"delay {f.delay}", f"mean LoS {f.staleness_mean:.3g}"][: 1 + shows_staleness]
         axes.text(-0.12, middle - 0.09 * len(labels), f"stage {f.stage}", ha="right", va="center", fontsize=10)
-        for i, text in enumerate(labels):
-            y = middle - 0.09 * len(labels) + 0.18 * (i + 1)
+        for i, text in enumerate(labels, start=1):
+            y = middle - 0.09 * len(labels) + 0.18 * i
             axes.text(-0.12, y, text, ha="right", va="center", fontsize=8, color="#555555")
     axes.set_yticks([])
     for side in ("left", "right", "top"):
         axes.spines[side].set_visible(False)
 
 
-def _axis(axes: "Axes", length: float, inches: float, num_ticks: int | None) -> None:
+def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None) -> None:
     if num_ticks is None:
-        from matplotlib.ticker import MaxNLocator
-
         candidates = MaxNLocator(nbins=max(4, int(length * inches))).tick_values(0, length)
         places = [t for t in candidates if 0 <= t <= length + 1e-9]
         axes.set_xticks([t * inches for t in places], [f"{t:g}" for t in places], fontsize=9)
@@ -184,7 +169,7 @@ def _axis(axes: "Axes", length: float, inches: float, num_ticks: int | None) -> 
         axes.axvline(tick * inches, color="#C8C8C8", linewidth=0.6, zorder=0.5)
 
 
-def _arrows(axes: "Axes", lists: Sequence[Sequence[Action]], boxes: Sequence[Box], inches: float) -> None:
+def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Box], inches: float) -> None:
     """Draw an arrow from the work that made a message to the work that needs it."""
     ends = (*FORWARDS, Op.BACKWARD)
     made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
@@ -199,7 +184,7 @@ def _arrows(axes: "Axes", lists: Sequence[Sequence[Action]], boxes: Sequence[Box
                 _arrow(axes, made[stage + 1, False, number], made[stage, False, number], inches, GRAD)
 
 
-def _arrow(axes: "Axes", tail: Box, head: Box, inches: float, color: str) -> None:
+def _arrow(axes: Axes, tail: Box, head: Box, inches: float, color: str) -> None:
     down = 1 if head.stage > tail.stage else -1
     inset = 0.04
     axes.annotate(
@@ -207,20 +192,14 @@ def _arrow(axes: "Axes", tail: Box, head: Box, inches: float, color: str) -> Non
         xytext=(tail.end * inches - inset, _middle(tail.stage) + down * BOX / 2),
         xy=(head.start * inches + inset, _middle(head.stage) - down * BOX / 2),
         arrowprops={
-            "arrowstyle": "-|>,head_length=0.35,head_width=0.14",
-            "color": color,
-            "linewidth": 0.9,
-            "linestyle": "-" if color == ACT else (0, (4, 1.6)),
-            "shrinkA": 0,
-            "shrinkB": 0,
+            **{"arrowstyle": "-|>,head_length=0.35,head_width=0.14", "color": color, "linewidth": 0.9},
+            **{"linestyle": "-" if color == ACT else DASHES, "shrinkA": 0, "shrinkB": 0},
         },
         zorder=3,
     )
 
 
-def _box(axes: "Axes", box: Box, inches: float, label: int | None, update: Box | None) -> None:
-    from matplotlib.patches import Rectangle
-
+def _box(axes: Axes, box: Box, inches: float, label: int | None, update: Box | None) -> None:
     face, ink, _ = STYLES[box.action.op]
     left, right, middle = box.start * inches, box.end * inches, _middle(box.stage)
     if box.action.op is Op.UPDATE:
@@ -233,50 +212,34 @@ def _box(axes: "Axes", box: Box, inches: float, label: int | None, update: Box |
     if update is not None:
         room -= max(0.0, UPDATE - (update.end - update.start) * inches)
     center = left + room / 2
-    if label is None:
-        _write(axes, center, middle, str(box.action.number), room, 9, ink)
-    else:
-        _write(axes, center, middle - 0.09, str(box.action.number), room, 9, ink)
+    _write(axes, center, middle if label is None else middle - 0.09, str(box.action.number), room, 9, ink)
+    if label is not None:
         _write(axes, center, middle + 0.12, f"LoS {label}", room, 7, ink)
 
 
-def _write(axes: "Axes", x: float, y: float, text: str, room: float, size: float, ink: str, rotation: int = 0) -> None:
+def _write(axes: Axes, x: float, y: float, text: str, room: float, size: float, ink: str, rotation: int = 0) -> None:
     """Write as large as fits, or not at all."""
     size = min(size, room / (LETTER * len(text)))
     if size >= 4:
         axes.text(x, y, text, ha="center", va="center_baseline", fontsize=size, color=ink, rotation=rotation, zorder=4)
 
 
-def _words(
-    figure: "Figure", pipeline: Pipeline, boxes: Sequence[Box], num_micro_batches: int, shows_staleness: bool
+def _legend(
+    figure: Figure, pipeline: Pipeline, boxes: Sequence[Box], num_micro_batches: int, shows_staleness: bool
 ) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
     height, left = figure.get_figheight(), LEFT / figure.get_figwidth()
     figure.text(left, 1 - 0.24 / height, name, fontsize=12, fontweight="bold", va="center")
     figure.text(left, 1 - 0.47 / height, facts, fontsize=9, va="center", color="#333333")
     ops = {box.action.op for box in boxes}
-    handles: list[Patch | Line2D] = [
-        Patch(color=face, label=text) for op, (face, _, text) in STYLES.items() if op in ops
-    ]
+    handles: list[Artist] = [Patch(color=face, label=text) for op, (face, _, text) in STYLES.items() if op in ops]
     if pipeline.num_stages > 1:
         handles.append(Line2D([], [], color=ACT, linewidth=1.2, label="activation"))
         if not pipeline.spec.local_losses:
-            handles.append(Line2D([], [], color=GRAD, linewidth=1.2, linestyle=(0, (4, 1.6)), label="gradient"))
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(left, 0.24 / height),
-        ncols=len(handles),
-        frameon=False,
-        fontsize=8,
-        borderaxespad=0,
-        borderpad=0,
-        handlelength=1.4,
-        columnspacing=1.3,
-    )
+            handles.append(Line2D([], [], color=GRAD, linewidth=1.2, linestyle=DASHES, label="gradient"))
+    place: Any = {"loc": "lower left", "bbox_to_anchor": (left, 0.24 / height), "ncols": len(handles)}
+    spaces: Any = {"borderaxespad": 0, "borderpad": 0, "handlelength": 1.4, "columnspacing": 1.3}
+    figure.legend(handles=handles, frameon=False, fontsize=8, **place, **spaces)
     note = "Numbers: micro-batch; of U the group of micro-batches."
     if shows_staleness:
         note += " LoS: updates of the stage between a micro-batch's forward and its own update."

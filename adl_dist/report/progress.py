@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import IO, Any
 
+from adl_dist.report.tables import text_table
 from adl_dist.report.warning import tell
 
 REDRAW_SECONDS = 0.1
@@ -20,15 +21,10 @@ class Progress:
         # Only a terminal can overwrite a line; a log file gets the line of each epoch.
         self._live = not quiet and _is_terminal(self._out)
         self._staleness: list[float | None] = [None] * num_stages
-        self._shown_at = 0.0
-        self._head = ""
-        self._update = self._total_updates = 0
-        self._loss_sum = self._num_correct = self._samples = 0.0
+        self._head, self._has_accuracy = "", False
+        self._update = self._total_updates = self._last_size = self._num_skipped = 0
+        self._loss_sum = self._num_correct = self._samples = self._rate = self._shown_at = 0.0
         self._seconds = self._seconds_before = 0.0  # since training began or resumed, and before
-        self._last_size = 0
-        self._rate = 0.0
-        self._has_accuracy = False
-        self._num_skipped = 0
 
     def begin(self, epoch: int, epochs: int, total_updates: int, *, goes_on: bool = False) -> None:
         """Begin an epoch, counted from 0, or continue it after a checkpoint in its midst."""
@@ -70,15 +66,12 @@ class Progress:
             return
         validation = "" if loss is None else f"  |  validation loss {loss:.4f}"
         validation += "" if accuracy is None else f"  acc {accuracy:7.2%}"
-        self._write(self._line() + validation)
+        self.note(self._line() + validation)
 
     def note(self, text: str) -> None:
-        """Show a line of its own."""
+        """Show a line that stays."""
         if not self._quiet:
-            self._write(text)
-
-    def _write(self, line: str) -> None:
-        tell(self._out, ("\r\033[K" if self._live else "") + line + "\n")
+            tell(self._out, ("\r\033[K" if self._live else "") + text + "\n")
 
     def _line(self) -> str:
         stale = "/".join("-" if s is None else f"{s:.3g}" for s in self._staleness)
@@ -101,24 +94,22 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 
 def final_table(summary: Mapping[str, Any]) -> str:
     """Return the summary of a run as a short table."""
-    head = [f"{summary['epochs']} epochs, {summary['updates']} updates"]
+    head = [f"\n{summary['epochs']} epochs, {summary['updates']} updates"]
     if "validation_accuracy" in summary:
         head.append(f"validation accuracy {summary['validation_accuracy']:.2%}")
     if "validation_loss" in summary:
         head.append(f"loss {summary['validation_loss']:.4f}")
     if "samples_per_second" in summary:
         head.append(f"{summary['samples_per_second']:,.0f} images/s, {summary['train_seconds']:.1f} s of training")
-    lines = ["", ", ".join(head)]
+    lines = [", ".join(head)]
     if summary["skipped_updates"]:
         lines.append(f"{summary['skipped_updates']} updates skipped: their loss or gradient was not finite")
     if summary["stages"]:
         measured = "peak_tensor_bytes" in summary["stages"][0]
-        lines += ["", f"stage  staleness mean  max  busy  peak memory{'  of it tensors' * measured}"]
+        rows = [["stage", "staleness mean", "max", "busy", "peak memory", *["of it tensors"] * measured]]
         for s in summary["stages"]:
-            memory = f"{s['peak_memory_bytes'] / 2**20:,.0f} MiB"
-            tensors = f"{s['peak_tensor_bytes'] / 2**20:,.1f} MiB" if measured else ""
-            lines.append(
-                f"{s['stage']:<7}{s['staleness_mean']:<16.3f}{s['staleness_max']:<5}{s['busy_share']:<6.0%}"
-                f"{memory:<13}{tensors}".rstrip()
-            )
+            row = [s["stage"], f"{s['staleness_mean']:.3f}", s["staleness_max"], f"{s['busy_share']:.0%}"]
+            tensors = [f"{s['peak_tensor_bytes'] / 2**20:,.1f} MiB"] if measured else []
+            rows.append([*row, f"{s['peak_memory_bytes'] / 2**20:,.0f} MiB", *tensors])
+        lines += ["", *text_table(rows)]
     return "\n".join(lines)

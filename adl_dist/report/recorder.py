@@ -4,9 +4,11 @@ import contextlib
 import io
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adl_dist.report.files import write_atomically
 from adl_dist.report.warning import warn
 
 if TYPE_CHECKING:
@@ -34,11 +36,12 @@ class Recorder:
         if self._folder is None:
             return
         path = self._folder / METRICS
-        kept = [line for line in _lines(path) if _update_of(line) < from_update]
-        unfinished = path.with_name(f".{METRICS}.saving")
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        # A process that was killed may have left half a line.
+        kept = [line for line in lines if line.endswith(b"\n") and _update_of(line) < from_update]
         try:
-            unfinished.write_bytes(b"".join(kept))
-            os.replace(unfinished, path)
+            with write_atomically(path) as unfinished:
+                unfinished.write_bytes(b"".join(kept))
             self._file = io.FileIO(path, "a")
             self._size = sum(len(line) for line in kept)
         except OSError as error:
@@ -47,10 +50,8 @@ class Recorder:
         if self._wants_tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # imported late: it costs a second
 
-            try:
+            with self._giving_up_board():
                 self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=from_update)
-            except OSError as error:
-                self._give_up_board(error)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""
@@ -59,10 +60,8 @@ class Recorder:
         if self._board is not None:
             per_stage = record["name"].startswith("stage/")
             tag = f"{record['name']}/{record['stage']}" if per_stage else record["name"]
-            try:
+            with self._giving_up_board():  # an error of the thread that writes is raised at the next call
                 self._board.add_scalar(tag, record["value"], record["update"])
-            except OSError as error:  # met by the thread that writes, raised at the next call
-                self._give_up_board(error)
 
     def flush(self) -> None:
         """Have everything written so far on disk."""
@@ -70,18 +69,15 @@ class Recorder:
             if self._file is not None:
                 os.fsync(self._file.fileno())
         if self._board is not None:
-            try:
+            with self._giving_up_board():
                 self._board.flush()
-            except OSError as error:
-                self._give_up_board(error)
 
     def close(self) -> None:
         """Close the files."""
-        with contextlib.suppress(OSError):
-            if self._file is not None:
-                self._file.close()
-            if self._board is not None:
-                self._board.close()
+        for file in (self._file, self._board):
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.close()
 
     def _append(self, file: io.FileIO, line: bytes) -> None:
         """Append a line whole or not at all."""
@@ -98,20 +94,17 @@ class Recorder:
                 self._is_failing = True
                 warn(f"{file.name!s} cannot be written ({error.strerror}); records are lost until it can")
 
-    def _give_up_board(self, error: OSError) -> None:
-        warn(f"TensorBoard's file cannot be written ({error.strerror}); the run continues without it")
-        board, self._board = self._board, None
-        if board is not None:
-            with contextlib.suppress(OSError):
-                board.close()
-
-
-def _lines(path: Path) -> list[bytes]:
-    if not path.is_file():
-        return []
-    lines = path.read_bytes().splitlines(keepends=True)
-    # A process that was killed may have left half a line.
-    return [line for line in lines if line.endswith(b"\n")]
+    @contextlib.contextmanager
+    def _giving_up_board(self) -> Iterator[None]:
+        """Give TensorBoard up, with a warning, if it cannot write."""
+        try:
+            yield
+        except OSError as error:
+            warn(f"TensorBoard's file cannot be written ({error.strerror}); the run continues without it")
+            board, self._board = self._board, None
+            if board is not None:
+                with contextlib.suppress(OSError):
+                    board.close()
 
 
 def _update_of(line: bytes) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -17,48 +17,21 @@ from adl_dist.schedule import method
 REFERENCE = "bp"  # the method that the others are compared with
 # They name columns, spreads and places; a row's method is spelt out of its settings.
 NOT_IN_LABELS = ("method.", "partition.num_stages", "seed", "run_dir", "resume")
+Status = Literal["complete", "diverged", "unfinished"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run folder.
-
-    Attributes:
-        folder: the run folder.
-        config: the content of its config.yaml.
-        label: the run's row; runs that differ only in K and seed share it.
-    """
+    """One run folder, with the content of its config.yaml. Runs that differ only in K and seed share a label."""
 
     folder: Path
     config: Mapping[str, Any]
-    label: str = ""
-
-    @property
-    def num_stages(self) -> int:
-        """K."""
-        return int(self.config["partition"]["num_stages"])
-
-    @property
-    def accumulation_steps(self) -> int:
-        """M."""
-        return int(self.config["method"]["accumulation_steps"])
-
-    @property
-    def method(self) -> Mapping[str, Any]:
-        """The method's name and settings."""
-        settings: Mapping[str, Any] = self.config["method"]
-        return settings
-
-    @property
-    def seed(self) -> int:
-        """The run's seed."""
-        return int(self.config["seed"])
-
-    @property
-    def status(self) -> str:
-        """``complete``, ``diverged`` or ``unfinished``."""
-        train = self.config["train"]
-        return status_of(self.folder, epochs=train["epochs"], max_updates=train["max_updates"])
+    num_stages: int
+    accumulation_steps: int
+    method: Mapping[str, Any]
+    seed: int
+    status: Status
+    label: str
 
     @cached_property
     def summary(self) -> dict[str, Any]:
@@ -85,7 +58,7 @@ class Run:
         return curves
 
 
-def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> str:
+def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
     """Return ``complete`` if the run in ``folder`` has come that far, else ``diverged`` or ``unfinished``."""
     summary = read_json(folder / "summary.json")
     done = summary.get("updates", 0)
@@ -103,17 +76,15 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
     runs = []
     for folder in folders:
         try:
-            run = Run(folder=folder, config=yaml.safe_load((folder / "config.yaml").read_text()))
-            runs.append(replace(run, label=_method_label(run)))
-            _ = (run.num_stages, run.seed, run.status)
+            runs.append(_read(folder))
         except (OSError, yaml.YAMLError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"{folder}: expected the folder of a run made by adl-dist train, got a config.yaml that does not "
                 f"describe one ({type(error).__name__}: {error}); give run folders"
             ) from error
     flat = [dict(_flattened(run.config)) for run in runs]
-    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if not key.startswith(NOT_IN_LABELS)]
-    telling = [key for key in keys if _tells_apart(key, flat)]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    telling = [key for key in keys if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, flat)]
     return [
         replace(run, label=" ".join([run.label, *(f"{key}={one[key]}" for key in telling if key in one)]))
         for run, one in zip(runs, flat, strict=True)
@@ -129,12 +100,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _method_label(run: Run) -> str:
+def _read(folder: Path) -> Run:
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    train, chosen = config["train"], config["method"]
+    return Run(
+        folder=folder,
+        config=config,
+        num_stages=int(config["partition"]["num_stages"]),
+        accumulation_steps=int(chosen["accumulation_steps"]),
+        method=chosen,
+        seed=int(config["seed"]),
+        status=status_of(folder, epochs=train["epochs"], max_updates=train["max_updates"]),
+        label=_method_label(chosen),
+    )
+
+
+def _method_label(chosen: Mapping[str, Any]) -> str:
     """Return the method with M, if that is above 1, and the settings that are not the method's own defaults."""
-    settings = dict(run.method)
-    name, M = settings.pop("name"), settings.pop("accumulation_steps")
+    name, M = chosen["name"], chosen["accumulation_steps"]
     usual = method(name).settings
-    special = [f"{key}={value}" for key, value in settings.items() if value != usual.get(key)]
+    others = {key: value for key, value in chosen.items() if key not in ("name", "accumulation_steps")}
+    special = [f"{key}={value}" for key, value in others.items() if value != usual.get(key)]
     return " ".join([name, *([f"M={M}"] if M > 1 else []), *special])
 
 
@@ -167,10 +153,9 @@ class Measure:
         """The figure's name in summary.json."""
         return self.name.replace("/", "_")
 
-    def of(self, run: Run) -> float | None:
-        """Return the figure at the end of ``run``; None if the run is not complete or has no such figure."""
-        value = run.summary.get(self.key)
-        return None if value is None else value * self.scale
+    def values(self, runs: Iterable[Run]) -> list[float]:
+        """Return the figure at the end of each run, but for those that are not complete or have no such figure."""
+        return [run.summary[self.key] * self.scale for run in runs if run.summary.get(self.key) is not None]
 
     def text(self, value: float) -> str:
         """Return the value without its unit."""

@@ -41,20 +41,19 @@ def logs_of(run_dir):
     return [(run_dir / f"logs/rank{rank}.log").read_text() for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        (
-            ["data.in_channels=1", "model.in_channels=3"],
-            ["stage 0 (stem .. layer1_0)", "float32[B, 1, 8, 8]", "fails on it", "3 channels, but got 1"],
-        ),
-        (
-            [f"model._target_={USER}.second_half_does_not_fit"],
-            ["stage 1 (2 .. 3)", "float32[B, 8]", "fails on it", "2x8 and 9x8"],
-        ),
-    ],
-    ids=["stage 0", "stage 1"],
-)
+DO_NOT_FIT = {
+    "stage 0": (
+        ["data.in_channels=1", "model.in_channels=3"],
+        ["stage 0 (stem .. layer1_0)", "float32[B, 1, 8, 8]", "fails on it", "3 channels, but got 1"],
+    ),
+    "stage 1": (
+        [f"model._target_={USER}.second_half_does_not_fit"],
+        ["stage 1 (2 .. 3)", "float32[B, 8]", "fails on it", "2x8 and 9x8"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "parts"), DO_NOT_FIT.values(), ids=DO_NOT_FIT)
 def test_a_stage_that_does_not_take_its_input_is_reported_once(overrides, parts, start, tmp_path):
     """A stage that does not take its input is reported once and known to both ranks."""
     outcome = start(*words(tmp_path / "run", *overrides, processes=True))
@@ -65,15 +64,14 @@ def test_a_stage_that_does_not_take_its_input_is_reported_once(overrides, parts,
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-@pytest.mark.parametrize(
-    ("override", "parts"),
-    [
-        ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
-        (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
-        ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
-    ],
-    ids=["cut", "model", "weights"],
-)
+FOUND_BY_ALL = {
+    "partition.balance=[1,2]": ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"],
+    "init_from=nosuch.pt": ["init_from=nosuch.pt is not there", "expected a state_dict"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("override", "parts"), FOUND_BY_ALL.items(), ids=["cut", "weights"])
 def test_a_mistake_that_every_rank_finds_is_reported_once(override, parts, tmp_path):
     """The model is built by the ranks alone: each finds the same mistake, and the user reads one line of it."""
     outcome = as_command(ADL_DIST, *words(tmp_path / "run", override, processes=True))
@@ -171,52 +169,40 @@ def test_a_rank_without_a_meeting_place_says_what_is_missing(tmp_path):
 
 
 def command_on_a_rank(folder, arguments):
-    """``adl-dist`` as one rank, with what it says in files; ends the process unless all went well."""
-    for name, descriptor in (("out", 1), ("err", 2)):
-        file = os.open(f"{folder}/{name}{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, descriptor)
+    """``adl-dist`` as one rank, with what it says in a file; ends the process unless all went well."""
+    os.dup2(os.open(f"{folder}/err{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)
     main(arguments)
 
 
-def said_by(folder):
-    """The lines of all ranks; torch was loaded before they could ask it for silence, so it talks here, too."""
-    said = "".join(file.read_text() for file in sorted(folder.glob("err*")))
+FAULTY = f"model._target_={USER}.faulty"
+BUG = ["unexpected KeyError", "a bug of the user's", "the traceback is in"]
+ENDINGS = {
+    "small dataset": (
+        ["data.num_samples=15"], (2, 2), ["error: training dataset", "at least 16", "train.batch_size=15 or less"]
+    ),
+    "no such class": (["model.num_classes=5"], (2, 2), ["error: training dataset: micro-batch 0", "target 5"]),
+    "loss": (
+        ["lr_schedule=constant", "optimizer.lr=1e20"], (2, 2), ["error: stage 1: the loss is nan at update 1 (epoch 0)"]
+    ),
+    "bug on rank 1": ([FAULTY, "model.at=3"], (1, 1), ["rank 1: ", *BUG, "rank1.log"]),
+    "bug on rank 0": ([f"{FAULTY}_at_the_start", "model.at=3"], (1, 1), ["rank 0: ", *BUG, "rank0.log"]),
+    "killed": (
+        [f"model._target_={USER}.killed", "model.at=3"],
+        (1, -9),
+        ["error: stage 1 (", "the process is gone: killed, or it crashed"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "codes", "parts"), ENDINGS.values(), ids=ENDINGS)
+def test_one_rank_reports_and_all_end_with_its_exit_code(overrides, codes, parts, tmp_path):
+    timeout = [] if -9 in codes else ["runtime.timeout_seconds=5"]
+    arguments = words(tmp_path / "run", *overrides, *timeout, processes=True)
+    with pytest.raises(RanksFailed, match="rank 0: exit code {}\nrank 1: exit code {}".format(*codes)):
+        run_ranks(2, command_on_a_rank, str(tmp_path), arguments, timeout_seconds=40)
+    said = "".join(file.read_text() for file in sorted(tmp_path.glob("err*")))
     assert "Traceback" not in said
-    return [line for line in said.splitlines() if "adl-dist" in line]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "code", "parts"),
-    [
-        (["data.num_samples=15"], 2, ["error: training dataset", "at least 16", "train.batch_size=15 or less"]),
-        (["model.num_classes=5"], 2, ["error: training dataset: micro-batch 0", "target 5"]),
-        (["lr_schedule=constant", "optimizer.lr=1e20"], 2, ["error: stage 1: the loss is nan at update 1 (epoch 0)"]),
-        (
-            [f"model._target_={USER}.faulty", "model.at=3"],
-            1,
-            ["rank 1: unexpected KeyError", "a bug of the user's", "the traceback is in", "rank1.log"],
-        ),
-        (
-            [f"model._target_={USER}.faulty_at_the_start", "model.at=3"],
-            1,
-            ["rank 0: unexpected KeyError", "a bug of the user's", "the traceback is in", "rank0.log"],
-        ),
-    ],
-    ids=["small dataset", "no such class", "loss", "bug on rank 1", "bug on rank 0"],
-)
-def test_one_rank_reports_and_all_end_with_its_exit_code(overrides, code, parts, tmp_path):
-    arguments = words(tmp_path / "run", *overrides, "runtime.timeout_seconds=5", processes=True)
-    with pytest.raises(RanksFailed) as failure:
-        run_ranks(2, command_on_a_rank, str(tmp_path), arguments, timeout_seconds=40)
-    (line,) = said_by(tmp_path)
+    # torch was loaded before the ranks could ask it for silence, so it talks here, too
+    (line,) = [line for line in said.splitlines() if "adl-dist" in line]
     shows(line, ["adl-dist: ", *parts])
-    shows(str(failure.value), [f"rank 0: exit code {code}", f"rank 1: exit code {code}"])
     assert not list(tmp_path.glob("run/checkpoints/*"))
-
-
-def test_rank_0_tells_of_a_process_that_is_gone(tmp_path):
-    arguments = words(tmp_path / "run", f"model._target_={USER}.killed", "model.at=3", processes=True)
-    with pytest.raises(RanksFailed, match="rank 0: exit code 1\nrank 1: exit code -9"):
-        run_ranks(2, command_on_a_rank, str(tmp_path), arguments, timeout_seconds=40)
-    (line,) = said_by(tmp_path)
-    shows(line, ["adl-dist: error: stage 1 (", "the process is gone: killed, or it crashed"])

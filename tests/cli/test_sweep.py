@@ -15,7 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 
 from adl_dist.checkpoint import layout
 from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.sweep import command as sweep
+from adl_dist.cli.sweep.request import requested
 from adl_dist.errors import ConfigError
 from tests.support.commands import Outcome, in_process, left_behind, shows, snapshot
 from tests.support.kill import HOLD, Command
@@ -77,10 +79,8 @@ def test_an_interrupted_sweep_leaves_no_process_behind(swept):
 
 def test_the_same_command_runs_what_is_left_and_nothing_twice(swept):
     assert swept.again.code == 0, swept.again
-    shows(
-        swept.again.out,
-        ["4 runs", "2 of them to do", "  bp/k2-seed1: accuracy ", "  wild/k2-seed1: diverged at update", "2/2"],
-    )
+    parts = ["4 runs", "2 of them to do", "  bp/k2-seed1: accuracy ", "  wild/k2-seed1: diverged at update", "2/2"]
+    shows(swept.again.out, parts)
     assert {name: snapshot(swept.run_dir / name) for name in swept.finished_before} == swept.finished_before
 
 
@@ -100,10 +100,8 @@ def test_a_complete_sweep_writes_the_comparison_and_runs_nothing(swept):
 
 def test_the_table_for_programs_says_what_the_summaries_say(swept):
     rows = [row for row in swept.rows() if row["status"] == "complete"]
-    assert [(row["label"], row["num_stages"], row["seed"]) for row in rows] == [
-        ("bp M=4 optimizer.lr=0.1", "2", "0"),
-        ("bp M=4 optimizer.lr=0.1", "2", "1"),
-    ]
+    names = [(row["label"], row["num_stages"], row["seed"]) for row in rows]
+    assert names == [("bp M=4 optimizer.lr=0.1", "2", seed) for seed in ("0", "1")]
     for row in rows:
         summary = json.loads((Path(row["folder"]) / "summary.json").read_text())
         for name in ("validation_accuracy", "validation_loss", "epochs", "updates", "seconds", "samples_per_second"):
@@ -113,10 +111,8 @@ def test_the_table_for_programs_says_what_the_summaries_say(swept):
 
 def test_the_table_for_people_holds_the_median_of_the_summaries(swept):
     text = (swept.run_dir / "comparison.md").read_text()
-    values = [
-        100 * json.loads((swept.run_dir / n / "summary.json").read_text())["validation_accuracy"]
-        for n in (FIRST, SECOND)
-    ]
+    summaries = [json.loads((swept.run_dir / name / "summary.json").read_text()) for name in (FIRST, SECOND)]
+    values = [100 * summary["validation_accuracy"] for summary in summaries]
     cell = f"{sum(values) / 2:.2f} % ({min(values):.2f} to {max(values):.2f}, 2)"
     line = next(line for line in text.splitlines() if line.startswith("| bp "))
     shows(line, [cell])
@@ -133,9 +129,9 @@ def test_a_run_that_diverges_is_a_result(swept):
 
 
 def test_a_run_of_a_sweep_is_the_run_that_its_words_alone_give(swept):
-    (job,) = [job for job in sweep.requested(swept.words[1:]).jobs if job.name == SECOND]
+    (job,) = [job for job in requested(swept.words[1:]).jobs if job.name == SECOND]
     theirs = yaml.safe_load((swept.run_dir / SECOND / "config.yaml").read_text())
-    _, plain = compose_run(job.words)
+    _, plain = compose_run(job.overrides)
     assert theirs == plain
     assert (theirs["method"]["name"], theirs["seed"]) == ("bp", 1)
 
@@ -197,18 +193,20 @@ def test_a_sweep_that_cannot_run_is_refused_before_any_run(words, parts, tmp_pat
 
 
 def test_words_replace_what_the_experiment_sweeps():
-    asked = sweep.requested(["experiment=compare", "seed=range(5,8)"])
-    ran = {(job.config.partition.num_stages, job.config.seed) for job in asked.jobs}
-    assert ran == {(K, seed) for K in (2, 4) for seed in (5, 6, 7)}
-    assert len(asked.jobs) == 15 * 6
-    assert [job.config.seed for job in asked.jobs] == [5] * 30 + [6] * 30 + [7] * 30
-    assert {job.config.seed for job in sweep.requested(["experiment=compare", "seed=3"]).jobs} == {3}
-    assert str(asked.run_dir) == "runs/compare-digits-resnet8"
+    def asked(*words):
+        runs = requested(["experiment=claim", *words]).jobs
+        return [(run.folder.parent.name, run.config.partition.num_stages, run.config.seed) for run in runs]
+
+    bp, others = ("bp-M1", "bp-M4"), ("fdg", "fdg-latest", "ddg", "adl-M4", "adl-M4-latest")
+    expected = [[*((name, 1, seed) for name in bp), *((name, 2, seed) for name in others)] for seed in (5, 6)]
+    assert asked("seed=range(5,7)", "partition.num_stages=2") == [*expected[0], *expected[1]]
+    assert {(K, seed) for _, K, seed in asked("seed=3")} == {(1, 3), (16, 3), (8, 3)}
 
 
 def test_one_run_of_an_experiment_that_sweeps_can_be_asked_for():
-    assert sweep.requested(["experiment=compare", "hydra.mode=RUN"]) is None
-    assert sweep.requested([]) is None
+    for words in (["experiment=compare", "hydra.mode=RUN"], [], ["partition.grain=layer"]):
+        config, _ = requested(words)
+        assert isinstance(config, RunConfig)
 
 
 class Refusing:
@@ -232,7 +230,7 @@ class Refusing:
 def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch):
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     words = ["train", "-m", "hydra/launcher=basic", "seed=0,1", "runtime.processes=false", f"run_dir={tmp_path}"]
-    asked = replace(sweep.requested(words[1:]), launcher=["hydra/launcher=basic"])
+    asked = replace(requested(words[1:]), launcher=["hydra/launcher=basic"])
     first, second = (job.folder for job in asked.jobs)
 
     def outcome(**options):
@@ -241,9 +239,7 @@ def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch):
         with contextlib.redirect_stdout(out):
             return sweep.run(asked), out.getvalue()
 
-    with pytest.raises(
-        ConfigError, match=r"launcher=basic has brought none .* to an end: Invalid account or partition"
-    ):
+    with pytest.raises(ConfigError, match=r"=basic has brought none .* to an end: Invalid account or partition"):
         outcome()
 
     def completes():
@@ -252,32 +248,20 @@ def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch):
 
     code, said = outcome(run=completes)
     assert code == 1
-    shows(
-        said, ["seed0: accuracy 50.00%\n", f"failed (see {second / sweep.LOG})", "said: Invalid account or partition"]
-    )
-    shows(said, [str(tmp_path / ".launcher")])
+    shows(said, ["seed0: accuracy 50.00%\n", f"failed (see {second / sweep.LOG})"])
+    shows(said, ["said: Invalid account or partition", str(tmp_path / ".launcher")])
 
 
 def test_two_sweeps_in_one_folder_are_refused(tmp_path):
-    with (
-        sweep._locked(tmp_path),
-        pytest.raises(ConfigError, match="another sweep is running here"),
-        sweep._locked(tmp_path),
-    ):
+    with sweep._locked(tmp_path), pytest.raises(ConfigError, match="another sweep is running"), sweep._locked(tmp_path):
         pass
-
-
-def test_what_blocks_inside_a_sweep_is_not_another_sweep(tmp_path):
-    with pytest.raises(BlockingIOError), sweep._locked(tmp_path):
+    with pytest.raises(BlockingIOError), sweep._locked(tmp_path):  # what blocks inside is not another sweep
         raise BlockingIOError
 
 
 def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
     words = ["--multirun", "partition.num_stages=2,3", "seed=0,1", "runtime.processes=false"]
-    one, all_ = (
-        '++sweep.variants.bp=["method=bp","partition.num_stages=1"]',
-        '++sweep.variants.fdg=["method=fdg"]',
-    )
-    jobs = sweep.requested([*words, one, all_]).jobs
+    words += ['++sweep.variants.bp=["method=bp","partition.num_stages=1"]', '++sweep.variants.fdg=["method=fdg"]']
+    jobs = requested(words).jobs
     ran = [(job.folder.parent.name, job.config.partition.num_stages, job.config.seed) for job in jobs]
     assert sorted(ran) == sorted([("bp", 1, 0), ("bp", 1, 1), *(("fdg", K, seed) for K in (2, 3) for seed in (0, 1))])

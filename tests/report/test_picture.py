@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from adl_dist.errors import ConfigError
-from adl_dist.report import draw
-from adl_dist.report.picture import MOST_TICKS, picture
+from adl_dist.report.picture import MOST_TICKS, draw, picture
 from adl_dist.schedule import METHODS, Costs, Op, Pipeline, actions_of_all, method
 
 

@@ -1,4 +1,7 @@
-"""From the open nodes of a configuration to the objects they name."""
+"""From the open nodes of a configuration to the objects they name.
+
+What cannot be built is refused by a ConfigError; a cut by a PartitionError, initial weights by a CheckpointError.
+"""
 
 import difflib
 import inspect
@@ -23,8 +26,7 @@ from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
 from adl_dist.optim import build_lr_schedule
 from adl_dist.schedule import Method
-from adl_dist.stage import GradientPolicy, Precision, TrainSpec
-from adl_dist.training.partitioned_model import PartitionedModel
+from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.trainer import Trainer
 
 # Keys of data.* that speak to us; the two that describe the data reach its target only if that takes them.
@@ -34,64 +36,43 @@ logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it 
 
 
 def trainer(config: RunConfig, *, handle_signals: bool = False) -> Trainer:
-    """Build the model and its trainer. Changes no file and starts no process.
-
-    Raises:
-        ConfigError, PartitionError, CheckpointError: see the message.
-    """
+    """Build the model and its trainer. Changes no file and starts no process."""
     return Trainer(
         build_model(config),
-        loss_fn=build_loss(config),
-        optimizer=build_optimizer(config),
         method=config.method.chosen(),
         num_stages=config.partition.num_stages,
         partition=config.partition.chosen(),
         lr_schedule=lr_schedule(config),
-        precision=precision(config),
-        gradients=gradients(config),
-        processes=config.runtime.process_options(threads=config.threads, handle_signals=handle_signals),
+        processes=replace(config.runtime.process_options, handle_signals=handle_signals),
         timeouts=config.runtime.timeouts,
-        seed=config.seed,
+        **_settings(config),
     )
 
 
 def evaluator(config: RunConfig) -> Trainer:
     """Build the model and a trainer of one stage in this process, which evaluates as the run did."""
-    return Trainer(
-        build_model(config),
-        loss_fn=build_loss(config),
-        optimizer=build_optimizer(config),
-        method=Method(name="bp"),
-        precision=precision(config),
-        # As many threads as each process of the run had, or sums would be rounded otherwise.
-        processes=replace(config.runtime.process_options(threads=config.threads), one_per_stage=False),
-        seed=config.seed,
-    )
+    # As many threads as each process of the run had, or sums would be rounded otherwise.
+    processes = replace(config.runtime.process_options, threads=config.threads, one_per_stage=False)
+    return Trainer(build_model(config), method=Method(name="bp"), processes=processes, **_settings(config))
 
 
 def train_spec(config: RunConfig) -> TrainSpec:
-    """Return what the run trains by.
+    """Return what the run trains by."""
+    return TrainSpec(pipeline=config.pipeline, **_settings(config))
 
-    Raises:
-        ConfigError: a value is out of range, or does not fit the method.
-    """
-    return TrainSpec(
-        pipeline=config.pipeline,
-        loss_fn=build_loss(config),
-        optimizer=build_optimizer(config),
-        precision=precision(config),
-        gradients=gradients(config),
-        seed=config.seed,
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Return what a :class:`Trainer` and a :class:`TrainSpec` take alike."""
+    gradients = GradientPolicy(
+        clip_norm=config.train.clip_norm, non_finite=config.train.non_finite.value, max_skipped=config.train.max_skipped
     )
-
-
-def check_cut(config: RunConfig) -> None:
-    """Build the model and cut it, to see whether that is possible.
-
-    Raises:
-        ConfigError, PartitionError, CheckpointError: see the message.
-    """
-    PartitionedModel(build_model(config), config.partition.num_stages, config.partition.chosen(), own=[0])
+    return {
+        "loss_fn": build_loss(config),
+        "optimizer": build_optimizer(config),
+        "precision": precision(config),
+        "gradients": gradients,
+        "seed": config.seed,
+    }
 
 
 def precision(config: RunConfig) -> Precision:
@@ -107,20 +88,8 @@ def precision(config: RunConfig) -> Precision:
     )
 
 
-def gradients(config: RunConfig) -> GradientPolicy:
-    """Return what is done to gradients before they are applied."""
-    return GradientPolicy(
-        clip_norm=config.train.clip_norm, non_finite=config.train.non_finite.value, max_skipped=config.train.max_skipped
-    )
-
-
 def build_model(config: RunConfig) -> nn.Module:
-    """Build the uncut model, the same on every rank and for every K.
-
-    Raises:
-        ConfigError: the target cannot be called like that, or returns no module.
-        CheckpointError: ``init_from`` does not fit.
-    """
+    """Build the uncut model, the same on every rank and for every K."""
     torch.manual_seed(config.seed)
     model = _call("model", config.model)
     if not isinstance(model, nn.Module):
@@ -131,17 +100,12 @@ def build_model(config: RunConfig) -> nn.Module:
 
 
 def build_data(config: RunConfig) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Build the training and validation datasets.
-
-    Raises:
-        ConfigError: the target cannot be called like that, or returns no pair.
-        DataError: raised by the target.
-    """
+    """Build the training and validation datasets."""
     return datasets(config.data)
 
 
 def datasets(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Build the training and validation datasets that a data node describes; see :func:`build_data`."""
+    """Build the datasets that a data node describes; see :func:`build_data`."""
     pair = _call("data", data_arguments(node))
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise ConfigError(
@@ -156,10 +120,6 @@ def check_targets(config: RunConfig) -> None:
 
     The arguments of all open nodes are checked against their targets' signatures; optimizer and schedule are tried out
     on a parameter of no run.
-
-    Raises:
-        ConfigError: a target that is not there, an argument that it does not take, or values that do not fit the
-            method.
     """
     for name, node in (("data", data_arguments(config.data)), ("model", config.model), ("loss", config.loss)):
         _bind(name, node)
@@ -171,17 +131,13 @@ def check_targets(config: RunConfig) -> None:
 
 def data_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the data node without what is not meant for its target."""
-    node = {k: v for k, v in node.items() if k not in OF_THE_LOADER}
     taken = _parameters(_locate("data", node))
-    return {k: v for k, v in node.items() if k not in OF_THE_MODEL or taken is None or k in taken}
+    dropped = OF_THE_LOADER if taken is None else {*OF_THE_LOADER, *(set(OF_THE_MODEL) - taken)}
+    return {key: value for key, value in node.items() if key not in dropped}
 
 
-def build_loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Build the loss, from (output, target) to its mean over the samples.
-
-    Raises:
-        ConfigError: the target cannot be called like that, or returns nothing to call.
-    """
+def build_loss(config: RunConfig) -> LossFn:
+    """Build the loss, from (output, target) to its mean over the samples."""
     loss_fn = _call("loss", config.loss)
     if not callable(loss_fn):
         raise ConfigError(
@@ -191,12 +147,8 @@ def build_loss(config: RunConfig) -> Callable[[Tensor, Tensor], Tensor]:
     return loss_fn  # type: ignore[no-any-return]
 
 
-def build_optimizer(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """Return what makes the optimizer of some parameters.
-
-    Raises:
-        ConfigError: the target cannot be called like that; later, that it refuses its arguments.
-    """
+def build_optimizer(config: RunConfig) -> OptimizerFactory:
+    """Return what makes the optimizer of some parameters."""
     target, arguments = _bind("optimizer", config.optimizer, "params")
     name = config.optimizer["_target_"]
 
@@ -216,9 +168,9 @@ def build_optimizer(config: RunConfig) -> Callable[[Iterable[nn.Parameter]], Opt
 
 def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
     """Return what makes the LR scheduler of an optimizer, from it and from how long the run is."""
-    given = ("optimizer", "updates_per_epoch", "total_updates")
-    taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or ()
-    target, arguments = _bind("lr_schedule", config.lr_schedule, *(name for name in given if name in taken))
+    taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or set()
+    supplied = taken & {"optimizer", "updates_per_epoch", "total_updates"}
+    target, arguments = _bind("lr_schedule", config.lr_schedule, *supplied)
     return partial(target, **arguments)
 
 
@@ -232,17 +184,16 @@ def _call(name: str, node: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{name}: {node['_target_']} failed: {type(error).__name__}: {error}") from error
 
 
-def _bind(name: str, node: Mapping[str, Any], *given: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Return the target of ``node`` and its arguments, which together with those ``given`` later suffice."""
+def _bind(name: str, node: Mapping[str, Any], *supplied: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the target of ``node`` and its arguments, which suffice together with those ``supplied`` later."""
     target = _locate(name, node)
     arguments = {k: v for k, v in node.items() if k != "_target_"}
-    signature = _signature(target)
-    if signature is None:
+    if (signature := _signature(target)) is None:
         return target, arguments
-    takes = [p for p in signature.parameters if p not in given]
+    takes = [p for p in signature.parameters if p not in supplied]
     accepted = f"{node['_target_']} takes {', '.join(takes) or 'none'}"
     try:
-        signature.bind(**arguments, **dict.fromkeys(given))
+        signature.bind(**arguments, **dict.fromkeys(supplied))
     except TypeError as error:
         unknown = next((key for key in arguments if key not in takes), None)
         if unknown is None:

@@ -15,11 +15,7 @@ def method_words(method: Method) -> list[str]:
 
 
 def method_named(name: str, config: RunConfig, *, flag: str) -> Method:
-    """Return the method ``name`` next to the configured one: with the configured M, unless it is one that has none.
-
-    Raises:
-        ConfigError: there is no such method; ``flag`` has named it.
-    """
+    """Return the method ``name`` next to the configured one: with the configured M, unless it is one that has none."""
     if name not in METHODS:
         raise ConfigError(f"{flag}: there is no method '{name}'; choose of {', '.join(METHODS)}")
     if name == config.method.name:

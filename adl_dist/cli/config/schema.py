@@ -1,7 +1,7 @@
 """What a run's configuration may hold: names, types, ranges. Checked once, here, before anything starts."""
 
 import enum
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
@@ -15,39 +15,12 @@ from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 MOST_THREADS = 1024  # per process; torch ends without a message if there are very many
 LARGEST_SEED = 2**63 - 1  # the largest that torch takes
 
-
-class Device(enum.Enum):
-    """The kind of device on which stages compute."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(enum.Enum):
-    """The dtype of parameters and inputs."""
-
-    float32 = "float32"
-    float64 = "float64"
-
-
-class NarrowDtype(enum.Enum):
-    """A dtype that keeps float32's range, so that no loss scale is needed."""
-
-    bfloat16 = "bfloat16"
-
-
-class NonFinite(enum.Enum):
-    """The reaction to a loss or gradient that is not finite."""
-
-    stop = "stop"
-    skip = "skip"
-
-
-class Granularity(enum.Enum):
-    """The size of the units between which a model may be cut."""
-
-    layer = "layer"
-    block = "block"
+# Choices, by which OmegaConf refuses all others. What each means is in conf/.
+Device = enum.Enum("Device", {"cpu": "cpu", "cuda": "cuda"})
+Dtype = enum.Enum("Dtype", {"float32": "float32", "float64": "float64"})
+NarrowDtype = enum.Enum("NarrowDtype", {"bfloat16": "bfloat16"})  # keeps float32's range, so no loss scale is needed
+NonFinite = enum.Enum("NonFinite", {"stop": "stop", "skip": "skip"})
+Granularity = enum.Enum("Granularity", {"layer": "layer", "block": "block"})
 
 
 # Not frozen: OmegaConf makes a nested frozen dataclass read-only, and Hydra cannot compose a group over it.
@@ -78,12 +51,8 @@ class MethodConfig:
         self.chosen()
 
     def chosen(self) -> Method:
-        """Return the method itself.
-
-        Raises:
-            ConfigError: a value that it cannot run with.
-        """
-        return Method(**{f.name: getattr(self, f.name) for f in fields(self)})
+        """Return the method itself, checked."""
+        return Method(**vars(self))
 
 
 @dataclass(kw_only=True)
@@ -100,7 +69,7 @@ class PartitionConfig:
         self.chosen()
 
     def chosen(self) -> PartitionSpec:
-        """Return the value that the trainer takes."""
+        """Return the value that the trainer takes, checked."""
         granularity = self.granularity.value if self.granularity else None
         return PartitionSpec(balance=self.balance, granularity=granularity, speeds=self.speeds)
 
@@ -123,7 +92,7 @@ class TrainConfig:
 
 @dataclass(kw_only=True)
 class RuntimeConfig:
-    """``runtime.*``."""
+    """``runtime.*``. The trainer takes the properties' values, which check these."""
 
     processes: bool = True
     device: Device = Device.cpu
@@ -154,16 +123,16 @@ class RuntimeConfig:
             if self.threads > MOST_THREADS:
                 raise ConfigError(f"runtime.threads must be at most {MOST_THREADS}, got {self.threads}")
         _at_least("runtime.max_restarts", self.max_restarts, 0)
-        _ = self.timeouts, self.checkpoints, self.process_options(threads=self.threads)  # each checks its values
+        _ = self.timeouts, self.checkpoints, self.process_options
 
     @property
     def timeouts(self) -> WatchdogTimeouts:
-        """The value that the trainer takes."""
+        """How long the job may stand still."""
         return WatchdogTimeouts(stall_seconds=self.stall_seconds, abort_seconds=self.abort_seconds)
 
     @property
     def checkpoints(self) -> CheckpointPolicy:
-        """The value that the trainer takes."""
+        """When to save, what to keep."""
         return CheckpointPolicy(
             every_epochs=self.checkpoint_every_epochs,
             every_updates=self.checkpoint_every_updates,
@@ -174,18 +143,18 @@ class RuntimeConfig:
 
     @property
     def monitoring(self) -> Monitoring:
-        """The value that the trainer takes."""
+        """What is recorded."""
         return Monitoring(tensorboard=self.tensorboard, trace=self.trace, memory=self.memory)
 
-    def process_options(self, *, threads: int | None, handle_signals: bool = False) -> ProcessOptions:
-        """Return the value that the trainer takes."""
+    @property
+    def process_options(self) -> ProcessOptions:
+        """How the stages are run."""
         return ProcessOptions(
             one_per_stage=self.processes,
             device=self.device.value,
-            threads=threads,
+            threads=self.threads,
             bind_cores=self.bind_cores,
             timeout_seconds=self.timeout_seconds,
-            handle_signals=handle_signals,
         )
 
 

@@ -1,7 +1,6 @@
 """Run several runs: check all, start those that are not complete, and compare. Run folders are the only memory."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -24,29 +23,24 @@ from adl_dist.checkpoint.run_dir import RunFolder, lock, make_folder
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import config_folder, readable
 from adl_dist.cli.config.schema import Device, RunConfig
-from adl_dist.cli.subprocesses import LOOK_SECONDS, end_all
-from adl_dist.cli.sweep.request import Job, Sweep, naming, requested
+from adl_dist.cli.subprocesses import POLL_SECONDS, Child, end_all, how_it_ended, start
+from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
-from adl_dist.distributed.parent_process import LAUNCHER
 from adl_dist.errors import ConfigError
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import read_json, read_runs, status_of
-
-__all__ = ["requested", "run"]
+from adl_dist.training.partitioned_model import PartitionedModel
 
 LOG = Path("logs") / "output.log"
 LAUNCHER_FOLDER = ".launcher"  # what a launcher of Hydra writes, inside the folder of the sweep
 
 
 def run(sweep: Sweep) -> int:
-    """Run what is not complete yet, and compare.
+    """Run what is not complete yet, if all can be run, and compare.
 
     Returns:
         The exit code: 0, or 1 if a run failed. A run that diverged is a result.
-
-    Raises:
-        AdlError: one of the runs cannot be run; none has been started.
     """
     _check(sweep)
     with _locked(sweep.run_dir):
@@ -74,14 +68,18 @@ def _check(sweep: Sweep) -> None:
     """Refuse now what would stop a run only after others have taken their time."""
     cuts = set()
     for job in sweep.jobs:
+        config = job.config
         with naming(job.name):
-            RunFolder(job.folder).check(job.plain, resume=job.config.resume)
-            if (cut := (job.folder.parent, job.config.partition.num_stages)) not in cuts:  # any seed gives the same
-                cuts.add(cut)
-                instantiate.check_targets(job.config)
-                if not sweep.launcher:  # which GPUs there are elsewhere is not known here
-                    check_device(job.config.runtime.device.value)
-                instantiate.check_cut(job.config)
+            RunFolder(job.folder).check(job.plain, resume=config.resume)
+            if (cut := (job.folder.parent, config.partition.num_stages)) in cuts:  # any seed gives the same
+                continue
+            cuts.add(cut)
+            instantiate.check_targets(config)
+            if not sweep.launcher:  # which GPUs there are elsewhere is not known here
+                check_device(config.runtime.device.value)
+            PartitionedModel(
+                instantiate.build_model(config), config.partition.num_stages, config.partition.chosen(), own=[0]
+            )
 
 
 def _status(job: Job) -> str:
@@ -100,8 +98,8 @@ def _outcome(job: Job, code: int | None = None) -> str:
             where = read_json(job.folder / "diverged.json")
             return f"diverged at update {where.get('update')} (epoch {where.get('epoch')})"
         case _:
-            how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
-            return f"failed ({f'{how}; ' if code is not None else ''}see {job.folder / LOG})"
+            how = "" if code is None else f"{how_it_ended(code)}; "
+            return f"failed ({how}see {job.folder / LOG})"
 
 
 def _run_here(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, int]]:
@@ -110,43 +108,28 @@ def _run_here(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, int]]
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
-                running.append(((job := waiting.pop()), _start(job)))
+                job = waiting.pop()
+                command = [sys.executable, "-m", "adl_dist", "train", *job.overrides]
+                threads = {"OMP_NUM_THREADS": str(job.config.threads)}  # numpy's would compete with torch's
+                running.append((job, start(Child(command=command, log=job.folder / LOG, environment=threads))))
             ended = [(job, process) for job, process in running if process.poll() is not None]
             for entry in ended:
                 running.remove(entry)
                 yield entry[0], entry[1].returncode
             if not ended:
-                time.sleep(LOOK_SECONDS)  # no portable call waits for several processes
+                time.sleep(POLL_SECONDS)  # no portable call waits for several processes
     finally:
         end_all([process for _, process in running])
 
 
-def _start(job: Job) -> subprocess.Popen[bytes]:
-    log = job.folder / LOG
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", "adl_dist", "train", *job.words],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            # It ends with this process; numpy's threads would compete with torch's.
-            env={**os.environ, LAUNCHER: str(os.getpid()), "OMP_NUM_THREADS": str(_threads(job.config))},
-            start_new_session=True,  # a Ctrl-C at the terminal reaches only this process, which then ends the others
-        )
-
-
 def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
-    """Hand ``jobs`` to a launcher of Hydra, like submitit's, and wait for all.
-
-    Returns:
-        The launcher's error, if a run or the launcher itself failed, else "".
+    """Hand ``jobs`` to a launcher of Hydra, like submitit's, and wait; return the error of a run or of the launcher.
 
     Raises:
         ConfigError: there is no such launcher or setting, or no run came to its end.
     """
     folder = str((sweep.run_dir / LAUNCHER_FOLDER).resolve()).replace("'", "\\'")
-    words = [
+    overrides = [
         *sweep.launcher,
         f"hydra.sweep.dir='{folder}'",
         "hydra.sweep.subdir=${hydra.job.num}",
@@ -157,7 +140,7 @@ def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
     ]
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3", job_name="adl-dist"):
-            config = compose("config", overrides=words, return_hydra_config=True)
+            config = compose("config", overrides=overrides, return_hydra_config=True)
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
             HydraConfig.instance().set_config(config)
@@ -179,18 +162,13 @@ def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
 def _run_numbered(jobs: Sequence[Job], folder: str, _: Any) -> None:
     """Run one job in a process of the launcher, which knows its number."""
     os.chdir(folder)  # run folders are relative to it
-    for _job, _code in _run_here([jobs[HydraConfig.get().job.num]], at_once=1):
-        pass  # the run folder says what became of it
-
-
-def _threads(config: RunConfig) -> int:
-    return config.threads
+    list(_run_here([jobs[HydraConfig.get().job.num]], at_once=1))  # the run folder says what became of it
 
 
 def _default_side_by_side(configs: Sequence[RunConfig]) -> int:
     if any(config.runtime.device is Device.cuda for config in configs):
         return 1  # only the user knows how many runs fit on a GPU
-    most = max(_threads(c) * (c.partition.num_stages if c.runtime.processes else 1) for c in configs)
+    most = max(c.threads * (c.partition.num_stages if c.runtime.processes else 1) for c in configs)
     return max(1, num_cores() // most)
 
 
@@ -198,8 +176,7 @@ def _default_side_by_side(configs: Sequence[RunConfig]) -> int:
 def _locked(folder: Path) -> Iterator[None]:
     """Keep other sweeps out of ``folder``: their runs would fail, because ours hold the run folders."""
     make_folder(folder)
-    descriptor = lock(folder)
-    if descriptor is None:
+    if (descriptor := lock(folder)) is None:
         raise ConfigError(f"run_dir={folder}: another sweep is running here; wait for it, or choose another run_dir")
     try:
         yield

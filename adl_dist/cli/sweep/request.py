@@ -13,17 +13,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from adl_dist.cli.config.compose import (
-    Plain,
-    SweepConfig,
-    allow_extra_keys,
-    compose_run,
-    composed_of,
-    is_of_launcher,
-    named,
-    parse,
-    readable,
-)
+from adl_dist.cli.config import compose
+from adl_dist.cli.config.compose import Plain, SweepConfig, parse
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.distributed.world import launched_world_size
 from adl_dist.errors import AdlError, ConfigError
@@ -35,16 +26,9 @@ OWN_LAUNCHER = "basic"  # Hydra's default, which runs one job after the other; o
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run: ``adl-dist train words``.
+    """One run: ``adl-dist train overrides``, with its run folder and its configuration, checked and as plain values."""
 
-    Attributes:
-        words: the words of its command line.
-        folder: its run folder.
-        config: its configuration.
-        plain: the same as plain values.
-    """
-
-    words: Sequence[str]
+    overrides: Sequence[str]
     folder: Path
     config: RunConfig
     plain: Plain
@@ -63,7 +47,7 @@ class Sweep:
         jobs: the runs, those of the first seed first, so that an interrupted sweep has something of everything.
         run_dir: the folder of all of them.
         side_by_side: how many to run at the same time; None: as many as there are cores for.
-        launcher: words about the launcher of Hydra that starts the runs; empty: this command does.
+        launcher: overrides about the launcher of Hydra that starts the runs; empty: this command does.
         command: the user's command line.
     """
 
@@ -74,39 +58,38 @@ class Sweep:
     command: str
 
 
-def requested(words: Sequence[str]) -> Sweep | None:
-    """Return the runs that a command line asks for; None: just one.
+def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
+    """Return the runs that a command line asks for, or the configuration of a single one, as ``compose_run`` does.
 
     Several are asked for by ``--multirun``, or by an experiment with ``hydra.mode: MULTIRUN``, whose
     ``hydra.sweeper.params`` are then swept as well; ``hydra.mode=RUN`` asks for one run with its settings.
-
-    Raises:
-        ConfigError: a word that cannot be read, that means nothing here, or that gives a run which cannot be composed.
     """
-    command = shlex.join(["adl-dist", "train", *words])
-    flag = any(word in FLAGS for word in words)
-    words = [word for word in words if word not in FLAGS]
-    parsed = {word: parse(word, several=True) for word in words}
-    single = [word for word in words if not parsed[word].is_sweep_override()]
-    composed = composed_of(opened := allow_extra_keys([*single, *(["hydra.mode=MULTIRUN"] if flag else [])]))
-    launcher = [word for word in single if is_of_launcher(parsed[word].key_or_group)]
-    sweep_words = [word for word in single if parsed[word].key_or_group.partition(".")[0] == "sweep"] + launcher
+    command = shlex.join(["adl-dist", "train", *arguments])
+    mode = ["hydra.mode=MULTIRUN"] if any(each in FLAGS for each in arguments) else []
+    overrides = [each for each in arguments if each not in FLAGS]
+    parsed = {override: parse(override, several=True) for override in overrides}
+    single = [override for override in overrides if not parsed[override].is_sweep_override()]
+    composed = compose.composed_of([*single, *mode])
+    launcher = [override for override in single if compose.is_of_launcher(parsed[override].key_or_group)]
+    of_sweep = [
+        override for override in single if parsed[override].key_or_group.partition(".")[0] == "sweep"
+    ] + launcher
     if composed.hydra.mode != RunMode.MULTIRUN:
-        for word in words:
-            parse(word)  # refuses several values
-        if sweep_words:
-            raise ConfigError(f"{sweep_words[0]} means nothing to a single run; add --multirun, or omit it")
-        return None
+        for override in overrides:
+            parse(override)  # refuses several values
+        if of_sweep:
+            raise ConfigError(f"{of_sweep[0]} means nothing to a single run; add --multirun, or omit it")
+        return compose.checked(composed, overrides)
     if launched_world_size() is not None:
         raise ConfigError("several runs are processes of their own; start adl-dist train --multirun without torchrun")
-    config = _sweep_config(composed, opened)
-    typed = {override.key_or_group for override in parsed.values()}
+    config = _sweep_config(composed, overrides)
+    typed = {each.key_or_group for each in parsed.values()}
     params = [f"{k}={v}" for k, v in (composed.hydra.sweeper.params or {}).items() if k not in typed]
-    swept = [*params, *(word for word in words if word not in single)]
-    common = [w for w in single if w not in sweep_words and parsed[w].key_or_group not in ("hydra.mode", "run_dir")]
-    choices, keys = composed.hydra.runtime.choices, {_key(word) for word in swept}
-    nodes = [choices.experiment or "sweep", *(named(n, composed, choices) for n in ("data", "model") if n not in keys)]
-    run_dir = Path(composed.run_dir or f"runs/{'-'.join(nodes)}")
+    swept = [*params, *(override for override in overrides if override not in single)]
+    common = [w for w in single if w not in of_sweep and parsed[w].key_or_group not in ("hydra.mode", "run_dir")]
+    choices, keys = composed.hydra.runtime.choices, {_key(override) for override in swept}
+    nodes = [compose.named(node, composed, choices) for node in ("data", "model") if node not in keys]
+    run_dir = Path(composed.run_dir or f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}")
     jobs: dict[Path, Job] = {}
     for label, variant in (config.variants or {"": []}).items():
         for values in _product(label, variant, swept, fixed=(typed | keys) - {STAGES}):
@@ -124,11 +107,11 @@ def requested(words: Sequence[str]) -> Sweep | None:
     )
 
 
-def _sweep_config(composed: DictConfig, words: Sequence[str]) -> SweepConfig:
+def _sweep_config(composed: DictConfig, overrides: Sequence[str]) -> SweepConfig:
     try:
         config = OmegaConf.to_object(composed.sweep)
     except OmegaConfBaseException as error:
-        raise ConfigError(readable(error, words)) from error
+        raise ConfigError(compose.readable(error, overrides)) from error
     assert isinstance(config, SweepConfig)
     if config.jobs is not None and config.jobs < 1:
         raise ConfigError(f"sweep.jobs must be at least 1, got {config.jobs}")
@@ -136,29 +119,31 @@ def _sweep_config(composed: DictConfig, words: Sequence[str]) -> SweepConfig:
 
 
 def _product(label: str, variant: Sequence[str], swept: Sequence[str], *, fixed: set[str]) -> list[list[str]]:
-    """Return all combinations of the swept values, of a variant that settles on one K those of the other keys."""
+    """Return all combinations of the swept values; a variant that settles on one K meets those of the other keys."""
     with naming(f"sweep.variants, '{label}'"):
-        own = {parse(word).key_or_group: word for word in variant}
+        own = {parse(override).key_or_group: override for override in variant}
         if both := own.keys() & fixed:
             key = min(both)
             raise ConfigError(f"{own[key]} is its own, but {key} is also given for all variants; give it in one place")
-    overrides = [parse(word, several=True) for word in swept if _key(word) not in own]
+    parsed = [parse(override, several=True) for override in swept if _key(override) not in own]
     try:
-        return BasicSweeper.split_arguments(overrides, None)[0]
+        return BasicSweeper.split_arguments(parsed, None)[0]
     except HydraException:
-        word = next(o for o in overrides if o.is_sweep_override() and not o.is_discrete_sweep())
-        raise ConfigError(f"{word.input_line} cannot be enumerated; list its values: {word.key_or_group}=A,B") from None
+        culprit = next(o for o in parsed if o.is_sweep_override() and not o.is_discrete_sweep())
+        raise ConfigError(
+            f"{culprit.input_line} cannot be enumerated; list its values: {culprit.key_or_group}=A,B"
+        ) from None
 
 
-def _job(run_dir: Path, label: str, words: Sequence[str], values: Sequence[str], command: str) -> Job:
+def _job(run_dir: Path, label: str, overrides: Sequence[str], values: Sequence[str], command: str) -> Job:
     row = [label, *(value for value in values if _key(value) not in (STAGES, SEED))]
     with naming(", ".join(filter(None, row)) or command):
-        config, plain = compose_run([*words, *values])
+        config, plain = compose.compose_run([*overrides, *values])
     method = config.method.chosen()
     name = "-".join(filter(None, map(_as_name, row))) or f"{method.name}-M{method.micro_batches_per_update}"
     folder = run_dir / name / f"k{config.partition.num_stages}-seed{config.seed}"
     quoted = str(folder).replace("'", "\\'")
-    return Job(words=[*words, *values, f"run_dir='{quoted}'"], folder=folder, config=config, plain=plain)
+    return Job(overrides=[*overrides, *values, f"run_dir='{quoted}'"], folder=folder, config=config, plain=plain)
 
 
 def _as_name(text: str) -> str:
@@ -166,8 +151,8 @@ def _as_name(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", short.replace("=", "")).strip("-.")
 
 
-def _key(word: str) -> str:
-    return parse(word, several=True).key_or_group
+def _key(override: str) -> str:
+    return parse(override, several=True).key_or_group
 
 
 @contextmanager
