@@ -1,7 +1,5 @@
 """Micro-batches that are rows of tensors in memory: taken at once, with nothing to seed or to check."""
 
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,42 +10,30 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """The micro-batches of one epoch."""
+    """The micro-batches of one epoch, by their places in its order: ``rows`` [n] of inputs and targets [N, ...]."""
 
-    def __init__(self, inputs: Tensor, targets: Tensor, rows: Tensor, sizes: Sequence[int]) -> None:
-        """Take ``rows`` [n] of ``inputs`` [N, ...] and ``targets`` [N, ...], so many for each micro-batch."""
+    def __init__(self, inputs: Tensor, targets: Tensor, rows: Tensor) -> None:
         self._inputs, self._targets, self._rows = inputs, targets, rows
-        self._ends, self._sizes = list(accumulate(sizes)), sizes
 
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def __getitem__(self, micro_batch: int) -> tuple[Tensor, Tensor]:
-        """Copy one micro-batch: (input [size, ...], target [size, ...])."""
-        end = self._ends[micro_batch]
-        rows = self._rows[end - self._sizes[micro_batch] : end]
+    def __getitem__(self, places: slice) -> tuple[Tensor, Tensor]:
+        rows = self._rows[places]
         return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
 
 
-def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], sizes: Sequence[int]) -> Rows | None:
-    """Return the micro-batches of a ``TensorDataset`` of two plain CPU tensors, or of a ``Subset`` of one.
-
-    Args:
-        dataset: any.
-        order: [n], the indices of its samples, one micro-batch after the other.
-        sizes: samples of each micro-batch, n in all.
+def rows_of(dataset: Dataset[Any], order: NDArray[np.int64]) -> Rows | None:
+    """Return the samples ``order`` [n] of a ``TensorDataset`` of two plain CPU tensors, or of a ``Subset`` of one.
 
     Returns:
         None for any other dataset, also of a class derived from these, which may treat its samples in its own way; and
         where a subset's indices are not places counted from 0, whose meaning, or error, is that of one by one.
     """
+    rows = order
     subsets: list[Any] = []
     while type(dataset) is Subset:
         subsets.append(dataset.indices)
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not all(map(_is_plain, dataset.tensors)):
         return None
-    rows = order
     for subset in subsets:
         try:
             of_subset = np.asarray(subset)
@@ -58,8 +44,7 @@ def rows_of(dataset: Dataset[Any], order: NDArray[np.int64], sizes: Sequence[int
         rows = of_subset[rows]
     if rows.size and not 0 <= rows.min() <= rows.max() < len(dataset):
         return None
-    inputs, targets = dataset.tensors
-    return Rows(inputs, targets, torch.from_numpy(rows.astype(np.int64)), sizes)
+    return Rows(*dataset.tensors, torch.from_numpy(rows.astype(np.int64)))
 
 
 def _is_plain(tensor: Tensor) -> bool:
