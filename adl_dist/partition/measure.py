@@ -1,10 +1,11 @@
 """Runs a model unit by unit, where it will be trained, and times it."""
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -73,13 +74,16 @@ def pace(
 @contextmanager
 def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
     """Leave the model, and the random streams of its device, as they were found."""
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    state = copy.deepcopy(model.state_dict())
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # some are no part of the state
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.random.fork_rng(devices=[input_.device] if input_.is_cuda else []):
             yield
     finally:
         model.load_state_dict(state)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers.get(name, buffer))
         model.zero_grad()
         for module, mode in modes.items():
             module.training = mode
@@ -109,24 +113,25 @@ def _whole(model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, wi
     return statistics.fmean(forwards), statistics.fmean(backwards)
 
 
+@dataclass
 class _Bench:
     """The units of a model side by side, each with leaves of its own between it and its neighbours."""
 
-    def __init__(
-        self, pieces: Sequence[nn.Module], input_: Tensor, target: Tensor, loss_fn: LossFn, within: Within
-    ) -> None:
-        self._pieces, self._input, self._target = pieces, input_, target
-        self._loss_fn, self._within = loss_fn, within
-        self._written: list[list[bool]] = []  # by unit and tensor: whether the unit writes to its argument
+    pieces: Sequence[nn.Module]
+    input_: Tensor
+    target: Tensor
+    loss_fn: LossFn
+    within: Within
+    written: list[list[bool]] = field(default_factory=list)  # by unit and tensor: whether it writes to its argument
 
     def look(self, model: nn.Module, chain: Chain, wire_dtype: torch.dtype | None) -> list[UnitCost]:
         """Everything but times: what each unit keeps and sends, and which of its inputs it overwrites."""
         known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
         saver: dict[int, int] = {}  # storage -> the unit that first saves it
-        saved_bytes = [0] * len(self._pieces)
+        saved_bytes = [0] * len(self.pieces)
         alive = []  # leaves and outputs of each unit, or a storage would be used again
-        arriving: Any = self._input
-        for unit, piece in enumerate(self._pieces):
+        arriving: Any = self.input_
+        for unit, piece in enumerate(self.pieces):
 
             def pack(tensor: Tensor, unit: int = unit) -> Tensor:
                 if _storage(tensor) not in known and _storage(tensor) not in saver:
@@ -135,23 +140,23 @@ class _Bench:
                 return tensor
 
             leaves = _leaves(arriving, with_gradient=unit > 0)
-            with self._within():
-                self._written.append(_written(piece, leaves))
+            with self.within():
+                self.written.append(_written(piece, leaves))
             # Called with the leaves themselves, so that what two units save is one storage.
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 arriving = self._call(unit, self._inputs(unit, leaves))
             alive.append((leaves, arriving))
         seen: set[nn.Parameter] = set()
         costs = []
-        for unit, (name, piece, (leaves, out)) in enumerate(zip(chain.units, self._pieces, alive, strict=True)):
+        for unit, (name, piece, (leaves, out)) in enumerate(zip(chain.units, self.pieces, alive, strict=True)):
             parameter_bytes = sum(p.nbytes for p in piece.parameters() if p not in seen)
             seen.update(piece.parameters())
             came_in = sum(t.nbytes for t in tree_leaves(leaves) if isinstance(t, Tensor))
             crossing = out if isinstance(out, list | tuple) else (out,)
             tensors = [t for t in crossing if isinstance(t, Tensor)]
             firsts = [saver.get(_storage(t)) for t in tensors]
-            whole = len(tensors) == len(crossing) and all(t.shape[:1] == self._input.shape[:1] for t in tensors)
-            last = unit == len(self._pieces) - 1
+            whole = len(tensors) == len(crossing) and all(t.shape[:1] == self.input_.shape[:1] for t in tensors)
+            last = unit == len(self.pieces) - 1
             sent = [] if last else [(t, _bytes_sent(t, wire_dtype)) for t in tensors]
             unsaved = [n for (t, n), f in zip(sent, firsts, strict=not last) if n < t.nbytes or f is None or f > unit]
             costs.append(
@@ -176,29 +181,29 @@ class _Bench:
     def run(self) -> tuple[list[float], list[float]]:
         """Return the seconds of each unit's forward and backward."""
         forwards, backwards, kept = [], [], []
-        arriving: Any = self._input
-        for unit in range(len(self._pieces)):
+        arriving: Any = self.input_
+        for unit in range(len(self.pieces)):
             leaves = _leaves(arriving, with_gradient=unit > 0)
             inputs = self._inputs(unit, leaves)
-            start = _now(self._input.device)
+            start = _now(self.input_.device)
             arriving = self._call(unit, inputs)
-            forwards.append(_now(self._input.device) - start)
+            forwards.append(_now(self.input_.device) - start)
             kept.append((leaves, arriving))
         grads: list[Tensor | None] = [torch.ones_like(arriving)]
-        for piece, (leaves, out) in zip(reversed(self._pieces), reversed(kept), strict=True):
-            start = _now(self._input.device)
+        for piece, (leaves, out) in zip(reversed(self.pieces), reversed(kept), strict=True):
+            start = _now(self.input_.device)
             grads = _backward(piece, tree_leaves(leaves), tree_leaves(out), grads)
-            backwards.append(_now(self._input.device) - start)
+            backwards.append(_now(self.input_.device) - start)
         return forwards, backwards[::-1]
 
     def _call(self, unit: int, inputs: Any) -> Any:
-        with self._within():
-            out = self._pieces[unit](inputs)
-            return self._loss_fn(out, self._target) if unit == len(self._pieces) - 1 else out
+        with self.within():
+            out = self.pieces[unit](inputs)
+            return self.loss_fn(out, self.target) if unit == len(self.pieces) - 1 else out
 
     def _inputs(self, unit: int, leaves: Any) -> Any:
         """Return the unit's arguments: copies of those it overwrites."""
-        written = iter(self._written[unit])
+        written = iter(self.written[unit])
         return tree_map(lambda t: t.clone() if next(written) else t, leaves)
 
 
