@@ -150,9 +150,7 @@ def imagefolder(
         std: standard deviations; given if and only if ``mean`` is.
 
     Raises:
-        ConfigError: ``image_size``, ``mean`` or ``std`` out of range.
-        DataError: a folder is missing, holds no images, or the two hold different classes. When it is loaded: an
-            image cannot be read.
+        DataError: a folder is missing, or holds no images or other classes; when it is loaded, an unreadable image.
     """
     small = image_size <= LARGEST_SMALL_IMAGE
     statistics = CIFAR10_STATISTICS if small else IMAGENET_STATISTICS
@@ -276,9 +274,6 @@ def synthetic(
     """Made-up images that can be learnt: a smooth pattern of the class (i mod ``num_classes``) plus as much noise.
 
     ``image_size``: height and width in pixels; ``seed``: that of patterns and noise, not the run's.
-
-    Raises:
-        ConfigError: a count below 1.
     """
     counts = {"num_samples": num_samples, "num_validation": num_validation, "num_classes": num_classes}
     for key, count in (counts | {"in_channels": in_channels, "image_size": image_size}).items():

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from adl_dist.data.in_memory import rows_of
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed, stream_seeds
 
@@ -119,7 +118,7 @@ class Loader:
                 f"{list(sizes)}, {sum(sizes)} in all"
             )
         order = order[: sum(sizes)]
-        micro_batches: Dataset[Any] = rows_of(self._dataset, order) or _Samples(
+        micro_batches: Dataset[Any] = _rows_of(self._dataset, order) or _Samples(
             self._dataset, order, stream_seeds(self._seed, "sample", epoch, last=order)
         )
         places = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
@@ -151,6 +150,49 @@ class Loader:
             getattr(iterator, "_shutdown_workers", lambda: None)()
             for worker in getattr(iterator, "_workers", ()):  # one that is stuck: it takes no SIGTERM
                 worker.kill()
+
+
+class _Rows(Dataset[tuple[Tensor, Tensor]]):
+    """The micro-batches of one epoch, by their places in its order: rows of tensors, taken at once."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, rows: Tensor) -> None:
+        self._inputs, self._targets, self._rows = inputs, targets, rows
+
+    def __getitem__(self, places: slice) -> tuple[Tensor, Tensor]:
+        rows = self._rows[places]
+        return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
+
+
+def _rows_of(dataset: Dataset[Any], order: NDArray[np.int64]) -> _Rows | None:
+    """Return the samples ``order`` [n] of a ``TensorDataset`` of two plain CPU tensors, or of a ``Subset`` of one.
+
+    None for any other dataset, also of a class derived from these, which may treat its samples in its own way; and
+    where a subset's indices are not places counted from 0, whose meaning, or error, is that of one by one.
+    """
+    rows, subsets = order, []
+    while type(dataset) is Subset:
+        subsets.append(dataset.indices)
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not all(map(_is_plain, dataset.tensors)):
+        return None
+    for subset in subsets:
+        try:
+            of_subset = np.asarray(subset)
+        except (TypeError, ValueError, RuntimeError):  # lists of several lengths, tensors on a GPU
+            return None
+        if of_subset.ndim != 1 or of_subset.dtype.kind not in "iu":
+            return None
+        rows = of_subset[rows]
+    if rows.size and not 0 <= rows.min() <= rows.max() < len(dataset):
+        return None
+    return _Rows(*dataset.tensors, torch.from_numpy(rows.astype(np.int64)))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether rows taken at once equal rows taken one by one, in the same memory format."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    return not tensor.is_nested and not tensor.is_quantized and tensor.is_contiguous()
 
 
 class _Samples(Dataset["tuple[Tensor, Tensor] | DataError"]):
@@ -234,10 +276,7 @@ def _worker_context() -> BaseContext:
 
 
 def _begin_worker(cores: set[int] | None, worker: int) -> None:
-    """Let a worker run on ``cores``, and end when the process that it loads for was killed.
-
-    torch's workers watch their parent, but theirs is the fork server, which itself stays while a worker does.
-    """
+    """Let a worker run on ``cores``, and end when the process that it loads for was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None, f"loader worker {worker} runs outside of a worker process"
     for number in _NOT_FOR_WORKERS:  # again: the server may be one that the user's script had started before
@@ -245,7 +284,7 @@ def _begin_worker(cores: set[int] | None, worker: int) -> None:
     if cores is not None:
         os.sched_setaffinity(0, cores)
 
-    def wait() -> None:
+    def wait() -> None:  # torch's workers watch their parent, but that is the fork server, which stays while they do
         parent.join()
         os._exit(1)
 
