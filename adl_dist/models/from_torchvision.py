@@ -26,10 +26,7 @@ def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.
     GoogLeNet and Inception v3 come without their auxiliary heads unless ``aux_logits=True`` asks for them: with
     them their output in training is a tuple, which needs a loss of its own.
 
-    Args:
-        name: the builder's name, like ``resnet50`` or ``vit_b_16``.
-        num_classes: outputs.
-        **options: further arguments of the builder, like ``dropout`` or ``image_size``.
+    ``options`` are further arguments of the builder, like ``dropout`` or ``image_size``.
 
     Returns:
         float[B, 3, H, W] -> float[B, num_classes].

@@ -43,7 +43,7 @@ def option_b(in_channels: int, out_channels: int) -> nn.Module:
 
 SHORTCUTS: dict[str, Callable[[int, int], nn.Module]] = {
     "A": OptionA,
-    "A_after": lambda in_channels, out_channels: OptionA(in_channels, out_channels, zeros_after=True),
+    "A_after": partial(OptionA, zeros_after=True),
     "B": option_b,
 }
 
@@ -229,9 +229,8 @@ class PreActivationBlock(nn.Module):
         self.relu2 = nn.ReLU(inplace=True)
         self.dropout = nn.Dropout(dropout)
         self.conv2 = conv3x3(out_channels, out_channels, 1)
-        self.projection = (
-            None if in_channels == out_channels else nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
-        )
+        is_wider = in_channels != out_channels
+        self.projection = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False) if is_wider else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, out, ceil(H/stride), ceil(W/stride)] of ``x`` [B, in, H, W]."""
@@ -256,12 +255,9 @@ def wide_resnet(
     stem = nn.Sequential(OrderedDict(conv=conv3x3(in_channels, 16, 1)))
     channels = [16 * widen_factor, 32 * widen_factor, 64 * widen_factor]
     block = partial(PreActivationBlock, dropout=dropout)
-    before_head = OrderedDict(bn=nn.BatchNorm2d(channels[-1]), relu=nn.ReLU(inplace=True))
-    return he_init(
-        assemble(
-            stem, channels, [num_blocks] * 3, block, stem_width=16, before_head=before_head, num_classes=num_classes
-        )
-    )
+    activation = OrderedDict(bn=nn.BatchNorm2d(channels[-1]), relu=nn.ReLU(inplace=True))
+    options = {"num_classes": num_classes, "stem_width": 16}
+    return he_init(assemble(stem, channels, [num_blocks] * 3, block, before_head=activation, **options))
 
 
 class SqueezeExcitation(nn.Module):

@@ -31,9 +31,7 @@ def multistep_factor(update: int, *, milestones: Sequence[int], gamma: float, nu
 def cosine_factor(update: int, *, total_updates: int, final_factor: float, num_warmup_updates: int) -> float:
     """Half a cosine from 1 at s = W to ``final_factor`` at s = ``total_updates`` and after; before it the warm-up.
 
-        f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2
-
-    Like torch's CosineAnnealingLR, the end belongs to the update after the last one.
+    f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2; like torch's, the end belongs to the update after the last one.
     """
     if update < num_warmup_updates:
         return warmup_factor(update, num_warmup_updates=num_warmup_updates)

@@ -16,6 +16,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.models import cifar_resnet, cifar_resnet18, cifar_resnet34, se_resnet18, torchvision_model, wide_resnet
 from adl_dist.models.from_torchvision import builder_of
 from adl_dist.models.resnet import OptionA, PreActivationBlock, SqueezeExcitation
+from tests.support.tiers import covering
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +38,7 @@ COUNTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("preset", COUNTS)
+@pytest.mark.parametrize("preset", covering(COUNTS, [name for name in COUNTS if name != "resnet1202"]))
 def test_parameter_counts_are_the_published_ones(preset):
     config, _ = compose_run([*f"model={preset}".split(), "data.in_channels=3"])
     with torch.device("meta"):
@@ -172,20 +173,29 @@ def test_memory_format_channels_last_survives_every_unit(make):
         assert x.is_contiguous(memory_format=torch.channels_last), name
 
 
-@pytest.mark.parametrize(
-    ("depth", "nearest"), [(21, "20 and 26"), (19, "14 and 20"), (55, "50 and 56"), (2, "8"), (7, "8"), (-3, "8")]
-)
-def test_a_depth_that_is_not_6n_plus_2_is_refused(depth, nearest):
-    with pytest.raises(ConfigError, match=rf"model\.depth={depth} is not 6n\+2 .* the nearest that is: {nearest}$"):
-        cifar_resnet(depth)
-
-
+DEPTHS = {21: "20 and 26", 19: "14 and 20", 55: "50 and 56", 2: "8", 7: "8", -3: "8"}
+TORCHVISIONS = [
+    ("resnet51", {}, "model.name=resnet51 is not one of torchvision's .* did you mean resnet50 or"),
+    (5, {}, "model.name=5 is not one of torchvision's .* see torchvision.models.list_models"),
+    ("fcn_resnet50", {}, "model.name=fcn_resnet50 is one of torchvision.models.segmentation; only classification"),
+    ("quantized_resnet18", {}, "is one of torchvision.models.quantization; only classification"),
+    ("resnet18", {"num_classes": 0}, "model.num_classes must be at least 1, got 0"),
+    ("resnet18", {"width_per_grup": 1}, "no key 'model.width_per_grup'; did you mean 'model.width_per_group'"),
+    # ConvNeXt and MobileNetV3 would swallow what they do not know.
+    ("convnext_tiny", {"dropuot": 0.1}, "no key 'model.dropuot'; torchvision's convnext_tiny takes block_setting"),
+    ("resnet18", {"weights": "DEFAULT"}, "model.weights is not taken: nothing is downloaded; .* init_from=PATH"),
+    ("resnet18", {"groups": 2}, "refuses model.groups=2: ValueError: BasicBlock only supports groups=1"),
+]
 MAKERS = (cifar_resnet18, cifar_resnet34, wide_resnet, se_resnet18)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        *(
+            (partial(cifar_resnet, depth), rf"model\.depth={depth} is not 6n\+2 .* the nearest that is: {nearest}$")
+            for depth, nearest in DEPTHS.items()
+        ),
         (lambda: cifar_resnet(20, num_classes=0), r"model.num_classes and model.in_channels must be .*, got 0 and 3"),
         *((partial(make, num_classes=10, in_channels=0), "got 10 and 0") for make in MAKERS),
         (lambda: cifar_resnet(32, width=0), r"model\.width must be at least 1, got 0"),
@@ -197,6 +207,7 @@ MAKERS = (cifar_resnet18, cifar_resnet34, wide_resnet, se_resnet18)
         (lambda: wide_resnet(4), r"model.depth=4 is not 6n\+4 .*: 10$"),
         (lambda: wide_resnet(10, 0), "model.widen_factor must be at least 1, got 0"),
         (lambda: wide_resnet(10, 1, dropout=1.0), "model.dropout must be at least 0 and below 1, got 1.0"),
+        *((partial(torchvision_model, name, **options), message) for name, options, message in TORCHVISIONS),
     ],
 )
 def test_a_choice_that_is_none_is_refused_with_those_that_are(make, message):
@@ -277,26 +288,6 @@ def test_networks_with_auxiliary_heads_come_without_them(name):
     with torch.device("meta"):
         heads = [n for n, _ in torchvision_model(name, aux_logits=True).named_children() if "aux" in n.lower()]
     assert heads
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("resnet51", {}, "model.name=resnet51 is not one of torchvision's .* did you mean resnet50 or"),
-        (5, {}, "model.name=5 is not one of torchvision's .* see torchvision.models.list_models"),
-        ("fcn_resnet50", {}, "model.name=fcn_resnet50 is one of torchvision.models.segmentation; only classification"),
-        ("quantized_resnet18", {}, "is one of torchvision.models.quantization; only classification"),
-        ("resnet18", {"num_classes": 0}, "model.num_classes must be at least 1, got 0"),
-        ("resnet18", {"width_per_grup": 1}, "no key 'model.width_per_grup'; did you mean 'model.width_per_group'"),
-        # ConvNeXt and MobileNetV3 would swallow what they do not know.
-        ("convnext_tiny", {"dropuot": 0.1}, "no key 'model.dropuot'; torchvision's convnext_tiny takes block_setting"),
-        ("resnet18", {"weights": "DEFAULT"}, "model.weights is not taken: nothing is downloaded; .* init_from=PATH"),
-        ("resnet18", {"groups": 2}, "refuses model.groups=2: ValueError: BasicBlock only supports groups=1"),
-    ],
-)
-def test_what_torchvision_cannot_build_is_refused(name, options, message):
-    with pytest.raises(ConfigError, match=message):
-        torchvision_model(name, **options)
 
 
 def test_options_reach_torchvisions_builder():
