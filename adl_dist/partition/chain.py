@@ -3,7 +3,7 @@
 import difflib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from operator import attrgetter
 from typing import Protocol
 
@@ -35,13 +35,8 @@ def linearise(model: nn.Module, *, granularity: str = "block") -> Chain:
     Raises:
         PartitionError: it cannot be traced; names the line and the ways out.
     """
-    if (
-        granularity == "block"
-        and isinstance(model, nn.Sequential)
-        and type(model).forward is nn.Sequential.forward
-        and type(model).train is nn.Sequential.train
-        and not has_hooks(model)
-    ):
+    is_plain = all(getattr(type(model), name) is getattr(nn.Sequential, name) for name in ("forward", "train"))
+    if granularity == "block" and is_plain and not has_hooks(model):
         return SequentialChain(model)
     return TracedChain(model, *read(model, granularity=granularity))
 
@@ -76,26 +71,19 @@ class TracedChain:
             if step.op in ("call_module", "get_attr"):
                 uses += _uses_of(unit, str(step.target), attrgetter(str(step.target))(model))
         self.forbidden = _torn(uses)
-        for mode in self._modes:
-            for cut in range(len(self.units) - 1):
-                for node, _ in mode.crossing(cut):
-                    if node in mode.trace.independent:
-                        reason = f"'{node.name}', which does not depend on the input, would cross it"
-                        self.forbidden.setdefault(cut, reason)
+        for mode, cut in product(self._modes, range(len(self.units) - 1)):
+            for node, _ in mode.crossing(cut):
+                if node in mode.trace.independent:
+                    self.forbidden.setdefault(cut, f"'{node.name}', which does not depend on the input, would cross it")
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return a module for each stage, with its units' graphs for training and evaluation."""
         training, evaluation = self._modes[0], self._modes[-1]
         unlike = training.trace.unlike, evaluation.trace.unlike
-        pieces = [
-            StageModule(
-                self._model,
-                (training.graph(start, stop), evaluation.graph(start, stop)),
-                self.units[start:stop],
-                unlike,
-            )
-            for start, stop in pairwise(accumulate(sizes, initial=0))
-        ]
+        pieces = []
+        for start, stop in pairwise(accumulate(sizes, initial=0)):
+            graphs = training.graph(start, stop), evaluation.graph(start, stop)
+            pieces.append(StageModule(self._model, graphs, self.units[start:stop], unlike))
         # What no forward reads, and second names of what one does, go to the stage of that tensor, or the last.
         held = {name for piece in pieces for name in piece.state_dict()}
         home = {id(t): piece for piece in pieces for t in (*piece.parameters(), *piece.buffers())}

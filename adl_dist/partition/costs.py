@@ -116,9 +116,7 @@ class Machine:
     memory_bytes: int | None = None  # of each device; None: no limit
     bandwidth: float = math.inf  # bytes per second of a link, each direction for itself
     latency: float = 0.0  # seconds of a message on its way; no cut is chosen by it, see :func:`link_time`
-    seconds_per_byte: float = (
-        0.0  # for which a stage itself is busy with what it sends or receives (gloo on CPU copies)
-    )
+    seconds_per_byte: float = 0.0  # for which a stage itself is busy, sent or received (gloo on CPU copies)
     seconds_per_message: float = 0.0  # for which it is busy with each tensor, whatever its size
 
     def __post_init__(self) -> None:
@@ -134,9 +132,8 @@ class Machine:
 def link_time(unit: UnitCost, machine: Machine) -> float:
     """Return the seconds for which a link after ``unit`` is occupied by one micro-batch, in its busier direction.
 
-    Bytes over bandwidth, without the latency: receives are posted ahead and no stage waits for a send, so the next
-    message leaves while one is on its way. Latency makes the pipeline longer to fill, but not slower while the method's
-    delays leave room for it. What it costs where they do not, the timing model says (:func:`adl_dist.schedule.speed`).
+    Without the latency: receives are posted ahead and no stage waits for a send, so the next message leaves while one
+    is on its way. What it costs where the method's delays leave no room for it, :func:`adl_dist.schedule.speed` says.
     """
     return max(unit.act_bytes, unit.grad_bytes) / machine.bandwidth
 
@@ -148,7 +145,7 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
     Nothing crosses before the first unit and after the last. The seconds of a stage's units are added from left to
     right, never as a difference of two sums that start elsewhere, so equal costs tie to the last bit.
     """
-    work = _sums([unit.forward * (1 + held.recomputes) + unit.backward + unit.update for unit in units])
+    work = _of_stages(np.add, [unit.forward * (1 + held.recomputes) + unit.backward + unit.update for unit in units])
 
     def busy(unit: UnitCost) -> float:
         num_messages = unit.num_tensors * (2 if unit.grad_bytes else 1)
@@ -175,10 +172,12 @@ def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_co
     messages = messages + _at_stops(
         units, lambda unit: RECEIVED * unit.grad_bytes + in_graphs * unit.held_before + in_buffers * unit.act_bytes
     )
-    activations = _sums([unit.activation_bytes for unit in units]) + _at_starts(units, lambda unit: unit.held_behind)
-    work = np.maximum.accumulate(_rows([unit.work_bytes for unit in units]), axis=1)
+    activations = _of_stages(np.add, [unit.activation_bytes for unit in units]) + _at_starts(
+        units, lambda unit: unit.held_behind
+    )
+    work = _of_stages(np.maximum, [unit.work_bytes for unit in units])
     copies = 1 + 1 + optimizer_copies + held.weight_copies + held.gradient_copies  # weights and gradients first
-    parameters = copies * _sums([unit.parameter_bytes for unit in units])
+    parameters = copies * _of_stages(np.add, [unit.parameter_bytes for unit in units])
     return np.ceil(held.graphs * activations + held.inputs * came_in + parameters + messages + work)
 
 
@@ -192,11 +191,8 @@ def _at_stops(units: Sequence[UnitCost], of: Callable[[UnitCost], float]) -> Flo
     return np.array([*(float(of(unit)) for unit in units[:-1]), 0.0])
 
 
-def _rows(values: Sequence[float]) -> Floats:
-    """Return [n, n] of ``values`` in each row, from the diagonal on; 0 before."""
-    return np.triu(np.tile(np.array(values, dtype=np.float64), (len(values), 1)))
-
-
-def _sums(values: Sequence[float]) -> Floats:
-    """Return [n, n], whose entry [i, j] is the sum of values i to j, added from left to right."""
-    return np.cumsum(_rows(values), axis=1)
+def _of_stages(join: np.ufunc, values: Sequence[float]) -> Floats:
+    """Return [n, n], whose entry [i, j] joins values i to j, from left to right."""
+    rows = np.triu(np.tile(np.array(values, dtype=np.float64), (len(values), 1)))
+    joined: Floats = join.accumulate(rows, axis=1)
+    return joined

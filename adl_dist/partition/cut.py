@@ -22,12 +22,8 @@ def cut(
     """Cut ``model`` into stages that together hold exactly its parameters and buffers.
 
     The state_dict keys of the stages are those of the uncut model: their disjoint union is its state_dict.
-
-    Args:
-        model: any module that torch.fx can trace; an ``nn.Sequential`` is not traced at granularity ``block``.
-        num_stages: K.
-        balance: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
-        granularity: what a unit is; see :func:`linearise`.
+    ``balance``: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
+    ``granularity``: what a unit is; see :func:`linearise`.
 
     Raises:
         PartitionError: it cannot be traced, has too few units, or cannot be cut there.

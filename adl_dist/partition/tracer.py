@@ -135,11 +135,7 @@ class _Tracer(fx.Tracer):
 def _as_before(model: nn.Module) -> Iterator[None]:
     """Undo the side effects of the forward, and refuse those that a cut model would have to repeat each time."""
     streams = _random_streams()
-    holders = [
-        (name, holder, dict(holder))
-        for name, module in model.named_modules()
-        for holder in (module.__dict__, module._buffers)
-    ]
+    holders = [(name, held, {**held}) for name, m in model.named_modules() for held in (m.__dict__, m._buffers)]
     assigned: list[str] = []
     tracing = object()  # stands for an attribute that was not there
     try:
@@ -175,12 +171,8 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 def _random_streams() -> tuple[bytes, Any, Any]:
     """Return the states of torch's, Python's and numpy's generators."""
-    of_numpy: Any = np.random.get_state(legacy=True)
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        random.getstate(),
-        (of_numpy[0], of_numpy[1].tolist(), *of_numpy[2:]),
-    )
+    numpys: Any = np.random.get_state(legacy=True)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), (numpys[0], numpys[1].tolist(), *numpys[2:])
 
 
 def _autocast() -> list[bool]:

@@ -93,6 +93,10 @@ def brute_force(units, K, held, machine, optimizer_copies):
 POWERS = [0.25, 0.5, 1.0, 2.0]
 
 
+FOOTPRINTS = {"inputs": (0, 3), "weight_copies": (0, 2), "gradient_copies": (0, 1), "recomputes": (0, 1)}
+FOOTPRINTS |= {"acts_sent": (1, 4), "grads_sent": (1, 6)}
+
+
 def random_instance(draw):
     """Up to 8 units and 4 stages; few different numbers, so that many cuts cost the same."""
     n, most = draw.randint(1, 8), draw.choice([1, 3, 20])
@@ -117,15 +121,7 @@ def random_instance(draw):
         for i in range(n)
     ]
     held = [
-        StageFootprint(
-            graphs=draw.randint(1, 2 * K),
-            inputs=draw.choice([0, 3]),
-            weight_copies=draw.choice([0, 2]),
-            gradient_copies=draw.choice([0, 1]),
-            acts_sent=draw.choice([1, 4]),
-            grads_sent=draw.choice([1, 6]),
-            recomputes=draw.choice([0, 1]),
-        )
+        StageFootprint(graphs=draw.randint(1, 2 * K), **{name: draw.choice(pair) for name, pair in FOOTPRINTS.items()})
         for _ in range(K)
     ]
     # Around what an even share of everything takes, so that a limit may bind, not bind, or leave no cut at all.

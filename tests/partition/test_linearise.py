@@ -514,7 +514,7 @@ class FirstFour(nn.Module):
 
 
 @pytest.mark.parametrize("name", [name for name in NETS if name.startswith(("written", "two_names"))])
-def test_what_writes_in_place_trains_as_one_stage_wherever_it_is_cut(name):
+def test_what_writes_in_place_trains_the_same_wherever_it_is_cut(name):
     def run(K, **options):
         torch.manual_seed(0)
         model = nn.Sequential(FirstFour(), NETS[name]())

@@ -1,9 +1,13 @@
-"""One network of each family of torchvision, cut inside of its blocks; all of them, in float64 too: test_zoo.py."""
+"""Networks of torchvision, cut inside of their blocks: one of each family; by ``make test-zoo`` all, in two dtypes."""
+
+import gc
+import time
 
 import pytest
 import torch
+from torchvision import models
 
-from tests.support.cut_steps import assert_the_cut_network_equals_the_uncut_one
+from tests.support.cut_steps import WITH_HEADS, assert_the_cut_network_equals_the_uncut_one
 from tests.support.tiers import slow
 
 FAMILIES = [
@@ -16,3 +20,17 @@ FAMILIES = [
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cut_network_computes_the_bits_of_the_uncut_one(name, tmp_path):
     assert_the_cut_network_equals_the_uncut_one(name, torch.float32, tmp_path)
+
+
+@pytest.mark.zoo
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [*models.list_models(module=models), *WITH_HEADS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_each_network_computes_its_bits_when_it_is_cut(name, dtype, tmp_path, record_property):
+    start = time.perf_counter()
+    told = assert_the_cut_network_equals_the_uncut_one(name, dtype, tmp_path)
+    gc.collect()  # graphs hold cycles, and the next network may need the memory
+    (verdict,) = (key for key in told if key.startswith("float"))
+    told[verdict] += f", {time.perf_counter() - start:.0f} s"
+    for what, value in told.items():
+        record_property(what, value)

@@ -2,10 +2,9 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +27,12 @@ WITH_HEADS = ("googlenet with heads", "inception_v3 with heads")
 ROUNDED = ("convnext",)
 
 
-@dataclass
-class Step:
-    """What one step leaves behind.
+class Step(NamedTuple):
+    """What one step leaves behind."""
 
-    Attributes:
-        kind: of the output in training: a tensor, or a named tuple.
-        values: the output in training, the gradient of the input and of each parameter (None: it got none), each buffer
-            after that step, and the output in evaluation after it.
-    """
-
-    kind: type
+    kind: type  # of the output in training: a tensor, or a named tuple
+    # The output in training, gradients of the input and of each parameter (None: it got none), each buffer after that
+    # step, and the output in evaluation after it.
     values: dict[str, Tensor | None]
 
 
@@ -56,15 +50,8 @@ class MeanSquare:
 def assert_the_cut_network_equals_the_uncut_one(name: str, dtype: torch.dtype, scratch: Path) -> dict[str, Any]:
     """At an even cut and at three random places, into K = 4; one step in training, one in evaluation.
 
-    Bit for bit, but where ``ROUNDED`` says why not; there in float64 to 1e-12.
-
-    Args:
-        name: of a builder of torchvision, or of ``WITH_HEADS``.
-        dtype: of everything.
-        scratch: an empty folder, for what would take too much memory.
-
-    Returns:
-        What was compared, for a table.
+    Bit for bit, but where ``ROUNDED`` says why not; there in float64 to 1e-12. ``scratch``: an empty folder, for what
+    would take too much memory. Returns what was compared, for a table.
     """
     model, x = network(name, dtype), images(name, dtype)
     num_parameters = sum(p.numel() for p in model.parameters())
@@ -126,7 +113,6 @@ def images(name: str, dtype: torch.dtype) -> Tensor:
 
 
 def random_sizes(chain: Chain, *, seed: str) -> list[int]:
-    """A balance that cuts at any places where it can be cut."""
     places = [cut + 1 for cut in range(len(chain.units) - 1) if cut not in chain.forbidden]
     cuts = sorted(random.Random(seed).sample(places, NUM_STAGES - 1))
     return [stop - start for start, stop in pairwise([0, *cuts, len(chain.units)])]

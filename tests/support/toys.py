@@ -116,7 +116,7 @@ UNET_BALANCE: dict[int, list[str]] = {1: [], 2: ["up"], 3: ["bottom", "cat_2"], 
 _UNET_PARTS = {1: [4], 2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
 
 
-class SegmentTrace(nn.Module):
+class Part(nn.Module):
     """Some of the parts, with the parameters' names as they are in the whole."""
 
     def __init__(self, net: UNet, parts: Sequence[tuple[Callable[..., Any], list[str]]]) -> None:
@@ -136,7 +136,7 @@ def unet() -> UNet:
     return UNet()
 
 
-def unet_by_hand(K: int) -> list[SegmentTrace]:
+def unet_by_hand(K: int) -> list[Part]:
     """The stages of a new UNet as ``UNET_BALANCE`` cuts it."""
     net, parts = unet(), iter(_PARTS)
-    return [SegmentTrace(net, list(islice(parts, size))) for size in _UNET_PARTS[K]]
+    return [Part(net, list(islice(parts, size))) for size in _UNET_PARTS[K]]

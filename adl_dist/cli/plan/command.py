@@ -22,10 +22,9 @@ from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Machine, checked_sizes
-from adl_dist.partition.advice import advise, alternative
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Profile
-from adl_dist.partition.predict import Prediction, predict
+from adl_dist.partition.predict import Prediction, advise, alternative, predict
 from adl_dist.report.costs import check_suffix, draw_costs
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of

@@ -7,9 +7,8 @@ from typing import Any
 
 from adl_dist.cli.config.methods import method_words
 from adl_dist.partition import Machine, UnitCost
-from adl_dist.partition.advice import Alternative
 from adl_dist.partition.costs import Profile
-from adl_dist.partition.predict import Prediction
+from adl_dist.partition.predict import Alternative, Prediction
 from adl_dist.report.tables import text_table
 
 METHOD_HEAD = (
