@@ -89,34 +89,23 @@ SCHEDULES = {
     ),
 }
 
+
 # SequentialLR itself steps its parts with an argument that torch has deprecated.
-torchs_own = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
-
-
-@torchs_own
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("done", [0, 1, 13])
 def test_a_resumed_schedule_has_the_uninterrupted_ones_rates(kind, done):
-    """A resumed schedule continues with the uninterrupted one's rates to the bit."""
-    uninterrupted = learning_rates(SCHEDULES[kind](sgd()), 40)
-    resumed = SCHEDULES[kind](sgd())
-    fast_forward(resumed, done)
-
-    assert learning_rates(resumed, 40 - done) == uninterrupted[done:]
-
-
-@torchs_own
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_it_does_not_matter_if_optimizer_state_was_loaded_before(kind):
+    """To the bit, whether or not the optimizer's state was loaded before."""
     first = SCHEDULES[kind](sgd())
-    learning_rates(first, 13)
+    learning_rates(first, done)
     saved = first.optimizer.state_dict()
-    expected = learning_rates(first, 20)
-
-    resumed = SCHEDULES[kind](sgd())
-    resumed.optimizer.load_state_dict(saved)
-    fast_forward(resumed, 13)
-    assert learning_rates(resumed, 20) == expected
+    uninterrupted = learning_rates(first, 40 - done)
+    for is_loaded in (False, True):
+        resumed = SCHEDULES[kind](sgd())
+        if is_loaded:
+            resumed.optimizer.load_state_dict(saved)
+        fast_forward(resumed, done)
+        assert learning_rates(resumed, 40 - done) == uninterrupted
 
 
 def test_a_learning_rate_tensor_is_fast_forwarded_in_place():

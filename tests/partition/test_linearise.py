@@ -111,11 +111,11 @@ class Net(nn.Module):
         for name in ("mean", "average", "scale"):
             self.register_buffer(name, torch.randn(4))
         self.register_buffer("calls", torch.zeros(()))
-        self.plain = torch.arange(4.0)
+        self.plain, self.layers = torch.arange(4.0), nn.ModuleDict({"for": nn.Linear(4, 4)})
 
 
-def net(forward, base=Net):
-    return type(forward.__name__, (base,), {"forward": forward})
+def net(forward):
+    return type(forward.__name__, (Net,), {"forward": forward})
 
 
 class Forwards:
@@ -347,7 +347,6 @@ NESTED = {
 
 @pytest.mark.parametrize("granularity", ["layer", "block"])
 def test_units_are_named_by_the_layer_and_function_they_run(granularity):
-    """Units are named by the layer or the block and the function that they run."""
     expected = [*NESTED[granularity], "act", "mean", "mul", "act_2", "add", "head"]
     assert linearise(Nested(), granularity=granularity).units == expected
 
@@ -367,40 +366,35 @@ def test_a_balance_of_names_begins_a_stage_at_each(balance, first):
 
 
 @pytest.mark.parametrize(
-    ("balance", "message"),
+    ("K", "balance", "message"),
     [
-        (["blocks.2"], r"there is no unit or block 'blocks.2'; near it are blocks.*adl-dist plan lists them"),
-        (["act", "stem.1"], r"\[act, stem.1\] does not fit: expected 2 names.*in the order they run"),
-        (["blocks", "blocks.0.conv"], "does not fit"),
-        (["stem"], r"expected 1 names, of the units where stages 1 to 1 begin"),
-        (["blocks.0", "act"], r"expected 1 names"),
+        (2, ["blocks.2"], r"there is no unit or block 'blocks.2'; near it are blocks.*adl-dist plan lists them"),
+        (3, ["act", "stem.1"], r"\[act, stem.1\] does not fit: expected 2 names.*in the order they run"),
+        (3, ["blocks", "blocks.0.conv"], "does not fit"),
+        (2, ["stem"], r"expected 1 names, of the units where stages 1 to 1 begin"),
+        (2, ["blocks.0", "act"], r"expected 1 names"),
     ],
 )
-def test_a_balance_of_names_that_mean_no_cut_is_refused(balance, message):
-    num_stages = 2 if "expected 1" in message else len(balance) + 1
+def test_a_balance_of_names_that_mean_no_cut_is_refused(K, balance, message):
     with pytest.raises(PartitionError, match=message):
-        cut(Nested(), num_stages=num_stages, balance=balance, granularity="layer")
+        cut(Nested(), num_stages=K, balance=balance, granularity="layer")
 
 
-class Tied(Net):
-    def __init__(self):
-        super().__init__()
-        self.c.weight = self.a.weight
-
-    def forward(self, x):
-        return torch.tanh(self.c(self.b(self.a(x))))
+def tied():
+    model = net(lambda self, x: torch.tanh(self.c(self.b(self.a(x)))))()
+    model.c.weight = model.a.weight
+    return model
 
 
-class ReadTwice(Net):
-    def forward(self, x):
-        return torch.tanh(self.b(self.a(x) * self.c.bias) * self.c.bias)
+def read_twice():
+    return net(lambda self, x: torch.tanh(self.b(self.a(x) * self.c.bias) * self.c.bias))()
 
 
 @pytest.mark.parametrize(
     ("make", "message", "even"),
     [
-        (Tied, "cannot be cut after a: 'a.weight' and 'c.weight' are one and the same tensor", "tanh"),
-        (ReadTwice, "cannot be cut after mul: 'c.bias'.* would cross it; .* on one stage, or untie", "mul"),
+        (tied, "cannot be cut after a: 'a.weight' and 'c.weight' are one and the same tensor", "tanh"),
+        (read_twice, "cannot be cut after mul: 'c.bias'.* would cross it; .* on one stage, or untie", "mul"),
     ],
 )
 def test_a_tensor_that_two_stages_need_is_named(make, message, even):
@@ -535,14 +529,10 @@ def halved(x):
 torch.fx.wrap("halved")
 
 
-class Wrapped(Net):
-    def forward(self, x):
-        return self.b(halved(self.a(x)))
-
-
 def test_a_function_hidden_by_wrap_is_one_unit():
     torch.manual_seed(0)
-    model, x = Wrapped().double(), torch.randn(3, 4, dtype=torch.float64)
+    make = net(lambda self, x: self.b(halved(self.a(x))))
+    model, x = make().double(), torch.randn(3, 4, dtype=torch.float64)
     pieces = pieces_of_one_unit(model)
     assert [piece.unit_names for piece in pieces] == [["a"], ["halved"], ["b"]]
     for sign in (1, -1):
@@ -584,6 +574,9 @@ class Refused:
         self.num_calls += 1
         return self.c(self.b(self.a(x)) / self.num_calls)
 
+    def named_by_python(self, x):
+        return self.c(self.layers["for"](self.a(x)))
+
     def autocast(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             h = self.b(self.a(x))
@@ -608,15 +601,6 @@ class ExtraState(Net):
 
     def forward(self, x):
         return self.b(self.a(x))
-
-
-class NamedByPython(Net):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleDict({"for": nn.Linear(4, 4)})
-
-    def forward(self, x):
-        return self.c(self.layers["for"](self.a(x)))
 
 
 def hooked_block():
@@ -647,7 +631,7 @@ DRAWS = "draws random numbers that do not depend on its input.*fx.wrap"
         (net(Refused.assigning), r"assigning.forward assigns to calls, which a cut model would not: write to a buffer"),
         (net(Refused.counter), "assigns to num_calls, which a cut model would not"),
         (net(Refused.autocast), r"torch.autocast would not be read.*torch.fx.wrap"),
-        (NamedByPython, "has a name that Python keeps for itself, like 'for'; rename it"),
+        (net(Refused.named_by_python), "has a name that Python keeps for itself, like 'for'; rename it"),
         (ExtraState, r"'_extra_state' of the model's state is neither a parameter nor a buffer"),
         (hooked_block, r"blocks.0 has hooks, but is taken apart when the model is cut"),
         (hooked_sequential, r"Sequential has hooks"),
@@ -668,13 +652,10 @@ def test_what_a_cut_model_would_get_wrong_is_refused(make, message):
     assert (np.random.get_state()[1] == generators[2]).all()
 
 
-class Lazy(Net):
-    def __init__(self):
-        super().__init__()
-        self.b = nn.LazyLinear(4)
-
-    def forward(self, x):
-        return self.c(self.b(self.a(x.flatten(1)[:, :4])))
+def lazy():
+    model = net(lambda self, x: self.c(self.b(self.a(x.flatten(1)[:, :4]))))()
+    model.b = nn.LazyLinear(4)
+    return model
 
 
 class RefusedByStages:
@@ -699,7 +680,7 @@ class RefusedByStages:
             "2 values cross this cut, but 3 tensors, for one of the values is a list",
         ),
         (net(RefusedByStages.shared_memory), "imul", "writes in place to one that shares its memory .*cut elsewhere"),
-        (Lazy, "b", r"b.weight of the model has no shape yet; run the model on one batch"),
+        (lazy, "b", r"b.weight of the model has no shape yet; run the model on one batch"),
     ],
 )
 def test_what_a_stage_cannot_take_is_refused_before_training(make, begin, message):
