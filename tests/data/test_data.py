@@ -88,7 +88,7 @@ IN_PROCESS = [(sizes, 0) for sizes in SIZES]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_workers"), grid(SIZES, [0, 1, 4], default=[*IN_PROCESS, ("single", 4), ("uneven", 1)])
+    ("sizes", "num_workers"), grid(SIZES, [0, 1, 2, 4], default=[*IN_PROCESS, ("single", 2), ("uneven", 1)])
 )
 def test_neither_workers_nor_sizes_change_order_or_augmentation(sizes, num_workers):
     x, y = joined(loaded(SIZES[sizes], num_workers=num_workers))
