@@ -1,17 +1,8 @@
 """Datasets, and a loader whose samples, order and augmentation are functions of (seed, epoch, index) alone."""
 
-from adl_dist.data.datasets import cifar10, cifar100, digits, synthetic
-from adl_dist.data.folders import imagefolder, imagenet
+from adl_dist.data.datasets import cifar10, cifar100, digits, imagefolder, imagenet, synthetic
 from adl_dist.data.loader import Loader, check_dataset, epoch_order
 
 __all__ = [
-    "Loader",
-    "check_dataset",
-    "cifar10",
-    "cifar100",
-    "digits",
-    "epoch_order",
-    "imagefolder",
-    "imagenet",
-    "synthetic",
-]
+    "Loader", "check_dataset", "cifar10", "cifar100", "digits", "epoch_order", "imagefolder", "imagenet", "synthetic",
+]  # fmt: skip

@@ -4,7 +4,8 @@ Only the process of stage 0 builds them, so a download never meets another one a
 scikit-learn are imported where they are used: both take a second, and most processes never need them.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,39 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from adl_dist.data.transforms import (
-    CIFAR10_STATISTICS,
-    CIFAR100_STATISTICS,
-    DIGITS_STATISTICS,
-    Statistics,
-    crop_and_flip,
-    transform,
-)
 from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 
+MOST_KEPT = 64  # patterns of made-up images, in the size of the images
 Datasets = tuple[Dataset[Any], Dataset[Any]]
+Statistics = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation per channel, of values in [0, 1]
+
+CIFAR10_STATISTICS: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+CIFAR100_STATISTICS: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+DIGITS_STATISTICS: Statistics = ((0.3053,), (0.3760,))
+IMAGENET_STATISTICS: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+LARGEST_SMALL_IMAGE = 64  # pixels; seen whole, as CIFAR's are; of larger ones training sees random parts
+
+
+def transform(statistics: Statistics, geometry: Sequence[Any]) -> Any:
+    """PIL image -> normalised float32[C, H, W]; ``geometry`` comes first, because PIL is faster than tensors at it."""
+    from torchvision.transforms import v2
+
+    to_float = [v2.ToImage(), v2.ToPureTensor(), v2.ToDtype(torch.float32, scale=True)]
+    return v2.Compose([*geometry, *to_float, v2.Normalize(*statistics)])
+
+
+def crop_and_flip(image_size: int) -> list[Any]:
+    """Augmentation of small images: pad by an eighth, crop, flip."""
+    from torchvision.transforms import v2
+
+    return [v2.RandomCrop(image_size, padding=image_size // 8), v2.RandomHorizontalFlip()]
 
 
 def digits(augment: bool = True) -> Datasets:
     """scikit-learn's 8x8 handwritten digits: 1437 to train, 360 to validate, always the same; nothing to download.
 
-    Args:
-        augment: shift a training image by up to one pixel.
+    ``augment``: shift a training image by up to one pixel.
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -51,13 +66,23 @@ def digits(augment: bool = True) -> Datasets:
     )
 
 
-def cifar10(root: str = "datasets", augment: bool = True, download: bool = False) -> Datasets:
-    """CIFAR-10: 50,000 and 10,000 colour images of 32x32, 10 classes.
+class _Images(Dataset[tuple[Tensor, int]]):
+    """Images held in memory, with a transform."""
 
-    Args:
-        root: the folder that holds, or gets, ``cifar-10-batches-py``.
-        augment: pad by 4, crop, and flip training images.
-        download: fetch what is missing.
+    def __init__(self, images: Tensor, targets: list[int], transform: Callable[[Tensor], Tensor]) -> None:
+        self._images, self._targets, self._transform = images, targets, transform
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._transform(self._images[index]), self._targets[index]
+
+
+def cifar10(root: str = "datasets", augment: bool = True, download: bool = False) -> Datasets:
+    """CIFAR-10: 50,000 and 10,000 colour images of 32x32, 10 classes, in ``root/cifar-10-batches-py``.
+
+    ``augment``: pad by 4, crop, and flip training images; ``download``: fetch what is missing.
 
     Raises:
         DataError: files are missing, damaged, or cannot be fetched.
@@ -72,94 +97,6 @@ def cifar100(root: str = "datasets", augment: bool = True, download: bool = Fals
     from torchvision.datasets import CIFAR100
 
     return _cifar(CIFAR100, "CIFAR-100", CIFAR100_STATISTICS, root=root, augment=augment, download=download)
-
-
-def synthetic(
-    num_samples: int = 1024,
-    num_validation: int = 256,
-    num_classes: int = 10,
-    in_channels: int = 3,
-    image_size: int = 32,
-    seed: int = 0,
-) -> Datasets:
-    """Made-up images that can be learnt: a smooth pattern of the class plus as much noise.
-
-    Args:
-        num_samples: samples of the training dataset.
-        num_validation: samples of the validation dataset.
-        num_classes: sample i is of class i mod num_classes.
-        in_channels: channels of an image.
-        image_size: height and width in pixels.
-        seed: the seed of patterns and noise, not the run's.
-
-    Raises:
-        ConfigError: a count below 1.
-    """
-    counts = {
-        "num_samples": num_samples,
-        "num_validation": num_validation,
-        "num_classes": num_classes,
-        "in_channels": in_channels,
-        "image_size": image_size,
-    }
-    for key, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"data.{key} must be at least 1, got {count}")
-    generator = torch.Generator().manual_seed(stream_seed(seed, "synthetic patterns"))
-    patterns = torch.randn(num_classes, in_channels, 4, 4, generator=generator)
-    return (
-        _Synthetic(num_samples, patterns, image_size, seed, "synthetic train"),
-        _Synthetic(num_validation, patterns, image_size, seed, "synthetic validation"),
-    )
-
-
-MOST_KEPT = 64  # patterns in the size of the images
-
-
-class _Synthetic(Dataset[tuple[Tensor, int]]):
-    """Images computed from their index: any number of them takes no memory."""
-
-    def __init__(self, num_samples: int, patterns: Tensor, image_size: int, seed: int, purpose: str) -> None:
-        self._num_samples = num_samples
-        self._patterns = patterns
-        self._image_size = image_size
-        self._seed = seed
-        self._purpose = purpose
-        self._enlarged: dict[int, Tensor] = {}
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if not 0 <= index < self._num_samples:
-            raise IndexError(index)
-        target = index % len(self._patterns)
-        pattern = self._enlarged.get(target)
-        if pattern is None:
-            pattern = self._enlarge(target)
-            if len(self._enlarged) < MOST_KEPT:
-                self._enlarged[target] = pattern
-        generator = torch.Generator().manual_seed(stream_seed(self._seed, self._purpose, index))
-        return torch.randn(pattern.shape, generator=generator).add_(pattern), target
-
-    def _enlarge(self, target: int) -> Tensor:
-        size = (self._image_size, self._image_size)
-        return F.interpolate(self._patterns[target : target + 1], size=size, mode="bilinear", align_corners=False)[0]
-
-
-class _Images(Dataset[tuple[Tensor, int]]):
-    """Images held in memory, with a transform."""
-
-    def __init__(self, images: Tensor, targets: list[int], transform: Callable[[Tensor], Tensor]) -> None:
-        self._images = images
-        self._targets = targets
-        self._transform = transform
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self._transform(self._images[index]), self._targets[index]
 
 
 def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: bool, download: bool) -> Datasets:
@@ -186,3 +123,190 @@ def _cifar(kind: Any, name: str, statistics: Statistics, *, root: str, augment: 
 def one_line(error: BaseException) -> str:
     """Return the message of ``error`` without its line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def imagefolder(
+    root: str,
+    augment: bool = True,
+    image_size: int = 32,
+    cache: bool = False,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Datasets:
+    """Open the images in ``root/train/<class>/`` and ``root/val/<class>/`` (or ``root/test/<class>/``).
+
+    Up to 64 pixels, the shorter side of an image is resized to ``image_size``. Training pads by an eighth, crops and
+    flips; validation crops the centre. Above, training crops a random part (8 to 100 % of the area, arXiv:1409.4842,
+    section 6), resizes it and flips; validation resizes the shorter side to 256/224 of ``image_size`` and crops the
+    centre.
+
+    Args:
+        root: the folder of the two folders, which hold the same classes.
+        augment: False: training images are transformed like validation images.
+        image_size: height and width in pixels.
+        cache: keep images in memory as they are before anything random happens to them. Of use with
+            ``data.num_workers=0`` only: workers end with their epoch, and forget.
+        mean: means of red, green and blue, in [0, 1]. None: CIFAR-10's up to 64 pixels, ImageNet's above.
+        std: standard deviations; given if and only if ``mean`` is.
+
+    Raises:
+        DataError: a folder is missing, or holds no images or other classes; when it is loaded, an unreadable image.
+    """
+    small = image_size <= LARGEST_SMALL_IMAGE
+    statistics = CIFAR10_STATISTICS if small else IMAGENET_STATISTICS
+    if mean is not None or std is not None:
+        for name, values, least in (("mean", mean, -math.inf), ("std", std, 0)):
+            is_list = isinstance(values, list | tuple) and len(values) == 3
+            if not is_list or not all(isinstance(v, int | float) and least < v < math.inf for v in values or ()):
+                above = " above 0" if name == "std" else ""
+                raise ConfigError(
+                    f"data.{name}={values}: expected three numbers{above}, of red, green and blue; data.mean and "
+                    f"data.std go together, for example data.mean={list(statistics[0])} data.std={list(statistics[1])}"
+                )
+        assert mean is not None
+        assert std is not None
+        statistics = mean, std
+    return _open(root, statistics, small=small, augment=augment, image_size=image_size, cache=cache)
+
+
+def imagenet(
+    root: str = "datasets/imagenet", augment: bool = True, image_size: int = 224, num_classes: int = 1000
+) -> Datasets:
+    """ImageNet-1k (ILSVRC 2012): 1,281,167 and 50,000 colour images, in ``root/train/n*/`` and ``root/val/n*/``.
+
+    These are the folders that people have, and those that torchvision's ImageNet unpacks. That class itself would
+    want the devkit's archive next to them, only to name the classes. Class indices are the same: folders by name.
+    Transforms and statistics are those of :func:`imagefolder` above 64 pixels, whatever the ``image_size``.
+    More or fewer than ``num_classes`` are refused: a folder that was not unpacked would shift the classes after it.
+    """
+    statistics = IMAGENET_STATISTICS
+    try:
+        return _open(root, statistics, small=False, augment=augment, image_size=image_size, num_classes=num_classes)
+    except DataError as error:
+        raise DataError(
+            f"ImageNet: {error}. To make train and val, download ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar "
+            "and ILSVRC2012_devkit_t12.tar.gz (image-net.org, which wants a login) to "
+            f"{Path(root).expanduser().absolute()} and run there: "
+            "python -c \"from torchvision.datasets import ImageNet; [ImageNet('.', s) for s in ('train', 'val')]\""
+        ) from error
+
+
+def _open(
+    root: str,
+    statistics: Statistics,
+    *,
+    small: bool,
+    augment: bool,
+    image_size: int,
+    cache: bool = False,
+    num_classes: int | None = None,
+) -> Datasets:
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    if image_size < 1:
+        raise ConfigError(f"data.image_size must be at least 1 pixel, got {image_size}")
+    folder = Path(root).expanduser().absolute()
+    train, validation = folder / "train", folder / ("val" if (folder / "val").is_dir() else "test")
+    for path, name, expected in ((train, "train", "train"), (validation, "validation", "val or test")):
+        if not path.is_dir():
+            raise DataError(
+                f"{name} dataset: expected a folder {expected} in {folder}, with one folder for each class, got none; "
+                "set data.root to the folder that holds the training and the validation images"
+            )
+    resize, geometry = v2.Resize(image_size if small else round(image_size * 256 / 224)), [v2.CenterCrop(image_size)]
+    try:
+        seen_whole = ImageFolder(str(validation), transform(statistics, geometry), loader=_Reader(resize, cache=cache))
+        if augment and small:
+            geometry = crop_and_flip(image_size)
+        elif augment:
+            resize, geometry = None, [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()]
+        dataset = ImageFolder(str(train), transform(statistics, geometry), loader=_Reader(resize, cache=cache))
+    except FileNotFoundError as error:
+        raise DataError(f"{folder}: expected images in one folder for each class: {one_line(error)}") from error
+    num_found = len(dataset.classes)
+    if num_classes is not None and num_found != num_classes:
+        raise DataError(
+            f"{train}: expected a folder for each of {num_classes} classes, found {num_found}; unpack the rest, or set "
+            f"data.num_classes={num_found} if these are all"
+        )
+    if dataset.classes != seen_whole.classes:
+        odd = sorted(set(dataset.classes) ^ set(seen_whole.classes))
+        raise DataError(
+            f"{folder}: expected the same classes in {train.name} and {validation.name}, but only one of them "
+            f"has {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}; class indices would not agree"
+        )
+    return dataset, seen_whole
+
+
+class _Reader:
+    """Reads an image, and resizes it if that is done alike in every epoch."""
+
+    def __init__(self, resize: Callable[[Any], Any] | None, *, cache: bool) -> None:
+        self._resize, self._cache = resize, cache
+        self._kept: dict[str, Any] = {}
+
+    def __call__(self, path: str) -> Any:
+        from torchvision.datasets.folder import default_loader
+
+        if path in self._kept:
+            return self._kept[path]
+        try:
+            image = default_loader(path)
+        except (OSError, SyntaxError, ValueError) as error:  # what PIL raises depends on the format and the damage
+            raise DataError(
+                f"{path}: expected an image, but it cannot be read ({one_line(error)}); replace or remove the file"
+            ) from error
+        image = image if self._resize is None else self._resize(image)
+        if self._cache:
+            self._kept[path] = image
+        return image
+
+
+def synthetic(
+    num_samples: int = 1024,
+    num_validation: int = 256,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    image_size: int = 32,
+    seed: int = 0,
+) -> Datasets:
+    """Made-up images that can be learnt: a smooth pattern of the class (i mod ``num_classes``) plus as much noise.
+
+    ``image_size``: height and width in pixels; ``seed``: that of patterns and noise, not the run's.
+    """
+    counts = {"num_samples": num_samples, "num_validation": num_validation, "num_classes": num_classes}
+    for key, count in (counts | {"in_channels": in_channels, "image_size": image_size}).items():
+        if count < 1:
+            raise ConfigError(f"data.{key} must be at least 1, got {count}")
+    generator = torch.Generator().manual_seed(stream_seed(seed, "synthetic patterns"))
+    patterns = torch.randn(num_classes, in_channels, 4, 4, generator=generator)
+    return (
+        _Synthetic(num_samples, patterns, image_size, seed, "synthetic train"),
+        _Synthetic(num_validation, patterns, image_size, seed, "synthetic validation"),
+    )
+
+
+class _Synthetic(Dataset[tuple[Tensor, int]]):
+    """Images computed from their index: any number of them takes no memory."""
+
+    def __init__(self, num_samples: int, patterns: Tensor, image_size: int, seed: int, purpose: str) -> None:
+        self._num_samples, self._patterns, self._size = num_samples, patterns, (image_size, image_size)
+        self._seed, self._purpose = seed, purpose
+        self._enlarged: dict[int, Tensor] = {}
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(index)
+        target = index % len(self._patterns)
+        pattern = self._enlarged.get(target)
+        if pattern is None:
+            small = self._patterns[target : target + 1]
+            pattern = F.interpolate(small, size=self._size, mode="bilinear", align_corners=False)[0]
+            if len(self._enlarged) < MOST_KEPT:
+                self._enlarged[target] = pattern
+        generator = torch.Generator().manual_seed(stream_seed(self._seed, self._purpose, index))
+        return torch.randn(pattern.shape, generator=generator).add_(pattern), target

@@ -4,12 +4,15 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import pickle
+import random
 import signal
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -17,16 +20,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from adl_dist.data.in_memory import rows_of
-from adl_dist.data.random_streams import gaussian_kept, seed_streams, streams_restored
 from adl_dist.errors import DataError
 from adl_dist.seeds import stream_seed, stream_seeds
 
 # What is sent to a whole process group or job is for the process that trains. It may have to stop, and until its
 # pipeline is empty it needs data.
 _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Takes the place of numpy's generator while samples are loaded: to copy a state out and in would take 70 us.
+_FOR_SAMPLES = np.random.MT19937(0)
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -44,15 +47,10 @@ def _order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray
 
 
 def check_dataset(dataset: object, *, name: str, min_samples: int) -> None:
-    """Refuse a dataset that cannot be trained on.
-
-    Args:
-        dataset: the user's dataset.
-        name: ``train`` or ``validation``, for the message.
-        min_samples: fewest samples that make sense, for example those of one update.
+    """Refuse a dataset that cannot be trained on; ``name``, for the message: ``training`` or ``validation``.
 
     Raises:
-        DataError: not a map-style dataset, empty, or smaller than ``min_samples``.
+        DataError: not a map-style dataset, empty, or smaller than ``min_samples``, for example those of one update.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -79,18 +77,14 @@ class Loader:
     number of workers, any micro-batch sizes and after any resume. The process's own streams stay where they are. A
     ``TensorDataset`` of two tensors on the CPU, or a ``Subset`` of one, draws nothing and is spared this.
 
-    Workers import the user's script again, as all of Python's spawned processes do, so a script that uses them needs
-    ``if __name__ == "__main__":``.
+    Workers import the user's script again, so one that uses them needs ``if __name__ == "__main__":``.
     """
 
     def __init__(
         self, dataset: Dataset[Any], *, seed: int, shuffle: bool, num_workers: int = 0, pin_memory: bool = False
     ) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._shuffle = shuffle
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
+        self._dataset, self._seed, self._shuffle, self._pin_memory = dataset, seed, shuffle, pin_memory
+        self.num_workers = num_workers  # processes that load; 0: the caller's own
         # Those of the process, not of the thread that will ask for batches: that one may be bound to a few.
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
@@ -99,17 +93,10 @@ class Loader:
         """The number of samples of the dataset."""
         return len(self._dataset)  # type: ignore[arg-type]
 
-    @property
-    def num_workers(self) -> int:
-        """The number of processes that load; 0: the caller's own."""
-        return self._num_workers
-
     def batches(
         self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0
     ) -> Generator[tuple[Tensor, Tensor], None, None]:
         """Yield one epoch's micro-batches; workers live from the first one until the generator ends or is closed.
-
-        Each worker loads up to two micro-batches ahead, torch's default.
 
         Args:
             epoch: e, counted from 0 over the run.
@@ -121,22 +108,30 @@ class Loader:
             Python float becomes torch's default dtype.
 
         Raises:
-            DataError: ``sizes`` ask for more samples than there are, a sample is not a pair of tensors or numbers, or
-                two samples of a micro-batch differ in shape or dtype. What the dataset itself raises passes through.
+            DataError: too few samples for ``sizes``, a sample that is not a pair of tensors or numbers, or two samples
+                of a micro-batch that differ in shape or dtype. What the dataset itself raises passes through.
         """
-        order = self._visited(epoch, sizes, first_sample)
-        micro_batches: Dataset[Any] | None = rows_of(self._dataset, order, sizes)
-        if micro_batches is None:
-            micro_batches = _MicroBatches(self._dataset, seed=self._seed, epoch=epoch, order=order, sizes=sizes)
-        num_workers = min(self._num_workers, len(sizes))  # the one sample that shapes are agreed with needs one
+        order = _order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)[first_sample:]
+        if sum(sizes) > len(order) or min(sizes, default=1) < 1:
+            raise DataError(
+                f"epoch {epoch}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "
+                f"{list(sizes)}, {sum(sizes)} in all"
+            )
+        order = order[: sum(sizes)]
+        micro_batches: Dataset[Any] = _rows_of(self._dataset, order) or _Samples(
+            self._dataset, order, stream_seeds(self._seed, "sample", epoch, last=order)
+        )
+        places = [slice(start, stop) for start, stop in pairwise(accumulate(sizes, initial=0))]
+        num_workers = min(self.num_workers, len(sizes))  # the one sample that shapes are agreed with needs one
         if not num_workers and not self._pin_memory:  # what torch's would do, at a fraction of the price
-            with gaussian_kept():
-                for place in range(len(sizes)):
+            with _gaussian_kept():
+                for place in places:
                     yield _loaded(micro_batches[place])
             return
         iterator = iter(
             DataLoader(
                 micro_batches,
+                sampler=places,
                 batch_size=None,  # an element of the dataset is a whole micro-batch already
                 num_workers=num_workers,
                 pin_memory=self._pin_memory,
@@ -152,49 +147,69 @@ class Loader:
                 yield _loaded(loaded)
         finally:
             # The iterator would do this when it is collected, but the traceback of an error keeps it alive.
-            shutdown = getattr(iterator, "_shutdown_workers", None)
-            if shutdown is not None:
-                shutdown()
+            getattr(iterator, "_shutdown_workers", lambda: None)()
             for worker in getattr(iterator, "_workers", ()):  # one that is stuck: it takes no SIGTERM
                 worker.kill()
 
-    def _visited(self, epoch: int, sizes: Sequence[int], first_sample: int) -> NDArray[np.int64]:
-        order = _order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)[first_sample:]
-        if sum(sizes) > len(order) or min(sizes, default=1) < 1:
-            raise DataError(
-                f"epoch {epoch}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "
-                f"{list(sizes)}, {sum(sizes)} in all"
-            )
-        return order[: sum(sizes)]
+
+class _Rows(Dataset[tuple[Tensor, Tensor]]):
+    """The micro-batches of one epoch, by their places in its order: rows of tensors, taken at once."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, rows: Tensor) -> None:
+        self._inputs, self._targets, self._rows = inputs, targets, rows
+
+    def __getitem__(self, places: slice) -> tuple[Tensor, Tensor]:
+        rows = self._rows[places]
+        return self._inputs.index_select(0, rows), self._targets.index_select(0, rows)
 
 
-class _MicroBatches(Dataset["tuple[Tensor, Tensor] | DataError"]):
-    """The micro-batches of one epoch, loaded where torch's DataLoader wants them: here or in a worker."""
+def _rows_of(dataset: Dataset[Any], order: NDArray[np.int64]) -> _Rows | None:
+    """Return the samples ``order`` [n] of a ``TensorDataset`` of two plain CPU tensors, or of a ``Subset`` of one.
 
-    def __init__(
-        self, dataset: Dataset[Any], *, seed: int, epoch: int, order: NDArray[np.int64], sizes: Sequence[int]
-    ) -> None:
-        self._dataset = dataset
-        self._order, self._seeds = order, stream_seeds(seed, "sample", epoch, last=order)
-        self._ends, self._sizes = list(accumulate(sizes)), sizes
+    None for any other dataset, also of a class derived from these, which may treat its samples in its own way; and
+    where a subset's indices are not places counted from 0, whose meaning, or error, is that of one by one.
+    """
+    rows, subsets = order, []
+    while type(dataset) is Subset:
+        subsets.append(dataset.indices)
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or len(dataset.tensors) != 2 or not all(map(_is_plain, dataset.tensors)):
+        return None
+    for subset in subsets:
+        try:
+            of_subset = np.asarray(subset)
+        except (TypeError, ValueError, RuntimeError):  # lists of several lengths, tensors on a GPU
+            return None
+        if of_subset.ndim != 1 or of_subset.dtype.kind not in "iu":
+            return None
+        rows = of_subset[rows]
+    if rows.size and not 0 <= rows.min() <= rows.max() < len(dataset):
+        return None
+    return _Rows(*dataset.tensors, torch.from_numpy(rows.astype(np.int64)))
 
-    def __len__(self) -> int:
-        return len(self._sizes)
 
-    def __getitem__(self, micro_batch: int) -> "tuple[Tensor, Tensor] | DataError":
-        """Load one micro-batch.
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether rows taken at once equal rows taken one by one, in the same memory format."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    return not tensor.is_nested and not tensor.is_quantized and tensor.is_contiguous()
 
-        A DataError is returned, not raised: raised in a worker it would reach the user as torch's copy of a
-        traceback, with the one line that matters at its end.
-        """
+
+class _Samples(Dataset["tuple[Tensor, Tensor] | DataError"]):
+    """The micro-batches of one epoch, by their places in its order: loaded sample by sample, here or in a worker."""
+
+    def __init__(self, dataset: Dataset[Any], order: NDArray[np.int64], seeds: NDArray[np.uint64]) -> None:
+        self._dataset, self._order, self._seeds = dataset, order, seeds
+
+    def __getitem__(self, places: slice) -> "tuple[Tensor, Tensor] | DataError":
+        # A DataError is returned, not raised: raised in a worker it would reach the user as torch's copy of a
+        # traceback, with the one line that matters at its end.
         samples: list[tuple[Tensor, Tensor]] = []
-        end = self._ends[micro_batch]
-        places = slice(end - self._sizes[micro_batch], end)
         indices: list[int] = self._order[places].tolist()
         try:
-            with streams_restored():
+            with _streams_restored():
                 for index, seed in zip(indices, self._seeds[places].tolist(), strict=True):
-                    seed_streams(seed)
+                    _seed_streams(seed)
                     samples.append(_as_pair(self._dataset[index], index))
             _check_alike(samples, indices)
         except DataError as error:
@@ -207,6 +222,41 @@ def _loaded(micro_batch: "tuple[Tensor, Tensor] | DataError") -> tuple[Tensor, T
         raise micro_batch
     input_, target = micro_batch  # torch's DataLoader makes it a list
     return input_, target
+
+
+@contextmanager
+def _streams_restored() -> Iterator[None]:
+    """Leave the process's global random streams as they were found; CUDA's are not touched at all."""
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    numpys_own = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(_FOR_SAMPLES)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        np.random.set_bit_generator(numpys_own)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _gaussian_kept() -> Iterator[None]:
+    """Leave numpy the second half of a pair of Gaussians, which it drops when its generator is changed.
+
+    Unless another one has drawn meanwhile: then it would come in the wrong place.
+    """
+    before = np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        now = np.random.get_state(legacy=False)
+        if before["has_gauss"] and pickle.dumps(before["state"]) == pickle.dumps(now["state"]):
+            np.random.set_state(before)
+
+
+def _seed_streams(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every GPU, too
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits
 
 
 def _worker_context() -> BaseContext:
@@ -226,20 +276,15 @@ def _worker_context() -> BaseContext:
 
 
 def _begin_worker(cores: set[int] | None, worker: int) -> None:
-    """Let a worker run on ``cores``, and end when the process that it loads for was killed.
-
-    torch's workers watch their parent, but theirs is the fork server, which itself stays while a worker does.
-    """
+    """Let a worker run on ``cores``, and end when the process that it loads for was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None, f"loader worker {worker} runs outside of a worker process"
-
     for number in _NOT_FOR_WORKERS:  # again: the server may be one that the user's script had started before
         signal.signal(number, signal.SIG_IGN)
-
     if cores is not None:
         os.sched_setaffinity(0, cores)
 
-    def wait() -> None:
+    def wait() -> None:  # torch's workers watch their parent, but that is the fork server, which stays while they do
         parent.join()
         os._exit(1)
 
@@ -253,8 +298,7 @@ def _as_pair(sample: Any, index: int) -> tuple[Tensor, Tensor]:
             f"sample {index}: expected a pair (input, target), got {kind}; let the dataset's __getitem__ return two "
             "values"
         )
-    input_, target = sample
-    return _as_tensor(input_, "an input", index), _as_tensor(target, "a target", index)
+    return _as_tensor(sample[0], "an input", index), _as_tensor(sample[1], "a target", index)
 
 
 def _as_tensor(value: Any, what: str, index: int) -> Tensor:

@@ -1,8 +1,6 @@
 """Networks that come as an nn.Sequential of their blocks, to be cut anywhere between two of them, and torchvision's."""
 
-from adl_dist.models.cifar import cifar_resnet, cifar_resnet18, cifar_resnet34
 from adl_dist.models.from_torchvision import torchvision_model
-from adl_dist.models.se import se_resnet18
-from adl_dist.models.wide import wide_resnet
+from adl_dist.models.resnet import cifar_resnet, cifar_resnet18, cifar_resnet34, se_resnet18, wide_resnet
 
 __all__ = ["cifar_resnet", "cifar_resnet18", "cifar_resnet34", "se_resnet18", "torchvision_model", "wide_resnet"]

@@ -26,10 +26,7 @@ def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.
     GoogLeNet and Inception v3 come without their auxiliary heads unless ``aux_logits=True`` asks for them: with
     them their output in training is a tuple, which needs a loss of its own.
 
-    Args:
-        name: the builder's name, like ``resnet50`` or ``vit_b_16``.
-        num_classes: outputs.
-        **options: further arguments of the builder, like ``dropout`` or ``image_size``.
+    ``options`` are further arguments of the builder, like ``dropout`` or ``image_size``.
 
     Returns:
         float[B, 3, H, W] -> float[B, num_classes].
@@ -40,7 +37,10 @@ def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.
     builder = builder_of(name)
     if num_classes < 1:
         raise ConfigError(f"model.num_classes must be at least 1, got {num_classes}")
-    taken = _options_of(name, builder)
+    # A builder's own signature says nothing: it hands the options to the class that it returns.
+    parameters = inspect.signature(inspect.signature(builder).return_annotation).parameters.values()
+    taken = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    taken += _FOR_MOBILENET_V3 if name in _MOBILENET_V3 else []
     for option in options:
         if option in _WEIGHTS:
             raise ConfigError(
@@ -60,11 +60,7 @@ def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.
 
 
 def builder_of(name: str) -> Callable[..., nn.Module]:
-    """Return the function of torchvision that builds ``name``.
-
-    Raises:
-        ConfigError: an unknown name, or the name of another kind of network.
-    """
+    """Return the function of torchvision that builds ``name``; raise a ConfigError if no classifier is called so."""
     from torchvision import models  # late: it takes a second
 
     known = models.list_models(module=models)
@@ -79,11 +75,3 @@ def builder_of(name: str) -> Callable[..., nn.Module]:
     close = difflib.get_close_matches(str(name).lower(), known)
     hint = f"did you mean {' or '.join(close)}?" if close else "see torchvision.models.list_models()"
     raise ConfigError(f"model.name={name} is not one of torchvision's {len(known)} classification builders; {hint}")
-
-
-def _options_of(name: str, builder: Callable[..., nn.Module]) -> list[str]:
-    """Return the options that ``builder`` hands to its class, and its further ones. Its own signature says nothing."""
-    made = inspect.signature(builder).return_annotation
-    parameters = inspect.signature(made).parameters.values()
-    more = _FOR_MOBILENET_V3 if name in _MOBILENET_V3 else []
-    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] + more

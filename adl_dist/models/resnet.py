@@ -1,21 +1,27 @@
-"""The parts of residual networks for images, and their assembly unit by unit."""
+"""Residual networks for images, put together unit by unit.
+
+CIFAR's (He et al. 2016, section 4.2, and the CIFAR form of ResNet-18 and ResNet-34), wide ones (Zagoruyko and Komodakis
+2016), and ResNet-18 with squeeze and excitation (Hu et al., TPAMI 2020) for images of ImageNet's size.
+"""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
 
+INITS = ("he", "torch")
+REDUCTION = 16  # r of the squeeze-and-excitation paper
+
 
 class OptionA(nn.Module):
     """Shortcut without parameters: every second pixel of each axis, and zeros for the channels that are new.
 
-    Args:
-        in_channels: C.
-        out_channels: at least C.
-        zeros_after: all zeros after the channels of the input, like DDG's and FR's code, not half on each side.
+    Half of the zeros on each side; ``zeros_after``: all after the channels of the input, like DDG's and FR's code.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, zeros_after: bool = False) -> None:
@@ -30,14 +36,14 @@ class OptionA(nn.Module):
 
 
 def option_b(in_channels: int, out_channels: int) -> nn.Module:
-    """Shortcut with parameters: a 1x1 convolution of stride 2, normalised."""
+    """Build a shortcut with parameters: a 1x1 convolution of stride 2, normalised."""
     conv = nn.Conv2d(in_channels, out_channels, 1, stride=2, bias=False)
     return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(out_channels)))
 
 
 SHORTCUTS: dict[str, Callable[[int, int], nn.Module]] = {
     "A": OptionA,
-    "A_after": lambda in_channels, out_channels: OptionA(in_channels, out_channels, zeros_after=True),
+    "A_after": partial(OptionA, zeros_after=True),
     "B": option_b,
 }
 
@@ -47,12 +53,7 @@ class BasicBlock(nn.Module):
 
     The first ReLU works in place because nothing else reads the output of BatchNorm: BatchNorm's backward needs its
     input, not its output. The last must not: a block may be the end of a stage, and its output another process's.
-
-    Args:
-        in_channels: channels of the input.
-        out_channels: channels of the output.
-        stride: 1, or 2 to halve the image, which is where the channels may change.
-        shortcut: the shortcut at stride 2: a key of ``SHORTCUTS``.
+    Stride 2 halves the image; there the channels may change, and the shortcut is the one of that key of ``SHORTCUTS``.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, *, shortcut: str) -> None:
@@ -79,11 +80,7 @@ class BasicBlock(nn.Module):
 
 
 def blocks_per_layer(depth: int, beyond: int) -> int:
-    """Return the n of ``depth`` = 6n + ``beyond``: three layers of n blocks of two convolutions, and further layers.
-
-    Raises:
-        ConfigError: a depth of another form; says the nearest that are.
-    """
+    """Return the n of ``depth`` = 6n + ``beyond``: three layers of n blocks of two convolutions, and further layers."""
     num_blocks, rest = divmod(depth - beyond, 6)
     if rest or num_blocks < 1:
         below = 6 * num_blocks + beyond
@@ -93,11 +90,7 @@ def blocks_per_layer(depth: int, beyond: int) -> int:
 
 
 def check_counts(num_classes: int, in_channels: int) -> None:
-    """Refuse what no network can have.
-
-    Raises:
-        ConfigError: a count below 1.
-    """
+    """Raise a ConfigError for a count below 1."""
     if num_classes < 1 or in_channels < 1:
         raise ConfigError(
             f"model.num_classes and model.in_channels must be at least 1, got {num_classes} and {in_channels}"
@@ -109,58 +102,206 @@ def conv3x3(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
 
 
-def small_stem(in_channels: int, width: int) -> nn.Module:
-    """Build [B, in, H, W] -> [B, width, H, W] for small images: a 3x3 convolution of stride 1, no max-pooling."""
-    # The ReLU is not in place: as the end of a stage it would hand out what autograd may still read.
-    stem = {"conv": conv3x3(in_channels, width, 1), "bn": nn.BatchNorm2d(width), "relu": nn.ReLU()}
-    return nn.Sequential(OrderedDict(stem))
-
-
-def pool_and_classify(width: int, num_classes: int, pool_size: int | None = None) -> OrderedDict[str, nn.Module]:
-    """Build the last layers: [B, width, H, W] -> [B, num_classes].
-
-    Args:
-        width: channels.
-        num_classes: outputs.
-        pool_size: side of the window that is averaged, of which one must fit; None: the whole image.
-    """
-    pool = nn.AdaptiveAvgPool2d(1) if pool_size is None else nn.AvgPool2d(pool_size)
-    return OrderedDict(pool=pool, flatten=nn.Flatten(), fc=nn.Linear(width, num_classes))
-
-
 def assemble(
     stem: nn.Module,
-    stem_width: int,
     channels: Sequence[int],
     num_blocks: Sequence[int],
     block: Callable[[int, int, int], nn.Module],
-    head: Callable[[int], OrderedDict[str, nn.Module]],
+    *,
+    num_classes: int,
+    stem_width: int | None = None,
+    before_head: Mapping[str, nn.Module] | None = None,
+    pool_size: int | None = None,
 ) -> nn.Sequential:
-    """Put the units in a row: stem, one layer of blocks for each entry of ``channels``, head.
+    """Put the units in a row: ``stem``, ``layer1_0``, ``layer1_1``, ..., ``head``; return the network.
 
-    Args:
-        stem: the first unit.
-        stem_width: channels that it puts out.
-        channels: channels of the blocks of each layer. Each layer but the first halves the image.
-        num_blocks: blocks of each layer.
-        block: makes one from (channels in, channels out, stride).
-        head: makes the layers of the last unit from its channels.
-
-    Returns:
-        The network in units ``stem``, ``layer1_0``, ``layer1_1``, ..., ``head``.
+    Each layer has ``num_blocks`` blocks of ``channels``, made by ``block`` (channels in, out, stride); each layer but
+    the first halves the image. ``stem_width``: channels that the stem puts out, None: those of the first layer;
+    ``before_head``: the head's layers before pooling.
     """
     units: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
-    width = stem_width
+    width = stem_width or channels[0]
     for layer, (out, count) in enumerate(zip(channels, num_blocks, strict=True), start=1):
         for index in range(count):
             units[f"layer{layer}_{index}"] = block(width, out, 2 if layer > 1 and index == 0 else 1)
             width = out
-    units["head"] = nn.Sequential(head(width))
+    pool = nn.AdaptiveAvgPool2d(1) if pool_size is None else nn.AvgPool2d(pool_size)
+    head = OrderedDict(before_head or {}, pool=pool, flatten=nn.Flatten(), fc=nn.Linear(width, num_classes))
+    units["head"] = nn.Sequential(head)
     return nn.Sequential(units)
 
 
-def he_init(model: nn.Module) -> None:
-    """Draw the weights of all convolutions from N(0, 2 / fan out) (He et al. 2015)."""
+def he_init(model: nn.Sequential) -> nn.Sequential:
+    """Draw the weights of all convolutions from N(0, 2 / fan out) (He et al. 2015); return the model."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+def cifar_resnet(
+    depth: int,
+    num_classes: int = 10,
+    in_channels: int = 3,
+    width: int = 16,
+    *,
+    shortcut: str = "A",
+    pool_size: int | None = None,
+    init: str = "he",
+) -> nn.Sequential:
+    """ResNet-(6n+2): three layers of n blocks.
+
+    The defaults are those of He et al. The code of ADL and FDG has ``pool_size=6``, which sees the upper left 6x6
+    of the 8x8 that a 32x32 image comes to, and ``init=torch``; the code of DDG and FR has ``shortcut=A_after``.
+
+    Args:
+        depth: 6n+2 with n >= 1: 20, 32, 44, 56, 98, 110, 164, ...
+        num_classes: outputs.
+        in_channels: 3 for colour, 1 for grey. Images may have any size from 4x4.
+        width: channels of the first layer; the others have twice and four times as many. The paper's is 16.
+        shortcut: at the halving of the image: ``A`` every second pixel, and zero channels on both sides of the
+            others; ``A_after`` the same with all zeros after them; ``B`` a 1x1 convolution and BatchNorm.
+        pool_size: side of the window that the head averages; None: all that is there, which is a quarter of the
+            image's side. Exactly one window must fit.
+        init: weights of convolutions: ``he`` normal over the fan out; ``torch`` those that torch's layers begin with.
+
+    Returns:
+        float[B, in_channels, H, W] -> float[B, num_classes]: units ``stem``, ``layer1_0`` .. ``layer3_n-1``, ``head``.
+    """
+    num_blocks = blocks_per_layer(depth, beyond=2)
+    if width < 1:
+        raise ConfigError(f"model.width must be at least 1, got {width}")
+    if pool_size is not None and (type(pool_size) is not int or pool_size < 1):
+        raise ConfigError(f"model.pool_size must be a whole number of at least 1, or null, got {pool_size!r}")
+    if shortcut not in SHORTCUTS:
+        raise ConfigError(f"there is no model.shortcut={shortcut}; choose one of {', '.join(SHORTCUTS)}")
+    channels = [width, 2 * width, 4 * width]
+    return _cifar(channels, [num_blocks] * 3, num_classes, in_channels, init, shortcut=shortcut, pool_size=pool_size)
+
+
+def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, init: str = "he") -> nn.Sequential:
+    """ResNet-18 with a 3x3 stem of stride 1 and no max-pooling: four layers of two blocks, 64 to 512 channels.
+
+    Images may have any size from 8x8; the code of ADL and FDG has ``init=torch``. See :func:`cifar_resnet`.
+    """
+    return _cifar([64, 128, 256, 512], [2, 2, 2, 2], num_classes, in_channels, init)
+
+
+def cifar_resnet34(num_classes: int = 10, in_channels: int = 3, *, init: str = "he") -> nn.Sequential:
+    """ResNet-34 as :func:`cifar_resnet18`, with layers of 3, 4, 6 and 3 blocks: up to ``layer4_2``."""
+    return _cifar([64, 128, 256, 512], [3, 4, 6, 3], num_classes, in_channels, init)
+
+
+def _cifar(
+    channels: Sequence[int],
+    num_blocks: Sequence[int],
+    num_classes: int,
+    in_channels: int,
+    init: str,
+    *,
+    shortcut: str = "B",
+    pool_size: int | None = None,
+) -> nn.Sequential:
+    check_counts(num_classes, in_channels)
+    if init not in INITS:
+        raise ConfigError(f"there is no model.init={init}; choose one of {', '.join(INITS)}")
+    width = channels[0]
+    # The ReLU is not in place: as the end of a stage it would hand out what autograd may still read.
+    stem = OrderedDict(conv=conv3x3(in_channels, width, 1), bn=nn.BatchNorm2d(width), relu=nn.ReLU())
+    block = partial(BasicBlock, shortcut=shortcut)
+    model = assemble(nn.Sequential(stem), channels, num_blocks, block, num_classes=num_classes, pool_size=pool_size)
+    return he_init(model) if init == "he" else model
+
+
+class PreActivationBlock(nn.Module):
+    """BatchNorm and ReLU before each of two 3x3 convolutions, dropout between them, and nothing after the sum.
+
+    Where the number of channels changes, the shortcut is a 1x1 convolution of the activated input. No ReLU in place
+    touches what others read: each overwrites what its BatchNorm wrote. Stride 2 halves the image.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int, *, dropout: float) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.relu1 = nn.ReLU(inplace=True)
+        self.conv1 = conv3x3(in_channels, out_channels, stride)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.relu2 = nn.ReLU(inplace=True)
+        self.dropout = nn.Dropout(dropout)
+        self.conv2 = conv3x3(out_channels, out_channels, 1)
+        is_wider = in_channels != out_channels
+        self.projection = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False) if is_wider else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [B, out, ceil(H/stride), ceil(W/stride)] of ``x`` [B, in, H, W]."""
+        activated = self.relu1(self.bn1(x))
+        residual: Tensor = self.conv2(self.dropout(self.relu2(self.bn2(self.conv1(activated)))))
+        return residual + (x if self.projection is None else self.projection(activated))
+
+
+def wide_resnet(
+    depth: int = 28, widen_factor: int = 10, num_classes: int = 10, in_channels: int = 3, *, dropout: float = 0.0
+) -> nn.Sequential:
+    """WRN-(6n+4)-k: three layers of n blocks with 16k, 32k and 64k channels, k = ``widen_factor``; 16, 22, 28 ... deep.
+
+    ``dropout``: probability, inside each block; the paper's is 0 or 0.3. All else as in :func:`cifar_resnet`.
+    """
+    num_blocks = blocks_per_layer(depth, beyond=4)
+    check_counts(num_classes, in_channels)
+    if widen_factor < 1:
+        raise ConfigError(f"model.widen_factor must be at least 1, got {widen_factor}")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"model.dropout must be at least 0 and below 1, got {dropout}")
+    stem = nn.Sequential(OrderedDict(conv=conv3x3(in_channels, 16, 1)))
+    channels = [16 * widen_factor, 32 * widen_factor, 64 * widen_factor]
+    block = partial(PreActivationBlock, dropout=dropout)
+    activation = OrderedDict(bn=nn.BatchNorm2d(channels[-1]), relu=nn.ReLU(inplace=True))
+    options = {"num_classes": num_classes, "stem_width": 16}
+    return he_init(assemble(stem, channels, [num_blocks] * 3, block, before_head=activation, **options))
+
+
+class SqueezeExcitation(nn.Module):
+    """Scales each channel by a gate in (0, 1), a function of all channels' means.
+
+    Without biases, as the paper advises for ResNets (section 6) and ADL's code has it;
+    ``torchvision.ops.SqueezeExcitation`` has them.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(channels, channels // REDUCTION, bias=False)
+        self.fc2 = nn.Linear(channels // REDUCTION, channels, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` [B, C, H, W], each channel scaled."""
+        gate = torch.sigmoid(self.fc2(torch.relu(self.fc1(x.mean((2, 3))))))
+        return x * gate[:, :, None, None]
+
+
+class SEBasicBlock(BasicBlock):
+    """A basic block whose residual is gated before the sum."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__(in_channels, out_channels, stride, shortcut="B")
+        self.se = SqueezeExcitation(out_channels)
+
+    def residual(self, x: Tensor) -> Tensor:
+        """Return the summand to the shortcut, of the output's shape."""
+        out: Tensor = self.se(super().residual(x))
+        return out
+
+
+def se_resnet18(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
+    """SE-ResNet-18: torchvision's ResNet-18 with a gate after the second BatchNorm of each block, reduction 16.
+
+    Images may have any size from 32x32; the paper's is 224x224. Units ``stem``, ``layer1_0`` .. ``layer4_1``, ``head``.
+    """
+    check_counts(num_classes, in_channels)
+    stem = OrderedDict(
+        conv=nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False),
+        bn=nn.BatchNorm2d(64),
+        relu=nn.ReLU(inplace=True),
+        pool=nn.MaxPool2d(3, stride=2, padding=1),
+    )
+    channels = [64, 128, 256, 512]
+    return he_init(assemble(nn.Sequential(stem), channels, [2] * 4, SEBasicBlock, num_classes=num_classes))

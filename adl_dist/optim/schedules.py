@@ -1,8 +1,6 @@
-"""Learning rates as functions of the update index s, and of nothing else.
+"""Learning rates as functions of the update index s alone: stages reach it at different times, but share gamma_s.
 
-Every stage owns an optimizer and reaches update s at a time of its own, yet all of them must use the same gamma_s for
-it. So a schedule may look at s, never at the clock, at a metric or at another stage; and a resumed run finds its
-place by counting.
+So a schedule may look at s, never at the clock, a metric or another stage; a resumed run finds its place by counting.
 """
 
 import inspect
@@ -33,9 +31,7 @@ def multistep_factor(update: int, *, milestones: Sequence[int], gamma: float, nu
 def cosine_factor(update: int, *, total_updates: int, final_factor: float, num_warmup_updates: int) -> float:
     """Half a cosine from 1 at s = W to ``final_factor`` at s = ``total_updates`` and after; before it the warm-up.
 
-        f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2
-
-    Like torch's CosineAnnealingLR, the end belongs to the update after the last one.
+    f + (1 - f) (1 + cos(pi (s - W) / (T - W))) / 2; like torch's, the end belongs to the update after the last one.
     """
     if update < num_warmup_updates:
         return warmup_factor(update, num_warmup_updates=num_warmup_updates)
@@ -47,8 +43,7 @@ def cosine_factor(update: int, *, total_updates: int, final_factor: float, num_w
 
 def constant(optimizer: Optimizer, *, updates_per_epoch: int, warmup_epochs: float = 0.0) -> LRScheduler:
     """Keep the optimizer's own learning rate, after a linear warm-up of ``warmup_epochs``."""
-    warmup = _num_warmup_updates(warmup_epochs, updates_per_epoch)
-    return LambdaLR(optimizer, partial(warmup_factor, num_warmup_updates=warmup))
+    return _scheduler(optimizer, warmup_factor, warmup_epochs, updates_per_epoch)
 
 
 def multistep(
@@ -59,19 +54,15 @@ def multistep(
     gamma: float = 0.1,
     warmup_epochs: float = 0.0,
 ) -> LRScheduler:
-    """Multiply the learning rate by ``gamma`` at each of ``milestones``, counted in epochs; linear warm-up before.
-
-    Raises:
-        ConfigError: milestones that are not positive and ascending, a gamma that is not positive.
-    """
+    """Multiply the learning rate by ``gamma`` at each of ``milestones``, counted in epochs; linear warm-up before."""
     epochs = list(milestones)
     if any(b <= a for a, b in zip([0, *epochs], epochs, strict=False)):
         raise ConfigError(f"lr_schedule.milestones must be epochs above 0 in ascending order, got {epochs}")
     if not gamma > 0:
         raise ConfigError(f"lr_schedule.gamma must be above 0, got {gamma}")
-    warmup = _num_warmup_updates(warmup_epochs, updates_per_epoch)
     in_updates = [round(epoch * updates_per_epoch) for epoch in epochs]
-    return LambdaLR(optimizer, partial(multistep_factor, milestones=in_updates, gamma=gamma, num_warmup_updates=warmup))
+    factor = partial(multistep_factor, milestones=in_updates, gamma=gamma)
+    return _scheduler(optimizer, factor, warmup_epochs, updates_per_epoch)
 
 
 def cosine(
@@ -82,18 +73,19 @@ def cosine(
     final_factor: float = 0.0,
     warmup_epochs: float = 0.0,
 ) -> LRScheduler:
-    """Half a cosine down to ``final_factor`` times the learning rate over the whole run; linear warm-up before.
-
-    Raises:
-        ConfigError: a final factor outside [0, 1].
-    """
+    """Half a cosine down to ``final_factor`` times the learning rate over the whole run; linear warm-up before."""
     if not 0 <= final_factor <= 1:
         raise ConfigError(f"lr_schedule.final_factor must be in [0, 1], got {final_factor}")
-    warmup = _num_warmup_updates(warmup_epochs, updates_per_epoch)
-    return LambdaLR(
-        optimizer,
-        partial(cosine_factor, total_updates=total_updates, final_factor=final_factor, num_warmup_updates=warmup),
-    )
+    factor = partial(cosine_factor, total_updates=total_updates, final_factor=final_factor)
+    return _scheduler(optimizer, factor, warmup_epochs, updates_per_epoch)
+
+
+def _scheduler(
+    optimizer: Optimizer, factor: Callable[..., float], warmup_epochs: float, updates_per_epoch: int
+) -> LRScheduler:
+    if not warmup_epochs >= 0:
+        raise ConfigError(f"lr_schedule.warmup_epochs must be at least 0, got {warmup_epochs}")
+    return LambdaLR(optimizer, partial(factor, num_warmup_updates=round(warmup_epochs * updates_per_epoch)))
 
 
 def build_lr_schedule(
@@ -101,15 +93,11 @@ def build_lr_schedule(
 ) -> LRScheduler:
     """Call one of the schedules above, a class of ``torch.optim.lr_scheduler``, or anything like them.
 
-    Args:
-        target: a callable of the optimizer, ``options``, and those of the next two that it has parameters for.
-        optimizer: one stage's optimizer.
-        updates_per_epoch: the last, shorter group of an epoch counts as one.
-        total_updates: updates of the whole run.
-        options: the other keys of ``lr_schedule``.
+    ``target`` takes one stage's optimizer, ``options`` (the other keys of ``lr_schedule``), and ``updates_per_epoch``
+    (the last, shorter group counts as one) and ``total_updates`` if it has parameters of these names.
 
     Returns:
-        A scheduler to be stepped once per update. Beware: what torch calls an epoch is then an update.
+        A scheduler to be stepped once per update: what torch calls an epoch is then an update.
 
     Raises:
         ConfigError: options that ``target`` does not take or refuses, or a schedule that needs a metric.
@@ -144,11 +132,9 @@ def build_lr_schedule(
 def fast_forward(scheduler: LRScheduler, num_updates: int) -> None:
     """Bring a fresh scheduler to where it stands after ``num_updates`` updates, to the bit.
 
-    Stepping is the one way that holds for every scheduler: many multiply the present learning rate, and a closed
-    form differs from that in the last bit. 100,000 updates take about a second.
-
-    The optimizer's state may have been loaded already: its learning rate is that of the checkpoint, so it is set
-    back to the scheduler's first one before counting.
+    By stepping: many multiply the present learning rate, and a closed form differs from that in the last bit. 100,000
+    updates take about a second. The optimizer's state may have been loaded already: its learning rate is that of the
+    checkpoint, so it is set back to the scheduler's first one before counting.
     """
     for group, learning_rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         if isinstance(group["lr"], Tensor):
@@ -160,9 +146,3 @@ def fast_forward(scheduler: LRScheduler, num_updates: int) -> None:
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
         for _ in range(num_updates):
             scheduler.step()
-
-
-def _num_warmup_updates(warmup_epochs: float, updates_per_epoch: int) -> int:
-    if not warmup_epochs >= 0:
-        raise ConfigError(f"lr_schedule.warmup_epochs must be at least 0, got {warmup_epochs}")
-    return round(warmup_epochs * updates_per_epoch)

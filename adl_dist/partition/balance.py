@@ -16,52 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.costs import (
-    Floats,
-    Machine,
-    StageFootprint,
-    UnitCost,
-    busy_at_borders,
-    bytes_at_borders,
-    bytes_of,
-    link_time,
-    seconds_of,
-    stage_memory,
-    stage_time,
-    unit_work,
-)
-
-__all__ = [
-    "Balance",
-    "Machine",
-    "StageFootprint",
-    "UnitCost",
-    "best_balance",
-    "evaluate_balance",
-    "link_time",
-    "stage_memory",
-    "stage_time",
-]
+from adl_dist.partition.costs import Floats, Machine, StageFootprint, UnitCost, link_time, stage_bytes, stage_seconds
 
 UNIFORM = Machine()  # equal devices, no limits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """A cut and what it costs.
+    """A cut and what it costs."""
 
-    Attributes:
-        sizes: units of each stage.
-        seconds: time of the slowest stage or link, for one micro-batch.
-        stage_seconds: time of each stage.
-        link_seconds: time of the link after each stage but the last.
-        stage_bytes: memory of each stage.
-    """
-
-    sizes: list[int]
-    seconds: float
+    sizes: list[int]  # units of each stage
+    seconds: float  # of the slowest stage or link, for one micro-batch
     stage_seconds: list[float]
-    link_seconds: list[float]
+    link_seconds: list[float]  # of the link after each stage but the last
     stage_bytes: list[int]
 
 
@@ -76,45 +43,40 @@ def best_balance(
     """Return the cut whose slowest stage or link is fastest, among all whose stages fit into memory.
 
     Of several it is the one that sends least, and of these the one with the lexicographically smallest sizes.
-
-    Args:
-        units: the model's units, in the order they run.
-        num_stages: K.
-        held: what each stage holds.
-        machine: the devices and links.
-        optimizer_copies: tensors of the optimizer's state per parameter.
+    ``optimizer_copies``: tensors of the optimizer's state per parameter, 1 of SGD with momentum, 2 of Adam.
 
     Raises:
         PartitionError: fewer possible cuts than K-1, or none whose stages fit into memory.
-        ConfigError: lists that do not fit the number of stages.
+        ConfigError: not one speed for each stage.
     """
-    speeds, limits = _of_each_device(num_stages, held, machine)
-    _check_places(units, num_stages)
-    busy = np.array(busy_at_borders(units, machine))
-    work, kept = _maxima([unit.work_bytes for unit in units]), _sums([unit.activation_bytes for unit in units])
-    parameters = _sums([unit.parameter_bytes for unit in units])
-    holds_units = np.tri(len(units), dtype=bool).T
+    places = [unit.name for unit in units[:-1] if unit.may_cut]
+    if not units or len(places) < num_stages - 1:
+        names = ", ".join(places[:8] + ["..."] * (len(places) > 8)) or "none"
+        raise PartitionError(
+            f"partition.num_stages={num_stages} needs {num_stages - 1} cuts, but the model of {len(units)} units can "
+            f"be cut in {len(places)} places only (after: {names}); use at most "
+            f"partition.num_stages={len(places) + 1}, or a model of more blocks"
+        )
+    speeds = _speeds(machine, num_stages)
+    limit = math.inf if machine.memory_bytes is None else machine.memory_bytes
+    has_units = np.tri(len(units), dtype=bool).T
 
-    def excess(k: int) -> Floats:
-        """Return the bytes of stage k beyond its limit."""
-        came_in, start_held, start_buffers, stop_buffers = map(np.array, bytes_at_borders(units, held[k]))
-        messages = start_buffers[:-1, None] + stop_buffers[1:] + work
-        activations = kept + start_held[:-1, None]
-        needed = bytes_of(activations, parameters, came_in[:-1, None], messages, held[k], optimizer_copies)
-        return np.where(holds_units, needed - limits[k], math.inf)
+    def needed(k: int) -> Floats:
+        return np.where(has_units, stage_bytes(units, held=held[k], optimizer_copies=optimizer_copies), math.inf)
 
-    def seconds(k: int) -> Floats:
-        """Return the seconds of stage k; infinite where it does not fit."""
-        work = _sums([unit_work(unit, held[k]) for unit in units])
-        return np.where(excess(k) <= 0, seconds_of(work, busy[:-1, None], busy[1:], speeds[k]), math.inf)
+    def seconds(k: int) -> Floats:  # infinite where the stage does not fit
+        busy = stage_seconds(units, held=held[k], speed=speeds[k], machine=machine)
+        return np.where(has_units & (needed(k) <= limit), busy, math.inf)
 
     may_cut = np.array([unit.may_cut for unit in units[:-1]], dtype=bool)
     links = np.where(may_cut, [link_time(unit, machine) for unit in units[:-1]], math.inf)
     bottleneck, _ = _best(num_stages, seconds, links, np.maximum)
     if bottleneck == math.inf:
-        _, sizes = _best(num_stages, excess, np.where(may_cut, -math.inf, math.inf), np.maximum)
-        closest = evaluate_balance(units, sizes, held=held, machine=machine, optimizer_copies=optimizer_copies)
-        raise _too_large(closest, limits, held)
+        _, sizes = _best(num_stages, needed, np.where(may_cut, -math.inf, math.inf), np.maximum)
+        needs = evaluate_balance(
+            units, sizes, held=held, machine=machine, optimizer_copies=optimizer_copies
+        ).stage_bytes
+        raise _too_large(sizes, needs, machine, held)
     bytes_sent = np.array([unit.act_bytes + unit.grad_bytes for unit in units[:-1]])
     _, sizes = _best(
         num_stages,
@@ -136,15 +98,10 @@ def evaluate_balance(
     """Return the costs of a given cut, whether it fits into memory or not; arguments as for :func:`best_balance`.
 
     Raises:
-        PartitionError: sizes that do not add up, or a cut where none is possible.
-        ConfigError: lists that do not fit the number of stages.
+        PartitionError: a cut where none is possible.
+        ConfigError: not one speed for each stage.
     """
-    speeds, _ = _of_each_device(len(sizes), held, machine)
-    if sum(sizes) != len(units) or min(sizes) < 1:
-        raise PartitionError(
-            f"partition.balance={list(sizes)} does not fit: expected {len(sizes)} numbers, each at least 1, that add "
-            f"up to the model's {len(units)} units, got a sum of {sum(sizes)}"
-        )
+    speeds = _speeds(machine, len(sizes))
     borders = [0, *accumulate(sizes)]
     last_units = [units[border - 1] for border in borders[1:-1]]
     for unit in last_units:
@@ -153,15 +110,18 @@ def evaluate_balance(
                 f"partition.balance={list(sizes)} cuts the model right after '{unit.name}', where it cannot be cut; "
                 "move that cut, or use partition.balance=auto"
             )
-    stages = list(zip(pairwise(borders), held, speeds, strict=True))
-    stage_seconds = [stage_time(units, *ends, held=h, speed=speed, machine=machine) for ends, h, speed in stages]
+    seconds, needs = [], []
+    for (start, stop), footprint, speed in zip(pairwise(borders), held, speeds, strict=True):
+        place = start, stop - 1
+        seconds.append(float(stage_seconds(units, held=footprint, speed=speed, machine=machine)[place]))
+        needs.append(int(stage_bytes(units, held=footprint, optimizer_copies=optimizer_copies)[place]))
     link_seconds = [link_time(unit, machine) for unit in last_units]
     return Balance(
         sizes=list(sizes),
-        seconds=max(stage_seconds + link_seconds),
-        stage_seconds=stage_seconds,
+        seconds=max(seconds + link_seconds),
+        stage_seconds=seconds,
         link_seconds=link_seconds,
-        stage_bytes=[stage_memory(units, *ends, held=h, optimizer_copies=optimizer_copies) for ends, h, _ in stages],
+        stage_bytes=needs,
     )
 
 
@@ -171,13 +131,8 @@ def _best(
     """Return the least that the costs of all stages and cuts can be joined to, and sizes that reach it.
 
     Of several cuts it follows, from the first stage on, the earliest whose rest is the best rest: with ``np.add`` that
-    is the lexicographically smallest of all the best.
-
-    Args:
-        num_stages: K.
-        stage: the costs [n, n] of stage k, by its first and its last unit; asked for one at a time, as they are large.
-        cut: the cost [n - 1] of a cut right after each unit but the last.
-        join: ``np.maximum`` or ``np.add``.
+    is the lexicographically smallest of all the best. ``stage``: the costs [n, n] of stage k, by its first and its last
+    unit, asked for one at a time, as they are large; ``cut``: those [n - 1] of a cut after each unit but the last.
     """
     rest = stage(num_stages - 1)[:, -1]
     last_units: list[NDArray[np.intp]] = []  # of each stage but the last, by its first unit
@@ -191,49 +146,23 @@ def _best(
     return float(rest[0]), [stop - start for start, stop in pairwise([*borders, len(rest)])]
 
 
-def _sums(values: Sequence[float]) -> Floats:
-    """Entry [i, j] is the sum of values i to j, added from left to right as :func:`stage_time` does."""
-    return np.cumsum(np.triu(np.tile(np.array(values, dtype=np.float64), (len(values), 1))), axis=1)
+def _speeds(machine: Machine, num_stages: int) -> Sequence[float]:
+    if machine.speeds is not None and len(machine.speeds) != num_stages:
+        num = len(machine.speeds)
+        raise ConfigError(f"machine.speeds={machine.speeds} has {num} entries, but there are {num_stages} stages")
+    return machine.speeds or [1.0] * num_stages
 
 
-def _maxima(values: Sequence[float]) -> Floats:
-    """Entry [i, j] is the largest of values i to j."""
-    return np.maximum.accumulate(np.triu(np.tile(np.array(values, dtype=np.float64), (len(values), 1))), axis=1)
-
-
-def _of_each_device(
-    num_stages: int, held: Sequence[StageFootprint], machine: Machine
-) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the speed and the memory limit of each stage's device."""
-    speeds = [1.0] * num_stages if machine.speeds is None else machine.speeds
-    limit = math.inf if machine.memory_bytes is None else machine.memory_bytes
-    limits: Sequence[float] = limit if isinstance(limit, Sequence) else [limit] * num_stages
-    for name, values in (("machine.speeds", speeds), ("machine.memory_bytes", limits), ("held", held)):
-        if len(values) != num_stages or not values:
-            raise ConfigError(f"{name}={list(values)} has {len(values)} entries, but there are {num_stages} stages")
-    return speeds, limits
-
-
-def _check_places(units: Sequence[UnitCost], num_stages: int) -> None:
-    places = [unit.name for unit in units[:-1] if unit.may_cut]
-    if not units or len(places) < num_stages - 1:
-        names = ", ".join(places[:8] + ["..."] * (len(places) > 8)) or "none"
-        raise PartitionError(
-            f"partition.num_stages={num_stages} needs {num_stages - 1} cuts, but the model of {len(units)} units can "
-            f"be cut in {len(places)} places only (after: {names}); use at most "
-            f"partition.num_stages={len(places) + 1}, or a model of more blocks"
-        )
-
-
-def _too_large(closest: Balance, limits: Sequence[float], held: Sequence[StageFootprint]) -> PartitionError:
-    needs = closest.stage_bytes
-    k = max(range(len(needs)), key=lambda k: needs[k] - limits[k])
+def _too_large(
+    sizes: Sequence[int], needs: Sequence[int], machine: Machine, held: Sequence[StageFootprint]
+) -> PartitionError:
+    k = needs.index(max(needs))
     ways_out = ["more stages (partition.num_stages)", "smaller micro-batches (train.batch_size)"]
     if not any(h.recomputes for h in held):
         ways_out.append("method.weights=recompute")
     return PartitionError(
-        f"no cut into {len(needs)} stages fits into memory: partition.balance={closest.sizes}, which exceeds it least, "
+        f"no cut into {len(needs)} stages fits into memory: partition.balance={sizes}, which exceeds it least, "
         f"needs {needs[k]:,} bytes on stage {k} (micro-batches with all activations: {held[k].graphs}, "
-        f"versions of its weights: {1 + held[k].weight_copies}), whose device has {limits[k]:,}; use "
+        f"versions of its weights: {1 + held[k].weight_copies}), whose device has {machine.memory_bytes:,}; use "
         f"{' or '.join(ways_out)}"
     )

@@ -2,28 +2,24 @@
 
 import difflib
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise, product
+from operator import attrgetter
 from typing import Protocol
 
 from torch import fx, nn
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.piece import Crossing, StageModule, extract
-from adl_dist.partition.trace import Trace, is_light, is_plain_sequential, read
+from adl_dist.partition.trace import Trace, is_light, read
+from adl_dist.partition.tracer import has_hooks
 
 
 class Chain(Protocol):
-    """Units of a model that run one after the other.
+    """Units of a model that run one after the other."""
 
-    Attributes:
-        units: names, in the order they run.
-        forbidden: cuts that cannot be made, by the unit before them, each with the reason.
-    """
-
-    units: list[str]
-    forbidden: dict[int, str]
+    units: list[str]  # names, in the order they run
+    forbidden: dict[int, str]  # cuts that cannot be made, by the unit before them, each with the reason
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return the stages that hold ``sizes`` units each, and together exactly the model's modules."""
@@ -31,17 +27,16 @@ class Chain(Protocol):
 
 
 def linearise(model: nn.Module, *, granularity: str = "block") -> Chain:
-    """Read ``model`` as a chain of units.
+    """Read ``model``, any module that torch.fx can trace, with one tensor as its input, as a chain of units.
 
-    Args:
-        model: any module that torch.fx can trace, with one tensor as its input.
-        granularity: ``layer``: units are single layers and operations, also in residual blocks; ``block``: units are
-            what the model's own forward calls, of an ``nn.Sequential`` its children, which need not be traceable.
+    At granularity ``layer`` units are single layers and operations, also in residual blocks; at ``block`` they are what
+    the model's own forward calls, of an ``nn.Sequential`` its children, which need not be traceable.
 
     Raises:
         PartitionError: it cannot be traced; names the line and the ways out.
     """
-    if granularity == "block" and is_plain_sequential(model):
+    is_plain = all(getattr(type(model), name) is getattr(nn.Sequential, name) for name in ("forward", "train"))
+    if granularity == "block" and is_plain and not has_hooks(model):
         return SequentialChain(model)
     return TracedChain(model, *read(model, granularity=granularity))
 
@@ -50,18 +45,16 @@ class SequentialChain:
     """The children of an ``nn.Sequential``; one that stands twice is two units."""
 
     def __init__(self, model: nn.Module) -> None:
-        children = [(name, child) for name, child in model._modules.items() if child is not None]
-        self.units = [name for name, _ in children]
-        self._children = children
-        homes = _Homes()
-        for unit, (name, child) in enumerate(children):
-            homes.add_module(unit, name, child)
-        self.forbidden = homes.between()
+        self._children = [(name, child) for name, child in model._modules.items() if child is not None]
+        self.units = [name for name, _ in self._children]
+        self.forbidden = _torn(
+            use for unit, (name, child) in enumerate(self._children) for use in _uses_of(unit, name, child)
+        )
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
-        """See :class:`Chain`."""
-        bounds = _bounds(sizes)
-        return [nn.Sequential(OrderedDict(self._children[a:b])) for a, b in pairwise(bounds)]
+        """Return a Sequential for each stage."""
+        bounds = pairwise(accumulate(sizes, initial=0))
+        return [nn.Sequential(OrderedDict(self._children[start:stop])) for start, stop in bounds]
 
 
 class TracedChain:
@@ -73,117 +66,92 @@ class TracedChain:
         self._modes = [_Mode(training, unit_of, len(self.units))]
         if evaluation is not training:
             self._modes.append(_Mode(evaluation, _aligned(training, unit_of, evaluation), len(self.units)))
-        homes = _Homes()
-        for mode in self._modes:
-            for step, unit in mode.unit_of.items():
-                if step.op == "call_module":
-                    homes.add_module(unit, str(step.target), model.get_submodule(str(step.target)))
-                elif step.op == "get_attr":
-                    homes.add(unit, str(step.target), _attribute(model, str(step.target)))
-        self.forbidden = homes.between()
-        for mode in self._modes:
-            for cut in range(len(self.units) - 1):
-                across = [crossing.node for crossing in mode.crossing(cut)]
-                names = [node.name for node in across if node in mode.trace.independent]
-                if names:
-                    self.forbidden.setdefault(cut, f"'{names[0]}', which does not depend on the input, would cross it")
+        uses: list[Use] = []
+        for step, unit in [item for mode in self._modes for item in mode.unit_of.items()]:
+            if step.op in ("call_module", "get_attr"):
+                uses += _uses_of(unit, str(step.target), attrgetter(str(step.target))(model))
+        self.forbidden = _torn(uses)
+        for mode, cut in product(self._modes, range(len(self.units) - 1)):
+            for node, _ in mode.crossing(cut):
+                if node in mode.trace.independent:
+                    self.forbidden.setdefault(cut, f"'{node.name}', which does not depend on the input, would cross it")
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
-        """See :class:`Chain`."""
+        """Return a module for each stage, with its units' graphs for training and evaluation."""
+        training, evaluation = self._modes[0], self._modes[-1]
+        unlike = training.trace.unlike, evaluation.trace.unlike
         pieces = []
-        for start, stop in pairwise(_bounds(sizes)):
-            graphs = [mode.graph(start, stop) for mode in self._modes]
-            unlike = self._modes[0].trace.unlike, self._modes[-1].trace.unlike
-            pieces.append(StageModule(self._model, (graphs[0], graphs[-1]), self.units[start:stop], unlike))
-        self._adopt_the_rest(pieces)
-        return list(pieces)
-
-    def _adopt_the_rest(self, pieces: Sequence[StageModule]) -> None:
-        """Give what no forward reads, and second names of what one does, to the stage of that tensor, or the last."""
+        for start, stop in pairwise(accumulate(sizes, initial=0)):
+            graphs = training.graph(start, stop), evaluation.graph(start, stop)
+            pieces.append(StageModule(self._model, graphs, self.units[start:stop], unlike))
+        # What no forward reads, and second names of what one does, go to the stage of that tensor, or the last.
         held = {name for piece in pieces for name in piece.state_dict()}
         home = {id(t): piece for piece in pieces for t in (*piece.parameters(), *piece.buffers())}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if name not in held:
                 home.get(id(tensor), pieces[-1]).adopt(self._model, name)
+        return list(pieces)
 
 
-@dataclass
 class _Mode:
     """A trace, each step in its unit."""
 
-    trace: Trace
-    unit_of: dict[fx.Node, int]
-    num_units: int
-    _last_value_use: dict[fx.Node, int] = field(default_factory=dict)
-    _last_shape_use: dict[fx.Node, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        def note(node: fx.Node, unit: int, last: dict[fx.Node, int]) -> None:
-            if node not in self.trace.shapes:
-                last[node] = max(unit, last.get(node, 0))
-            else:  # computed where it is needed, from the shapes of tensors
-                for source in node.all_input_nodes:
-                    note(source, unit, self._last_shape_use)
-
-        for step, unit in self.unit_of.items():
+    def __init__(self, trace: Trace, unit_of: dict[fx.Node, int], num_units: int) -> None:
+        self.trace, self.unit_of, self._num_units = trace, unit_of, num_units
+        self._last_value_use: dict[fx.Node, int] = {}
+        self._last_shape_use: dict[fx.Node, int] = {}
+        for step, unit in unit_of.items():
             for source in step.all_input_nodes:
-                note(source, unit, self._last_value_use)
-        fx.node.map_arg(self.trace.result, lambda node: note(node, self.num_units - 1, self._last_value_use))
+                self._note_use(source, unit, self._last_value_use)
+        fx.node.map_arg(trace.result, lambda node: self._note_use(node, num_units - 1, self._last_value_use))
+
+    def _note_use(self, node: fx.Node, unit: int, last: dict[fx.Node, int]) -> None:
+        if node not in self.trace.shapes:
+            last[node] = max(unit, last.get(node, 0))
+        else:  # computed where it is needed, from the shapes of tensors
+            for source in node.all_input_nodes:
+                self._note_use(source, unit, self._last_shape_use)
 
     def crossing(self, cut: int) -> list[Crossing]:
-        """Return the values that cross the cut after unit ``cut``, in the order they were computed."""
-        before = [self.trace.input, *(step for step in self.trace.steps if self.unit_of[step] <= cut)]
-        values = {node for node in before if self._last_value_use.get(node, -1) > cut}
-        outlines = {node for node in before if self._last_shape_use.get(node, -1) > cut} - values
-        return [Crossing(node, node in outlines) for node in before if node in values or node in outlines]
+        """Return what crosses the cut after unit ``cut``, in the order it was computed."""
+        crossing = []
+        for node in (self.trace.input, *(step for step in self.trace.steps if self.unit_of[step] <= cut)):
+            is_value = self._last_value_use.get(node, -1) > cut
+            if is_value or self._last_shape_use.get(node, -1) > cut:
+                crossing.append(Crossing(node, is_shape=not is_value))
+        return crossing
 
     def graph(self, start: int, stop: int) -> fx.Graph:
         """Return the graph of the stage that holds units ``start`` to ``stop`` - 1."""
         steps = [step for step in self.trace.steps if start <= self.unit_of[step] < stop]
-        arriving = self.crossing(start - 1) if start > 0 else [Crossing(self.trace.input, shape_token=False)]
-        return extract(self.trace, steps, arriving, self.crossing(stop - 1) if stop < self.num_units else None)
+        arriving = self.crossing(start - 1) if start > 0 else [Crossing(self.trace.input, is_shape=False)]
+        return extract(self.trace, steps, arriving, self.crossing(stop - 1) if stop < self._num_units else None)
 
 
-class _Homes:
-    """Which units use which tensors; those of one tensor must stay on one stage."""
-
-    def __init__(self) -> None:
-        self._used: dict[int, list[tuple[int, str]]] = {}
-
-    def add_module(self, unit: int, name: str, module: nn.Module) -> None:
-        for kind in (module.named_parameters, module.named_buffers):
-            for inner, tensor in kind(prefix=name, remove_duplicate=False):
-                self.add(unit, inner, tensor)
-
-    def add(self, unit: int, name: str, tensor: object) -> None:
-        self._used.setdefault(id(tensor), []).append((unit, name))
-
-    def between(self) -> dict[int, str]:
-        """Return the cuts that would split one tensor, with the reason."""
-        torn: dict[int, str] = {}
-        for uses in self._used.values():
-            (first, name), (last, other) = min(uses), max(uses)
-            shared = f"'{name}' is used on both sides of it"
-            for cut in range(first, last):
-                torn.setdefault(cut, shared if name == other else f"'{name}' and '{other}' are one and the same tensor")
-        return torn
+Use = tuple[int, str, object]  # a unit, and a tensor that it uses by that name
 
 
-def user_frame(name: str, units: Sequence[str]) -> int:
-    """Return the unit called ``name``, or the first one of the block of that name.
+def _uses_of(unit: int, name: str, used: object) -> Iterator[Use]:
+    """Yield the tensors of a module, also those that it holds twice; or the one tensor that ``used`` is."""
+    if not isinstance(used, nn.Module):
+        yield unit, name, used
+        return
+    for kind in (used.named_parameters, used.named_buffers):
+        yield from ((unit, inner, tensor) for inner, tensor in kind(prefix=name, remove_duplicate=False))
 
-    Raises:
-        PartitionError: there is none.
-    """
-    for unit, known in enumerate(units):
-        if known == name or known.startswith(f"{name}."):
-            return unit
-    blocks = [known.rsplit(".", 1)[0] for known in units]
-    close = difflib.get_close_matches(name, [*units, *blocks], n=3) or units[:3]
-    raise PartitionError(
-        f"partition.balance: there is no unit or block '{name}'; near it are {', '.join(dict.fromkeys(close))}; "
-        "adl-dist plan lists them all"
-    )
+
+def _torn(uses: Iterable[Use]) -> dict[int, str]:
+    """Return the cuts that would split one tensor, all uses of which must be on one stage, with the reason."""
+    units_of: dict[int, list[tuple[int, str]]] = {}
+    for unit, name, tensor in uses:
+        units_of.setdefault(id(tensor), []).append((unit, name))
+    torn: dict[int, str] = {}
+    for found in units_of.values():
+        (first, name), (last, other) = min(found), max(found)
+        shared = f"'{name}' is used on both sides of it"
+        for cut in range(first, last):
+            torn.setdefault(cut, shared if name == other else f"'{name}' and '{other}' are one and the same tensor")
+    return torn
 
 
 def _units(trace: Trace) -> tuple[dict[fx.Node, int], list[str]]:
@@ -192,12 +160,10 @@ def _units(trace: Trace) -> tuple[dict[fx.Node, int], list[str]]:
     seen: Counter[str] = Counter()
     waiting: list[fx.Node] = []  # constants, and light steps before the first that computes
     for step in trace.steps:
-        if step in trace.constants:
+        if step in trace.constants or (is_light(step) and (waiting or not names)):
             waiting.append(step)
-        elif is_light(step) and not waiting and names:
-            unit_of[step] = len(names) - 1
         elif is_light(step):
-            waiting.append(step)
+            unit_of[step] = len(names) - 1
         else:
             unit_of |= dict.fromkeys([*waiting, step], len(names))
             waiting.clear()
@@ -236,17 +202,3 @@ def _aligned(training: Trace, unit_of: Mapping[fx.Node, int], evaluation: Trace)
     for step in reversed(evaluation.steps):
         unit = aligned.setdefault(step, unit)
     return aligned
-
-
-def _attribute(model: nn.Module, path: str) -> object:
-    value: object = model
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _bounds(sizes: Sequence[int]) -> list[int]:
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
-    return bounds

@@ -1,12 +1,14 @@
 """Cuts a model into K stages without renaming a single parameter."""
 
+import difflib
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from torch import nn
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.balance import best_balance
-from adl_dist.partition.chain import Chain, linearise, user_frame
+from adl_dist.partition.chain import Chain, linearise
 from adl_dist.partition.costs import StageFootprint, UnitCost
 
 
@@ -20,12 +22,8 @@ def cut(
     """Cut ``model`` into stages that together hold exactly its parameters and buffers.
 
     The state_dict keys of the stages are those of the uncut model: their disjoint union is its state_dict.
-
-    Args:
-        model: any module that torch.fx can trace; an ``nn.Sequential`` is not traced at granularity ``block``.
-        num_stages: K.
-        balance: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
-        granularity: what a unit is; see :func:`linearise`.
+    ``balance``: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
+    ``granularity``: what a unit is; see :func:`linearise`.
 
     Raises:
         PartitionError: it cannot be traced, has too few units, or cannot be cut there.
@@ -38,11 +36,7 @@ def cut(
 
 
 def even_balance(num_units: int, num_stages: int) -> list[int]:
-    """Return the units of each stage, as equal as can be; the last stages take one more where it does not divide.
-
-    Raises:
-        PartitionError: fewer units than stages.
-    """
+    """Return the units of each stage, as equal as can be; the last stages take one more where it does not divide."""
     if num_stages > num_units:
         raise PartitionError(
             f"partition.num_stages={num_stages} needs at least {num_stages} units, but the model has {num_units}; "
@@ -53,13 +47,9 @@ def even_balance(num_units: int, num_stages: int) -> list[int]:
 
 
 def even_sizes(chain: Chain, num_stages: int) -> list[int]:
-    """Return the units of each stage, as equal as can be where the chain can be cut.
-
-    Raises:
-        PartitionError: fewer units than stages, or too few possible cuts.
-    """
+    """Return the units of each stage, as equal as can be where the chain can be cut; raise a PartitionError if not."""
     sizes = even_balance(len(chain.units), num_stages)
-    if not any(cut in chain.forbidden for cut in _cuts(sizes)):
+    if chain.forbidden.keys().isdisjoint(_cuts(sizes)):
         return sizes
     num_places = len(chain.units) - 1 - len(chain.forbidden)
     if num_places < num_stages - 1:
@@ -76,46 +66,49 @@ def even_sizes(chain: Chain, num_stages: int) -> list[int]:
 
 
 def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequence[str]) -> list[int]:
-    """Return the units of each stage for a user's ``balance``.
-
-    Args:
-        chain: the model's units.
-        num_stages: K.
-        balance: K numbers of units, or K - 1 names of the units (or blocks) where the next stage begins.
+    """Return the units of each stage for a user's ``balance``, K numbers or the K-1 names where the next stage begins.
 
     Raises:
         PartitionError: it does not fit the chain, or asks for a cut that cannot be made.
     """
-    num_units = len(chain.units)
+    units, num_units = chain.units, len(chain.units)
     if balance and all(isinstance(entry, str) for entry in balance):
-        begins = [user_frame(str(name), chain.units) for name in balance]
+        begins = [_unit_named(str(name), units) for name in balance]
         if len(begins) != num_stages - 1 or begins != sorted({*begins}) or 0 in begins:
             raise PartitionError(
                 f"partition.balance=[{', '.join(map(str, balance))}] does not fit: expected {num_stages - 1} names, of "
                 f"the units where stages 1 to {num_stages - 1} begin, in the order they run"
             )
-        ends = [*begins, num_units]
-        sizes = [end - begin for begin, end in zip([0, *begins], ends, strict=True)]
+        sizes = [stop - start for start, stop in pairwise([0, *begins, num_units])]
     else:
         sizes = [int(size) for size in balance]
     if len(sizes) != num_stages or sum(sizes) != num_units or min(sizes, default=0) < 1:
+        some = ", ".join(units if num_units <= 12 else [*units[:6], "...", *units[-3:]])
         raise PartitionError(
             f"partition.balance={sizes} does not fit: expected {num_stages} numbers, each at least 1, that add up to "
-            f"the model's {num_units} units ({_some(chain.units)}), got {len(sizes)} that add up to {sum(sizes)}"
+            f"the model's {num_units} units ({some}), got {len(sizes)} that add up to {sum(sizes)}"
         )
-    for cut in _cuts(sizes):
-        if cut in chain.forbidden:
+    for unit in _cuts(sizes):
+        if unit in chain.forbidden:
             raise PartitionError(
-                f"the model cannot be cut after {chain.units[cut]}: {chain.forbidden[cut]}; choose a "
+                f"the model cannot be cut after {units[unit]}: {chain.forbidden[unit]}; choose a "
                 "partition.balance that keeps both on one stage, or untie them"
             )
     return sizes
 
 
+def _unit_named(name: str, units: Sequence[str]) -> int:
+    """Return the unit called ``name``, or the first one of the block of that name."""
+    for unit, known in enumerate(units):
+        if known == name or known.startswith(f"{name}."):
+            return unit
+    blocks = [known.rsplit(".", 1)[0] for known in units]
+    close = difflib.get_close_matches(name, [*units, *blocks], n=3) or units[:3]
+    raise PartitionError(
+        f"partition.balance: there is no unit or block '{name}'; near it are {', '.join(dict.fromkeys(close))}; "
+        "adl-dist plan lists them all"
+    )
+
+
 def _cuts(sizes: Sequence[int]) -> list[int]:
-    """Return the units after which ``sizes`` cut."""
-    return [sum(sizes[: stage + 1]) - 1 for stage in range(len(sizes) - 1)]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names if len(names) <= 12 else [*names[:6], "...", *names[-3:]])
+    return [stop - 1 for stop in accumulate(sizes[:-1])]

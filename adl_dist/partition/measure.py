@@ -1,10 +1,11 @@
 """Runs a model unit by unit, where it will be trained, and times it."""
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from adl_dist.partition.chain import Chain
-from adl_dist.partition.costs import UnitCost
-from adl_dist.partition.profile import Profile
+from adl_dist.partition.costs import Profile, UnitCost
 
 WARMUP = 2  # rounds; the second is the first to add to gradients that are there
 FEWEST, MOST = 3, 30  # rounds after these
@@ -40,56 +40,27 @@ def measure(
 ) -> Profile:
     """Run ``model`` unit by unit, and as a whole, and time it. Its state is as before.
 
-    Args:
-        model: the model, on its device; takes ``input_``.
-        chain: the model's units.
-        input_: a micro-batch's input, [B, ...].
-        target: [B, ...] of its loss.
-        loss_fn: mean loss from (output, target); counted to the last unit.
-        optimizer: makes the optimizer of the whole model.
-        of: the identity of the measurement, for :attr:`Profile.of`.
-        within: makes the context of forward and loss, one call at a time.
-        wire_dtype: dtype in which wider floating-point tensors cross a cut; None: their own.
+    The mean loss ``loss_fn`` (output, ``target`` [B, ...]) is counted to the last unit. ``of``: the identity of the
+    measurement; ``wire_dtype``: dtype in which wider floating-point tensors cross a cut, None: their own.
     """
     pieces = chain.pieces([1] * len(chain.units))
     with _restored(model, input_), torch.enable_grad():
         for module in (model, *pieces):
             module.train()
         # Before anything else: more tensors in memory would make its allocations cheaper than in training.
-        wholes = _repeated(lambda: _whole(model, input_, target, loss_fn, within))
+        forward, backward = _whole(model, input_, target, loss_fn, within)
         bench = _Bench(pieces, input_, target, loss_fn, within)
-        shapes = bench.look(model, chain, wire_dtype)
+        units = bench.look(model, chain, wire_dtype)
         rounds = _repeated(bench.run)
         update, copies = _update(model, optimizer, input_.device)
     # The least: a unit is short, so what is slower was interrupted. Of the whole the mean: training is interrupted.
-    forward, backward = ([min(r[i][u] for r in rounds) for u in range(len(pieces))] for i in (0, 1))
-    parameter_bytes = [unit.parameter_bytes for unit in shapes]
-    share = update / max(1, sum(parameter_bytes))
-    return Profile(
-        of=of,
-        units=[
-            replace(unit, forward=f, backward=b, update=unit.parameter_bytes * share)
-            for unit, f, b in zip(shapes, forward, backward, strict=True)
-        ],
-        forward=statistics.fmean(w[0] for w in wholes),
-        backward=statistics.fmean(w[1] for w in wholes),
-        optimizer_copies=copies,
-    )
-
-
-@contextmanager
-def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
-    """Leave the model, and the random streams of its device, as they were found."""
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    modes = {module: module.training for module in model.modules()}
-    try:
-        with torch.random.fork_rng(devices=[input_.device] if input_.is_cuda else []):
-            yield
-    finally:
-        model.load_state_dict(state)
-        model.zero_grad()
-        for module, mode in modes.items():
-            module.training = mode
+    forwards, backwards = (map(min, zip(*times, strict=True)) for times in zip(*rounds, strict=True))
+    share = update / max(1, sum(unit.parameter_bytes for unit in units))
+    units = [
+        replace(unit, forward=f, backward=b, update=unit.parameter_bytes * share)
+        for unit, f, b in zip(units, forwards, backwards, strict=True)
+    ]
+    return Profile(of=of, units=units, forward=forward, backward=backward, optimizer_copies=copies)
 
 
 def pace(
@@ -97,13 +68,29 @@ def pace(
 ) -> tuple[float, float]:
     """Return the mean seconds of forward and backward of the whole model. Its state is as before."""
     with _restored(model, input_), torch.enable_grad():
-        model.train()
-        times = _repeated(lambda: _whole(model, input_, target, loss_fn, within))
-    return statistics.fmean(t[0] for t in times), statistics.fmean(t[1] for t in times)
+        return _whole(model.train(), input_, target, loss_fn, within)
+
+
+@contextmanager
+def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
+    """Leave the model, and the random streams of its device, as they were found."""
+    state = copy.deepcopy(model.state_dict())
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # some are no part of the state
+    modes = {module: module.training for module in model.modules()}
+    try:
+        with torch.random.fork_rng(devices=[input_.device] if input_.is_cuda else []):
+            yield
+    finally:
+        model.load_state_dict(state)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers.get(name, buffer))
+        model.zero_grad()
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _repeated(measured: Callable[[], Figures]) -> list[Figures]:
-    """Yield each measurement, as often as there is time, without the first rounds."""
+    """Return each measurement, as often as there is time, without the first rounds."""
     figures: list[Figures] = []
     start = time.perf_counter()
     while len(figures) < WARMUP + FEWEST or (len(figures) < WARMUP + MOST and time.perf_counter() - start < SECONDS):
@@ -111,58 +98,65 @@ def _repeated(measured: Callable[[], Figures]) -> list[Figures]:
     return figures[WARMUP:]
 
 
+def _whole(model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, within: Within) -> tuple[float, float]:
+    """Return the mean seconds of forward and backward of the whole model."""
+
+    def once() -> tuple[float, float]:
+        start = _now(input_.device)
+        with within():
+            loss = loss_fn(model(input_), target)
+        middle = _now(input_.device)
+        loss.backward()
+        return middle - start, _now(input_.device) - middle
+
+    forwards, backwards = zip(*_repeated(once), strict=True)
+    return statistics.fmean(forwards), statistics.fmean(backwards)
+
+
+@dataclass
 class _Bench:
     """The units of a model side by side, each with leaves of its own between it and its neighbours."""
 
-    def __init__(
-        self,
-        pieces: Sequence[nn.Module],
-        input_: Tensor,
-        target: Tensor,
-        loss_fn: LossFn,
-        within: Within,
-    ) -> None:
-        self._pieces, self._input, self._target = pieces, input_, target
-        self._loss_fn, self._within = loss_fn, within
-        self._written: list[list[bool]] = []  # by unit and tensor: whether the unit writes to its argument
+    pieces: Sequence[nn.Module]
+    input_: Tensor
+    target: Tensor
+    loss_fn: LossFn
+    within: Within
+    written: list[list[bool]] = field(default_factory=list)  # by unit and tensor: whether it writes to its argument
 
     def look(self, model: nn.Module, chain: Chain, wire_dtype: torch.dtype | None) -> list[UnitCost]:
         """Everything but times: what each unit keeps and sends, and which of its inputs it overwrites."""
-        known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-        size = self._input.shape[0]
+        known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
         saver: dict[int, int] = {}  # storage -> the unit that first saves it
-        saved_bytes = [0] * len(self._pieces)
-        seen: set[int] = set()
-        alive, crossing, parameter_bytes, came_in = [], [], [], []
-        arriving: Any = self._input
-        for unit, piece in enumerate(self._pieces):
+        saved_bytes = [0] * len(self.pieces)
+        alive = []  # leaves and outputs of each unit, or a storage would be used again
+        arriving: Any = self.input_
+        for unit, piece in enumerate(self.pieces):
 
             def pack(tensor: Tensor, unit: int = unit) -> Tensor:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in known and storage.data_ptr() not in saver:
-                    saver[storage.data_ptr()] = unit
-                    saved_bytes[unit] += storage.nbytes()
+                if _storage(tensor) not in known and _storage(tensor) not in saver:
+                    saver[_storage(tensor)] = unit
+                    saved_bytes[unit] += tensor.untyped_storage().nbytes()
                 return tensor
 
             leaves = _leaves(arriving, with_gradient=unit > 0)
-            with self._within():
-                self._written.append(_written(piece, leaves))
+            with self.within():
+                self.written.append(_written(piece, leaves))
             # Called with the leaves themselves, so that what two units save is one storage.
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                out = self._call(unit, self._inputs(unit, leaves))
-            came_in.append(sum(t.nbytes for t in tree_leaves(leaves) if isinstance(t, Tensor)))
-            alive.append((leaves, out))  # or a storage would be used again
-            parameters = [p for p in piece.parameters() if id(p) not in seen]
-            seen |= {id(p) for p in parameters}
-            parameter_bytes.append(sum(p.nbytes for p in parameters))
-            crossing.append(out if isinstance(out, list | tuple) else (out,))
-            arriving = out
+                arriving = self._call(unit, self._inputs(unit, leaves))
+            alive.append((leaves, arriving))
+        seen: set[nn.Parameter] = set()
         costs = []
-        for unit, name in enumerate(chain.units):
-            tensors = [t for t in crossing[unit] if isinstance(t, Tensor)]
-            firsts = [saver.get(t.untyped_storage().data_ptr()) for t in tensors]
-            whole = len(tensors) == len(crossing[unit]) and all(t.shape[:1] == (size,) for t in tensors)
-            last = unit == len(self._pieces) - 1
+        for unit, (name, piece, (leaves, out)) in enumerate(zip(chain.units, self.pieces, alive, strict=True)):
+            parameter_bytes = sum(p.nbytes for p in piece.parameters() if p not in seen)
+            seen.update(piece.parameters())
+            came_in = sum(t.nbytes for t in tree_leaves(leaves) if isinstance(t, Tensor))
+            crossing = out if isinstance(out, list | tuple) else (out,)
+            tensors = [t for t in crossing if isinstance(t, Tensor)]
+            firsts = [saver.get(_storage(t)) for t in tensors]
+            whole = len(tensors) == len(crossing) and all(t.shape[:1] == self.input_.shape[:1] for t in tensors)
+            last = unit == len(self.pieces) - 1
             sent = [] if last else [(t, _bytes_sent(t, wire_dtype)) for t in tensors]
             unsaved = [n for (t, n), f in zip(sent, firsts, strict=not last) if n < t.nbytes or f is None or f > unit]
             costs.append(
@@ -170,13 +164,13 @@ class _Bench:
                     name=name,
                     forward=0.0,
                     backward=0.0,
-                    parameter_bytes=parameter_bytes[unit],
+                    parameter_bytes=parameter_bytes,
                     activation_bytes=saved_bytes[unit],
                     act_bytes=sum(n for _, n in sent),
                     widened_bytes=sum(t.nbytes - n for t, n in sent),
                     grad_bytes=sum(n for t, n in sent if t.is_floating_point() or t.is_complex()),
                     num_tensors=1 if last else sum(1 for t in tensors if t.numel()),
-                    work_bytes=2 * parameter_bytes[unit] + came_in[unit] + sum(t.nbytes for t in tensors),
+                    work_bytes=2 * parameter_bytes + came_in + sum(t.nbytes for t in tensors),
                     held_before=sum(unsaved),
                     held_behind=sum(t.nbytes for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
                     may_cut=whole and unit not in chain.forbidden,
@@ -187,31 +181,34 @@ class _Bench:
     def run(self) -> tuple[list[float], list[float]]:
         """Return the seconds of each unit's forward and backward."""
         forwards, backwards, kept = [], [], []
-        arriving: Any = self._input
-        for unit in range(len(self._pieces)):
+        arriving: Any = self.input_
+        for unit in range(len(self.pieces)):
             leaves = _leaves(arriving, with_gradient=unit > 0)
             inputs = self._inputs(unit, leaves)
-            start = _now(self._input.device)
-            out = self._call(unit, inputs)
-            forwards.append(_now(self._input.device) - start)
-            kept.append((leaves, out))
-            arriving = out
+            start = _now(self.input_.device)
+            arriving = self._call(unit, inputs)
+            forwards.append(_now(self.input_.device) - start)
+            kept.append((leaves, arriving))
         grads: list[Tensor | None] = [torch.ones_like(arriving)]
-        for piece, (leaves, out) in zip(reversed(self._pieces), reversed(kept), strict=True):
-            start = _now(self._input.device)
+        for piece, (leaves, out) in zip(reversed(self.pieces), reversed(kept), strict=True):
+            start = _now(self.input_.device)
             grads = _backward(piece, tree_leaves(leaves), tree_leaves(out), grads)
-            backwards.append(_now(self._input.device) - start)
+            backwards.append(_now(self.input_.device) - start)
         return forwards, backwards[::-1]
 
     def _call(self, unit: int, inputs: Any) -> Any:
-        with self._within():
-            out = self._pieces[unit](inputs)
-            return self._loss_fn(out, self._target) if unit == len(self._pieces) - 1 else out
+        with self.within():
+            out = self.pieces[unit](inputs)
+            return self.loss_fn(out, self.target) if unit == len(self.pieces) - 1 else out
 
     def _inputs(self, unit: int, leaves: Any) -> Any:
         """Return the unit's arguments: copies of those it overwrites."""
-        written = iter(self._written[unit])
+        written = iter(self.written[unit])
         return tree_map(lambda t: t.clone() if next(written) else t, leaves)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _now(device: torch.device) -> float:
@@ -247,15 +244,6 @@ def _backward(
     of_leaf = {id(leaf): grad for leaf, grad in zip(wanted, computed, strict=False)}
     both = [(of_leaf.get(id(leaf)), passed.get(id(leaf))) for leaf in leaves]
     return [a if b is None else b if a is None else a + b for a, b in both]
-
-
-def _whole(model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, within: Within) -> tuple[float, float]:
-    start = _now(input_.device)
-    with within():
-        loss = loss_fn(model(input_), target)
-    middle = _now(input_.device)
-    loss.backward()
-    return middle - start, _now(input_.device) - middle
 
 
 def _update(

@@ -11,23 +11,14 @@ from adl_dist.partition.trace import Trace
 
 
 class Crossing(NamedTuple):
-    """A value that is computed before a cut and needed after it.
-
-    Attributes:
-        node: computes it.
-        outline: whether no more than its shape, dtype and device are needed; then no byte of it is sent.
-    """
+    """A value that is computed before a cut and needed after it; ``is_shape``: no byte of it, only its shape."""
 
     node: fx.Node
-    shape_token: bool
+    is_shape: bool
 
 
 class StageModule(nn.Module):
-    """One stage of a traced model; training and evaluation may run different operations.
-
-    Attributes:
-        unit_names: the units that it holds.
-    """
+    """One stage of a traced model; training and evaluation may run different operations."""
 
     def __init__(
         self,
@@ -38,11 +29,7 @@ class StageModule(nn.Module):
     ) -> None:
         """Take over from ``model`` what the graphs for training and evaluation call or read.
 
-        Args:
-            model: the whole one.
-            graphs: the stage's graphs for training and for evaluation.
-            unit_names: the units that it holds.
-            unlike: modules that evaluate in training, and those that train in evaluation.
+        ``unlike``: modules that evaluate in training, and those that train in evaluation.
         """
         super().__init__()
         self.training = model.training
@@ -52,13 +39,8 @@ class StageModule(nn.Module):
                 if node.op == op:
                     self.adopt(model, str(node.target))
         self._unlike = unlike[0] & {*self.modules()}, unlike[1] & {*self.modules()}
-        self._unit_names = list(unit_names)
+        self.unit_names = list(unit_names)
         self._forwards = _compiled(self, graphs[0]), _compiled(self, graphs[1])
-
-    @property
-    def unit_names(self) -> list[str]:
-        """The units that it holds, in order."""
-        return self._unit_names
 
     def forward(self, acts: Any) -> Any:
         """Return what crosses the next cut, of what crosses the previous one (a tensor, or a tuple of several)."""
@@ -87,38 +69,27 @@ class StageModule(nn.Module):
                 f"'{name}' of the model's state is neither a parameter nor a buffer, so no stage can hold it; use "
                 "partition.granularity=block, which leaves the module that makes it whole"
             )
-        value = getattr(source, last)
-        if isinstance(value, nn.Module):
-            here.add_module(last, value)
-        elif last in source._parameters:
-            here.register_parameter(last, value)
-        elif last in source._buffers:
-            here.register_buffer(last, value, persistent=last not in source._non_persistent_buffers_set)
-        else:
-            setattr(here, last, value)
+        if last in source._buffers:
+            persistent = last not in source._non_persistent_buffers_set
+            here.register_buffer(last, source._buffers[last], persistent=persistent)
+        else:  # a module and a parameter are registered, another attribute, say a plain tensor, is not
+            setattr(here, last, getattr(source, last))
 
 
 def extract(
     trace: Trace, steps: Sequence[fx.Node], arriving: Sequence[Crossing], leaving: Sequence[Crossing] | None
 ) -> fx.Graph:
-    """Return the graph of one stage.
-
-    Args:
-        trace: the whole model's trace.
-        steps: the stage's steps, in order.
-        arriving: the values that cross the cut before it.
-        leaving: the values that cross the cut after it; None: it returns the model's result.
-    """
+    """Return the graph of one stage of these steps; ``leaving`` None: it returns the model's result."""
     graph = fx.Graph()
     acts = graph.placeholder("acts")
     values: dict[fx.Node, fx.Node] = {}
-    outlines: dict[fx.Node, fx.Node] = {}
-    stand_ins: dict[fx.Node, fx.Node] = {}
+    tokens: dict[fx.Node, fx.Node] = {}
+    proxies: dict[fx.Node, fx.Node] = {}
     if len(arriving) > 1:
         acts = graph.call_function(check_arity, (acts, len(arriving)))
-    for place, (node, is_outline) in enumerate(arriving):
+    for place, (node, is_shape) in enumerate(arriving):
         got = acts if len(arriving) == 1 else graph.call_function(operator.getitem, (acts, place))
-        (outlines if is_outline else values)[node] = got
+        (tokens if is_shape else values)[node] = got
 
     def value(node: fx.Node) -> fx.Node:
         if node not in values:  # a shape: computed again in each stage that needs it
@@ -129,33 +100,26 @@ def extract(
     def shape_of(node: fx.Node) -> fx.Node:
         if node in values or node in trace.shapes:
             return value(node)
-        if node not in stand_ins:
-            stand_ins[node] = graph.call_function(shape_proxy, (outlines[node],))
-        return stand_ins[node]
+        if node not in proxies:
+            proxies[node] = graph.call_function(shape_proxy, (tokens[node],))
+        return proxies[node]
 
-    def send(crossing: Crossing) -> fx.Node:
-        if not crossing.shape_token:
+    def sent(crossing: Crossing) -> fx.Node:
+        if not crossing.is_shape:
             return value(crossing.node)
-        if crossing.node in outlines:
-            return outlines[crossing.node]
-        return graph.call_function(shape_token, (value(crossing.node),))
+        return tokens.get(crossing.node) or graph.call_function(shape_token, (value(crossing.node),))
 
     for step in steps:
         values[step] = graph.node_copy(step, value)
     if leaving is None:
         graph.output(fx.node.map_arg(trace.result, value))
     else:
-        sent = tuple(send(crossing) for crossing in leaving)
-        graph.output(sent[0] if len(sent) == 1 else sent)
+        graph.output(sent(leaving[0]) if len(leaving) == 1 else tuple(map(sent, leaving)))
     return graph
 
 
 def check_arity(acts: Sequence[Any], count: int) -> Sequence[Any]:
-    """Return ``acts``, ``count`` of them.
-
-    Raises:
-        PartitionError: something that crosses the cut holds several tensors, which were taken out of it on the way.
-    """
+    """Return ``acts``; raise a PartitionError if a value among them holds several tensors."""
     if len(acts) != count:
         raise PartitionError(
             f"{count} values cross this cut, but {len(acts)} tensors, for one of the values is a list or a tuple; cut "

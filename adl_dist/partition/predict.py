@@ -1,35 +1,31 @@
-"""The expected speed, memory and staleness of a method on a cut of a measured model."""
+"""The expected speed, memory and staleness of a method on a cut of a measured model, and which one to recommend."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
-from adl_dist.partition.costs import Machine, StageFootprint, UnitCost, link_time
-from adl_dist.partition.profile import Profile
+from adl_dist.partition.costs import Machine, Profile, StageFootprint, UnitCost
 from adl_dist.schedule import Costs, Pipeline, max_pending_of, speed
 from adl_dist.schedule.table import figures
+
+# Of the convergence factor: RN-56 at K = 16 trained with M = 4 (factor 4) and diverged with M = 3 (9.2), Table 2a.
+MOST_FACTOR = 4.0
+AS_GOOD = 0.03  # a lead in speed that does not outweigh staleness
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The expected speed, memory and staleness of one method on K stages.
-
-    Attributes:
-        pipeline: the method and K.
-        balance: the cut, with each stage's seconds and bytes.
-        images_per_second: speed in steady state.
-        speed_up: over backpropagation of the same micro-batches on one device.
-        bubble: share of the time in which a stage waits, averaged over stages.
-        staleness_mean: staleness of each stage, in updates.
-    """
+    """The expected speed, memory and staleness of one method on K stages."""
 
     pipeline: Pipeline
     balance: Balance
-    images_per_second: float
-    speed_up: float
-    bubble: float
-    staleness_mean: list[float]
+    images_per_second: float  # in steady state
+    speed_up: float  # over backpropagation of the same micro-batches on one device
+    bubble: float  # share of the time in which a stage waits, averaged over stages
+    staleness_mean: list[float]  # of each stage, in updates
 
     @property
     def convergence_factor(self) -> float:
@@ -38,10 +34,13 @@ class Prediction:
         return (1 + sum(self.staleness_mean) / M) / M
 
 
-def held_by(pipeline: Pipeline) -> list[StageFootprint]:
-    """Return what the method makes each stage hold."""
+def best_cut(
+    profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM, sizes: Sequence[int] | None = None
+) -> Balance:
+    """Return the best cut of the measured model for ``pipeline``, or the one of ``sizes``; see :func:`best_balance`."""
     method, M, kept = pipeline.method, pipeline.micro_batches_per_update, max_pending_of(pipeline)
-    return [
+    units = profile.with_stages(pipeline.num_stages).costs(M)
+    held = [
         StageFootprint(
             graphs=stage.graphs,
             inputs=stage.inputs,
@@ -53,37 +52,16 @@ def held_by(pipeline: Pipeline) -> list[StageFootprint]:
         )
         for stage in figures(pipeline)
     ]
-
-
-def best_cut(profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM) -> Balance:
-    """Return the best cut of the measured model for ``pipeline``.
-
-    Raises:
-        PartitionError: no cut is possible, or none fits into memory.
-    """
-    return best_balance(
-        profile.with_stages(pipeline.num_stages).costs(pipeline.micro_batches_per_update),
-        num_stages=pipeline.num_stages,
-        held=held_by(pipeline),
-        machine=machine,
-        optimizer_copies=profile.optimizer_copies,
-    )
+    copies = profile.optimizer_copies
+    if sizes is not None:
+        return evaluate_balance(units, sizes, held=held, machine=machine, optimizer_copies=copies)
+    return best_balance(units, num_stages=pipeline.num_stages, held=held, machine=machine, optimizer_copies=copies)
 
 
 def predict(
-    profile: Profile,
-    pipeline: Pipeline,
-    *,
-    machine: Machine = UNIFORM,
-    sizes: Sequence[int] | None = None,
+    profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM, sizes: Sequence[int] | None = None
 ) -> Prediction:
-    """Predict a run of ``pipeline``.
-
-    Args:
-        profile: measured with the run's micro-batch size.
-        pipeline: the method and K.
-        machine: the devices and links it would run on.
-        sizes: units of each stage; None: those of the best cut.
+    """Predict a run of ``pipeline`` with the micro-batch size of ``profile``; ``sizes`` None: cut where it is best.
 
     Raises:
         PartitionError: no cut is possible, or none fits into memory.
@@ -92,15 +70,9 @@ def predict(
     if pipeline.spec.local_losses and pipeline.num_stages > 1:
         raise ConfigError("its local losses have heads that are not measured, and another goal than the model's")
     M = pipeline.micro_batches_per_update
+    balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
     units = profile.with_stages(pipeline.num_stages).costs(M)
-    held = held_by(pipeline)
-    if sizes is None:
-        balance = best_cut(profile, pipeline, machine=machine)
-    else:
-        balance = evaluate_balance(units, sizes, held=held, machine=machine, optimizer_copies=profile.optimizer_copies)
-    costs = _costs(units, balance, M, machine)
-    expected = speed(pipeline.method, costs)
-    size = profile.of["micro_batch_size"]
+    expected = speed(pipeline.method, _costs(units, balance, M, machine))
     # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
     of_stages = expected.time_per_update / M
     per_micro_batch = max(of_stages, *balance.link_seconds, 0.0)
@@ -108,7 +80,7 @@ def predict(
     return Prediction(
         pipeline=pipeline,
         balance=balance,
-        images_per_second=size / per_micro_batch,
+        images_per_second=profile.of["micro_batch_size"] / per_micro_batch,
         speed_up=alone / per_micro_batch,
         bubble=max(0.0, 1 - (1 - expected.bubble) * of_stages / per_micro_batch),
         staleness_mean=[stage.staleness_mean for stage in figures(pipeline)],
@@ -117,20 +89,105 @@ def predict(
 
 def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine) -> Costs:
     """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
-    forward, backward, update, link = [], [], [], []
-    start = 0
-    for k, size in enumerate(balance.sizes):
-        stop = start + size
+    forward, backward, update = [], [], []
+    for k, (start, stop) in enumerate(pairwise([0, *accumulate(balance.sizes)])):
         rate = machine.speeds[k] if machine.speeds else 1.0
-        stage_units = units[start:stop]
-        before, after = units[start - 1] if start else None, units[stop - 1] if stop < len(units) else None
-        messages = sum(machine.seconds_per_message * unit.num_tensors for unit in (before, after) if unit is not None)
-        acts = sum(machine.seconds_per_byte * unit.act_bytes for unit in (before, after) if unit is not None)
-        grads = sum(machine.seconds_per_byte * unit.grad_bytes for unit in (before, after) if unit is not None)
-        forward.append(sum(unit.forward for unit in stage_units) / rate + acts + messages)
-        backward.append(sum(unit.backward for unit in stage_units) / rate + grads + messages)
-        update.append(sum(unit.update for unit in stage_units) * M / rate)
-        if after is not None:
-            link.append(machine.latency + link_time(after, machine))
-        start = stop
+        inside, before = units[start:stop], units[:start][-1:]
+        ends = [*before, *(inside[-1:] if stop < len(units) else [])]
+        messages = sum(machine.seconds_per_message * unit.num_tensors for unit in ends)
+        acts = sum(machine.seconds_per_byte * unit.act_bytes for unit in ends)
+        grads = sum(machine.seconds_per_byte * unit.grad_bytes for unit in ends)
+        forward.append(sum(unit.forward for unit in inside) / rate + acts + messages)
+        backward.append(sum(unit.backward for unit in inside) / rate + grads + messages)
+        update.append(sum(unit.update for unit in inside) * M / rate)
+    link = [machine.latency + seconds for seconds in balance.link_seconds]
     return Costs(forward=forward, backward=backward, update=update, link=link)
+
+
+class Throughput(NamedTuple):
+    """Seconds measured on the whole model at once; ``forward`` includes what loading keeps the device waiting."""
+
+    samples: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """The speed and memory of the same devices without a pipeline."""
+
+    num_devices: int
+    single: float  # images per second of one device, BP
+    ddp: float  # images per second of all, as replicas with a share of the batch each
+    bytes: int  # memory of one device that accumulates micro-batches
+    fits: bool  # whether it has so many
+
+    @property
+    def best(self) -> float:
+        """Images per second of the faster of the two."""
+        return max(self.single, self.ddp)
+
+
+def alternative(
+    profile: Profile, machine: Machine, *, num_devices: int, whole: Throughput, share: Throughput
+) -> Alternative:
+    """Predict one device alone, and plain data parallelism (DDP) with the same global batch.
+
+    Of DDP, each of n replicas works on its ``share`` of the ``whole`` batch; gradients are summed by a ring (2 (n-1)/n
+    of the parameters' bytes over each link) while the backward runs, and the longer of the two counts.
+    """
+    update = sum(unit.update for unit in profile.units)
+    update_of_share = sum(unit.update for unit in profile.with_stages(num_devices).units)
+    moved = 2 * (num_devices - 1) / num_devices * sum(unit.parameter_bytes for unit in profile.units)
+    ring = moved / machine.bandwidth + 2 * (num_devices - 1) * machine.latency
+    copying = 2 * moved * machine.seconds_per_byte
+    seconds = share.forward + max(share.backward, ring) + copying + update_of_share
+    units, held = profile.costs(1), [StageFootprint(graphs=1)]
+    copies, limit = profile.optimizer_copies, machine.memory_bytes
+    (needed,) = evaluate_balance(units, [len(units)], held=held, optimizer_copies=copies).stage_bytes
+    return Alternative(
+        num_devices=num_devices,
+        single=whole.samples / (whole.forward + whole.backward + update),
+        ddp=num_devices * share.samples / seconds,
+        bytes=needed,
+        fits=limit is None or needed <= limit,
+    )
+
+
+class Advice(NamedTuple):
+    """A recommendation: the prediction to follow (None: no pipeline), and why in a sentence or two."""
+
+    choice: Prediction | None
+    reason: str
+
+
+def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
+    """Choose, of runs that fit into memory, the fastest that is not too stale, and of nearly equals the least stale."""
+    n = other.num_devices
+    usable = [p for p in predictions if p.pipeline.num_stages <= n and p.convergence_factor <= MOST_FACTOR]
+    alone = "one device" if other.single >= other.ddp else "DDP"
+    if n == 1 or not usable:
+        reasons = {
+            (True, True): "one device, and the model fits on it: train there, partition.num_stages=1",
+            (True, False): "one device, and the model does not fit on it: a pipeline needs a second one; use a smaller "
+            "batch, activation checkpointing, or offloading (FSDP)",
+            (False, True): f"of what was asked for nothing is possible and fresh enough: use {alone}",
+            (False, False): "neither a cut nor the whole model fits: use more devices, a smaller batch, or FSDP, which "
+            "also shards parameters",
+        }
+        return Advice(None, reasons[n == 1, other.fits])
+    fastest = max(usable, key=lambda p: p.images_per_second)
+    near = [p for p in usable if p.images_per_second >= (1 - AS_GOOD) * fastest.images_per_second]
+    choice = min(near, key=lambda p: (p.convergence_factor, p.pipeline.num_stages, -p.images_per_second))
+    pipeline, speed = choice.pipeline, choice.images_per_second
+    if other.fits and other.best >= (1 - AS_GOOD) * speed:
+        rival = f"{pipeline.method.name} with K = {pipeline.num_stages} makes {speed:,.0f}"
+        if other.single >= other.ddp:
+            slow_links = f"{rival}, and DDP {other.ddp:,.0f}: the links are too slow"
+            return Advice(None, f"use one device: it makes {other.single:,.0f} images/s, {slow_links}")
+        fresh = f"{rival}, and gradients that are not stale"
+        return Advice(None, f"use DDP: {n} replicas make {other.ddp:,.0f} images/s, {fresh}")
+    faster = f"{speed / other.best:.2f} times as fast as {alone} would be"
+    why = faster if other.fits else "the model does not fit on one device"
+    stale = f"gradients of stage 0 are {choice.staleness_mean[0]:.3g} updates old on average"
+    return Advice(choice, f"{why}; {stale if any(choice.staleness_mean) else 'no gradient is stale'}")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from adl_dist.partition.tracer import IN_PLACE, has_hooks, symbolic
+from adl_dist.partition.tracer import IN_PLACE, symbolic
 
 _SHAPE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout"}
 _SHAPE_METHODS = {"size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "element_size", "type"}
@@ -29,56 +29,23 @@ _LIGHT = {
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward.
+    """One forward, with one placeholder, its input."""
 
-    Attributes:
-        graph: the torch.fx graph, with one placeholder.
-        input: the placeholder.
-        result: the returned nodes, in whatever structure.
-        steps: the nodes that compute tensors, in an order in which they can run, without shapes.
-        shapes: the nodes that compute shapes.
-        constants: the steps that may be moved to where they are first used.
-        independent: all steps that do not depend on the input.
-        unlike: modules that stay in the other mode: the model's own ``train()`` wants it so.
-    """
-
-    graph: fx.Graph
+    key: tuple[Any, ...]  # what two traces of equal meaning have in common
     input: fx.Node
-    result: Any
-    steps: list[fx.Node]
-    shapes: set[fx.Node]
-    constants: set[fx.Node]
-    independent: set[fx.Node]
-    unlike: set[nn.Module]
-
-    def key(self) -> tuple[Any, ...]:
-        """Return what two traces of equal meaning have in common."""
-        place = {node: i for i, node in enumerate(self.graph.nodes)}
-
-        def plain(value: Any) -> Any:
-            return fx.node.map_arg(value, lambda node: f"%{place[node]}")
-
-        nodes = [(n.op, n.target, repr(plain(n.args)), repr(plain(n.kwargs))) for n in self.graph.nodes]
-        return nodes, self.unlike
-
-
-def is_plain_sequential(model: nn.Module) -> bool:
-    """Return whether running the children one after the other is all that ``model`` does."""
-    return (
-        isinstance(model, nn.Sequential)
-        and type(model).forward is nn.Sequential.forward
-        and type(model).train is nn.Sequential.train
-        and not has_hooks(model)
-    )
+    result: Any  # the returned nodes, in whatever structure
+    steps: list[fx.Node]  # that compute tensors, in an order in which they can run, without shapes
+    shapes: set[fx.Node]  # that compute shapes
+    constants: set[fx.Node]  # steps that may be moved to where they are first used
+    independent: set[fx.Node]  # all steps that do not depend on the input
+    unlike: set[nn.Module]  # modules that stay in the other mode: the model's own ``train()`` wants it so
 
 
 def read(model: nn.Module, *, granularity: str) -> tuple[Trace, Trace]:
     """Read the forward of ``model`` in training and in evaluation; one and the same trace twice if they agree.
 
-    Args:
-        model: a module of one tensor; further arguments keep their defaults.
-        granularity: ``layer``: down to single layers and operations; ``block``: no further than what the model and
-            its plain Sequentials call.
+    At granularity ``layer`` down to single layers and operations; at ``block`` no further than what the model and its
+    plain Sequentials call.
 
     Raises:
         PartitionError: it cannot be traced; names the line.
@@ -92,30 +59,42 @@ def read(model: nn.Module, *, granularity: str) -> tuple[Trace, Trace]:
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return training, training if training.key() == evaluation.key() else evaluation
+    return training, training if training.key == evaluation.key else evaluation
 
 
 def is_light(node: fx.Node) -> bool:
     """Return whether ``node`` computes too little to be worth a unit of its own."""
     if node.op == "call_module":
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op == "get_attr" or name in _LIGHT or isinstance(node.target, type)
+    return node.op == "get_attr" or _function_name(node) in _LIGHT or isinstance(node.target, type)
+
+
+def _function_name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
 def _trace(model: nn.Module, granularity: str) -> Trace:
     graph = symbolic(model, granularity=granularity)
-    kinds = _kinds(graph)
+    kinds, place = _kinds(graph), {node: i for i, node in enumerate(graph.nodes)}
+    unlike = {module for module in model.modules() if module.training != model.training}
+
+    def plain(value: Any) -> str:
+        return repr(fx.node.map_arg(value, lambda node: f"%{place[node]}"))
+
+    independent: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "placeholder" and independent.issuperset(node.all_input_nodes):
+            independent.add(node)
     (result,) = next(node for node in graph.nodes if node.op == "output").args
     return Trace(
-        graph=graph,
+        key=([(n.op, n.target, plain(n.args), plain(n.kwargs)) for n in graph.nodes], unlike),
         input=next(iter(graph.nodes)),
         result=result,
         steps=_steps(graph, kinds),
         shapes={node for node, kind in kinds.items() if kind == "shape"},
         constants={node for node, kind in kinds.items() if kind == "constant"},
-        independent=_independent(graph),
-        unlike={module for module in model.modules() if module.training != model.training},
+        independent=independent,
+        unlike=unlike,
     )
 
 
@@ -128,7 +107,7 @@ def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
             kinds[node] = "tensor"
         elif node.op == "get_attr" or (kinds_in <= {"constant"} and not _writes(node)):
             kinds[node] = "constant"
-        elif _asks_for_shape(node) or (kinds_in == {"shape"} and _is_of_python(node)):
+        elif _asks_for_shape(node) or (kinds_in == {"shape"} and _is_python(node)):
             kinds[node] = "shape"
         else:
             kinds[node] = "tensor"
@@ -139,7 +118,7 @@ def _writes(node: fx.Node) -> bool:
     """Return whether ``node`` writes to an existing tensor, and so has its place."""
     if node.op not in ("call_function", "call_method"):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _function_name(node)
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in (*IN_PLACE, "setitem") or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
 
@@ -159,14 +138,6 @@ def _written_attributes(graph: fx.Graph) -> set[fx.Node]:
     return written
 
 
-def _independent(graph: fx.Graph) -> set[fx.Node]:
-    independent: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op != "placeholder" and independent.issuperset(node.all_input_nodes):
-            independent.add(node)
-    return independent
-
-
 def _asks_for_shape(node: fx.Node) -> bool:
     if node.op == "call_method":
         asks = node.target != "type" or len(node.args) + len(node.kwargs) == 1  # with a dtype, it converts
@@ -174,10 +145,9 @@ def _asks_for_shape(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is getattr and node.args[1] in _SHAPE_ATTRIBUTES
 
 
-def _is_of_python(node: fx.Node) -> bool:
-    if node.op == "call_method":  # of a torch.Size or a number
-        return True
-    return getattr(node.target, "__module__", None) in _OF_PYTHON
+def _is_python(node: fx.Node) -> bool:
+    """Return whether ``node``, all of whose inputs are shapes, computes with them in Python alone."""
+    return node.op == "call_method" or getattr(node.target, "__module__", None) in _OF_PYTHON
 
 
 def _steps(graph: fx.Graph, kinds: Mapping[fx.Node, str]) -> list[fx.Node]:

@@ -23,16 +23,19 @@ FACTORIES = ("zeros", "ones", "full", "empty", "arange", "linspace", "eye", "ran
 
 
 def symbolic(model: nn.Module, *, granularity: str) -> fx.Graph:
-    """Return the operations of ``model`` in its present mode, with one placeholder, its input; leave it as it is.
-
-    Args:
-        model: a module of one tensor; further arguments keep their defaults.
-        granularity: see :func:`adl_dist.partition.trace.read`.
+    """Return the operations of ``model`` in its present mode, with one placeholder; see :func:`trace.read`.
 
     Raises:
         PartitionError: it cannot be traced, or a cut model would do something else.
     """
-    _check_arguments(model)
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not positional or needed not in ([], [positional[0].name]):
+        raise PartitionError(
+            f"{type(model).__name__}.forward takes {', '.join(p.name for p in parameters) or 'nothing'}; expected one "
+            "input, all else with defaults: wrap the model in a module whose forward takes one tensor"
+        )
     _check_hooks(model, type(model).__name__)
     tracer = _Tracer(granularity)
     with _as_before(model), _factories_read():
@@ -128,26 +131,11 @@ class _Tracer(fx.Tracer):
             raise
 
 
-def _check_arguments(model: nn.Module) -> None:
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if not positional or needed not in ([], [positional[0].name]):
-        raise PartitionError(
-            f"{type(model).__name__}.forward takes {', '.join(p.name for p in parameters) or 'nothing'}; expected one "
-            "input, all else with defaults: wrap the model in a module whose forward takes one tensor"
-        )
-
-
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
     """Undo the side effects of the forward, and refuse those that a cut model would have to repeat each time."""
     streams = _random_streams()
-    holders = [
-        (name, holder, dict(holder))
-        for name, module in model.named_modules()
-        for holder in (module.__dict__, module._buffers)
-    ]
+    holders = [(name, held, {**held}) for name, m in model.named_modules() for held in (m.__dict__, m._buffers)]
     assigned: list[str] = []
     tracing = object()  # stands for an attribute that was not there
     try:
@@ -183,12 +171,8 @@ def _as_before(model: nn.Module) -> Iterator[None]:
 
 def _random_streams() -> tuple[bytes, Any, Any]:
     """Return the states of torch's, Python's and numpy's generators."""
-    of_numpy: Any = np.random.get_state(legacy=True)
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        random.getstate(),
-        (of_numpy[0], of_numpy[1].tolist(), *of_numpy[2:]),
-    )
+    numpys: Any = np.random.get_state(legacy=True)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), (numpys[0], numpys[1].tolist(), *numpys[2:])
 
 
 def _autocast() -> list[bool]:
@@ -232,9 +216,9 @@ def _refused(model: nn.Module, where: str, error: Exception) -> PartitionError:
     library_files = (f"{torch.__path__[0]}/", __file__, "<")
     ours = [frame for frame in frames if frame.line and not frame.filename.startswith(library_files)]
     line = f"{ours[-1].filename}:{ours[-1].lineno}: {ours[-1].line}" if ours else "its forward"
-    inside = f" ({where})" if where else ""
+    line += f" ({where})" if where else ""
     return PartitionError(
-        f"{type(model).__name__} cannot be traced, so where it can be cut is not known: {line}{inside}: "
+        f"{type(model).__name__} cannot be traced, so where it can be cut is not known: {line}: "
         f"{' '.join(str(error).split())[:200]}; hide the function that holds this line from tracing by torch.fx.wrap, "
         "use partition.granularity=block if the line lies inside of a block, or hand over an nn.Sequential of units"
     )

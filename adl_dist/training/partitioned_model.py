@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from adl_dist.checkpoint.state import signature
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linearise
+from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut
-from adl_dist.partition.profile import Profile
 from adl_dist.stage import TrainSpec
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec

@@ -15,9 +15,8 @@ from adl_dist.cli.plan.link import measure
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost
-from adl_dist.partition.advice import Throughput, advise, alternative
-from adl_dist.partition.predict import predict
-from adl_dist.partition.profile import Profile
+from adl_dist.partition.costs import Profile
+from adl_dist.partition.predict import Throughput, advise, alternative, predict
 from adl_dist.schedule import Pipeline, method
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks

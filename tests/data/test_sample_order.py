@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 import adl_dist
 from adl_dist.data import epoch_order
 from adl_dist.seeds import stream_seed
+from tests.support.tiers import slow
 from tests.support.values import SILENT
 
 # torch advises against more workers than there are cores.
@@ -99,16 +100,17 @@ def test_no_number_of_stages_or_size_changes_a_sample(K, M, expected):
     assert given(K, M) == expected
 
 
-@pytest.mark.parametrize("num_workers", [1, 4])
-@pytest.mark.parametrize(("K", "M"), [(2, 3), (3, 4)])
-def test_no_number_of_workers_changes_a_sample(num_workers, K, M, expected):
+@pytest.mark.parametrize(("K", "M", "num_workers"), [(2, 3, 1), slow(2, 3, 4), slow(3, 4, 4), (3, 4, 2)])
+def test_no_number_of_workers_changes_a_sample(K, M, num_workers, expected):
     assert given(K, M, num_workers=num_workers) == expected
 
 
-@pytest.mark.parametrize("stop", [{"epochs": 1}, {"max_updates": 1}], ids=["between epochs", "in mid-epoch"])
-@pytest.mark.parametrize("num_workers", [0, 4])
+@pytest.mark.parametrize(
+    ("stop", "num_workers"), [("epochs", 0), slow("epochs", 4), slow("max_updates", 0), ("max_updates", 2)]
+)
 def test_a_run_that_goes_on_meets_what_it_would_have_met(stop, num_workers, expected, tmp_path):
-    before = given(3, 2, run_dir=tmp_path, **stop)
+    """Stopped between two epochs, or in the middle of one."""
+    before = given(3, 2, run_dir=tmp_path, **{stop: 1})
     after = given(3, 2, run_dir=tmp_path, num_workers=num_workers, resume="auto")
-    assert len(before) == (NUM_SAMPLES if "epochs" in stop else BATCH_SIZE)
+    assert len(before) == (NUM_SAMPLES if stop == "epochs" else BATCH_SIZE)
     assert before + after == expected

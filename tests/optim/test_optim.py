@@ -1,6 +1,7 @@
 """Learning rates are functions of the update index: against formulas, torch's own schedules, and resumption."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -26,30 +27,29 @@ def learning_rates(schedule, num_updates):
     return rates
 
 
-def test_warm_up_grows_by_equal_steps_and_ends_at_one():
-    assert [warmup_factor(s, num_warmup_updates=4) for s in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert warmup_factor(0, num_warmup_updates=0) == 1.0
+MULTISTEP = partial(multistep_factor, milestones=[3, 5], gamma=0.5, num_warmup_updates=2)
+COSINE = partial(cosine_factor, total_updates=20, final_factor=0.1, num_warmup_updates=4)
 
 
-def test_multistep_drops_at_its_milestones():
-    factors = [multistep_factor(s, milestones=[3, 5], gamma=0.5, num_warmup_updates=2) for s in range(7)]
-    assert factors == [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
+@pytest.mark.parametrize(
+    ("factor", "updates", "expected"),
+    [
+        (partial(warmup_factor, num_warmup_updates=4), range(6), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]),
+        (partial(warmup_factor, num_warmup_updates=0), [0], [1.0]),
+        (MULTISTEP, range(7), [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]),
+        (COSINE, (0, 3, 4, 20, 21, 1000), [0.25, 1.0, 1.0, 0.1, 0.1, 0.1]),
+        # A run shorter than its warm-up.
+        (partial(cosine_factor, total_updates=2, final_factor=0.0, num_warmup_updates=4), range(3), [0.25, 0.5, 0.75]),
+    ],
+    ids=["warm-up", "no warm-up", "multistep", "cosine", "short cosine"],
+)
+def test_a_factor_is_what_its_formula_says(factor, updates, expected):
+    assert [factor(s) for s in updates] == expected
 
 
-def test_cosine_goes_from_one_after_warm_up_to_its_final_factor():
-    def factor(update):
-        return cosine_factor(update, total_updates=20, final_factor=0.1, num_warmup_updates=4)
-
-    assert [factor(s) for s in (0, 3, 4)] == [0.25, 1.0, 1.0]
-    assert factor(12) == pytest.approx(0.55, abs=1e-15)  # half way
-    assert [factor(s) for s in (20, 21, 1000)] == [0.1, 0.1, 0.1]
-    assert all(factor(s) > factor(s + 1) for s in range(4, 20))
-
-
-def test_a_run_shorter_than_its_warm_up_still_has_a_schedule():
-    assert [cosine_factor(s, total_updates=2, final_factor=0.0, num_warmup_updates=4) for s in range(3)] == [
-        0.25, 0.5, 0.75,
-    ]  # fmt: skip
+def test_cosine_falls_to_its_final_factor():
+    assert COSINE(12) == pytest.approx(0.55, abs=1e-15)  # half way
+    assert all(COSINE(s) > COSINE(s + 1) for s in range(4, 20))
 
 
 def test_multistep_is_torchs_with_milestones_counted_in_updates():
@@ -65,13 +65,11 @@ def test_cosine_is_torchs_annealing_over_the_whole_run():
 
 
 def test_the_papers_recipe_warms_up_and_drops():
-    updates = 4
-    schedule = multistep(sgd(0.1), updates_per_epoch=updates, milestones=[150, 225, 275], warmup_epochs=3)
-    rates = learning_rates(schedule, 300 * updates)
-    by_epoch = {epoch: rates[epoch * updates] for epoch in (0, 3, 149, 150, 224, 225, 275, 299)}
-
+    schedule = multistep(sgd(0.1), updates_per_epoch=4, milestones=[150, 225, 275], warmup_epochs=3)
+    rates = learning_rates(schedule, 300 * 4)
     assert rates[:12] == pytest.approx([0.1 * (s + 1) / 12 for s in range(12)])
-    assert [by_epoch[e] for e in by_epoch] == pytest.approx([0.1 / 12, 0.1, 0.1, 0.01, 0.01, 1e-3, 1e-4, 1e-4])
+    of_epochs = [rates[4 * epoch] for epoch in (0, 3, 149, 150, 224, 225, 275, 299)]
+    assert of_epochs == pytest.approx([0.1 / 12, 0.1, 0.1, 0.01, 0.01, 1e-3, 1e-4, 1e-4])
 
 
 def test_constant_is_the_optimizers_own_rate_after_warm_up():
@@ -91,34 +89,23 @@ SCHEDULES = {
     ),
 }
 
+
 # SequentialLR itself steps its parts with an argument that torch has deprecated.
-torchs_own = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
-
-
-@torchs_own
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("kind", SCHEDULES)
 @pytest.mark.parametrize("done", [0, 1, 13])
 def test_a_resumed_schedule_has_the_uninterrupted_ones_rates(kind, done):
-    """A resumed schedule continues with the uninterrupted one's rates to the bit."""
-    uninterrupted = learning_rates(SCHEDULES[kind](sgd()), 40)
-    resumed = SCHEDULES[kind](sgd())
-    fast_forward(resumed, done)
-
-    assert learning_rates(resumed, 40 - done) == uninterrupted[done:]
-
-
-@torchs_own
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_it_does_not_matter_if_optimizer_state_was_loaded_before(kind):
+    """To the bit, whether or not the optimizer's state was loaded before."""
     first = SCHEDULES[kind](sgd())
-    learning_rates(first, 13)
+    learning_rates(first, done)
     saved = first.optimizer.state_dict()
-    expected = learning_rates(first, 20)
-
-    resumed = SCHEDULES[kind](sgd())
-    resumed.optimizer.load_state_dict(saved)
-    fast_forward(resumed, 13)
-    assert learning_rates(resumed, 20) == expected
+    uninterrupted = learning_rates(first, 40 - done)
+    for is_loaded in (False, True):
+        resumed = SCHEDULES[kind](sgd())
+        if is_loaded:
+            resumed.optimizer.load_state_dict(saved)
+        fast_forward(resumed, done)
+        assert learning_rates(resumed, 40 - done) == uninterrupted
 
 
 def test_a_learning_rate_tensor_is_fast_forwarded_in_place():
@@ -148,30 +135,18 @@ def test_a_schedule_gets_the_runs_length_only_if_it_asks_for_it():
     assert learning_rates(built, 20)[-1] == pytest.approx((1 + math.cos(math.pi * 14 / 25)) / 2)
 
 
-def build(target, **options):
-    return build_lr_schedule(target, sgd(), updates_per_epoch=5, total_updates=30, **options)
-
-
-def test_what_does_not_fit_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau follows a metric, .* use multistep or cosine"):
-        build(lr_scheduler.ReduceLROnPlateau)
-    with pytest.raises(
-        ConfigError, match=r"cosine takes final_factor, warmup_epochs; given .*unexpected keyword.*'warm_up'"
-    ):
-        build(cosine, warm_up=3)
-    with pytest.raises(
-        ConfigError, match=r"multistep takes milestones, .*; given \{\}: missing a required .*'milestones'"
-    ):
-        build(multistep)
-    with pytest.raises(ConfigError, match=r"OneCycleLR refuses .*pct_start"):
-        build(lr_scheduler.OneCycleLR, max_lr=1.0, total_steps=9, pct_start=2.0)
-    with pytest.raises(ConfigError, match=r"<lambda> must return a torch.optim.lr_scheduler.LRScheduler, got float"):
-        build(lambda optimizer: 0.1)
-
-
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
+        (lr_scheduler.ReduceLROnPlateau, {}, r"ReduceLROnPlateau follows a metric, .* use multistep or cosine"),
+        (cosine, {"warm_up": 3}, r"cosine takes final_factor, warmup_epochs; given .*unexpected keyword.*'warm_up'"),
+        (multistep, {}, r"multistep takes milestones, .*; given \{\}: missing a required .*'milestones'"),
+        (
+            lr_scheduler.OneCycleLR,
+            {"max_lr": 1.0, "total_steps": 9, "pct_start": 2.0},
+            "OneCycleLR refuses .*pct_start",
+        ),
+        (lambda _: 0.1, {}, r"<lambda> must return a torch.optim.lr_scheduler.LRScheduler, got float"),
         (multistep, {"milestones": [3, 2]}, r"lr_schedule\.milestones must be epochs above 0 .* got \[3, 2\]"),
         (multistep, {"milestones": [0, 2]}, r"ascending order, got \[0, 2\]"),
         (multistep, {"milestones": [1], "gamma": 0.0}, r"lr_schedule\.gamma must be above 0, got 0\.0"),
@@ -180,6 +155,6 @@ def test_what_does_not_fit_is_refused_by_name():
         (constant, {"warmup_epochs": math.nan}, "at least 0, got nan"),
     ],
 )
-def test_impossible_options_are_refused_with_their_key(target, options, message):
+def test_what_does_not_fit_is_refused_by_name(target, options, message):
     with pytest.raises(ConfigError, match=message):
-        build(target, **options)
+        build_lr_schedule(target, sgd(), updates_per_epoch=5, total_updates=30, **options)

@@ -10,10 +10,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if "network" in told:
             rows.setdefault(told["network"], {}).update(told)  # of both dtypes
     heading = list(dict.fromkeys(name for row in rows.values() for name in row))
-    for cells in [
-        heading,
-        ["---"] * len(heading),
-        *([row.get(name, ".") for name in heading] for row in rows.values()),
-    ]:
-        if heading:
-            terminalreporter.write_line(f"| {' | '.join(map(str, cells))} |")
+    lines = [heading, ["---"] * len(heading), *([row.get(name, ".") for name in heading] for row in rows.values())]
+    for cells in lines if rows else []:
+        terminalreporter.write_line(f"| {' | '.join(map(str, cells))} |")

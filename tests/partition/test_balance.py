@@ -5,22 +5,15 @@ import math
 import random
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.balance import (
-    Machine,
-    StageFootprint,
-    UnitCost,
-    best_balance,
-    evaluate_balance,
-    link_time,
-    stage_memory,
-    stage_time,
-)
+from adl_dist.partition.balance import best_balance, evaluate_balance
+from adl_dist.partition.costs import Machine, StageFootprint, UnitCost
 from tests.support.tiers import slow
 from tests.test_house import PACKAGE, imported
 
@@ -67,7 +60,7 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
         )
         need += held[k].graphs * sum(u.activation_bytes for u in inside)
         need += held[k].graphs * sum(end.held_behind for end in upstream)
-        need += sum(held[k].inputs * end.act_bytes + 3 * end.act_bytes for end in upstream)
+        need += sum(held[k].inputs * (end.act_bytes + end.widened_bytes) + 3 * end.act_bytes for end in upstream)
         need += sum(held[k].grads_sent * end.grad_bytes for end in upstream)
         need += sum(3 * end.grad_bytes for end in downstream)
         graphs = 0 if held[k].recomputes else held[k].graphs
@@ -86,11 +79,10 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
 def brute_force(units, K, held, machine, optimizer_copies):
     """The best of (seconds, bytes sent, sizes), or None, and the least by which any cut exceeds the memory."""
     fitting, excesses = [], []
-    limits = machine.memory_bytes
     for sizes in all_sizes(len(units), K):
         if all(units[stop - 1].may_cut for _, stop in borders(sizes)[:-1]):
             seconds, needs = seconds_and_bytes(units, sizes, held, machine, optimizer_copies)
-            excesses.append(max(need - limit for need, limit in zip(needs, limits, strict=True)))
+            excesses.append(max(needs) - machine.memory_bytes)
             if excesses[-1] <= 0:
                 fitting.append((seconds, num_sent(units, sizes), sizes))
     return min(fitting, default=None), min(excesses, default=None)
@@ -99,6 +91,10 @@ def brute_force(units, K, held, machine, optimizer_copies):
 # Whole seconds and bytes, and all that is divided or multiplied by a power of two: floats hold every figure exactly,
 # whatever the order of the sums. So brute force and the balancer must agree to the last bit, and ties are real ties.
 POWERS = [0.25, 0.5, 1.0, 2.0]
+
+
+FOOTPRINTS = {"inputs": (0, 3), "weight_copies": (0, 2), "gradient_copies": (0, 1), "recomputes": (0, 1)}
+FOOTPRINTS |= {"acts_sent": (1, 4), "grads_sent": (1, 6)}
 
 
 def random_instance(draw):
@@ -110,18 +106,14 @@ def random_instance(draw):
     def number():
         return draw.randint(0, most)
 
+    of_bytes = ("parameter", "activation", "work", "act", "widened")
     units = [
         UnitCost(
             name=f"u{i}",
-            forward=float(number()),
-            backward=float(number()),
-            update=float(number()),
-            parameter_bytes=number(),
-            activation_bytes=number(),
-            work_bytes=number(),
+            **{seconds: float(number()) for seconds in ("forward", "backward", "update")},
+            **{f"{kind}_bytes": number() for kind in of_bytes},
             held_before=number(),
             held_behind=number(),
-            act_bytes=number(),
             grad_bytes=draw.choice([0, number()]),
             num_tensors=draw.randint(1, 3),
             may_cut=draw.random() < cuttable or i == n - 1,
@@ -129,22 +121,14 @@ def random_instance(draw):
         for i in range(n)
     ]
     held = [
-        StageFootprint(
-            graphs=draw.randint(1, 2 * K),
-            inputs=draw.choice([0, 3]),
-            weight_copies=draw.choice([0, 2]),
-            gradient_copies=draw.choice([0, 1]),
-            acts_sent=draw.choice([1, 4]),
-            grads_sent=draw.choice([1, 6]),
-            recomputes=draw.choice([0, 1]),
-        )
+        StageFootprint(graphs=draw.randint(1, 2 * K), **{name: draw.choice(pair) for name, pair in FOOTPRINTS.items()})
         for _ in range(K)
     ]
     # Around what an even share of everything takes, so that a limit may bind, not bind, or leave no cut at all.
     tight = draw.choice([0.5, 1, 1.5, 2, 100]) * (1 + 8 * most * n / K)
     machine = Machine(
         speeds=[draw.choice(POWERS) for _ in range(K)],
-        memory_bytes=[int(tight * draw.uniform(0.5, 2)) for _ in range(K)],
+        memory_bytes=int(tight * draw.uniform(0.5, 2)),
         bandwidth=draw.choice([math.inf, *POWERS]),
         latency=1000.0,
         seconds_per_byte=draw.choice([0.0, *POWERS]),
@@ -192,9 +176,9 @@ def test_times_that_no_float_holds_tie_to_the_last_bit(seed):
     """No tolerance: the tables add, divide and compare as the figures of one cut do."""
     draw = random.Random(seed)
     forward, backward = draw.random(), draw.random()
-    units = [UnitCost(name="u", forward=forward, backward=backward, act_bytes=draw.randint(0, 9)) for _ in range(11)]
+    units = [UnitCost(name="u", forward=forward, backward=backward, act_bytes=draw.randint(0, 9)) for _ in range(8)]
     machine, held = Machine(speeds=[0.7, 0.7, 0.7, 1.1]), adl(4, recomputes=True)
-    cuts = [evaluate_balance(units, sizes, held=held, machine=machine) for sizes in all_sizes(11, 4)]
+    cuts = [evaluate_balance(units, sizes, held=held, machine=machine) for sizes in all_sizes(8, 4)]
     first = min(cuts, key=lambda cut: (cut.seconds, num_sent(units, cut.sizes), cut.sizes))
     assert best_balance(units, num_stages=4, held=held, machine=machine) == first
 
@@ -217,74 +201,55 @@ def test_500_units_are_cut_into_16_stages_in_under_2_seconds():
 # --- With a pencil -----------------------------------------------------------------------------------------
 
 
-def sizes(units, K, *, held=None, **machine):
-    return best_balance(units, num_stages=K, held=held or adl(K), machine=Machine(**machine)).sizes
+def sizes(units, K, *, held=None, optimizer_copies=1.0, **machine):
+    return best_balance(
+        units, num_stages=K, held=held or adl(K), machine=Machine(**machine), optimizer_copies=optimizer_copies
+    ).sizes
 
 
-def test_equal_units_are_spread_evenly():
-    """Equal units are spread evenly and what is left over goes to the last stages."""
-    assert sizes([unit()] * 12, 4) == [3, 3, 3, 3]
-    assert sizes([unit()] * 5, 2) == [2, 3]
-    assert sizes([unit()] * 3, 3) == [1, 1, 1]
-    assert sizes([unit()] * 7, 1) == [7]
+def wide(*widths, **costs):
+    return [unit(act_bytes=width, **(costs or {"grad_bytes": width})) for width in widths]
 
 
-def test_one_huge_unit_gets_a_stage_of_its_own():
-    assert sizes([unit(1), unit(1), unit(50), unit(1), unit(1)], 3) == [2, 1, 2]
+def copies(of_first):
+    return {"held": [StageFootprint(graphs=3, weight_copies=of_first), StageFootprint(graphs=1)], "memory_bytes": 150}
 
 
-def test_a_slow_device_gets_less_work():
-    assert sizes([unit()] * 12, 3, speeds=[1.0, 0.5, 1.5]) == [4, 2, 6]
+RECOMPUTING = [StageFootprint(graphs=1, inputs=3, recomputes=True), StageFootprint(graphs=1)]
+SLOW, WIDE = unit(act_bytes=4, grad_bytes=4), unit(0, act_bytes=9)
 
 
-def test_a_stage_that_recomputes_gets_less_work():
-    held = [StageFootprint(graphs=1, inputs=3, recomputes=True), StageFootprint(graphs=1)]
-    assert sizes([unit()] * 7, 2, held=held) == [3, 4]
-
-
-def test_memory_pushes_units_away_from_the_first_stage():
-    """Memory pushes units away from the first stage which holds the most graphs."""
-    units = [unit(activation_bytes=10)] * 12
-    assert sizes(units, 3, memory_bytes=200) == [4, 4, 4]
-    assert sizes(units, 3, memory_bytes=120) == [2, 4, 6]
-    assert sizes(units, 3, memory_bytes=[100, 1000, 1000]) == [2, 5, 5]
-
-
-def test_weight_versions_and_optimizer_state_count():
-    units, machine = [unit(parameter_bytes=10)] * 6, Machine(memory_bytes=150)
-    for held, optimizer_copies, expected in (
-        ([StageFootprint(graphs=3), StageFootprint(graphs=1)], 1.0, [3, 3]),
-        ([StageFootprint(graphs=3, weight_copies=3), StageFootprint(graphs=1)], 1.0, [2, 4]),
-        ([StageFootprint(graphs=3, weight_copies=1), StageFootprint(graphs=1)], 0.0, [3, 3]),
-        ([StageFootprint(graphs=3, weight_copies=2), StageFootprint(graphs=1)], 1.5, [2, 4]),
-    ):
-        found = best_balance(units, num_stages=2, held=held, machine=machine, optimizer_copies=optimizer_copies)
-        assert found.sizes == expected
-
-
-def test_a_slow_link_avoids_the_wide_cut_in_the_middle():
-    units = [unit(act_bytes=width, grad_bytes=width) for width in (10, 80, 10, 0)]
-    assert sizes(units, 2, bandwidth=20.0) == [2, 2]
-    assert sizes(units, 2, bandwidth=8.0) == [1, 3]
-    # Bytes go both ways at once: 5 and 5 take less time than 8 and none, though they are more.
-    assert sizes([unit(act_bytes=5, grad_bytes=5), unit(0, act_bytes=8), unit()], 2, bandwidth=1.0) == [1, 2]
-
-
-def test_a_busier_stage_at_a_wide_cut_weighs_what_it_copies():
-    units = [unit(act_bytes=width) for width in (1, 8, 1, 0)]
-    assert sizes(units, 2, seconds_per_byte=0.1) == [2, 2]
-    assert sizes(units, 2, seconds_per_byte=1.0) == [1, 3]
-
-
-def test_of_equally_fast_cuts_it_takes_the_one_that_sends_least():
-    """Of equally fast cuts it takes the one that sends least and then the earliest."""
-    slow, wide = unit(act_bytes=4, grad_bytes=4), unit(0, act_bytes=9)
-    assert sizes([slow, unit(0, act_bytes=5, grad_bytes=2), wide, unit()], 2) == [2, 2]
-    assert sizes([slow, unit(0, act_bytes=5, grad_bytes=3), wide, unit()], 2) == [1, 3]
-
-
-def test_no_cut_is_made_where_none_is_possible():
-    assert sizes([unit(), unit(may_cut=False), unit(may_cut=False), unit()], 2) == [1, 3]
+@pytest.mark.parametrize(
+    ("units", "K", "options", "expected"),
+    [
+        ([unit()] * 12, 4, {}, [3, 3, 3, 3]),
+        ([unit()] * 5, 2, {}, [2, 3]),  # what is left over goes to the last stages
+        ([unit()] * 3, 3, {}, [1, 1, 1]),
+        ([unit()] * 7, 1, {}, [7]),
+        ([unit(1), unit(1), unit(50), unit(1), unit(1)], 3, {}, [2, 1, 2]),  # a huge one gets a stage of its own
+        ([unit()] * 12, 3, {"speeds": [1.0, 0.5, 1.5]}, [4, 2, 6]),
+        ([unit()] * 7, 2, {"held": RECOMPUTING}, [3, 4]),
+        # The first stage holds the most graphs.
+        ([unit(activation_bytes=10)] * 12, 3, {"memory_bytes": 200}, [4, 4, 4]),
+        ([unit(activation_bytes=10)] * 12, 3, {"memory_bytes": 120}, [2, 4, 6]),
+        ([unit(parameter_bytes=10)] * 6, 2, copies(0), [3, 3]),
+        ([unit(parameter_bytes=10)] * 6, 2, copies(3), [2, 4]),
+        ([unit(parameter_bytes=10)] * 6, 2, copies(1) | {"optimizer_copies": 0.0}, [3, 3]),
+        ([unit(parameter_bytes=10)] * 6, 2, copies(2) | {"optimizer_copies": 1.5}, [2, 4]),
+        (wide(10, 80, 10, 0), 2, {"bandwidth": 20.0}, [2, 2]),
+        (wide(10, 80, 10, 0), 2, {"bandwidth": 8.0}, [1, 3]),  # avoids the wide cut in the middle
+        # Bytes go both ways at once: 5 and 5 take less time than 8 and none, though they are more.
+        ([unit(act_bytes=5, grad_bytes=5), unit(0, act_bytes=8), unit()], 2, {"bandwidth": 1.0}, [1, 2]),
+        (wide(1, 8, 1, 0, grad_bytes=0), 2, {"seconds_per_byte": 0.1}, [2, 2]),
+        (wide(1, 8, 1, 0, grad_bytes=0), 2, {"seconds_per_byte": 1.0}, [1, 3]),  # a stage weighs what it copies
+        # Of equally fast cuts the one that sends least, and then the earliest.
+        ([SLOW, unit(0, act_bytes=5, grad_bytes=2), WIDE, unit()], 2, {}, [2, 2]),
+        ([SLOW, unit(0, act_bytes=5, grad_bytes=3), WIDE, unit()], 2, {}, [1, 3]),
+        ([unit(), unit(may_cut=False), unit(may_cut=False), unit()], 2, {}, [1, 3]),
+    ],
+)
+def test_the_best_cut_of_a_few_units_is_the_expected_one(units, K, options, expected):
+    assert sizes(units, K, **options) == expected
 
 
 def test_the_figures_of_a_given_cut_are_those_of_its_parts():
@@ -305,9 +270,9 @@ def test_the_figures_of_a_given_cut_are_those_of_its_parts():
     assert told.link_seconds == [2.0, 4.0]
     assert told.seconds == 21.5
     assert told.stage_bytes == [5 * 7 + 6 * 100 + 20, 8 + 3 * 20 + 4 * 10 + 3 * 20 + 3 * 40 + 6, 9 + 4 * 1 + 3 * 6 + 40]
-    assert stage_time(units, 0, 3, held=StageFootprint(graphs=1), speed=0.5, machine=machine) == 21.0
-    assert stage_memory(units, 0, 3, held=StageFootprint(graphs=1), optimizer_copies=0.5) == 24 + 278
-    assert link_time(units[1], machine) == 4.0
+    machine = replace(machine, speeds=[0.5])
+    whole = evaluate_balance(units, [3], held=[StageFootprint(graphs=1)], machine=machine, optimizer_copies=0.5)
+    assert (whole.stage_seconds, whole.stage_bytes) == ([21.0], [24 + 278])
 
 
 # --- What cannot be ----------------------------------------------------------------------------------------
@@ -340,40 +305,24 @@ def test_a_limit_that_no_cut_fits_is_refused_with_the_way_out():
         sizes(units, 2, held=adl(2, recomputes=True), memory_bytes=4999)
 
 
-@pytest.mark.parametrize(
-    ("balance", "told"),
-    [
-        ([1, 1], r"balance=\[1, 1\] .*2 numbers, each at least 1, that add up to the model's 3 units, got a sum of 2"),
-        ([3, 0], r"each at least 1"),
-        ([1, 2], r"right after 'first', where it cannot be cut"),
-    ],
-)
-def test_a_given_cut_that_cannot_be_is_refused(balance, told):
+def test_a_given_cut_where_none_is_possible_is_refused():
     units = [UnitCost(name="first", forward=1, backward=1, may_cut=False), unit(), unit()]
-    with pytest.raises(PartitionError, match=told):
-        evaluate_balance(units, balance, held=adl(2))
+    with pytest.raises(PartitionError, match=r"balance=\[1, 2\] .* right after 'first', where it cannot be cut"):
+        evaluate_balance(units, [1, 2], held=adl(2))
 
 
 @pytest.mark.parametrize(
-    ("machine", "num_held", "told"),
+    ("machine", "told"),
     [
-        ({"speeds": [1.0]}, 2, r"machine.speeds=\[1.0\] has 1 entries, but there are 2 stages"),
-        ({"memory_bytes": [1, 2, 3]}, 2, r"machine.memory_bytes=\[1, 2, 3\] has 3 entries, but there are 2 stages"),
-        ({}, 3, r"held=.* has 3 entries, but there are 2 stages"),
-        ({"speeds": [1, 0]}, 2, r"machine.speeds must be finite and above 0, got \[1, 0\]"),
-        ({"bandwidth": 0}, 2, r"machine.bandwidth must be above 0, got 0"),
-        ({"latency": -1}, 2, r"machine.latency must be finite and at least 0, got -1"),
+        ({"speeds": [1.0]}, r"machine.speeds=\[1.0\] has 1 entries, but there are 2 stages"),
+        ({"speeds": [1, 0]}, r"machine.speeds must be finite and above 0, got \[1, 0\]"),
+        ({"bandwidth": 0}, r"machine.bandwidth must be above 0, got 0"),
+        ({"latency": -1}, r"machine.latency must be finite and at least 0, got -1"),
     ],
 )
-def test_a_machine_that_cannot_be_is_refused(machine, num_held, told):
+def test_a_machine_that_cannot_be_is_refused(machine, told):
     with pytest.raises(ConfigError, match=told):
-        best_balance([unit()] * 4, num_stages=2, held=adl(num_held), machine=Machine(**machine))
-
-
-@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])
-def test_a_cost_that_is_no_time_is_refused_with_its_unit(wrong):
-    with pytest.raises(ConfigError, match=r"unit 'conv': backward must be finite and at least 0, got"):
-        UnitCost(name="conv", forward=1, backward=wrong)
+        sizes([unit()] * 4, 2, **machine)
 
 
 @pytest.mark.parametrize("file", ["balance.py", "costs.py"])

@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import itertools
 import math
 import random
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -34,14 +36,8 @@ def trained(model, K, *, loss_fn=F.cross_entropy, method="adl", M=2, **options):
         **values(dtype=torch.float64, threads=1, **options),
     )
     data, held_out = FixedImages(11, dtype=torch.float64), FixedImages(7, seed=1, dtype=torch.float64)
-    summary = trainer.fit(
-        data,
-        epochs=2,
-        batch_size=MICRO_BATCH * M,
-        val_dataset=held_out,
-        shuffle=False,
-        monitoring=QUIET,
-    )
+    options = {"batch_size": MICRO_BATCH * M, "val_dataset": held_out, "monitoring": QUIET}
+    summary = trainer.fit(data, epochs=2, shuffle=False, **options)
     return trainer.full_state_dict(), summary
 
 
@@ -51,16 +47,15 @@ def assert_close(got, expected):
         torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
+def places_of(chain):
+    return [unit + 1 for unit in range(len(chain.units) - 1) if unit not in chain.forbidden]
+
+
 def pieces_of_one_unit(model, granularity="layer"):
     """Cut wherever it can be cut."""
     chain = linearise(model, granularity=granularity)
-    sizes = [1]
-    for place in range(len(chain.units) - 1):
-        if place in chain.forbidden:
-            sizes[-1] += 1
-        else:
-            sizes.append(1)
-    return chain.pieces(sizes)
+    bounds = [0, *places_of(chain), len(chain.units)]
+    return chain.pieces([stop - start for start, stop in itertools.pairwise(bounds)])
 
 
 # --- Training a net with skips --------------------------------------------------------------------------------
@@ -71,18 +66,10 @@ def pieces_of_one_unit(model, granularity="layer"):
 def test_skips_over_several_stages_follow_the_equations_to_1e_12(K, M):
     """The input at the last stage, a tensor in three stages, booleans, shapes, in-place ReLUs, uneven micro-batches."""
     data = FixedImages(11, dtype=torch.float64)
-    batches = [
-        (data.images[i : i + MICRO_BATCH], torch.tensor(data.labels[i : i + MICRO_BATCH]))
-        for i in range(0, 11, MICRO_BATCH)
-    ]
-    expected = train_by_the_equations(
-        [stage.double() for stage in unet_by_hand(K)],
-        [batches] * 2,
-        M=M,
-        loss_fn=nn.CrossEntropyLoss(),
-        lr=[LR] * 8,
-        momentum=MOMENTUM,
-    )
+    slices = [slice(start, start + MICRO_BATCH) for start in range(0, 11, MICRO_BATCH)]
+    batches = [(data.images[samples], torch.tensor(data.labels[samples])) for samples in slices]
+    stages, loss_fn = [stage.double() for stage in unet_by_hand(K)], nn.CrossEntropyLoss()
+    expected = train_by_the_equations(stages, [batches] * 2, M=M, loss_fn=loss_fn, lr=[LR] * 8, momentum=MOMENTUM)
     state, summary = trained(unet(), K, M=M, balance=UNET_BALANCE[K] if K > 1 else "even")
     assert_close(state, expected)
     uncut = unet().double().eval()
@@ -109,126 +96,148 @@ def test_a_tensor_whose_shape_alone_is_needed_is_not_sent():
 
 
 class Net(nn.Module):
-    """float[B, 4] to float[B, 4], or several."""
+    """float[B, 4] to float[B, 4], or several; a forward uses some of its layers, parameters and buffers."""
+
+    num_calls = 0
 
     def __init__(self):
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.act, self.norm = nn.ReLU(inplace=True), nn.BatchNorm1d(4)
+        self.attention, self.memory = nn.MultiheadAttention(4, 2, batch_first=True), nn.LSTM(4, 4, batch_first=True)
+        self.token, self.table = nn.Parameter(torch.randn(1, 1, 4)), nn.ParameterList([torch.randn(3, 4)])
+        self.scales = nn.ParameterDict({"before": torch.full((4,), 1.5), "behind": torch.full((4,), 0.3)})
+        self.register_buffer("places", torch.tensor([2, 0, 1, 1, 0]), persistent=False)
+        for name in ("mean", "average", "scale"):
+            self.register_buffer(name, torch.randn(4))
+        self.register_buffer("calls", torch.zeros(()))
+        self.plain, self.layers = torch.arange(4.0), nn.ModuleDict({"for": nn.Linear(4, 4)})
 
 
-class UsedInThreePlaces(Net):
-    def forward(self, x):
+def net(forward):
+    return type(forward.__name__, (Net,), {"forward": forward})
+
+
+class Forwards:
+    def used_in_three_places(self, x):
         h = self.a(x)
         return self.c(torch.tanh(self.b(h)) + h) * torch.sigmoid(h)
 
-
-class Sizes(Net):
-    def forward(self, x):
+    def sizes(self, x):
         h = self.a(x)
         n, k = h.shape[0], h.size(1)
         y = self.b(h + 1).view(n, 2, k // 2).transpose(1, 2).reshape(x.size(0), -1)
         y = y + torch.arange(h.shape[-1], dtype=h.dtype, device=h.device) / math.sqrt(h.numel()) * h.dim()
         return self.c(y) * y.new_ones(x.size()).sum() / h.shape.numel()
 
-
-class Converted(Net):
-    def forward(self, x):
+    def converted(self, x):
         h = self.a(x).type(torch.float32).to(torch.float64)
         return self.c(self.b(h).type(x.dtype) + h.to(self.a.weight.dtype))
 
-
-class Booleans(Net):
-    def forward(self, x):
+    def booleans(self, x):
         torch._assert(x.dim() == 2, "rows")
         h = self.a(x)
         above, torch_assert = h > 0, torch._assert
         torch_assert(h.shape[1] == x.shape[1], "as wide as before")
         return torch.where(above, self.b(h), self.c(h) * ~above)
 
-
-class OtherInEvaluation(Net):
-    """Other operations, another number of tensors across each cut, another kind of output."""
-
-    def forward(self, x):
+    def other_in_evaluation(self, x):
+        """Other operations, another number of tensors across each cut, another kind of output."""
         h = self.a(x)
         aux = self.c(h) if self.training else None
         y = F.relu(self.b(torch.sin(h)), inplace=True)
         return Out(main=y + h, aux=aux) if self.training else {"main": torch.cos(y) + h}
 
-
-class InPlace(Net):
-    def forward(self, x):
+    def in_place(self, x):
         h = self.a(x * 1)
         h.add_(1)
         h.mul_(2)
         y = F.relu(h, inplace=True)
         return torch.relu_(self.c(y) + h)
 
-
-class OneModuleThreeTimes(Net):
-    def __init__(self):
-        super().__init__()
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x):
+    def one_module_three_times(self, x):
         return self.act(self.c(self.act(self.b(self.act(self.a(x))))))
 
-
-class Constants(Net):
-    """Parameters and buffers of its own: a class token, positions computed from a table, numbers, literals."""
-
-    def __init__(self):
-        super().__init__()
-        self.token, self.table = nn.Parameter(torch.randn(1, 1, 4)), nn.ParameterList([torch.randn(3, 4)])
-        self.scales = nn.ParameterDict({"before": torch.full((4,), 1.5), "behind": torch.full((4,), 0.3)})
-        self.register_buffer("places", torch.tensor([2, 0, 1, 1, 0]), persistent=False)
-        self.register_buffer("mean", torch.randn(4))
-        self.plain = torch.arange(4.0)
-
-    def forward(self, x):
+    def constants(self, x):
+        """A class token, positions computed from a table, numbers, literals."""
         if len(self.mean) == self.token.size(2):
             x = (x - self.mean[None, :]) * self.scales["before"]
         h = self.a(x).unsqueeze(1) * torch.tensor([1.0, 2.0, 3.0, 4.0])
         h = torch.cat([self.token.expand(x.shape[0], -1, -1), h], dim=1) + self.table[0][self.places].view(5, 4)[:2] * 2
         return self.c(self.b(h).mean(1)) * self.scales["behind"] + self.plain
 
-
-class NeverCalled(Net):
-    def __init__(self):
-        super().__init__()
-        self.spare, self.unread = nn.BatchNorm1d(4), nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
-class Defaults(Net):
-    def forward(self, x, twice=True, shape=(2, 2), mask=None, *rest, scale=0.5, **others):
+    def defaults(self, x, twice=True, shape=(2, 2), mask=None, *rest, scale=0.5, **others):
         h = self.a(x).view(-1, *shape).flatten(1)
         return self.b(h * 2 if twice else h) * scale
 
-
-class Counting(Net):
-    """Writes to its buffers, some of it before it reads them."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-        self.register_buffer("average", torch.zeros(4))
-
-    def forward(self, x):
+    def counting(self, x):
+        """Writes to its buffers, some of it before it reads them."""
         h = self.b(self.a(x))
         if self.training:
             self.calls.add_(1)
             self.average.mul_(0.9).add_(0.1 * h.detach().mean(0))
         return self.c((h - self.average) / (1 + self.calls))
 
+    def tuples(self, x):
+        """Layers that return tuples, and a list that is taken apart."""
+        h = self.a(x)[:, None]
+        seen, _ = self.attention(h, h, h)
+        told, (state, _) = self.memory(seen)
+        left, right = self.b(told[:, 0]).chunk(2, dim=1)
+        return self.c(torch.cat([right, left], dim=1)) + state[0]
+
+    def kept(self, x):
+        """Leaves something behind, on itself."""
+        self.seen = self.a(x)
+        return self.b(torch.tanh(self.seen))
+
+    def read_directly(self, x):
+        """Uses the parameters of a layer that it never calls, and returns one."""
+        return F.linear(torch.tanh(self.a(x)), self.c.weight, self.c.bias), self.b.bias
+
+    def complex_numbers(self, x):
+        h = self.a(x)
+        return self.c(torch.relu(self.b(torch.fft.fft(torch.complex(h, 2 * h)).abs())))
+
+    def written_after_it_is_read(self, x):
+        h, old = self.a(x), 2 * self.scale + 1
+        self.scale.add_(1)
+        return self.c(torch.relu(self.b(h)) * old)
+
+    def written_by_out(self, x):
+        h = self.a(x)
+        torch.add(self.scale, 1.0, out=self.scale)
+        return self.c(torch.relu(self.b(h)) * self.scale)
+
+    def written_by_plus_equals(self, x):
+        h, scale = self.a(x), self.scale
+        scale += 1.0
+        return self.c(torch.relu(self.b(h)) * scale)
+
+    def two_names_of_one_tensor(self, x):
+        x = self.a(x)
+        h = x
+        h += 1.0
+        return self.c(torch.relu(self.b(x) + h))
+
+    def asks_for_gradients(self, x):
+        h = self.a(x)
+        if torch.is_grad_enabled():
+            h = 2 * h
+        return self.c(torch.relu(self.b(h)))
+
+    def made_from_shapes(self, x):
+        h = self.a(x)
+        places = torch.arange(x.shape[0], dtype=x.dtype)
+        return self.c(torch.relu(self.b(h)) + torch.zeros(h.shape[0], 4, dtype=h.dtype) + places[:, None])
+
+    def counts_plus_equals(self, x):
+        n = x.shape[0]
+        n += 1
+        return self.c(torch.relu(self.b(self.a(x))) / n)
+
 
 class Frozen(Net):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
     def train(self, mode=True):
         super().train(mode)
         self.norm.eval()
@@ -238,40 +247,8 @@ class Frozen(Net):
         return self.b(self.norm(self.a(x)))
 
 
-class Tuples(Net):
-    """Layers that return tuples, and a list that is taken apart."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.memory = nn.MultiheadAttention(4, 2, batch_first=True), nn.LSTM(4, 4, batch_first=True)
-
-    def forward(self, x):
-        h = self.a(x)[:, None]
-        seen, _ = self.attention(h, h, h)
-        told, (state, _) = self.memory(seen)
-        left, right = self.b(told[:, 0]).chunk(2, dim=1)
-        return self.c(torch.cat([right, left], dim=1)) + state[0]
-
-
-class Kept(Net):
-    """Leaves something behind, on itself."""
-
-    def forward(self, x):
-        self.seen = self.a(x)
-        return self.b(torch.tanh(self.seen))
-
-
-class ReadDirectly(Net):
-    """Uses the parameters of a layer that it never calls, and returns one."""
-
-    def forward(self, x):
-        return F.linear(torch.tanh(self.a(x)), self.c.weight, self.c.bias), self.b.bias
-
-
-MODELS = [
-    *(UsedInThreePlaces, Sizes, Converted, Booleans, OtherInEvaluation, InPlace, OneModuleThreeTimes, Constants),
-    *(NeverCalled, Defaults, Counting, Frozen, Tuples, Kept, ReadDirectly, unet),
-]
+NETS = {name: net(forward) for name, forward in vars(Forwards).items() if not name.startswith("_")}
+MODELS = [*NETS.values(), Frozen, unet]
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
@@ -280,24 +257,29 @@ def test_a_model_cut_anywhere_computes_what_the_uncut_one_does(make):
     torch.manual_seed(0)
     model = make().double()
     x = FixedImages(3, dtype=torch.float64).images if make is unet else torch.randn(3, 4, dtype=torch.float64)
-    pieces = pieces_of_one_unit(model)
-    assert [len(piece.unit_names) for piece in pieces] == ([1, 9, 1] if make is Counting else [1] * len(pieces))
+    pieces, chain = pieces_of_one_unit(model), linearise(model, granularity="layer")
+    if not make.__name__.startswith("written"):
+        is_counting = make.__name__ == "counting"
+        assert [len(piece.unit_names) for piece in pieces] == ([1, 9, 1] if is_counting else [1] * len(pieces))
+    assert len(pieces) > 1
     assert sorted(name for piece in pieces for name in piece.state_dict()) == sorted(model.state_dict())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for tensor in tensors.values():  # nothing of the tracing may be left in what the stages compute
         if tensor.is_floating_point():
             tensor.data.uniform_(0.1, 1.0)
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    got, _ = cut_step(model, pieces, x)
-    for name, tensor in tensors.items():
-        tensor.data.copy_(before[name])
     expected = uncut_step(model, x)
-    assert got.kind is expected.kind
-    assert_close(got.values, expected.values)
+    in_two = [chain.pieces([place, len(chain.units) - place]) for place in places_of(chain)]
+    for cut_pieces in (pieces, *in_two):
+        for name, tensor in tensors.items():
+            tensor.data.copy_(before[name])
+        got, _ = cut_step(model, cut_pieces, x)
+        assert got.kind is expected.kind
+        assert_close(got.values, expected.values)
 
 
 def test_an_assertion_of_the_forward_is_made_on_its_stage():
-    first, *_ = pieces_of_one_unit(Booleans())
+    first, *_ = pieces_of_one_unit(NETS["booleans"]())
     assert len(first(torch.zeros(3, 4))) == 2
     with pytest.raises(AssertionError, match="rows"):
         first(torch.zeros(3, 3, 4))
@@ -365,7 +347,6 @@ NESTED = {
 
 @pytest.mark.parametrize("granularity", ["layer", "block"])
 def test_units_are_named_by_the_layer_and_function_they_run(granularity):
-    """Units are named by the layer or the block and the function that they run."""
     expected = [*NESTED[granularity], "act", "mean", "mul", "act_2", "add", "head"]
     assert linearise(Nested(), granularity=granularity).units == expected
 
@@ -385,48 +366,42 @@ def test_a_balance_of_names_begins_a_stage_at_each(balance, first):
 
 
 @pytest.mark.parametrize(
-    ("balance", "message"),
+    ("K", "balance", "message"),
     [
-        (["blocks.2"], r"there is no unit or block 'blocks.2'; near it are blocks.*adl-dist plan lists them"),
-        (["act", "stem.1"], r"\[act, stem.1\] does not fit: expected 2 names.*in the order they run"),
-        (["blocks", "blocks.0.conv"], "does not fit"),
-        (["stem"], r"expected 1 names, of the units where stages 1 to 1 begin"),
-        (["blocks.0", "act"], r"expected 1 names"),
+        (2, ["blocks.2"], r"there is no unit or block 'blocks.2'; near it are blocks.*adl-dist plan lists them"),
+        (3, ["act", "stem.1"], r"\[act, stem.1\] does not fit: expected 2 names.*in the order they run"),
+        (3, ["blocks", "blocks.0.conv"], "does not fit"),
+        (2, ["stem"], r"expected 1 names, of the units where stages 1 to 1 begin"),
+        (2, ["blocks.0", "act"], r"expected 1 names"),
     ],
 )
-def test_a_balance_of_names_that_mean_no_cut_is_refused(balance, message):
-    num_stages = 2 if "expected 1" in message else len(balance) + 1
+def test_a_balance_of_names_that_mean_no_cut_is_refused(K, balance, message):
     with pytest.raises(PartitionError, match=message):
-        cut(Nested(), num_stages=num_stages, balance=balance, granularity="layer")
+        cut(Nested(), num_stages=K, balance=balance, granularity="layer")
 
 
-class Tied(Net):
-    def __init__(self):
-        super().__init__()
-        self.c.weight = self.a.weight
-
-    def forward(self, x):
-        return torch.tanh(self.c(self.b(self.a(x))))
+def tied():
+    model = net(lambda self, x: torch.tanh(self.c(self.b(self.a(x)))))()
+    model.c.weight = model.a.weight
+    return model
 
 
-class ReadTwice(Net):
-    def forward(self, x):
-        return torch.tanh(self.b(self.a(x) * self.c.bias) * self.c.bias)
+def read_twice():
+    return net(lambda self, x: torch.tanh(self.b(self.a(x) * self.c.bias) * self.c.bias))()
 
 
 @pytest.mark.parametrize(
     ("make", "message", "even"),
     [
-        (Tied, "cannot be cut after a: 'a.weight' and 'c.weight' are one and the same tensor", "tanh"),
-        (ReadTwice, "cannot be cut after mul: 'c.bias'.* would cross it; .* on one stage, or untie", "mul"),
+        (tied, "cannot be cut after a: 'a.weight' and 'c.weight' are one and the same tensor", "tanh"),
+        (read_twice, "cannot be cut after mul: 'c.bias'.* would cross it; .* on one stage, or untie", "mul"),
     ],
 )
 def test_a_tensor_that_two_stages_need_is_named(make, message, even):
-    """A tensor that two stages would need is named and an even cut keeps it on one."""
+    """An even cut keeps it on one."""
     model = make()
-    units = linearise(model, granularity="layer").units
     with pytest.raises(PartitionError, match=message):
-        cut(model, num_stages=2, balance=[units[units.index("b")]], granularity="layer")
+        cut(model, num_stages=2, balance=["b"], granularity="layer")
     stages = cut(model, num_stages=2, granularity="layer")
     assert stages[1].unit_names[0] == even
     assert sorted(name for stage in stages for name in stage.state_dict()) == sorted(model.state_dict())
@@ -435,7 +410,7 @@ def test_a_tensor_that_two_stages_need_is_named(make, message, even):
 # --- The model stays what it is -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [Counting, Constants, Frozen, Kept, unet], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_reading_a_model_changes_nothing_of_it(make):
     torch.manual_seed(0)
     model = make()
@@ -470,8 +445,14 @@ def test_hooks_of_layers_run_on_their_stage():
 # --- Stages in the trainer ------------------------------------------------------------------------------------
 
 
+def assert_same_run(one, other):
+    (got, summary), (expected, expected_summary) = one, other
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert summary["validation_loss"] == expected_summary["validation_loss"]
+
+
 class Heads(nn.Module):
-    """A named tuple in training, a dictionary in evaluation; then fewer tensors cross each cut."""
+    """A named tuple in training, a dictionary in evaluation; then fewer tensors cross each cut, one before the ReLU."""
 
     def __init__(self):
         super().__init__()
@@ -480,7 +461,7 @@ class Heads(nn.Module):
     def forward(self, x):
         h = torch.tanh(self.a(x.flatten(1)))
         aux = self.b(torch.sin(h)) if self.training else None
-        y = F.relu(self.c(torch.tanh(h + 1)), inplace=True) + h.size(1)
+        y = F.relu(self.c(torch.tanh(h + 1)), inplace=True) + 8
         return Out(main=y, aux=aux) if self.training else {"main": y}
 
 
@@ -498,15 +479,12 @@ def test_a_loss_gets_what_the_model_returns_wherever_it_is_cut(begin):
         torch.manual_seed(0)
         return trained(Heads(), K, loss_fn=loss_of_heads, method="bp", **options)
 
-    (expected, expected_summary), (got, summary) = run(1), run(2, balance=[begin])
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-    assert summary["validation_loss"] == expected_summary["validation_loss"]
+    assert_same_run(run(2, balance=[begin]), run(1))
 
 
-class DropoutInPlace(nn.Module):
+class DropoutInPlace(Heads):
     def __init__(self, *, inplace):
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(72, 8), nn.Linear(8, NUM_CLASSES), nn.Linear(8, NUM_CLASSES)
         self.drop = nn.Dropout(0.4, inplace=inplace)
 
     def forward(self, x):
@@ -521,9 +499,27 @@ def test_a_stage_in_place_in_training_leaves_its_input_alone():
         torch.manual_seed(0)
         return trained(DropoutInPlace(inplace=inplace), 2, balance=["drop"])
 
-    (expected, expected_summary), (got, summary) = run(False), run(True)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-    assert summary["validation_loss"] == expected_summary["validation_loss"]
+    assert_same_run(run(True), run(False))
+
+
+class FirstFour(nn.Module):
+    def forward(self, x):
+        return x.flatten(1)[:, :4]
+
+
+@pytest.mark.parametrize("name", [name for name in NETS if name.startswith(("written", "two_names"))])
+def test_what_writes_in_place_trains_the_same_wherever_it_is_cut(name):
+    def run(K, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(FirstFour(), NETS[name]())
+        return trained(model, K, loss_fn=lambda out, _: out.square().mean(), method="bp", **options)
+
+    chain = linearise(nn.Sequential(FirstFour(), NETS[name]()), granularity="layer")
+    expected, expected_summary = run(1)
+    for place in places_of(chain):
+        state, summary = run(2, balance=[place, len(chain.units) - place], granularity="layer")
+        assert_close(state, expected)
+        assert summary["validation_loss"] == pytest.approx(expected_summary["validation_loss"], rel=1e-12)
 
 
 def halved(x):
@@ -533,21 +529,10 @@ def halved(x):
 torch.fx.wrap("halved")
 
 
-class Wrapped(Net):
-    def forward(self, x):
-        return self.b(halved(self.a(x)))
-
-
-class Listed(Net):
-    def forward(self, x):
-        parts = self.a(x.flatten(1)[:, :4]).chunk(2, dim=1)
-        y = self.b(torch.cat([parts[0], parts[0]], dim=1))
-        return self.c(torch.tanh(y)) + torch.cat(parts[:1] * 2, dim=1)
-
-
 def test_a_function_hidden_by_wrap_is_one_unit():
     torch.manual_seed(0)
-    model, x = Wrapped().double(), torch.randn(3, 4, dtype=torch.float64)
+    make = net(lambda self, x: self.b(halved(self.a(x))))
+    model, x = make().double(), torch.randn(3, 4, dtype=torch.float64)
     pieces = pieces_of_one_unit(model)
     assert [piece.unit_names for piece in pieces] == [["a"], ["halved"], ["b"]]
     for sign in (1, -1):
@@ -557,56 +542,54 @@ def test_a_function_hidden_by_wrap_is_one_unit():
 # --- What is refused ------------------------------------------------------------------------------------------
 
 
-class TwoInputs(Net):
-    def forward(self, x, mask, scale=1.0):
+def draws_by(draw):
+    def forward(self, x):
+        return self.b(self.a(x)) if draw() < 0.5 else self.a(x)
+
+    return net(forward)
+
+
+class Refused:
+    def two_inputs(self, x, mask, scale=1.0):
         return self.a(x) * mask * scale
 
-
-class NoInput(Net):
-    def forward(self, *, scale):
+    def no_input(self, *, scale):
         return self.a.weight * scale
+
+    def branches(self, x):
+        if x.sum() > 0:  # this line is named
+            return self.a(x)
+        return self.b(x)
+
+    def no_grad(self, x):
+        with torch.no_grad():
+            h = self.a(x)
+        return self.b(h)
+
+    def assigning(self, x):
+        self.calls = self.calls + 1
+        return self.b(self.a(x))
+
+    def counter(self, x):
+        self.num_calls += 1
+        return self.c(self.b(self.a(x)) / self.num_calls)
+
+    def named_by_python(self, x):
+        return self.c(self.layers["for"](self.a(x)))
+
+    def autocast(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = self.b(self.a(x))
+        return self.c(h)
 
 
 class Branching(Net):
     def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(Branches(), nn.Linear(4, 4))
+        self.inner = nn.Sequential(net(Refused.branches)(), nn.Linear(4, 4))
 
     def forward(self, x):
         return self.inner(self.a(x))
-
-
-class Branches(Net):
-    def forward(self, x):
-        if x.sum() > 0:  # this line is named
-            return self.a(x)
-        return self.b(x)
-
-
-class StochasticDepth(Net):
-    def __init__(self, draw):
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, x):
-        return self.b(self.a(x)) if self.draw() < 0.5 else self.a(x)
-
-
-class NoGrad(Net):
-    def forward(self, x):
-        with torch.no_grad():
-            h = self.a(x)
-        return self.b(h)
-
-
-class Assigning(Net):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls = self.calls + 1
-        return self.b(self.a(x))
 
 
 class ExtraState(Net):
@@ -618,14 +601,6 @@ class ExtraState(Net):
 
     def forward(self, x):
         return self.b(self.a(x))
-
-
-def python_draws():
-    return StochasticDepth(random.random)
-
-
-def torch_draws():
-    return StochasticDepth(lambda: torch.rand(()).item())
 
 
 def hooked_block():
@@ -640,16 +615,23 @@ def hooked_sequential():
     return model
 
 
+DRAWS = "draws random numbers that do not depend on its input.*fx.wrap"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (TwoInputs, r"TwoInputs.forward takes x, mask, scale; expected one input, all else with defaults: wrap"),
-        (NoInput, r"NoInput.forward takes scale; expected one input"),
+        (net(Refused.two_inputs), r"forward takes x, mask, scale; expected one input, all else with defaults: wrap"),
+        (net(Refused.no_input), r"no_input.forward takes scale; expected one input"),
         (Branching, rf"{__file__}:\d+: if x.sum\(\) > 0:.*\(inner.0\).*torch.fx.wrap.*partition.granularity=block"),
-        (python_draws, "draws random numbers that do not depend on its input.*fx.wrap"),
-        (torch_draws, "draws random numbers"),
-        (NoGrad, r"h = self.a\(x\).*torch.no_grad.*would not be read: call .detach\(\)"),
-        (Assigning, r"Assigning.forward assigns to calls, which a cut model would not: write to a buffer in place"),
+        (draws_by(random.random), DRAWS),
+        (draws_by(lambda: torch.rand(()).item()), DRAWS),
+        (draws_by(np.random.rand), DRAWS),
+        (net(Refused.no_grad), r"h = self.a\(x\).*torch.no_grad.*would not be read: call .detach\(\)"),
+        (net(Refused.assigning), r"assigning.forward assigns to calls, which a cut model would not: write to a buffer"),
+        (net(Refused.counter), "assigns to num_calls, which a cut model would not"),
+        (net(Refused.autocast), r"torch.autocast would not be read.*torch.fx.wrap"),
+        (net(Refused.named_by_python), "has a name that Python keeps for itself, like 'for'; rename it"),
         (ExtraState, r"'_extra_state' of the model's state is neither a parameter nor a buffer"),
         (hooked_block, r"blocks.0 has hooks, but is taken apart when the model is cut"),
         (hooked_sequential, r"Sequential has hooks"),
@@ -657,19 +639,50 @@ def hooked_sequential():
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_what_a_cut_model_would_get_wrong_is_refused(make, message):
-    """What a cut model would get wrong is refused with the place and a way out."""
+    """The message gives the place and a way out; model and random streams are as before."""
     model = make()
-    state, generators = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
+    state = copy.deepcopy(model.state_dict())
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     with pytest.raises(PartitionError, match=message):
         cut(model, num_stages=2, granularity="layer")
-    assert all(
-        model.state_dict()[name] is tensor or torch.equal(model.state_dict()[name], tensor)
-        for name, tensor in state.items()
-    )
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert random.getstate() == generators[1]
+    assert (np.random.get_state()[1] == generators[2]).all()
 
 
-def test_a_list_that_would_cross_a_cut_among_others_is_refused():
-    with pytest.raises(ConfigError, match="2 values cross this cut, but 3 tensors, for one of the values is a list"):
-        trained(Listed(), 2, balance=["tanh"])
+def lazy():
+    model = net(lambda self, x: self.c(self.b(self.a(x.flatten(1)[:, :4]))))()
+    model.b = nn.LazyLinear(4)
+    return model
+
+
+class RefusedByStages:
+    def listed(self, x):
+        parts = self.a(x.flatten(1)[:, :4]).chunk(2, dim=1)
+        y = self.b(torch.cat([parts[0], parts[0]], dim=1))
+        return self.c(torch.tanh(y)) + torch.cat(parts[:1] * 2, dim=1)
+
+    def shared_memory(self, x):
+        x = self.a(x.flatten(1)[:, :4])
+        halves = x.view(-1, 2, 2)
+        halves *= 2.0
+        return self.c(self.b(x) + x)
+
+
+@pytest.mark.parametrize(
+    ("make", "begin", "message"),
+    [
+        (
+            net(RefusedByStages.listed),
+            "tanh",
+            "2 values cross this cut, but 3 tensors, for one of the values is a list",
+        ),
+        (net(RefusedByStages.shared_memory), "imul", "writes in place to one that shares its memory .*cut elsewhere"),
+        (lazy, "b", r"b.weight of the model has no shape yet; run the model on one batch"),
+    ],
+)
+def test_what_a_stage_cannot_take_is_refused_before_training(make, begin, message):
+    with pytest.raises(ConfigError, match=message):
+        trained(make(), 2, balance=[begin])

@@ -1,25 +1,35 @@
-"""One network of each family of torchvision, cut inside of its blocks; all of them, in float64 too: test_zoo.py."""
+"""Networks of torchvision, cut inside of their blocks: one of each family; by ``make test-zoo`` all, in two dtypes."""
+
+import gc
+import time
 
 import pytest
 import torch
+from torchvision import models
 
-from tests.support.cut_steps import assert_the_cut_network_equals_the_uncut_one
+from tests.support.cut_steps import WITH_HEADS, assert_the_cut_network_equals_the_uncut_one
+from tests.support.tiers import slow
 
 FAMILIES = [
-    "densenet121",
-    "efficientnet_b0",
-    "googlenet with heads",
-    "mnasnet0_5",
-    "mobilenet_v3_small",
-    "regnet_y_400mf",
-    "resnet18",
-    "shufflenet_v2_x0_5",
-    "squeezenet1_1",
-    "swin_t",
-    "vit_b_32",
+    *("efficientnet_b0", "googlenet with heads", "mnasnet0_5", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5"),
+    *("squeezenet1_1", "swin_t", slow("densenet121"), slow("regnet_y_400mf"), slow("vit_b_32")),
 ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cut_network_computes_the_bits_of_the_uncut_one(name, tmp_path):
     assert_the_cut_network_equals_the_uncut_one(name, torch.float32, tmp_path)
+
+
+@pytest.mark.zoo
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [*models.list_models(module=models), *WITH_HEADS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_each_network_computes_its_bits_when_it_is_cut(name, dtype, tmp_path, record_property):
+    start = time.perf_counter()
+    told = assert_the_cut_network_equals_the_uncut_one(name, dtype, tmp_path)
+    gc.collect()  # graphs hold cycles, and the next network may need the memory
+    (verdict,) = (key for key in told if key.startswith("float"))
+    told[verdict] += f", {time.perf_counter() - start:.0f} s"
+    for what, value in told.items():
+        record_property(what, value)

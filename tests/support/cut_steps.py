@@ -1,8 +1,8 @@
 """One training step and one evaluation of a network of torchvision, cut and uncut, compared bit by bit."""
 
 import random
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +24,12 @@ WITH_HEADS = ("googlenet with heads", "inception_v3 with heads")
 ROUNDED = ("convnext",)
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """What one step leaves behind."""
 
     kind: type  # of the output in training: a tensor, or a named tuple
-    # The output in training, the gradient of the input and of each parameter (None: it got none), each buffer after
-    # that step, and the output in evaluation after it.
+    # The output in training, gradients of the input and of each parameter (None: it got none), each buffer after that
+    # step, and the output in evaluation after it.
     values: dict[str, Tensor | None]
 
 
@@ -105,7 +104,6 @@ def network(name, dtype):
 
 
 def random_sizes(chain, *, seed):
-    """A balance that cuts at any places where it can be cut."""
     places = [cut + 1 for cut in range(len(chain.units) - 1) if cut not in chain.forbidden]
     cuts = sorted(random.Random(seed).sample(places, NUM_STAGES - 1))
     return [stop - start for start, stop in pairwise([0, *cuts, len(chain.units)])]

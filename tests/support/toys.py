@@ -109,7 +109,7 @@ UNET_BALANCE = {1: [], 2: ["up"], 3: ["bottom", "cat_2"], 4: ["bottom", "up", "c
 _UNET_PARTS = {1: [4], 2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
 
 
-class SomeParts(nn.Module):
+class Part(nn.Module):
     """Some of the parts, with the parameters' names as they are in the whole."""
 
     def __init__(self, net, parts):
@@ -132,7 +132,7 @@ def unet():
 def unet_by_hand(K):
     """The stages of a new UNet as ``UNET_BALANCE`` cuts it."""
     net, parts = unet(), iter(_PARTS)
-    return [SomeParts(net, list(islice(parts, size))) for size in _UNET_PARTS[K]]
+    return [Part(net, list(islice(parts, size))) for size in _UNET_PARTS[K]]
 
 
 # --- A net whose units hand on several tensors, one of them of integers ----------------------------------------

@@ -24,10 +24,9 @@ from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError, DataError, PartitionError
 from adl_dist.partition import Machine, UnitCost, checked_sizes
-from adl_dist.partition.advice import Alternative, advise, alternative
 from adl_dist.partition.chain import Chain
-from adl_dist.partition.predict import Prediction, predict
-from adl_dist.partition.profile import Profile
+from adl_dist.partition.costs import Profile
+from adl_dist.partition.predict import Alternative, Prediction, advise, alternative, predict
 from adl_dist.report.costs import check_suffix, draw_costs
 from adl_dist.report.tables import text_table
 from adl_dist.schedule import Method, Pipeline

@@ -22,9 +22,9 @@ from adl_dist.distributed.affinity import num_cores, tune_malloc
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Chain, linearise
-from adl_dist.partition.advice import Throughput
+from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
-from adl_dist.partition.profile import Profile
+from adl_dist.partition.predict import Throughput
 from adl_dist.stage import to_channels_last
 from adl_dist.training.input import DeviceLoader, common_sample, make_loader
 from adl_dist.training.partitioned_model import micro_batch, take_profile
