@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,14 +25,6 @@ OPEN_FILES = Path("/proc/self/fd")
 _error: OSError | None = None
 
 
-class _Instruction(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32))
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
-
-
 def block(listener: socket.socket) -> None:
     """Drop new connections: an attempt to connect is not answered. Established connections stay.
 
@@ -39,9 +32,11 @@ def block(listener: socket.socket) -> None:
     """
     global _error
     if sys.platform == "linux":
-        keep_nothing = _Instruction(RETURN_CONSTANT, 0, 0, 0)
+        # struct sock_filter {code, jt, jf, k}, which keeps 0 bytes; struct sock_fprog {length, pointer to filters}
+        keep_nothing = ctypes.create_string_buffer(struct.pack("HBBI", RETURN_CONSTANT, 0, 0, 0))
+        program = struct.pack("HP", 1, ctypes.addressof(keep_nothing))
         try:
-            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(_Program(1, ctypes.pointer(keep_nothing))))
+            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
         except OSError as caught:
             _error = caught
 

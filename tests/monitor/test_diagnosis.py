@@ -4,13 +4,22 @@ import pytest
 
 from adl_dist.monitor.diagnosis import cause_of, picture
 from adl_dist.monitor.status import COORDINATOR, CoordinatorStatus, ProcessStatus, RankStatus, StageStatus
+from adl_dist.schedule import Op
 
 TRAINING = CoordinatorStatus("train", True, 60.0)
 
 
-def stage(k, doing, op="", number=0, *, waits_for=(), seconds=60.0, **more):
+def stage(k, doing, op="", number=0, *, waits_for=(), seconds=60.0, segment=1, **numbers):
+    """The status of a stage; ``numbers``: counts and last, by the printed form of ops."""
     return StageStatus(
-        stage=k, doing=doing, op=op, number=number, waits_for=list(waits_for), seconds=seconds, segment=1, **more
+        stage=k,
+        doing=doing,
+        op=Op(op) if op else None,
+        number=number,
+        waits_for=list(waits_for),
+        seconds=seconds,
+        segment=segment,
+        **{name: {Op(op): number for op, number in by_op.items()} for name, by_op in numbers.items()},
     )
 
 
@@ -106,7 +115,7 @@ def test_a_stage_at_work_on_gpipe_is_not_blamed_on_the_link():
 def test_what_was_sent_in_another_segment_is_not_taken_for_lost():
     """What was sent in another segment or only launched on a GPU is not taken for lost."""
     receiver = waits(1, "act", "RA", 3, 0)
-    before = StageStatus(stage=0, doing="forward 0", op="F", seconds=60.0, segment=0, counts={"SA": 9})
+    before = stage(0, "forward 0", "F", segment=0, counts={"SA": 9})
     assert cause_of([member(before), member(receiver)], TRAINING).rank == 0
     launched = stage(0, "update 9", "U", 9, counts={"SA": 9})
     on_gpu = [member(launched, runs_ahead=True), member(receiver, runs_ahead=True)]
