@@ -44,11 +44,8 @@ class SignalEscalation:
 def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
     """Meanwhile hand the first signal to ``ask``, and end the process at the second; as before afterwards.
 
-    Does nothing outside of the main thread, where Python has no signals.
-
-    Args:
-        ask: takes the name of the signal, in a thread of its own; returns False if a process of the run
-            is gone, which ends this one, too.
+    ``ask`` takes the signal's name, in a thread of its own; it returns False if a process of the run is gone, which
+    ends this one, too. Outside of the main thread Python has no signals, and nothing is done.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -102,29 +102,20 @@ class Event(NamedTuple):
 class ActivityLog:
     """The record of one process. The main thread writes; any thread reads plain attributes, each of them once.
 
-    Attributes:
-        num_stages: K, of the whole job.
-        device: where this process computes.
-        runs_ahead: see :class:`adl_dist.monitor.status.ProcessStatus`.
-        phase: the command that is carried out or one of the constants above, and since when.
-        doing: the action begun last, with its stage and when it began; None: no action is carried out.
-        present: the segment that was begun last; None: none was.
-        stages: the sums of each stage in that segment.
-        epoch: the epoch trained last, counted from 0.
-        most_events: how many events of each stage are kept, from its first one on.
-        events: those of each stage, in order.
-        num_left_out: how many came after the most.
+    The first ``most_events`` events of each stage are kept.
     """
 
     def __init__(self, num_stages: int, *, device: torch.device = CPU, runs_ahead: bool = False) -> None:
+        """Begin a record; ``num_stages``: of the whole job; ``runs_ahead``: see :class:`ProcessStatus`."""
         self.num_stages, self.device, self.runs_ahead = num_stages, device, runs_ahead
-        self.phase = (STARTING, time.perf_counter())
-        self.doing: tuple[int, Action, float] | None = None
-        self.present: SegmentActivity | None = None
-        self.epoch = self.most_events = 0
-        self.events: dict[int, list[Event]] = defaultdict(list)
+        self.phase = (STARTING, time.perf_counter())  # the command carried out, or one of the above; since when
+        self.doing: tuple[int, Action, float] | None = None  # the action under way, its stage, when it began
+        self.present: SegmentActivity | None = None  # begun last
+        self.stages: dict[int, StageActivity] = {}  # of that segment
+        self.epoch = 0  # trained last
+        self.most_events = 0
+        self.events: dict[int, list[Event]] = defaultdict(list)  # of each stage
         self.num_left_out: dict[int, int] = defaultdict(int)
-        self.stages: dict[int, StageActivity] = {}
 
     def enter(self, phase: str) -> None:
         """Note that the process is in ``phase`` from now on, in which it has not begun an action."""

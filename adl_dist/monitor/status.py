@@ -1,24 +1,35 @@
 """The status of one process: a view of its activity log, as the watchdog and ``adl-dist status`` see it."""
 
+import multiprocessing
 import os
 import socket
+import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
+import torch
+
+from adl_dist.checkpoint.async_save import COMMITTING, SAVING
 from adl_dist.checkpoint.layout import progress
-from adl_dist.distributed.procfs import machine, start_time
+from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.distributed.world import launched_rank
-from adl_dist.monitor import process
 from adl_dist.monitor.activity import FAILED, FINISHING, IDLE, KINDS, ActivityLog, SegmentActivity
 from adl_dist.schedule import Op
 from adl_dist.schedule.actions import LINKS, RECEIVES, receiver
 
 COORDINATOR = -1  # the peer that an idle stage waits for
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY, Op.PREDICT)
+# A process hangs at the line that called into torch or the standard library, in whose folder the packages lie.
+TORCH, STANDARD_LIBRARY = str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib")
+PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +120,7 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
     """Return the status of this process, from any thread; ``closely``: also where it is in its program."""
     now = time.perf_counter()
     # Each read once, because the main thread changes them meanwhile.
-    (phase, since), doing, segment, saver = log.phase, log.doing, log.present, process.saver()
+    (phase, since), doing, segment, saver = log.phase, log.doing, log.present, _saver()
     stages = []
     for k in sorted(segment.stages) if segment is not None else [launched_rank()]:
         figures = _figures(segment, k, is_over=phase in (IDLE, FAILED), now=now) if segment is not None else {}
@@ -128,12 +139,12 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
         seconds=now - since,
         mark=f"{since} {doing[2] if doing else ''} {progress.num_pieces}",
         stages=stages,
-        at=process.user_frame(threading.main_thread().ident) if closely else "",
-        loaders=process.loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
-        memory_bytes=process.memory_bytes(log.device),
+        at=user_frame(threading.main_thread().ident) if closely else "",
+        loaders=_loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
+        memory_bytes=_memory_bytes(log.device),
         saving=saver.name if saver else "",
-        saving_at=process.user_frame(saver.ident) if closely and saver else "",
-        is_debugged=closely and process.is_debugged(),
+        saving_at=user_frame(saver.ident) if closely and saver else "",
+        is_debugged=closely and _is_debugged(),
         runs_ahead=log.runs_ahead,
     )
 
@@ -179,3 +190,46 @@ def _figures(segment: SegmentActivity, k: int, *, is_over: bool, now: float) -> 
         "busy_share": 0.0 if is_over else activity.busy_seconds / elapsed,
         "staleness_mean": activity.staleness_sum / num_backwards if num_backwards else None,
     }
+
+
+def _loaders() -> list[tuple[int, str]]:
+    """Return the process id and state of each child process, which load data."""
+    children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    return [(pid, state_of(pid)) for pid in sorted(children)]
+
+
+def _saver() -> threading.Thread | None:
+    """Return the thread that saves during training: the one that writes, else the one that waits for all to write."""
+    by_name = {thread.name: thread for thread in threading.enumerate()}
+    return by_name.get(SAVING) or by_name.get(COMMITTING)
+
+
+def _is_debugged() -> bool:
+    """Return whether a debugger follows any thread. ``sys.gettrace`` would tell only about the calling one."""
+    monitoring = getattr(sys, "monitoring", None)  # new in Python 3.12, and debuggers begin to use it
+    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
+        return True
+    return any(frame.f_trace is not None for top in sys._current_frames().values() for frame, _ in walk_stack(top))
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Return the bytes that this process holds now: on ``device`` if that is a GPU, else resident in memory."""
+    if device.type == "cuda":  # by name, because the calling thread has a current device of its own
+        return int(torch.cuda.memory_allocated(device))
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def user_frame(thread: int | None) -> str:
+    """Return where the thread with that identity is: its innermost line that is not in a library; "": no thread."""
+    innermost = sys._current_frames().get(thread) if thread is not None else None
+    if innermost is None:
+        return ""
+    frames = (frame for frame, _ in walk_stack(innermost) if not _is_library(frame.f_code.co_filename))
+    frame = next(frames, innermost)
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((TORCH, "<")) or (file.startswith(STANDARD_LIBRARY) and not file.startswith(PACKAGES))

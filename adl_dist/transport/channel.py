@@ -45,6 +45,7 @@ class LocalChannel:
 
     def __init__(self, specs: Specs, *, what: str, edge: str) -> None:
         self._agreed, self._what, self._edge = specs, what, edge
+        self._where = f"{edge}: {what} of micro-batch {{}}"
         self._specs = specs.training
         self._sizes: Sequence[int] = ()
         self._queue: deque[tuple[int, Tensors]] = deque()
@@ -55,7 +56,7 @@ class LocalChannel:
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Queue the tensors themselves, unless they are narrowed."""
-        size, where = self._sizes[micro_batch], partial(self._where, micro_batch)
+        size, where = self._sizes[micro_batch], partial(self._where.format, micro_batch)
         fit = (s.widen(s.narrow(s.fit(t, size, where))) for s, t in zip(self._specs, tensors, strict=True))
         self._queue.append((micro_batch, tuple(fit)))
 
@@ -71,6 +72,3 @@ class LocalChannel:
 
     def drain(self) -> None:
         """Nothing to wait for."""
-
-    def _where(self, micro_batch: int) -> str:
-        return f"{self._edge}: {self._what} of micro-batch {micro_batch}"

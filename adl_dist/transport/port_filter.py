@@ -59,27 +59,23 @@ def blocking_new() -> Iterator[None]:
 
     After an error they stay as they are: the process ends then.
     """
-    before = _listening()
+    before = {identity for identity, _ in _listeners()}
     yield
-    for identity, descriptor in _listening().items():
+    for identity, listener in _listeners():
         if identity not in before:
-            with _socket_of(descriptor) as listener:
-                block(listener)
+            block(listener)
 
 
-def _listening() -> dict[str, int]:
-    """Return a descriptor of each listening TCP socket of this process, by the kernel's name of the socket."""
-    listening = {}
+def _listeners() -> Iterator[tuple[str, socket.socket]]:
+    """Yield the listening TCP sockets of this process, each after the kernel's name of it."""
     for name in os.listdir(OPEN_FILES) if OPEN_FILES.is_dir() else ():
         with contextlib.suppress(OSError):  # closed meanwhile
             identity = os.readlink(OPEN_FILES / name)
-            if not identity.startswith("socket:"):
-                continue
-            with _socket_of(int(name)) as one:
-                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
-                if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    listening[identity] = int(name)
-    return listening
+            if identity.startswith("socket:"):
+                with _socket_of(int(name)) as one:
+                    is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+                    if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        yield identity, one
 
 
 def _socket_of(descriptor: int) -> socket.socket:

@@ -48,14 +48,9 @@ ON_CPU = ("target", "label", "go")
 def connect_edges(
     num_stages: int, links: Iterable[str], *, backend: str, device: torch.device, timeout: datetime.timedelta
 ) -> dict[tuple[str, int], Edge]:
-    """Make and connect all edges of some links of a pipeline. Every rank calls it; rank k is stage k.
+    """Make and connect all edges for some kinds of ``LINKS``. Every rank calls it; rank k is stage k.
 
-    Args:
-        num_stages: K.
-        links: which messages of ``LINKS`` they carry.
-        backend: carries the tensors that stay on ``device``.
-        device: this rank's device.
-        timeout: the limit of one message.
+    ``backend`` carries the tensors that stay on ``device``, this rank's; ``timeout`` is the limit of one message.
 
     Returns:
         Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
@@ -94,35 +89,33 @@ def connect_edges(
 class _End:
     """One end of an edge. A message is a Work for each of its tensors, kept with the buffer that the Work uses."""
 
-    def __init__(self, edge: Edge, specs: Specs, what: str, peer: int) -> None:
-        self._edge, self._agreed, self._what, self._peer = edge, specs, what, peer
+    def __init__(self, edge: Edge, specs: Specs, peer: int, trouble: str) -> None:
+        self._edge, self._agreed, self._peer, self._trouble = edge, specs, peer, trouble
         self._specs = specs.training
         self._sizes: Sequence[int] = ()
+        self._pending: deque[tuple[int, list[tuple[dist.Work | None, Tensor]]]] = deque()
 
-    def _begin(self, issue: Issue, wire: Tensor, micro_batch: int, place: int) -> dist.Work:
+    def _begin(self, issue: Issue, wire: Tensor, micro_batch: int, place: int) -> dist.Work | None:
         """Start to send or receive the tensor at ``place`` of a micro-batch."""
         try:
-            work = issue(wire, self._peer, group=self._edge.group, tag=micro_batch * len(self._specs) + place)
+            return issue(wire, self._peer, group=self._edge.group, tag=micro_batch * len(self._specs) + place)
         except RuntimeError as error:
             raise self._lost(micro_batch) from error
-        assert work is not None
-        return work
 
-    def _finish(self, micro_batch: int, works: Iterable[tuple[dist.Work | None, Tensor]]) -> None:
+    def _finish_oldest(self) -> tuple[int, list[Tensor]]:
+        """Wait for the message begun first; return its micro-batch and tensors."""
+        micro_batch, works = self._pending.popleft()
         try:
             for work, _ in works:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
             raise self._lost(micro_batch) from error
+        return micro_batch, [buffer for _, buffer in works]
 
     def _lost(self, micro_batch: int) -> ChannelError:
-        return ChannelError(
-            f"{self._trouble(micro_batch)} is gone or silent; its own log, logs/rank{self._peer}.log, says why"
-        )
-
-    def _trouble(self, micro_batch: int) -> str:
-        raise NotImplementedError
+        what = self._trouble.format(micro_batch)
+        return ChannelError(f"{what} is gone or silent; its own log, logs/rank{self._peer}.log, says why")
 
 
 class ProcessSender(_End):
@@ -133,28 +126,22 @@ class ProcessSender(_End):
     ) -> None:
         """Take the sending end of ``edge``.
 
-        Args:
-            edge: the edge.
-            specs: the tensors agreed for it.
-            what: is carried, for messages.
-            max_pending: micro-batches sent and not yet known to be taken by the peer before a send waits, in
-                training; no fewer than :func:`max_pending_of` says, or the wait could close a cycle of stages that
-                wait for each other.
-            max_pending_in_evaluation: the same in evaluation, where no gradient shows what was taken.
+        In training a send waits while ``max_pending`` micro-batches are not known to be taken by the peer. With fewer
+        than :func:`max_pending_of` says, that could close a cycle of stages that wait for each other. In evaluation no
+        gradient shows what was taken, and the limit is ``max_pending_in_evaluation``.
         """
-        super().__init__(edge, specs, what, edge.receiver)
-        self._limits = max_pending, max_pending_in_evaluation
-        self._max_pending = max_pending
-        self._pending: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = deque()
+        self._where = f"stage {edge.sender} -> stage {edge.receiver}: {what} of micro-batch {{}}"
+        super().__init__(edge, specs, edge.receiver, f"{self._where} could not be sent: stage {edge.receiver}")
+        self._max_pending, self._limits = max_pending, (max_pending_in_evaluation, max_pending)
 
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
         """Begin a segment."""
         self._sizes, self._specs = sizes, self._agreed.for_segment(training=training)
-        self._max_pending = self._limits[0 if training else 1]
+        self._max_pending = self._limits[training]
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Start to send; return at once unless ``max_pending`` are under way."""
-        size, where, works = self._sizes[micro_batch], partial(self._where, micro_batch), []
+        size, where, works = self._sizes[micro_batch], partial(self._where.format, micro_batch), []
         for place, (spec, tensor) in enumerate(zip(self._specs, tensors, strict=True)):
             wire = spec.as_wire(spec.narrow(spec.fit(tensor, size, where)))
             if spec.is_empty:
@@ -164,35 +151,29 @@ class ProcessSender(_End):
             works.append((self._begin(dist.isend, wire, micro_batch, place), wire))
         self._pending.append((micro_batch, works))
         while len(self._pending) > self._max_pending:
-            self._finish(*self._pending.popleft())
+            self._finish_oldest()
 
     def drain(self) -> None:
         """Return when everything sent has left."""
         while self._pending:
-            self._finish(*self._pending.popleft())
-
-    def _where(self, micro_batch: int) -> str:
-        return f"stage {self._edge.sender} -> stage {self._peer}: {self._what} of micro-batch {micro_batch}"
-
-    def _trouble(self, micro_batch: int) -> str:
-        return f"{self._where(micro_batch)} could not be sent: stage {self._peer}"
+            self._finish_oldest()
 
 
 class ProcessReceiver(_End):
     """Receives the tensors of each micro-batch from one peer, posting receives ahead."""
 
     def __init__(self, edge: Edge, specs: Specs, *, what: str, device: torch.device) -> None:
-        super().__init__(edge, specs, what, edge.sender)
+        waited = f"stage {edge.receiver} <- stage {edge.sender}: waited for the {what} of micro-batch {{}}"
+        super().__init__(edge, specs, edge.sender, f"{waited}, but the peer")
         self._device = device
         self._arrives_on = torch.device("cpu") if edge.backend == "gloo" else device
         self._through_host = self._arrives_on != device
-        self._posted: deque[tuple[int, list[tuple[dist.Work | None, Tensor]]]] = deque()
         self._to_post: deque[int] = deque()
         self._end = 0
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
         """Begin a segment."""
-        assert not self._posted, "the segment before was not received to its end"
+        assert not self._pending, "the segment before was not received to its end"
         self._sizes, self._specs = sizes, self._agreed.for_segment(training=training)
         self._to_post, self._end = deque(order), len(sizes)
 
@@ -202,12 +183,10 @@ class ProcessReceiver(_End):
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for one micro-batch, with the receives of the next ones posted."""
-        while len(self._posted) < 1 + POSTED_AHEAD and self._to_post and self._to_post[0] < self._end:
+        while len(self._pending) < 1 + POSTED_AHEAD and self._to_post and self._to_post[0] < self._end:
             self._post(self._to_post.popleft())
-        got, works = self._posted.popleft()
+        got, arrived = self._finish_oldest()
         assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"
-        self._finish(micro_batch, works)
-        arrived = [buffer for _, buffer in works]
         if self._through_host:
             arrived = [to_device(buffer, self._device) for buffer in arrived]
         return tuple([spec.widen(tensor) for spec, tensor in zip(self._specs, arrived, strict=True)])
@@ -218,10 +197,4 @@ class ProcessReceiver(_End):
             buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._through_host)
             work = None if spec.is_empty else self._begin(dist.irecv, spec.as_wire(buffer), micro_batch, place)
             works.append((work, buffer))
-        self._posted.append((micro_batch, works))
-
-    def _trouble(self, micro_batch: int) -> str:
-        return (
-            f"stage {self._edge.receiver} <- stage {self._peer}: waited for the {self._what} of micro-batch "
-            f"{micro_batch}, but the peer"
-        )
+        self._pending.append((micro_batch, works))

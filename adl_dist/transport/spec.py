@@ -14,19 +14,12 @@ from adl_dist.errors import ChannelError
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and memory format of one tensor, all but the number of samples.
+    """Shape, dtype and memory format of one tensor, all but the number of samples."""
 
-    Attributes:
-        shape: one sample's shape, without the batch dimension, which comes first.
-        dtype: torch's name, for example ``float32``.
-        channels_last: [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion.
-        wire_dtype: dtype on the wire; None: ``dtype``, which it is handed over in.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    channels_last: bool = False
-    wire_dtype: str | None = None
+    shape: tuple[int, ...]  # one sample's, without the batch dimension, which comes first
+    dtype: str  # torch's name, for example "float32"
+    channels_last: bool = False  # [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion
+    wire_dtype: str | None = None  # dtype on the wire; None: ``dtype``, which it is handed over in
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
@@ -40,7 +33,7 @@ class TensorSpec:
         """Return an uninitialised tensor of ``size`` samples; ``pinned``: for fast copies between CPU and GPU."""
         return torch.empty(
             (size, *self.shape),
-            dtype=self._wire_dtype if on_wire else self._dtype,
+            dtype=getattr(torch, self.wire_dtype) if on_wire and self.wire_dtype else self._dtype,
             device=device,
             memory_format=torch.channels_last if self.channels_last else torch.contiguous_format,
             pin_memory=pinned,
@@ -97,10 +90,6 @@ class TensorSpec:
     @cached_property
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
-
-    @cached_property
-    def _wire_dtype(self) -> torch.dtype:
-        return getattr(torch, self.wire_dtype or self.dtype)  # type: ignore[no-any-return]
 
     @cached_property
     def _strides(self) -> tuple[int, ...]:

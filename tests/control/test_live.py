@@ -23,8 +23,7 @@ from adl_dist.control.requests import Ask, Requests
 from adl_dist.control.run_socket import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, remove_stale, short_address
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import ActivityLog
-from adl_dist.monitor.process import user_frame
-from adl_dist.monitor.status import process_status
+from adl_dist.monitor.status import process_status, user_frame
 from adl_dist.schedule import Action, Op
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
