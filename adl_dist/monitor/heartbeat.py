@@ -55,28 +55,24 @@ class Heartbeat:
         return describe_silence(RankStatus(rank=0, seen=self.asker, state=GONE))
 
 
-class Lookout:
+class Lookout(threading.Thread):
     """A thread that looks at regular times whether the job still moves, until it is stopped."""
 
     def __init__(self, name: str, timeouts: WatchdogTimeouts) -> None:
-        self._name, self._timeouts = name, timeouts
+        super().__init__(name=name, daemon=True)
+        self._timeouts = timeouts
         self._interval = min(MAX_INTERVAL_SECONDS, timeouts.stall_seconds / LOOKS_PER_STALL)
         self._over = threading.Event()
         self._looked_at = time.monotonic()
         self._has_reported = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._thread.start()
 
     def stop(self) -> None:
         """Look no more; returns at once. What happens to other processes from now on is no news."""
         self._over.set()
 
-    def join(self) -> None:
+    def join(self, timeout: float | None = 2 * ANSWER_SECONDS) -> None:
         """After :meth:`stop`, wait until the last look is over, or long enough."""
-        self._thread.join(timeout=2 * ANSWER_SECONDS)
+        super().join(timeout)
 
     def look(self) -> None:
         """Look once."""
@@ -87,7 +83,8 @@ class Lookout:
         seconds, self._looked_at = now - self._looked_at, now
         return seconds > self._interval + 4 * ANSWER_SECONDS
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Look until :meth:`stop`."""
         has_failed = False
         while not self._over.is_set():
             try:
@@ -96,7 +93,7 @@ class Lookout:
                 # It continues: if rank 0 asked no more, the others would take a healthy job for a dead one.
                 if not has_failed:
                     trace = "".join(traceback.format_exception(error))
-                    log_bounded(f"the {self._name} could not look:\n{trace}", logging.ERROR)
+                    log_bounded(f"the {self.name} could not look:\n{trace}", logging.ERROR)
                 has_failed = True
             self._over.wait(self._interval)
 
@@ -105,7 +102,7 @@ class HeartbeatMonitor(Lookout):
     """A thread in every process but rank 0: ends the process when rank 0, which would see to that, asks no more."""
 
     def __init__(self, heartbeat: Heartbeat, rank: int, timeouts: WatchdogTimeouts) -> None:
-        """Prepare for ``rank``, with the timeouts of the watchdog; rank 1 also reports a stall."""
+        """Look for ``rank``, with the timeouts of the watchdog; rank 1 also reports a stall."""
         super().__init__("heartbeat monitor", timeouts)
         self._heartbeat, self._rank, self._began = heartbeat, rank, time.monotonic()
 

@@ -7,12 +7,11 @@ from adl_dist.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogTimeouts:
-    """Limits on a standstill, counted from the last thing that any stage did; ConfigError if out of range.
+    """Limits on a standstill, counted from the last thing that any stage did.
 
-    Attributes:
-        stall_seconds: seconds until what all stages do is printed, and the likely cause.
-        abort_seconds: seconds until the process ends, with exit code 1, unless it is in a debugger; None: never;
-            ``auto``: 600, or never where all stages share the user's own process.
+    After ``stall_seconds`` what all stages do is printed, and the likely cause. After ``abort_seconds`` the process
+    ends with exit code 1, unless it is in a debugger; None: never; ``auto``: 600, or never where all stages share the
+    user's own process.
     """
 
     stall_seconds: float = 60.0

@@ -74,10 +74,7 @@ def write_part(
 def merge_parts(run_dir: Path, results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Path:
     """Make one file of the parts, whole or not at all, and return it; on rank 0, when all are written.
 
-    Args:
-        run_dir: the folder of the run.
-        results: what :func:`write_part` returned for all stages.
-        about: the run, for the file's ``otherData``.
+    ``results`` are what :func:`write_part` returned for all stages; ``about`` the run is written to ``otherData``.
 
     Raises:
         OSError: the file could not be written, or a part.
@@ -119,14 +116,10 @@ def _lines(log: ActivityLog, world: World, k: int, origin: float) -> Iterator[di
 
 def _arguments(event: Event) -> dict[str, Any]:
     (op, number), segment = event.action, event.segment.segment
-    match op:
-        case Op.UPDATE:
-            arguments = {"group": number, "update": segment.first_update + number}
-        case Op.WEIGHTS:
-            arguments = {"updates_in_segment": number}
-        case _:
-            arguments = {"micro_batch": number}
-    named = {**arguments, "action": str(event.action), "version": event.version}
+    counted = {Op.UPDATE: "group", Op.WEIGHTS: "updates_in_segment"}.get(op, "micro_batch")
+    arguments = {counted: number, "action": str(event.action), "version": event.version}
+    if op is Op.UPDATE:
+        arguments["update"] = segment.first_update + number
     if event.forward_version is not None:
-        named["forward_version"] = event.forward_version
-    return named | ({"epoch": segment.epoch} if event.segment.training else {"evaluation": True})
+        arguments["forward_version"] = event.forward_version
+    return arguments | ({"epoch": segment.epoch} if event.segment.training else {"evaluation": True})

@@ -55,10 +55,7 @@ def unblock(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def blocking_new() -> Iterator[None]:
-    """Block the TCP ports that this process begins to listen on inside, where its peers connect to them.
-
-    After an error they stay as they are: the process ends then.
-    """
+    """Block, after it, the TCP ports on which this process begins to listen inside, where its peers connect to them."""
     before = {identity for identity, _ in _listeners()}
     yield
     for identity, listener in _listeners():
@@ -79,11 +76,7 @@ def _listeners() -> Iterator[tuple[str, socket.socket]]:
 
 
 def _socket_of(descriptor: int) -> socket.socket:
-    """Return a view of an open socket: with a default timeout Python would make it non-blocking for every user.
-
-    Raises:
-        OSError: it is gone.
-    """
+    """Return a view of an open socket; with a default timeout Python would make it non-blocking for every user."""
     default, copy = socket.getdefaulttimeout(), os.dup(descriptor)
     socket.setdefaulttimeout(None)
     try:

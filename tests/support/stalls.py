@@ -147,7 +147,7 @@ def all_stalls(run_dir: Path) -> None:
 
 
 def asleep_then_slow() -> list[tuple[int, nn.Module]]:
-    """For a stage 1 that sleeps; a pause of stage 0 after it lets the doctor see that something moves again."""
+    """For a stage 1 that sleeps; a pause of stage 0 after it lets the watchdog see that something moves again."""
     return [(5, At(5, lambda: time.sleep(ASLEEP_SECONDS))), (2, At(9, lambda: time.sleep(STALL_SECONDS / 2)))]
 
 
@@ -175,7 +175,7 @@ def killed_in_save(run_dir: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     # The first forward is where shapes are agreed on; a checkpoint follows update 4.
-    # With limits as usual the doctor looks but once in a second.
+    # With limits as usual the watchdog looks but once in a second.
     fit(trainer_of([(5, At(12, act))], num_stages=3, stall_seconds=60), run_dir, every_updates=4)
 
 
