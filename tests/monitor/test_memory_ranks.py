@@ -41,7 +41,7 @@ def peaks(sizes, name):
         num_stages=len(sizes),
         partition=adl_dist.PartitionSpec(balance=sizes, granularity="layer"),
     )
-    data, _ = synthetic(num_samples=6 * MICRO_BATCH * M, num_validation=1)
+    data, _ = synthetic(num_samples=4 * MICRO_BATCH * M, num_validation=1)
     summary = trainer.fit(
         data, epochs=1, batch_size=MICRO_BATCH * M, monitoring=adl_dist.Monitoring(quiet=True, memory=True)
     )
