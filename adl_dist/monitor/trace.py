@@ -46,9 +46,8 @@ def write_part(
 ) -> list[dict[str, Any]]:
     """Write the events of this process's ``stages``; ``origin``: the zero of the trace's time, taken on rank 0.
 
-    Returns:
-        For each stage its part, how many events it has there and how many were left out; or why there is none
-        (``failed``), because the run is worth more than its trace.
+    Return for each stage its part, how many events it has there and how many were left out; or why there is none
+    (``failed``), because the run is worth more than its trace.
     """
     part = run_dir / PARTS / f"rank{world.rank}.jsonl"
     began = origin.on_this_clock()

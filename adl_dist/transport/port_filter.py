@@ -19,17 +19,13 @@ from pathlib import Path
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 RETURN_CONSTANT = 0x06
 
-# Linux keeps a process's open files there, and filters its sockets. Elsewhere the ports stay open.
-OPEN_FILES = Path("/proc/self/fd")
+OPEN_FILES = Path("/proc/self/fd")  # on Linux, which filters sockets; elsewhere the ports stay open
 
 _error: OSError | None = None
 
 
 def block(listener: socket.socket) -> None:
-    """Drop new connections: an attempt to connect is not answered. Established connections stay.
-
-    A kernel that takes no filter (gVisor's, or one behind seccomp) leaves the port open: see :func:`error`.
-    """
+    """Drop new connections, unless the kernel takes no filter (gVisor's, or one behind seccomp): see :func:`error`."""
     global _error
     if sys.platform == "linux":
         # struct sock_filter {code, jt, jf, k}, which keeps 0 bytes; struct sock_fprog {length, pointer to filters}
@@ -55,7 +51,7 @@ def unblock(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def blocking_new() -> Iterator[None]:
-    """Block, after it, the TCP ports on which this process begins to listen inside, where its peers connect to them."""
+    """Block the TCP ports on which this process begins to listen inside, once its peers have connected to them."""
     before = {identity for identity, _ in _listeners()}
     yield
     for identity, listener in _listeners():

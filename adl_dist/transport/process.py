@@ -28,8 +28,11 @@ from adl_dist.transport.staging import to_device, to_host
 
 # Receives posted beyond the one awaited, so that a message is taken in while the one before is worked on.
 POSTED_AHEAD = 2
-
+ON_CPU = ("target", "label", "go")  # small, and their receivers want them on the CPU
 Issue = Callable[..., dist.Work | None]  # isend or irecv
+Message = list[
+    tuple[dist.Work | None, Tensor]
+]  # of each tensor: a Work, kept with the buffer that it uses; None: empty
 
 
 class Edge(NamedTuple):
@@ -39,10 +42,6 @@ class Edge(NamedTuple):
     receiver: int
     group: dist.ProcessGroup
     backend: str  # "gloo" or "nccl"
-
-
-# Small, and their receivers want them on the CPU.
-ON_CPU = ("target", "label", "go")
 
 
 def connect_edges(
@@ -87,13 +86,13 @@ def connect_edges(
 
 
 class _End:
-    """One end of an edge. A message is a Work for each of its tensors, kept with the buffer that the Work uses."""
+    """One end of an edge, with the messages that are under way."""
 
     def __init__(self, edge: Edge, specs: Specs, peer: int, trouble: str) -> None:
         self._edge, self._agreed, self._peer, self._trouble = edge, specs, peer, trouble
         self._specs = specs.training
         self._sizes: Sequence[int] = ()
-        self._pending: deque[tuple[int, list[tuple[dist.Work | None, Tensor]]]] = deque()
+        self._pending: deque[tuple[int, Message]] = deque()
 
     def _begin(self, issue: Issue, wire: Tensor, micro_batch: int, place: int) -> dist.Work | None:
         """Start to send or receive the tensor at ``place`` of a micro-batch."""
@@ -192,7 +191,7 @@ class ProcessReceiver(_End):
         return tuple([spec.widen(tensor) for spec, tensor in zip(self._specs, arrived, strict=True)])
 
     def _post(self, micro_batch: int) -> None:
-        works: list[tuple[dist.Work | None, Tensor]] = []
+        works: Message = []
         for place, spec in enumerate(self._specs):
             buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._through_host)
             work = None if spec.is_empty else self._begin(dist.irecv, spec.as_wire(buffer), micro_batch, place)
