@@ -36,7 +36,7 @@ class _Stage(NamedTuple):
 
 
 def picture(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> str:
-    """One line per stage: where, what it is at and for how long, what it sent and received last."""
+    """Return one line per stage: where, what it is at and for how long, what it sent and received last."""
     lines = []
     for known in statuses:
         seen, where = known.seen, known.seen.where if known.seen else "(-)"
@@ -64,7 +64,7 @@ def describe_silence(known: RankStatus) -> str:
 
 
 def cause_of(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> Cause:
-    """The likely cause: the process that cannot answer, else the end of the chain of who waits for whom."""
+    """Return the likely cause: the process that cannot answer, else the end of the chain of who waits for whom."""
     if silent := [known for known in statuses if known.state == GONE or known.silent_seconds > 0]:
         order = [*SILENT]
         worst = min(silent, key=lambda known: order.index(known.state) if known.state in order else len(order))
@@ -137,7 +137,7 @@ def _savers(statuses: Sequence[RankStatus]) -> dict[int, Cause]:
 
 
 def _lost_message(stages: Mapping[int, _Stage]) -> Cause | None:
-    """A message that one stage has sent and another still waits for."""
+    """Return the fault of a link: a message that one stage has sent and another still waits for."""
     for k, (_, process, status) in stages.items():
         if status.op not in RECEIVES or process.runs_ahead:
             continue
