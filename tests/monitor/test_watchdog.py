@@ -138,7 +138,7 @@ class Alone:
         return {}
 
 
-def test_an_error_of_the_watchdog_is_logged_once_and_it_continues(caplog):
+def test_an_error_of_the_watchdog_is_logged_once_and_no_more(caplog):
     looks = []
 
     def coordination(*, closely=False):
