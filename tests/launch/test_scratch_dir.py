@@ -47,7 +47,7 @@ def test_a_launcher_removes_its_folder_and_those_of_killed_ones(tmpdir_of_launch
         assert not own.exists()
 
 
-def test_no_folder_is_there_for_other_launchers_before_it_is_locked(tmpdir_of_launchers, monkeypatch):
+def test_a_new_folder_is_not_seen_before_it_is_locked(tmpdir_of_launchers, monkeypatch):
     flock, seen = fcntl.flock, []
 
     def lock_and_look(lock, how):
