@@ -62,7 +62,6 @@ class ProcessStatus:
     machine: str = ""  # equal for two processes only if each sees the other in /proc
     start_time: int = 0  # in ticks of the kernel, because process ids are used again; 0: not known
     phase: str = IDLE  # the command that it carries out, or start, idle, finishing or failed
-    seconds: float = 0.0  # since the phase began
     mark: str = ""  # changes with everything the process does
     stages: list[StageStatus] = field(default_factory=list)
     at: str = ""  # where its main thread is in the program (c)
@@ -136,7 +135,6 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
         machine=machine(),
         start_time=start_time(os.getpid()),
         phase=phase,
-        seconds=now - since,
         mark=f"{since} {doing[2] if doing else ''} {progress.num_pieces}",
         stages=stages,
         at=user_frame(threading.main_thread().ident) if closely else "",
