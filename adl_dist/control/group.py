@@ -11,8 +11,7 @@ from adl_dist.control.messages import Abort, Command, Failure, Finish, Record, R
 from adl_dist.control.rpc import ControlPlane, JobEndpoint
 from adl_dist.distributed.rpc_errors import Call, PeerError
 from adl_dist.errors import StageFailed
-from adl_dist.monitor.process import user_frame
-from adl_dist.monitor.status import CoordinatorStatus
+from adl_dist.monitor.status import CoordinatorStatus, user_frame
 
 logger = logging.getLogger("adl_dist")
 

@@ -70,6 +70,7 @@ class Supervisor:
                 yield
             finally:
                 monitor.stop()
+                monitor.join()
             heartbeat.deactivate()
             return
         self._watchdog.start()

@@ -31,7 +31,7 @@ from adl_dist.control.messages import (
 from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
-from adl_dist.monitor.activity import ActivityLog
+from adl_dist.monitor.activity import FINISHING, ActivityLog
 from adl_dist.monitor.memory import MemoryMeter, forget_peak, peak_memory_bytes
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
@@ -127,7 +127,7 @@ class LocalWorker:
                 seconds=seconds,
                 peak_memory_bytes=peak_memory_bytes(),
                 peak_tensor_bytes=self.meter.peak_bytes if self.meter is not None else None,
-                spent=activity.spent(seconds) if self.activity.keeps_events else {},
+                spent=activity.spent(seconds) if self.activity.most_events else {},
                 busy_seconds=activity.busy_seconds,
                 staleness_sum=activity.staleness_sum,
                 staleness_max=activity.staleness_max,
@@ -216,7 +216,7 @@ class LocalWorker:
                     engine.run(order, self.contexts, self.activity, after_update)
                 if reports is not None:
                     reports.send(keep=0)
-                self.activity.close()
+                self.activity.enter(FINISHING)
                 for k in sorted(self.contexts, reverse=True):  # of one fault the stage nearest the loss knows most
                     self.contexts[k].stage.faults.check()
                     self.contexts[k].drain()

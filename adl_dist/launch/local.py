@@ -31,18 +31,11 @@ def launch_local(
 ) -> int:
     """Run ``python -m adl_dist *arguments`` as ``num_processes`` ranks and wait for them.
 
-    After a failure that the user cannot fix all ranks are started again, at most ``max_restarts`` times.
-
-    Args:
-        arguments: the ranks' command line.
-        num_processes: K.
-        max_restarts: see above.
-        passes_stops_on: ask the ranks to stop at the first SIGTERM, SIGINT or SIGUSR1, once they train, rather than
-            end them as at the second.
+    After a failure that the user cannot fix all ranks are started again, at most ``max_restarts`` times. With
+    ``passes_stops_on`` the first SIGTERM, SIGINT or SIGUSR1 asks ranks that train to stop; the second ends them.
 
     Returns:
-        The exit code of the run: 0, or 75 if it was stopped, or 2 if the user can fix the cause, or
-        1; 128 + n if signal n ended it.
+        The exit code: 0; 75 if the run was stopped; 2 if the user can fix the cause, else 1; 128 + n after signal n.
 
     Raises:
         KeyboardInterrupt: the run was interrupted; no rank is left.
@@ -66,7 +59,7 @@ def launch_local(
             try:
                 return parent_process.STOPPED_CODE if _run_ranks(arguments, num_processes, stopping) else 0
             except ChildFailedError as failed:
-                code = 2 if USER_ERROR in (f.exitcode for f in failed.failures.values()) else 1
+                code = USER_ERROR if USER_ERROR in (f.exitcode for f in failed.failures.values()) else 1
                 restarts = code != USER_ERROR and attempt <= max_restarts and stopping.asked_by is None
                 _report(failed, f"restart {attempt} of {max_restarts}" if restarts else None)
                 if not restarts:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-PREFIX = "adl-dist-launch-"
+PREFIX, NEW_PREFIX = "adl-dist-launch-", "adl-dist-new-"
 LOCK = "lock"  # a file: over NFS, a lock on a folder is not seen from other hosts
 
 
@@ -24,22 +24,15 @@ def launch_folder() -> Iterator[Path]:
         OSError: there is no room for temporary files.
     """
     _sweep()
-    folder, lock = _make()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _make() -> tuple[Path, int]:
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
-        # Another launcher may have taken the new folder for an old one, just before it was locked.
-        if _is_held(lock) and (folder / LOCK).exists():
-            return folder, lock
-        os.close(lock)
+    made = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
+    with (made / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Only now, as another launcher would take it for an old one before it is locked.
+        folder = made.rename(made.with_name(PREFIX + made.name.removeprefix(NEW_PREFIX)))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep() -> None:
@@ -47,18 +40,6 @@ def _sweep() -> None:
         with contextlib.suppress(OSError):  # it is another user's, or gone meanwhile
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            lock = os.open(folder / LOCK, os.O_RDWR)
-            try:
-                if _is_held(lock):
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
-
-
-def _is_held(lock: int) -> bool:
-    """Return whether this process holds ``lock`` now."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+            with (folder / LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is held
+                shutil.rmtree(folder, ignore_errors=True)

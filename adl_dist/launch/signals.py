@@ -44,11 +44,8 @@ class SignalEscalation:
 def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
     """Meanwhile hand the first signal to ``ask``, and end the process at the second; as before afterwards.
 
-    Does nothing outside of the main thread, where Python has no signals.
-
-    Args:
-        ask: takes the name of the signal, in a thread of its own; returns False if a process of the run
-            is gone, which ends this one, too.
+    ``ask`` takes the signal's name, in a thread of its own; it returns False if a process of the run is gone, which
+    ends this one, too. Outside of the main thread Python has no signals, and nothing is done.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -57,19 +54,19 @@ def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
     os.set_blocking(writer, False)
     # A shell that starts a job in the background has SIGINT ignored, and that stands. SIGUSR1 is ignored by our own
     # launcher's ranks until now. A handler that is not Python's (None) could not be put back.
-    before = {n: signal.getsignal(n) for n in STOPPING}
-    ignored = [n for n in STOPPING if before[n] is signal.SIG_IGN and n is not signal.SIGUSR1]
-    numbers = [n for n in STOPPING if before[n] is not None and n not in ignored]
+    found = {n: signal.getsignal(n) for n in STOPPING}
+    before = {n: h for n, h in found.items() if h is not None and (h is not signal.SIG_IGN or n is signal.SIGUSR1)}
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    handlers = {number: signal.signal(number, _do_nothing) for number in numbers}
-    watcher = threading.Thread(target=_watch, args=(reader, set(numbers), ask), name="signals", daemon=True)
+    for number in before:
+        signal.signal(number, _do_nothing)
+    watcher = threading.Thread(target=_watch, args=(reader, set(before), ask), name="signals", daemon=True)
     watcher.start()
     try:
         parent_process.set_flag(parent_process.LISTENS, str(os.getpid()))
         yield
     finally:
         parent_process.clear_flag(parent_process.LISTENS)
-        for number, handler in handlers.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
         os.close(writer)

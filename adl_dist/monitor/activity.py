@@ -48,54 +48,20 @@ KINDS = {
 OTHER = "other"  # also all time between actions
 SHARES = tuple(dict.fromkeys(share for share, _ in KINDS.values()))
 BUSY = ("forward", "recompute", "backward", "update")
-
-
 CPU = torch.device("cpu")
-
-
-class Event(NamedTuple):
-    """One action of one stage.
-
-    Attributes:
-        op: the kind of action.
-        number: the micro-batch within the segment; see :class:`Action`.
-        begin: seconds on this process's ``time.perf_counter``.
-        end: the same.
-        version: updates that the stage had made when the action began.
-        forward_version: updates behind the weights of the micro-batch's forward; None where there is no forward.
-    """
-
-    op: Op
-    number: int
-    begin: float
-    end: float
-    version: int
-    forward_version: int | None
 
 
 @dataclass
 class StageActivity:
-    """The sums over one stage's finished actions of the present segment.
-
-    Attributes:
-        context: the stage with its channels.
-        counts: finished actions of each kind.
-        seconds: time spent in each kind of action (on a GPU: to launch it).
-        last: the number of the last finished action of each kind that has occurred.
-        staleness_sum: over all backwards, in updates.
-        staleness_max: the largest of them.
-        num_skipped: updates that were skipped.
-        events: the actions themselves, in order, where they are kept; see :meth:`ActivityLog.keep_events`.
-    """
+    """The sums over one stage's finished actions of the present segment."""
 
     context: StageContext
     counts: dict[Op, int] = field(default_factory=lambda: dict.fromkeys(Op, 0))
-    seconds: dict[Op, float] = field(default_factory=lambda: dict.fromkeys(Op, 0.0))
-    last: dict[Op, int] = field(default_factory=dict)
-    staleness_sum: int = 0
+    seconds: dict[Op, float] = field(default_factory=lambda: dict.fromkeys(Op, 0.0))  # on a GPU: to launch them
+    last: dict[Op, int] = field(default_factory=dict)  # the number of the last action of each kind that has occurred
+    staleness_sum: int = 0  # over all backwards, in updates
     staleness_max: int = 0
-    num_skipped: int = 0
-    events: list[Event] = field(default_factory=list)
+    num_skipped: int = 0  # updates
 
     @property
     def busy_seconds(self) -> float:
@@ -113,87 +79,67 @@ class StageActivity:
 
 @dataclass
 class SegmentActivity:
-    """One segment of training or of evaluation in this process.
+    """One segment of training or of evaluation in this process."""
 
-    Attributes:
-        number: segments that this process had begun, this one included.
-        segment: the data and updates of it.
-        training: whether it is training or evaluation.
-        began: seconds on this process's ``time.perf_counter``.
-        stages: the sums of each stage.
-    """
-
-    number: int
+    number: int  # segments that this process had begun, this one included
     segment: Segment
     training: bool
-    began: float
+    began: float  # seconds on this process's time.perf_counter
     stages: dict[int, StageActivity]
+
+
+class Event(NamedTuple):
+    """One action of one stage."""
+
+    segment: SegmentActivity
+    action: Action
+    begin: float  # seconds on this process's time.perf_counter
+    end: float
+    version: int  # updates that the stage had made when the action began
+    forward_version: int | None  # updates behind the weights of the micro-batch's forward; None: there is no forward
 
 
 class ActivityLog:
     """The record of one process. The main thread writes; any thread reads plain attributes, each of them once.
 
-    Attributes:
-        num_stages: K, of the whole job.
-        device: where this process computes.
-        runs_ahead: see :class:`adl_dist.monitor.status.ProcessStatus`.
-        phase: the command that is carried out or one of the constants above, and since when.
-        doing: the action begun last, with its stage and when it began; None: no action is carried out.
-        present: the segment that was begun last; None: none was.
-        stages: the sums of each stage in that segment.
-        epoch: the epoch trained last, counted from 0.
-        segments: all segments of which events are kept.
-        num_kept: events kept of each stage.
-        num_left_out: events of each stage that came after the most.
+    The first ``most_events`` events of each stage are kept.
     """
 
     def __init__(self, num_stages: int, *, device: torch.device = CPU, runs_ahead: bool = False) -> None:
+        """Begin a record; ``num_stages``: of the whole job; ``runs_ahead``: see :class:`ProcessStatus`."""
         self.num_stages, self.device, self.runs_ahead = num_stages, device, runs_ahead
-        self.phase = (STARTING, time.perf_counter())
-        self.doing: tuple[int, Action, float] | None = None
-        self.present: SegmentActivity | None = None
-        self.epoch = 0
-        self.segments: list[SegmentActivity] = []
-        self.num_kept: dict[int, int] = defaultdict(int)
+        self.phase = (STARTING, time.perf_counter())  # the command carried out, or one of the above; since when
+        self.doing: tuple[int, Action, float] | None = None  # the action under way, its stage, when it began
+        self.present: SegmentActivity | None = None  # begun last
+        self.stages: dict[int, StageActivity] = {}  # of that segment
+        self.epoch = 0  # trained last
+        self.most_events = 0
+        self.events: dict[int, list[Event]] = defaultdict(list)  # of each stage
         self.num_left_out: dict[int, int] = defaultdict(int)
-        self._most_events = 0
-        self.stages: Mapping[int, StageActivity] = {}
 
-    @property
-    def keeps_events(self) -> bool:
-        """Whether events are kept."""
-        return self._most_events > 0
-
-    def keep_events(self, most: int) -> None:
-        """Keep the first ``most`` events of each stage from now on; 0: none."""
-        self._most_events = most
-
-    def activate(self) -> None:
-        """Note that this process waits for commands from now on."""
-        self.phase = (IDLE, time.perf_counter())
+    def enter(self, phase: str) -> None:
+        """Note that the process is in ``phase`` from now on, in which it has not begun an action."""
+        self.doing = None
+        self.phase = (phase, time.perf_counter())
 
     @contextmanager
     def during(self, command: str) -> Iterator[None]:
         """Be in the phase ``command`` while inside."""
-        self.phase = (command, time.perf_counter())
+        self.enter(command)
         try:
             yield
         except BaseException:
-            self.doing = None
-            self.phase = (FAILED, time.perf_counter())
+            self.enter(FAILED)
             raise
-        self.doing = None
-        self.phase = (IDLE, time.perf_counter())
+        self.enter(IDLE)
 
     def open(self, contexts: Mapping[int, StageContext], segment: Segment, *, training: bool) -> None:
         """Begin the record of ``segment``, which the stages of ``contexts`` carry out."""
         if training:  # evaluation has no epoch of its own
             self.epoch = segment.epoch
-        self.stages = stages = {k: StageActivity(context) for k, context in contexts.items()}
+        self.stages = {k: StageActivity(context) for k, context in contexts.items()}
         number = self.present.number + 1 if self.present is not None else 1
-        self.present = SegmentActivity(number, segment, training, time.perf_counter(), stages)
-        if self.keeps_events:
-            self.segments.append(self.present)
+        self.present = SegmentActivity(number, segment, training, time.perf_counter(), self.stages)
 
     def begin(self, stage: int, action: Action) -> None:
         """See :class:`adl_dist.engine.ActionLog`."""
@@ -216,24 +162,19 @@ class ActivityLog:
                 of_stage.staleness_max = staleness
         elif op is Op.UPDATE:
             of_stage.num_skipped += of_stage.context.stage.tally.skipped is not None
-        if self._most_events:
-            self._keep(k, of_stage, action, began, ended)
+        if self.most_events:
+            self._keep(k, action, began, ended)
 
-    def close(self) -> None:
-        """Note that all actions of the segment are done."""
-        self.doing = None
-        self.phase = (FINISHING, time.perf_counter())
-
-    def _keep(self, k: int, of_stage: StageActivity, action: Action, began: float, ended: float) -> None:
-        if self.num_kept[k] >= self._most_events:
+    def _keep(self, k: int, action: Action, began: float, ended: float) -> None:
+        assert self.present is not None, "open comes before"
+        if len(self.events[k]) >= self.most_events:
             self.num_left_out[k] += 1
             return
         op, number = action
-        stage, forward_version = of_stage.context.stage, None
+        stage, forward_version = self.stages[k].context.stage, None
         version = stage.version - (op is Op.UPDATE)
         if op is Op.BACKWARD:
             forward_version = version - stage.tally.staleness[-1]
         elif op in (Op.FORWARD, Op.FORWARD_ONLY, Op.RECOMPUTE):
             forward_version = stage.in_flight[number].version
-        self.num_kept[k] += 1
-        of_stage.events.append(Event(op, number, began, ended, version, forward_version))
+        self.events[k].append(Event(self.present, action, began, ended, version, forward_version))

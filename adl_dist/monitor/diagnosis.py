@@ -10,7 +10,7 @@ from adl_dist.schedule.actions import LINKS, RECEIVES, Op
 
 GONE = "gone"
 
-# Of a silent process on rank 0's machine, by the kernel's letter for its state.
+# Of a silent process on rank 0's machine, by the kernel's letter for its state; the most telling first.
 SILENT = {
     GONE: "the process is gone: killed, or it crashed",
     "Z": "the process is gone: killed, or it crashed",
@@ -20,151 +20,138 @@ SILENT = {
     "": "it neither answers nor refuses: its host is down or cut off (link, firewall), or the process is stopped there",
 }
 ALIVE = "the process runs but does not answer: one long call does not let other threads run, or the link is down"
-# The most telling first.
-WORST_FIRST = (GONE, "Z", "T", "t", "D", "")
 
 
 class Cause(NamedTuple):
-    """What holds up all others.
+    """What holds up all others."""
 
-    Attributes:
-        rank: of the process; None: it is not one process.
-        text: with its name.
-    """
+    rank: int | None  # of the process; None: it is not one process
+    text: str  # with its name
 
-    rank: int | None
-    text: str
+
+class _Stage(NamedTuple):
+    rank: int
+    process: ProcessStatus
+    status: StageStatus
 
 
 def picture(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> str:
-    """One line per stage: where, what it is at and for how long, what it sent and received last."""
+    """Return one line per stage: where, what it is at and for how long, what it sent and received last."""
     lines = []
-    for member in statuses:
-        seen, told = member.seen, []
-        for stage in seen.stages if seen else [StageStatus(stage=member.rank, doing="has told nothing yet")]:
-            what = f"{stage.doing} since {stage.seconds:.1f} s"
-            if seen and seen.at and stage.doing != "wait for its turn":
-                what += f", at {seen.at}"
-            if member.silent_seconds:
-                what = f"no answer since {member.silent_seconds:.1f} s; before: {what}"
-            told.append((stage.stage, "; ".join([what, *_beside(seen), *_last(stage)])))
-        where = f"{seen.host}, pid {seen.pid}" if seen else "-"
-        lines += [f"  stage {k}  ({where})  {what}" for k, what in told]
-    lines.append(f"  coordinator  {coordination.doing} since {coordination.seconds:.1f} s")
-    return "\n".join(lines)
+    for known in statuses:
+        seen, where = known.seen, known.seen.where if known.seen else "(-)"
+        for stage in seen.stages if seen else [StageStatus(stage=known.rank, doing="has told nothing yet")]:
+            told = [f"{stage.doing} since {stage.seconds:.1f} s"]
+            if seen and stage.doing != "wait for its turn":
+                told[0] += _at(seen.at)
+            if known.silent_seconds:
+                told[0] = f"no answer since {known.silent_seconds:.1f} s; before: {told[0]}"
+            if seen and seen.saving:
+                told.append(f"{seen.saving} a checkpoint alongside{_at(seen.saving_at)}")
+            if seen and seen.is_debugged:
+                told.append("in a debugger, so the job is not ended")
+            for how, links in (("sent", LINKS), ("got", RECEIVES)):
+                if messages := [f"{link.what} {stage.last[op]}" for op, link in links.items() if op in stage.last]:
+                    told.append(f"last {how} {', '.join(messages)}")
+            lines.append(f"  stage {stage.stage}  {where}  {'; '.join(told)}")
+    return "\n".join([*lines, f"  coordinator  {coordination.doing} since {coordination.seconds:.1f} s"])
+
+
+def describe_silence(known: RankStatus) -> str:
+    """Return the name of a process that does not answer, and why, as far as its state tells."""
+    pid = known.seen.pid if known.seen else "PID"
+    return f"{known.name}: {SILENT.get(known.state, ALIVE).format(pid=pid)}"
 
 
 def cause_of(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> Cause:
-    """The likely cause: the process that cannot answer, else the end of the chain of who waits for whom."""
-    silent = [m for m in statuses if m.state == GONE or m.silent_seconds > 0]
-    if silent:
-        worst = min(silent, key=lambda m: WORST_FIRST.index(m.state) if m.state in WORST_FIRST else len(WORST_FIRST))
-        return Cause(worst.rank, f"{worst.name}: {_why_silent(worst)}")
-    homes = {stage.stage: member for member in statuses if member.seen for stage in member.seen.stages}
-    stages = {stage.stage: stage for member in statuses if member.seen for stage in member.seen.stages}
-    if lost := _lost_message(homes, stages):
+    """Return the likely cause: the process that cannot answer, else the end of the chain of who waits for whom."""
+    if silent := [known for known in statuses if known.state == GONE or known.silent_seconds > 0]:
+        order = [*SILENT]
+        worst = min(silent, key=lambda known: order.index(known.state) if known.state in order else len(order))
+        return Cause(worst.rank, describe_silence(worst))
+    stages = {s.stage: _Stage(known.rank, known.seen, s) for known in statuses if known.seen for s in known.seen.stages}
+    if lost := _lost_message(stages):
         return lost
-    waits_for = {k: _waits_for(k, homes, stages) for k in stages}
-    waits_for[COORDINATOR] = _coordinator_waits_for(statuses, coordination)
-    waits_for |= {node: [] for node in waits_for[COORDINATOR] if node < COORDINATOR}
+    waits_for = {k: _waits_for(stage, stages) for k, stage in stages.items()}
+    savers = {} if coordination.is_waiting else _savers(statuses)
+    waits_for[COORDINATOR] = [*savers]
+    if coordination.is_waiting:
+        at_work = [k for k, stage in stages.items() if stage.process.phase not in (IDLE, FAILED)]
+        waits_for[COORDINATOR] = at_work or [known.rank for known in statuses]
+    waits_for |= {saver: [] for saver in savers}
     ends = [node for node, peers in waits_for.items() if not peers]
     if not ends:
         return Cause(None, _cycle(waits_for))
     held_up = {end: sum(end in _reached(node, waits_for) for node in waits_for) for end in ends}
-    end = max(ends, key=lambda node: (held_up[node], stages[node].seconds if node in stages else 0.0))
+    end = max(ends, key=lambda node: (held_up[node], stages[node].status.seconds if node in stages else 0.0))
     if end == COORDINATOR:
-        where = f" ({statuses[0].seen.host}, pid {statuses[0].seen.pid})" if statuses[0].seen else ""
-        at = f", at {coordination.at}" if coordination.at else ""
-        return Cause(
-            0, f"the coordinator on rank 0{where}: {coordination.doing} since {coordination.seconds:.0f} s{at}"
-        )
-    if end < COORDINATOR:
-        return _slow_save(next(member for member in statuses if _saver_of(member) == end))
-    return Cause(homes[end].rank, _why_busy(homes[end], stages[end]))
+        where = f" {statuses[0].seen.where}" if statuses[0].seen else ""
+        since = f"since {coordination.seconds:.0f} s{_at(coordination.at)}"
+        return Cause(0, f"the coordinator on rank 0{where}: {coordination.doing} {since}")
+    return savers[end] if end in savers else Cause(stages[end].rank, _why_busy(stages[end]))
 
 
-def _why_silent(member: RankStatus) -> str:
-    said = SILENT.get(member.state, ALIVE)
-    return said.format(pid=member.seen.pid if member.seen else "PID")
+def _at(place: str) -> str:
+    return f", at {place}" if place else ""
 
 
-def _why_busy(member: RankStatus, stage: StageStatus) -> str:
-    seen = member.seen
-    assert seen is not None, "a process that has told nothing is no end of a chain"
-    name = f"stage {stage.stage} ({seen.host}, pid {seen.pid})"
-    at = f", at {seen.at}" if seen.at else ""
-    since = f"since {stage.seconds:.0f} s"
-    if stage.op == Op.LOAD.value:
+def _why_busy(stage: _Stage) -> str:
+    seen, status = stage.process, stage.status
+    name, since = f"stage {status.stage} {seen.where}", f"since {status.seconds:.0f} s"
+    if status.op is Op.LOAD:
         by = ""
         if seen.loaders:
             shown = ", ".join(f"pid {pid}{' is stopped' * (state in ('T', 't'))}" for pid, state in seen.loaders)
             by = f", by its {len(seen.loaders)} worker processes ({shown})"
-        return f"{name}: the data loader is stuck: it loads micro-batch {stage.number} {since}{by}{at}"
-    if seen.phase in ("save", "load"):
-        return f"{name}: takes long to {seen.phase} its part of a checkpoint, {since}{at}"
-    return f"{name}: still at work: {stage.doing} {since}{at}"
+        why = f"the data loader is stuck: it loads micro-batch {status.number} {since}{by}"
+    elif seen.phase in ("save", "load"):
+        why = f"takes long to {seen.phase} its part of a checkpoint, {since}"
+    else:
+        why = f"still at work: {status.doing} {since}"
+    return f"{name}: {why}{_at(seen.at)}"
 
 
-def _waits_for(k: int, homes: Mapping[int, RankStatus], stages: Mapping[int, StageStatus]) -> list[int]:
-    seen = homes[k].seen
-    assert seen is not None, "stages come from what processes told"
-    if seen.phase == FAILED:
+def _waits_for(stage: _Stage, stages: Mapping[int, _Stage]) -> list[int]:
+    if stage.process.phase == FAILED:
         return [COORDINATOR]
     # A neighbour that has done its part takes what is sent to it without doing anything.
-    return [n for n in stages[k].waits_for if n == COORDINATOR or n in stages]
+    return [n for n in stage.status.waits_for if n == COORDINATOR or n in stages]
 
 
-def _coordinator_waits_for(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) -> list[int]:
-    if not coordination.is_waiting:  # unless it works itself, it waits for a save that runs alongside training
-        for what in (SAVING, COMMITTING):
-            if savers := [_saver_of(m) for m in statuses if m.seen and m.seen.saving == what]:
-                return savers
-        return []
-    at_work = [m for m in statuses if m.seen and m.seen.phase not in (IDLE, FAILED)]
-    return [stage.stage for m in at_work if m.seen for stage in m.seen.stages] or [m.rank for m in statuses]
+def _savers(statuses: Sequence[RankStatus]) -> dict[int, Cause]:
+    """Return the threads that save alongside training, which a coordinator at no other work waits for.
+
+    Each is a node of its own among those that wait for each other, with what it is the cause of.
+    """
+    for what, doing in ((SAVING, "write its part of a checkpoint"), (COMMITTING, "complete a checkpoint")):
+        savers = {
+            COORDINATOR - 1 - known.rank: Cause(
+                known.rank, f"{known.name}: takes long to {doing}, alongside training{_at(known.seen.saving_at)}"
+            )
+            for known in statuses
+            if known.seen and known.seen.saving == what
+        }
+        if savers:
+            return savers
+    return {}
 
 
-def _saver_of(member: RankStatus) -> int:
-    """The thread of a process that saves, among those that wait for each other."""
-    return COORDINATOR - 1 - member.rank
-
-
-def _slow_save(member: RankStatus) -> Cause:
-    seen = member.seen
-    assert seen is not None, "it has told that it saves"
-    what = "write its part of a checkpoint" if seen.saving == SAVING else "complete a checkpoint"
-    at = f", at {seen.saving_at}" if seen.saving_at else ""
-    return Cause(member.rank, f"{member.name}: takes long to {what}, alongside training{at}")
-
-
-def _beside(seen: ProcessStatus | None) -> list[str]:
-    told = []
-    if seen and seen.saving:
-        told.append(f"{seen.saving} a checkpoint alongside{f', at {seen.saving_at}' if seen.saving_at else ''}")
-    if seen and seen.is_debugged:
-        told.append("in a debugger, so the job is not ended")
-    return told
-
-
-def _lost_message(homes: Mapping[int, RankStatus], stages: Mapping[int, StageStatus]) -> Cause | None:
-    """A message that one stage has sent and another still waits for."""
-    for k, stage in stages.items():
-        home = homes[k].seen
-        if home is not None and home.runs_ahead:
+def _lost_message(stages: Mapping[int, _Stage]) -> Cause | None:
+    """Return the fault of a link: a message that one stage has sent and another still waits for."""
+    for k, (_, process, status) in stages.items():
+        if status.op not in RECEIVES or process.runs_ahead:
             continue
-        op = next((op for op in RECEIVES if op.value == stage.op), None)
-        if op is None:
-            continue
-        sender = stages.get(stage.waits_for[0])
-        send = next(send for send, link in LINKS.items() if link.recv is op)
-        if sender is None or sender.segment != stage.segment:
+        sender = stages.get(status.waits_for[0])
+        send = next(send for send, link in LINKS.items() if link.recv is status.op)
+        if sender is None or sender.status.segment != status.segment:
             continue
         # By their counts, since an edge keeps its order: numbers may go down, as GPipe's gradients do.
-        if sender.counts.get(send.value, 0) > stage.counts.get(op.value, 0):
+        if sender.status.counts.get(send, 0) > status.counts.get(status.op, 0):
             return Cause(
                 None,
-                f"the link from stage {sender.stage} to stage {k}: {RECEIVES[op].what} {stage.number} was sent and has "
-                f"not arrived in {stage.seconds:.0f} s; both processes answer, so look at the network between them",
+                f"the link from stage {sender.status.stage} to stage {k}: {LINKS[send].what} {status.number} was sent "
+                f"and has not arrived in {status.seconds:.0f} s; both processes answer, so look at the network between "
+                "them",
             )
     return None
 
@@ -173,10 +160,9 @@ def _reached(node: int, waits_for: Mapping[int, Sequence[int]]) -> set[int]:
     reached: set[int] = set()
     ahead = [node]
     while ahead:
-        for peer in waits_for[ahead.pop()]:
-            if peer not in reached:
-                reached.add(peer)
-                ahead.append(peer)
+        new = set(waits_for[ahead.pop()]) - reached
+        reached |= new
+        ahead += new
     return reached
 
 
@@ -189,10 +175,3 @@ def _cycle(waits_for: Mapping[int, Sequence[int]]) -> str:
     ring = [*walked[walked.index(node) :], node]
     shown = " waits for ".join("the coordinator" if n == COORDINATOR else f"stage {n}" for n in ring)
     return f"a cycle: {shown}; that is a bug of adl_dist, and this picture is what a report of it needs"
-
-
-def _last(stage: StageStatus) -> list[str]:
-    """The last message on each edge."""
-    sent = [f"{link.what} {stage.last[op.value]}" for op, link in LINKS.items() if op.value in stage.last]
-    got = [f"{link.what} {stage.last[op.value]}" for op, link in RECEIVES.items() if op.value in stage.last]
-    return [f"last {how} {', '.join(which)}" for how, which in (("sent", sent), ("got", got)) if which]

@@ -1,16 +1,19 @@
 """The watchdog's other end: answers it in every process, and sees in all but rank 0 whether rank 0 still asks."""
 
 import logging
+import os
+import signal
 import threading
 import time
+import traceback
+from contextlib import suppress
 
 from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.distributed.rpc_errors import PeerError, PeerGoneError
-from adl_dist.distributed.world import launched_world_size
-from adl_dist.monitor.activity import ActivityLog
-from adl_dist.monitor.diagnosis import GONE, cause_of
+from adl_dist.monitor.activity import IDLE, ActivityLog
+from adl_dist.monitor.diagnosis import GONE, describe_silence
 from adl_dist.monitor.shutdown import end, exit_deadline, log_bounded, print_bounded
-from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus, kill, process_status
+from adl_dist.monitor.status import ProcessStatus, RankStatus, process_status
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 
 ANSWER_SECONDS = 0.8  # the limit for one answer, which takes a few milliseconds
@@ -19,96 +22,117 @@ LOOKS_PER_STALL = 4
 
 
 class Heartbeat:
-    """The answers of one process to the watchdog on rank 0, and when that has asked last."""
+    """The answers of one process to the watchdog on rank 0.
+
+    Attributes:
+        asked_at: when rank 0 has asked last, or the stages were built; on ``time.monotonic``.
+        asker: rank 0 as it was then; None: it has not asked yet.
+    """
 
     def __init__(self) -> None:
-        self._activity = ActivityLog(launched_world_size() or 1)  # until the stages are built
-        self._asked_at = time.monotonic()
-        self._asker: ProcessStatus | None = None
+        self._activity = ActivityLog(1)  # until the stages are built
+        self.asked_at = time.monotonic()
+        self.asker: ProcessStatus | None = None
 
     def answer(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
         """Return what this process does now; ``asker``: rank 0."""
-        self._asked_at, self._asker = time.monotonic(), asker
+        self.asked_at, self.asker = time.monotonic(), asker
         return process_status(self._activity, closely=closely)
 
     def activate(self, activity: ActivityLog) -> None:
         """Let ``activity`` answer from now on. Rank 0 may have asked before, and its name is kept."""
-        activity.activate()
-        self._activity, self._asked_at = activity, time.monotonic()
+        activity.enter(IDLE)
+        self._activity, self.asked_at = activity, time.monotonic()
 
     def deactivate(self) -> None:
         """Answer no more for a job that is over, nor keep its tensors alive."""
-        idle = ActivityLog(launched_world_size() or 1)
-        idle.activate()
-        self._activity = idle
-
-    def silent_since(self, began: float) -> float:
-        """Return for how many seconds rank 0 has not asked, counted from ``began`` at the earliest."""
-        return time.monotonic() - max(self._asked_at, began)
+        self.activate(ActivityLog(1))
 
     def rank0_status(self) -> str | None:
         """Describe rank 0 if it is known to be dead on this machine, else None."""
-        asker = self._asker
-        if asker is None or asker.machine == "" or asker.machine != machine() or not _is_dead(asker):
+        if self.asker is None or state_of_silent(self.asker) != GONE:
             return None
-        return cause_of([RankStatus(rank=0, seen=asker, silent_seconds=1.0, state=GONE)], CoordinatorStatus()).text
+        return describe_silence(RankStatus(rank=0, seen=self.asker, state=GONE))
 
-    def describe_silence(self, seconds: float) -> str:
+
+class Lookout(threading.Thread):
+    """A thread that looks at regular times whether the job still moves, until it is stopped."""
+
+    def __init__(self, name: str, timeouts: WatchdogTimeouts) -> None:
+        super().__init__(name=name, daemon=True)
+        self._timeouts = timeouts
+        self._interval = min(MAX_INTERVAL_SECONDS, timeouts.stall_seconds / LOOKS_PER_STALL)
+        self._over = threading.Event()
+        self._looked_at = time.monotonic()
+        self._has_reported = False
+
+    def stop(self) -> None:
+        """Look no more; returns at once. What happens to other processes from now on is no news."""
+        self._over.set()
+
+    def join(self, timeout: float | None = 2 * ANSWER_SECONDS) -> None:
+        """After :meth:`stop`, wait until the last look is over, or long enough."""
+        super().join(timeout)
+
+    def look(self) -> None:
+        """Look once."""
+        raise NotImplementedError
+
+    def was_held(self, now: float) -> bool:
+        """Return whether this process itself stood still since the last look, and note this one."""
+        seconds, self._looked_at = now - self._looked_at, now
+        return seconds > self._interval + 4 * ANSWER_SECONDS
+
+    def run(self) -> None:
+        """Look until :meth:`stop`."""
+        has_failed = False
+        while not self._over.is_set():
+            try:
+                self.look()
+            except Exception as error:
+                # It continues: if rank 0 asked no more, the others would take a healthy job for a dead one.
+                if not has_failed:
+                    trace = "".join(traceback.format_exception(error))
+                    log_bounded(f"the {self.name} could not look:\n{trace}", logging.ERROR)
+                has_failed = True
+            self._over.wait(self._interval)
+
+
+class HeartbeatMonitor(Lookout):
+    """A thread in every process but rank 0: ends the process when rank 0, which would see to that, asks no more."""
+
+    def __init__(self, heartbeat: Heartbeat, rank: int, timeouts: WatchdogTimeouts) -> None:
+        """Look for ``rank``, with the timeouts of the watchdog; rank 1 also reports a stall."""
+        super().__init__("heartbeat monitor", timeouts)
+        self._heartbeat, self._rank, self._began = heartbeat, rank, time.monotonic()
+
+    def look(self) -> None:
+        """See whether rank 0 has asked in time."""
+        now, abort_seconds = time.monotonic(), self._timeouts.abort_after
+        if self.was_held(now):
+            self._began = now
+        silent = now - max(self._heartbeat.asked_at, self._began)
+        if abort_seconds is not None and silent >= abort_seconds + ANSWER_SECONDS:
+            print_bounded(f"adl-dist: error: rank {self._rank} ends itself: {self._cause(silent)}", logging.ERROR)
+            if self._heartbeat.asker is not None:
+                kill(self._heartbeat.asker)
+            end()
+        elif silent < self._timeouts.stall_seconds:
+            self._has_reported = False
+        elif not self._has_reported and self._rank == 1:
+            self._has_reported = True
+            print_bounded(f"adl-dist: {self._cause(silent)}")
+
+    def _cause(self, seconds: float) -> str:
         """Describe that rank 0 has not asked for ``seconds``, and why as far as this process can see."""
-        if self._asker is None:
+        asker = self._heartbeat.asker
+        if asker is None:
             return (
                 f"rank 0, which looks after the job, has not asked once in {seconds:.0f} s; it has ended or hangs "
                 "between its meeting with the others and its first step, and its log, logs/rank0.log, may say why"
             )
-        silent = RankStatus(rank=0, seen=self._asker, silent_seconds=seconds, state=state_of_silent(self._asker))
-        cause = cause_of([silent], CoordinatorStatus()).text
-        return f"rank 0, which looks after the job, has not asked for {seconds:.0f} s; {cause}"
-
-    def kill_rank_0(self) -> None:
-        """Kill rank 0 if it is on this machine: stopped or stuck, it would stay."""
-        if self._asker is not None:
-            kill(self._asker)
-
-
-class HeartbeatMonitor:
-    """A thread in every process but rank 0: ends the process when rank 0, which would see to that, asks no more."""
-
-    def __init__(self, heartbeat: Heartbeat, rank: int, timeouts: WatchdogTimeouts) -> None:
-        """Prepare for ``rank``, with the timeouts of the watchdog; rank 1 also reports a stall."""
-        self._heartbeat, self._rank, self._timeouts = heartbeat, rank, timeouts
-        self._interval = min(MAX_INTERVAL_SECONDS, timeouts.stall_seconds / LOOKS_PER_STALL)
-        self._over = threading.Event()
-        self._began = self._looked_at = time.monotonic()
-        self._has_reported = False
-        self._thread = threading.Thread(target=self._run, name="heartbeat monitor", daemon=True)
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        abort_seconds = self._timeouts.abort_after
-        while not self._over.wait(self._interval):
-            now = time.monotonic()
-            if now - self._looked_at > self._interval + 4 * ANSWER_SECONDS:  # it was this process that stood still
-                self._began = now
-            self._looked_at = now
-            silent = self._heartbeat.silent_since(self._began)
-            if abort_seconds is not None and silent >= abort_seconds + ANSWER_SECONDS:
-                cause = self._heartbeat.describe_silence(silent)
-                print_bounded(f"adl-dist: error: rank {self._rank} ends itself: {cause}", logging.ERROR)
-                self._heartbeat.kill_rank_0()
-                end()
-            elif silent < self._timeouts.stall_seconds:
-                self._has_reported = False
-            elif not self._has_reported and self._rank == 1:
-                self._has_reported = True
-                print_bounded(f"adl-dist: {self._heartbeat.describe_silence(silent)}")
+        why = describe_silence(RankStatus(rank=0, seen=asker, state=state_of_silent(asker)))
+        return f"rank 0, which looks after the job, has not asked for {seconds:.0f} s; {why}"
 
 
 def end_because(why: str) -> None:
@@ -124,10 +148,14 @@ def end_because(why: str) -> None:
 
 def state_of_silent(seen: ProcessStatus | None, error: PeerError | None = None) -> str:
     """Return the state of a process that does not answer; see :class:`RankStatus`."""
-    if seen is not None and seen.machine and seen.machine == machine():
-        return GONE if _is_dead(seen) else state_of(seen.pid)
+    if seen is not None and seen.machine == machine() != "":
+        state = state_of(seen.pid)
+        return GONE if start_time(seen.pid) != seen.start_time or state == "Z" else state
     return GONE if isinstance(error, PeerGoneError) else ""
 
 
-def _is_dead(seen: ProcessStatus) -> bool:
-    return start_time(seen.pid) != seen.start_time or state_of(seen.pid) == "Z"
+def kill(seen: ProcessStatus) -> None:
+    """Kill a process that does not answer, if it is on this machine: stopped or stuck, it would stay."""
+    if seen.machine == machine() != "" and start_time(seen.pid) == seen.start_time:
+        with suppress(ProcessLookupError):
+            os.kill(seen.pid, signal.SIGKILL)

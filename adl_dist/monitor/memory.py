@@ -10,13 +10,12 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._autograd import _enable_record_function
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,20 +23,14 @@ from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
 
 
-@dataclass
 class MemoryMeter:
-    """The peak of the tensors of a process that has one stage.
+    """The peak of the tensors of a process that has one stage, on a CPU over the first ``num_updates``."""
 
-    Attributes:
-        device: where the stage computes.
-        num_updates: how many updates it measures on a CPU; enough that the pipeline is full.
-    """
-
-    device: torch.device
-    num_updates: int
-    _peak_bytes: int | None = None
-    _profiler: profile | None = None
-    _num_seen: int = 0
+    def __init__(self, device: torch.device, num_updates: int) -> None:
+        self._device, self._num_updates, self._num_seen = device, num_updates, 0
+        self._is_on_gpu = device.type == "cuda"
+        self._peak_bytes: int | None = None
+        self._profiler: profile | None = None
 
     @classmethod
     def of(cls, pipeline: Pipeline, device: torch.device) -> "MemoryMeter":
@@ -47,12 +40,12 @@ class MemoryMeter:
     @property
     def peak_bytes(self) -> int | None:
         """Return the most bytes of tensors that were alive at a time; None: not measured yet."""
-        return int(torch.cuda.max_memory_allocated(self.device)) if self._is_on_gpu else self._peak_bytes
+        return int(torch.cuda.max_memory_allocated(self._device)) if self._is_on_gpu else self._peak_bytes
 
     @contextlib.contextmanager
     def segment(self, stage: Stage) -> Iterator[None]:
         """Measure while inside, if the first updates of the run are not done; if it fails, no peak is known."""
-        if self._num_seen < self.num_updates and not self._is_on_gpu:
+        if self._num_seen < self._num_updates and not self._is_on_gpu:
             self._start(stage)
         try:
             yield
@@ -63,12 +56,8 @@ class MemoryMeter:
     def count_update(self) -> None:
         """Note that an update is done; after the last that is measured, stop."""
         self._num_seen += 1
-        if self._num_seen == self.num_updates:
+        if self._num_seen == self._num_updates:
             self._finish()
-
-    @property
-    def _is_on_gpu(self) -> bool:
-        return self.device.type == "cuda"
 
     def _start(self, stage: Stage) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports as an error that there is no GPU
@@ -79,23 +68,25 @@ class MemoryMeter:
         # stopped meanwhile: into whatever tensor has that memory now.
         _enable_record_function(False)
         # It would not see the end of what was there before it. The values stay, and nothing else uses the tensors now.
-        for tensor in _owned(stage):
+        owned: list[Any] = [parameter for _, parameter in stage.named_parameters()]
+        owned += [buffer for module in filter(None, (stage.module, stage.head)) for buffer in module.buffers()]
+        if stage.optimizer is not None:
+            owned += [value for state in stage.optimizer.state.values() for value in state.values()]
+        for tensor in filter(torch.is_tensor, owned):
             tensor.data = tensor.data.clone()
 
     def _finish(self) -> None:
         if self._profiler is None:
             return
-        profiler = self._profiler.profiler
+        profiler: Any = self._profiler.profiler
         self._stop()
-        assert profiler is not None
-        assert profiler.kineto_results is not None
-        events: Any = profiler.kineto_results.events()
+        events = profiler.kineto_results.events()
         changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-        changes.sort(key=lambda change: int(change[0]))
+        changes.sort(key=itemgetter(0))
         # Now, not when the interpreter ends: there torch 2.15 crashes over them.
         del events
         profiler.kineto_results = None
-        peak = max(accumulate((int(num_bytes) for _, num_bytes in changes), initial=0))
+        peak = max(accumulate((num_bytes for _, num_bytes in changes), initial=0))
         self._peak_bytes = max(self._peak_bytes or 0, peak)
 
     def _stop(self) -> None:
@@ -103,15 +94,6 @@ class MemoryMeter:
             profiler, self._profiler = self._profiler, None
             _enable_record_function(True)
             profiler.stop()
-
-
-def _owned(stage: Stage) -> Iterator[Tensor]:
-    """Yield what a stage keeps between segments: parameters, buffers, the optimizer's state."""
-    yield from (parameter for _, parameter in stage.named_parameters())
-    for module in filter(None, (stage.module, stage.head)):
-        yield from module.buffers()
-    for state in stage.optimizer.state.values() if stage.optimizer else ():
-        yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def forget_peak(device: torch.device) -> None:

@@ -35,12 +35,8 @@ def print_bounded(text: str, level: int = logging.WARNING) -> None:
 
 def log_bounded(text: str, level: int) -> None:
     """Write ``text`` into this process's log; return in any case."""
-
-    def write() -> None:
-        if logger.hasHandlers():  # without any, logging would write to standard error by itself
-            logger.log(level, "%s", text)
-
-    run_bounded(PRINT_SECONDS, write)
+    if logger.hasHandlers():  # without any, logging would write to standard error by itself
+        run_bounded(PRINT_SECONDS, lambda: logger.log(level, "%s", text))
 
 
 def exit_deadline() -> None:

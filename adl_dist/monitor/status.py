@@ -1,147 +1,111 @@
 """The status of one process: a view of its activity log, as the watchdog and ``adl-dist status`` see it."""
 
+import multiprocessing
 import os
-import signal
 import socket
+import sys
+import sysconfig
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
-from adl_dist.checkpoint.layout import progress
-from adl_dist.distributed.procfs import machine, start_time
-from adl_dist.distributed.world import launched_rank
-from adl_dist.monitor import process
-from adl_dist.monitor.activity import FAILED, FINISHING, IDLE, KINDS, ActivityLog, SegmentActivity
-from adl_dist.schedule import Action, Op
-from adl_dist.schedule.actions import LINKS, RECEIVES
+import torch
 
-AWAITING = "wait for the next command"
+from adl_dist.checkpoint.async_save import COMMITTING, SAVING
+from adl_dist.checkpoint.layout import progress
+from adl_dist.distributed.procfs import machine, start_time, state_of
+from adl_dist.distributed.world import launched_rank
+from adl_dist.monitor.activity import FAILED, FINISHING, IDLE, KINDS, ActivityLog, SegmentActivity
+from adl_dist.schedule import Op
+from adl_dist.schedule.actions import LINKS, RECEIVES, receiver
+
 COORDINATOR = -1  # the peer that an idle stage waits for
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY, Op.PREDICT)
-Doing = tuple[int, Action, float] | None
+# A process hangs at the line that called into torch or the standard library, in whose folder the packages lie.
+TORCH, STANDARD_LIBRARY = str(Path(torch.__file__).parent) + os.sep, sysconfig.get_path("stdlib")
+PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageStatus:
-    """The status of one stage.
-
-    Attributes:
-        stage: its index.
-        doing: its present action in words.
-        op: that action as schedules print it; "" where there is none.
-        number: the action's micro-batch or group within the segment.
-        seconds: time since that action began.
-        waits_for: stages that the action waits for.
-        last: the number of the last finished action of each op.
-        counts: how many actions of each op are finished in the segment.
-        segment: how many segments, of training or evaluation, the process has begun; the same on all processes.
-        epoch: the epoch trained last, counted from 0.
-        update: updates done over the run.
-        micro_batch: the micro-batch of the last finished forward; None: none yet.
-        images_per_second: images that have gone through per second of the segment.
-        busy_share: share of the segment's time that was spent in forward, backward and update.
-        staleness_mean: over the segment's backwards, in updates; None: there was none.
-    """
+    """The status of one stage; micro-batches and groups are numbered within the segment."""
 
     stage: int
-    doing: str = IDLE
-    op: str = ""
-    number: int = 0
-    seconds: float = 0.0
-    waits_for: list[int] = field(default_factory=list)
-    last: dict[str, int] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    segment: int = 0
-    epoch: int = 0
-    update: int = 0
-    micro_batch: int | None = None
-    images_per_second: float = 0.0
-    busy_share: float = 0.0
-    staleness_mean: float | None = None
+    doing: str = IDLE  # its present action in words
+    op: Op | None = None
+    number: int = 0  # the action's micro-batch or group
+    seconds: float = 0.0  # since that action began
+    waits_for: list[int] = field(default_factory=list)  # the stages that the action waits for
+    last: Mapping[Op, int] = field(default_factory=dict)  # the number of the last finished action of each kind
+    counts: Mapping[Op, int] = field(default_factory=dict)  # finished actions of each kind in the segment
+    segment: int = 0  # segments, of training or evaluation, that the process has begun; the same on all processes
+    epoch: int = 0  # the one trained last, counted from 0
+    update: int = 0  # updates done over the run
+    micro_batch: int | None = None  # of the last finished forward; None: none yet
+    images_per_second: float = 0.0  # those that have gone through, of the segment's time
+    busy_share: float = 0.0  # of the segment's time: forward, backward and update
+    staleness_mean: float | None = None  # over the segment's backwards, in updates; None: there was none
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessStatus:
-    """The status of one process.
-
-    Attributes:
-        host: name of its machine.
-        pid: its process id there.
-        machine: equal for two processes only if each sees the other in /proc.
-        start_time: when the process began, in the kernel's ticks, because process ids are used again; 0: not known.
-        phase: the command that it carries out, or ``start``, ``idle``, ``finishing`` or ``failed``.
-        seconds: time since the phase began.
-        mark: a text that changes with everything the process does.
-        stages: the stages that live in it.
-        at: where its main thread is in the program; only if asked closely.
-        loaders: process id and state of each process that loads data for it, while it waits for them.
-        memory_bytes: memory that it holds now, on the GPU if it computes there.
-        saving: what a second thread does for a checkpoint: ``saving``, ``committing`` or, mostly, "" (nothing).
-        saving_at: where that thread is in the program; only if asked closely.
-        is_debugged: whether a Python debugger follows it; only if asked closely.
-        runs_ahead: whether its actions are launched on a GPU that also sends and receives, so that the device may not
-            yet have done what the process has.
-    """
+    """The status of one process. What is marked (c) is there only if asked closely."""
 
     host: str
     pid: int
-    machine: str = ""
-    start_time: int = 0
-    phase: str = IDLE
-    seconds: float = 0.0
-    mark: str = ""
+    machine: str = ""  # equal for two processes only if each sees the other in /proc
+    start_time: int = 0  # in ticks of the kernel, because process ids are used again; 0: not known
+    phase: str = IDLE  # the command that it carries out, or start, idle, finishing or failed
+    mark: str = ""  # changes with everything the process does
     stages: list[StageStatus] = field(default_factory=list)
-    at: str = ""
-    loaders: list[tuple[int, str]] = field(default_factory=list)
-    memory_bytes: int = 0
-    saving: str = ""
-    saving_at: str = ""
-    is_debugged: bool = False
+    at: str = ""  # where its main thread is in the program (c)
+    loaders: list[tuple[int, str]] = field(default_factory=list)  # id and state of processes that load, if waited for
+    memory_bytes: int = 0  # held now, on the GPU if it computes there
+    saving: str = ""  # what a second thread does for a checkpoint: "saving", "committing" or, mostly, nothing
+    saving_at: str = ""  # where that thread is in the program (c)
+    is_debugged: bool = False  # whether a Python debugger follows it (c)
+    # Whether its actions are launched on a GPU that also sends and receives, so that the device may not yet have done
+    # what the process has.
     runs_ahead: bool = False
+
+    @property
+    def where(self) -> str:
+        """Return the host and process id, for messages."""
+        return f"({self.host}, pid {self.pid})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """One process of the job, as rank 0 knows it.
-
-    Attributes:
-        rank: its rank.
-        seen: its last answer; None: none yet.
-        silent_seconds: time for which it has not answered; 0: it answers.
-        state: for a silent process, the kernel's letter for its state, or ``gone``; "": not known.
-    """
+    """One process of the job, as rank 0 knows it."""
 
     rank: int
-    seen: ProcessStatus | None = None
-    silent_seconds: float = 0.0
-    state: str = ""
+    seen: ProcessStatus | None = None  # its last answer; None: none yet
+    silent_seconds: float = 0.0  # for which it has not answered; 0: it answers
+    state: str = ""  # of a silent process: the kernel's letter for its state, or "gone"; "": not known
 
     @property
     def name(self) -> str:
         """Return its name for messages."""
-        where = f" ({self.seen.host}, pid {self.seen.pid})" if self.seen else ""
-        several = self.seen is not None and len(self.seen.stages) > 1
-        return f"{'the process of all stages' if several else f'stage {self.rank}'}{where}"
+        if self.seen is None:
+            return f"stage {self.rank}"
+        several = len(self.seen.stages) > 1
+        return f"{'the process of all stages' if several else f'stage {self.rank}'} {self.seen.where}"
 
 
 @dataclass(frozen=True)
 class CoordinatorStatus:
-    """The status of the coordinator on rank 0.
+    """The status of the coordinator on rank 0."""
 
-    Attributes:
-        command: the command given last; "": none yet.
-        is_waiting: whether it waits for the stages' results; else it does work of its own after them.
-        seconds: time since that began.
-        at: where its thread is in the program; only if asked closely.
-    """
-
-    command: str = ""
-    is_waiting: bool = False
-    seconds: float = 0.0
-    at: str = ""
+    command: str = ""  # the one given last; "": none yet
+    is_waiting: bool = False  # whether it waits for the stages' results; else it does work of its own after them
+    seconds: float = 0.0  # since that began
+    at: str = ""  # where its thread is in the program; only if asked closely
 
     @property
     def doing(self) -> str:
@@ -155,92 +119,115 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
     """Return the status of this process, from any thread; ``closely``: also where it is in its program."""
     now = time.perf_counter()
     # Each read once, because the main thread changes them meanwhile.
-    (phase, since), doing, segment = log.phase, log.doing, log.present
-    if segment is not None:
-        numbers = _numbers_of(segment, is_over=phase in (IDLE, FAILED), now=now)
-        stages = [
-            StageStatus(stage=k, epoch=log.epoch, **numbers[k], **_present(k, log.num_stages, phase, since, doing, now))
-            for k in sorted(segment.stages)
-        ]
-    elif phase == IDLE:
-        waits_for = [COORDINATOR]
-        stages = [StageStatus(stage=launched_rank(), doing=AWAITING, seconds=now - since, waits_for=waits_for)]
-    else:
-        stages = [StageStatus(stage=launched_rank(), doing=phase, seconds=now - since)]
-    saver = process.saver()
+    (phase, since), doing, segment, saver = log.phase, log.doing, log.present, _saver()
+    stages = []
+    for k in sorted(segment.stages) if segment is not None else [launched_rank()]:
+        figures = _figures(segment, k, is_over=phase in (IDLE, FAILED), now=now) if segment is not None else {}
+        if doing is not None and doing[0] == k:
+            figures |= _present(k, *doing[1], log.num_stages) | {"seconds": now - doing[2]}
+        else:
+            text, waits_for = _waiting(k, phase, doing[0] if doing is not None else None, log.num_stages)
+            figures |= {"doing": text, "waits_for": waits_for, "seconds": now - since}
+        stages.append(StageStatus(stage=k, epoch=log.epoch, **figures))
     return ProcessStatus(
         host=socket.gethostname(),
         pid=os.getpid(),
         machine=machine(),
         start_time=start_time(os.getpid()),
         phase=phase,
-        seconds=now - since,
         mark=f"{since} {doing[2] if doing else ''} {progress.num_pieces}",
         stages=stages,
-        at=process.user_frame(threading.main_thread().ident) if closely else "",
-        loaders=process.loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
-        memory_bytes=process.memory_bytes(log.device),
+        at=user_frame(threading.main_thread().ident) if closely else "",
+        loaders=_loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
+        memory_bytes=_memory_bytes(log.device),
         saving=saver.name if saver else "",
-        saving_at=process.user_frame(saver.ident) if closely and saver else "",
-        is_debugged=closely and process.is_debugged(),
+        saving_at=user_frame(saver.ident) if closely and saver else "",
+        is_debugged=closely and _is_debugged(),
         runs_ahead=log.runs_ahead,
     )
 
 
-def _present(k: int, num_stages: int, phase: str, since: float, doing: Doing, now: float) -> dict[str, Any]:
-    """Return what stage ``k`` does now, since when, and which stages it waits for."""
-    if doing is not None and doing[0] == k:
-        (op, number), since = doing[1], doing[2]
-        peers = _peers(k, op, num_stages)
-        where = f" {'from' if op in RECEIVES else 'to'} stage {peers[0]}" if peers else ""
-        text = f"{KINDS[op][1]} {number}{where}"
-        return {"doing": text, "op": op.value, "number": number, "waits_for": peers, "seconds": now - since}
-    text, waits_for = phase, []
-    if doing is not None:
-        text, waits_for = "wait for its turn", [doing[0]]
-    elif phase == IDLE:
-        text, waits_for = AWAITING, [COORDINATOR]
-    elif phase == FINISHING:
-        text = "wait for the last messages to leave"
-        waits_for = [n for n in (k - 1, k + 1) if 0 <= n < num_stages]
-    return {"doing": text, "waits_for": waits_for, "seconds": now - since}
-
-
-def _numbers_of(segment: SegmentActivity, *, is_over: bool, now: float) -> dict[int, dict[str, Any]]:
-    """Return the figures of each stage in ``segment``; rates are 0 when it is over."""
-    elapsed = max(now - segment.began, 1e-9)
-    through = Op.BACKWARD if segment.training else Op.PREDICT
-    numbers = {}
-    for k, activity in segment.stages.items():
-        last, counts = dict(activity.last), {op: n for op, n in dict(activity.counts).items() if n}
-        # Counted, as numbers may go down (GPipe's gradients do); and not sliced: the copy would grow with the epoch.
-        num_samples = sum(islice(activity.context.work.sizes, counts.get(through, 0)))
-        num_backwards = counts.get(Op.BACKWARD, 0)
-        numbers[k] = {
-            "last": {op.value: n for op, n in last.items()},
-            "counts": {op.value: n for op, n in counts.items()},
-            "segment": segment.number,
-            "update": activity.context.stage.version,
-            "micro_batch": max((last[op] for op in FORWARDS if op in last), default=None),
-            "images_per_second": 0.0 if is_over else num_samples / elapsed,
-            "busy_share": 0.0 if is_over else activity.busy_seconds / elapsed,
-            "staleness_mean": activity.staleness_sum / num_backwards if num_backwards else None,
-        }
-    return numbers
-
-
-def _peers(k: int, op: Op, num_stages: int) -> list[int]:
+def _present(k: int, op: Op, number: int, num_stages: int) -> dict[str, Any]:
+    """Describe the action that stage ``k`` carries out, and the stage at the other end of a message."""
+    text, peers = f"{KINDS[op][1]} {number}", []
     if op in LINKS:
-        hop = LINKS[op].hop
-        return [num_stages - 1 if hop is None else k + hop]
-    if op in RECEIVES:
+        peers = [receiver(op, k, num_stages=num_stages)]
+        text += f" to stage {peers[0]}"
+    elif op in RECEIVES:
         hop = RECEIVES[op].hop
-        return [0 if hop is None else k - hop]
-    return []
+        peers = [0 if hop is None else k - hop]
+        text += f" from stage {peers[0]}"
+    return {"doing": text, "op": op, "number": number, "waits_for": peers}
 
 
-def kill(seen: ProcessStatus) -> None:
-    """Kill a process that does not answer, if it is on this machine: stopped or stuck, it would stay."""
-    if seen.machine == machine() != "" and start_time(seen.pid) == seen.start_time:
-        with suppress(ProcessLookupError):
-            os.kill(seen.pid, signal.SIGKILL)
+def _waiting(k: int, phase: str, at_work: int | None, num_stages: int) -> tuple[str, list[int]]:
+    """Describe a stage without an action, and say for which stages it waits; ``at_work``: another one here."""
+    if at_work is not None:
+        return "wait for its turn", [at_work]
+    if phase == IDLE:
+        return "wait for the next command", [COORDINATOR]
+    if phase == FINISHING:
+        return "wait for the last messages to leave", [n for n in (k - 1, k + 1) if 0 <= n < num_stages]
+    return phase, []
+
+
+def _figures(segment: SegmentActivity, k: int, *, is_over: bool, now: float) -> dict[str, Any]:
+    """Return the figures of stage ``k`` in ``segment``; rates are 0 when it is over."""
+    elapsed, activity = max(now - segment.began, 1e-9), segment.stages[k]
+    last, counts = dict(activity.last), {op: n for op, n in activity.counts.items() if n}
+    # Counted, as numbers may go down (GPipe's gradients do); and not sliced: the copy would grow with the epoch.
+    num_through = counts.get(Op.BACKWARD if segment.training else Op.PREDICT, 0)
+    num_backwards = counts.get(Op.BACKWARD, 0)
+    return {
+        "last": last,
+        "counts": counts,
+        "segment": segment.number,
+        "update": activity.context.stage.version,
+        "micro_batch": max((last[op] for op in FORWARDS if op in last), default=None),
+        "images_per_second": 0.0 if is_over else sum(islice(activity.context.work.sizes, num_through)) / elapsed,
+        "busy_share": 0.0 if is_over else activity.busy_seconds / elapsed,
+        "staleness_mean": activity.staleness_sum / num_backwards if num_backwards else None,
+    }
+
+
+def _loaders() -> list[tuple[int, str]]:
+    """Return the process id and state of each child process, which load data."""
+    children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+    return [(pid, state_of(pid)) for pid in sorted(children)]
+
+
+def _saver() -> threading.Thread | None:
+    """Return the thread that saves during training: the one that writes, else the one that waits for all to write."""
+    by_name = {thread.name: thread for thread in threading.enumerate()}
+    return by_name.get(SAVING) or by_name.get(COMMITTING)
+
+
+def _is_debugged() -> bool:
+    """Return whether a debugger follows any thread. ``sys.gettrace`` would tell only about the calling one."""
+    monitoring = getattr(sys, "monitoring", None)  # new in Python 3.12, and debuggers begin to use it
+    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
+        return True
+    return any(frame.f_trace is not None for top in sys._current_frames().values() for frame, _ in walk_stack(top))
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Return the bytes that this process holds now: on ``device`` if that is a GPU, else resident in memory."""
+    if device.type == "cuda":  # by name, because the calling thread has a current device of its own
+        return int(torch.cuda.memory_allocated(device))
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def user_frame(thread: int | None) -> str:
+    """Return where the thread with that identity is: its innermost line that is not in a library; "": no thread."""
+    innermost = sys._current_frames().get(thread) if thread is not None else None
+    if innermost is None:
+        return ""
+    frames = (frame for frame, _ in walk_stack(innermost) if not _is_library(frame.f_code.co_filename))
+    frame = next(frames, innermost)
+    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith((TORCH, "<")) or (file.startswith(STANDARD_LIBRARY) and not file.startswith(PACKAGES))

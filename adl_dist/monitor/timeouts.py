@@ -4,20 +4,14 @@ from dataclasses import dataclass, replace
 
 from adl_dist.errors import ConfigError
 
-ABORT_SECONDS = 600.0  # the default with several processes
-
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogTimeouts:
     """Limits on a standstill, counted from the last thing that any stage did.
 
-    Attributes:
-        stall_seconds: seconds until what all stages do is printed, and the likely cause.
-        abort_seconds: seconds until the process ends, with exit code 1, unless it is in a debugger; None: never;
-            ``auto``: 600, or never where all stages share the user's own process.
-
-    Raises:
-        ConfigError: a limit is out of range, or the second is not after the first.
+    After ``stall_seconds`` what all stages do is printed, and the likely cause. After ``abort_seconds`` the process
+    ends with exit code 1, unless it is in a debugger; None: never; ``auto``: 600, or never where all stages share the
+    user's own process.
     """
 
     stall_seconds: float = 60.0
@@ -39,7 +33,7 @@ class WatchdogTimeouts:
         """Return the limits with a number, or None, for ``auto``."""
         if self.abort_seconds != "auto":
             return self
-        return replace(self, abort_seconds=max(ABORT_SECONDS, 2 * self.stall_seconds) if distributed else None)
+        return replace(self, abort_seconds=max(600.0, 2 * self.stall_seconds) if distributed else None)
 
     @property
     def abort_after(self) -> float | None:

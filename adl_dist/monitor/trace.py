@@ -4,17 +4,18 @@ Each rank writes the events of its stages into a file of its own; rank 0 then ma
 The form is Chrome's "JSON Object Format": complete events, one process for each stage, times in microseconds.
 """
 
+import fileinput
 import json
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from adl_dist.distributed.procfs import machine
 from adl_dist.distributed.world import World
-from adl_dist.monitor.activity import KINDS, ActivityLog, Event, SegmentActivity
+from adl_dist.monitor.activity import KINDS, ActivityLog, Event
 from adl_dist.schedule import Op
 
 TRACE = "trace.json"
@@ -23,17 +24,11 @@ MOST_EVENTS = 200_000  # kept of each stage, the first ones; about 30 MB of memo
 
 
 class Instant(NamedTuple):
-    """A moment that processes of every machine can place on their own clock.
+    """A moment that processes of every machine can place on their own clock."""
 
-    Attributes:
-        machine: the machine that read the clocks; see :func:`machine`.
-        seconds: on ``time.perf_counter``, which the processes of one machine share.
-        wall: seconds on ``time.time``, which NTP keeps alike on all machines.
-    """
-
-    machine: str
-    seconds: float
-    wall: float
+    machine: str  # that read the clocks; see procfs.machine
+    seconds: float  # on time.perf_counter, which the processes of one machine share
+    wall: float  # seconds on time.time, which NTP keeps alike on all machines
 
     @classmethod
     def now(cls) -> "Instant":
@@ -43,26 +38,16 @@ class Instant(NamedTuple):
     def on_this_clock(self) -> float:
         """Return the moment in seconds of this process's ``time.perf_counter``."""
         here = Instant.now()
-        if here.machine == self.machine != "":
-            return self.seconds
-        return here.seconds - (here.wall - self.wall)
+        return self.seconds if here.machine == self.machine != "" else here.seconds - (here.wall - self.wall)
 
 
 def write_part(
     log: ActivityLog, world: World, run_dir: Path, stages: Sequence[int], *, origin: Instant
 ) -> list[dict[str, Any]]:
-    """Write this process's events.
+    """Write the events of this process's ``stages``; ``origin``: the zero of the trace's time, taken on rank 0.
 
-    Args:
-        log: the events.
-        world: this process among the others.
-        run_dir: the folder of the run.
-        stages: the stages of this process.
-        origin: the zero of the trace's time, taken on rank 0.
-
-    Returns:
-        For each stage its part, how many events it has there and how many were left out; or why there is none
-        (``failed``), because the run is worth more than its trace.
+    Return for each stage its part, how many events it has there and how many were left out; or why there is none
+    (``failed``), because the run is worth more than its trace.
     """
     part = run_dir / PARTS / f"rank{world.rank}.jsonl"
     began = origin.on_this_clock()
@@ -70,22 +55,14 @@ def write_part(
         part.parent.mkdir(exist_ok=True)
         with part.open("w") as file:
             for k in stages:
-                for name, arguments in (
-                    ("process_name", {"name": f"stage {k}"}),
-                    ("process_sort_index", {"sort_index": k}),
-                    ("thread_name", {"name": f"rank {world.rank}, {world.device}"}),
-                ):
-                    file.write(json.dumps({"ph": "M", "pid": k, "tid": 0, "name": name, "args": arguments}) + "\n")
-                for segment in log.segments:
-                    events = segment.stages[k].events
-                    file.writelines(json.dumps(_chrome_event(segment, k, event, began)) + "\n" for event in events)
+                file.writelines(json.dumps(line) + "\n" for line in _lines(log, world, k, began))
     except OSError as error:
         return [{"stage": k, "failed": f"rank {world.rank}: {error}"} for k in stages]
     return [
         {
             "stage": k,
             "part": part.name,
-            "events": log.num_kept[k],
+            "events": len(log.events[k]),
             "events_left_out": log.num_left_out[k],
             "seconds_to_rank_0": origin.seconds - began,
         }
@@ -94,70 +71,54 @@ def write_part(
 
 
 def merge_parts(run_dir: Path, results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Path:
-    """Make one file of the parts, whole or not at all; on rank 0, when all are written.
+    """Make one file of the parts, whole or not at all, and return it; on rank 0, when all are written.
 
-    Args:
-        run_dir: the folder of the run.
-        results: what :func:`write_part` returned for all stages.
-        about: the run, for the file's ``otherData``.
-
-    Returns:
-        The file.
+    ``results`` are what :func:`write_part` returned for all stages; ``about`` the run is written to ``otherData``.
 
     Raises:
         OSError: the file could not be written, or a part.
     """
+    parts = run_dir / PARTS
     try:
-        return _merge_parts(run_dir, results, about)
-    finally:
-        shutil.rmtree(run_dir / PARTS, ignore_errors=True)
-
-
-def _merge_parts(run_dir: Path, results: Sequence[dict[str, Any]], about: dict[str, Any]) -> Path:
-    if failed := [result["failed"] for result in results if "failed" in result]:
-        raise OSError("; ".join(dict.fromkeys(failed)))
-    stages = [{name: value for name, value in result.items() if name != "part"} for result in results]
-    parts = list(dict.fromkeys(result["part"] for result in results))
-    unfinished = run_dir / PARTS / TRACE
-    with unfinished.open("w") as file:
+        if failed := [result["failed"] for result in results if "failed" in result]:
+            raise OSError("; ".join(dict.fromkeys(failed)))
+        stages = [{name: value for name, value in result.items() if name != "part"} for result in results]
         head = json.dumps({"displayTimeUnit": "ms", "otherData": {**about, "stages": stages}})
-        file.write(head.removesuffix("}") + ', "traceEvents": [\n')
-        comma = ""
-        for part in parts:
-            with (run_dir / PARTS / part).open() as lines:
-                for line in lines:
-                    file.write(comma + line.rstrip("\n"))
-                    comma = ",\n"
-        file.write("\n]}\n")
-    os.replace(unfinished, run_dir / TRACE)
-    return run_dir / TRACE
+        names = dict.fromkeys(parts / result["part"] for result in results)
+        with (parts / TRACE).open("w") as file, fileinput.FileInput(names) as lines:
+            file.write(head.removesuffix("}") + ', "traceEvents": [\n')
+            file.write(next(lines).rstrip("\n"))
+            file.writelines(",\n" + line.rstrip("\n") for line in lines)
+            file.write("\n]}\n")
+        os.replace(parts / TRACE, run_dir / TRACE)
+        return run_dir / TRACE
+    finally:
+        shutil.rmtree(parts, ignore_errors=True)
 
 
-def _chrome_event(segment: SegmentActivity, stage: int, event: Event, origin: float) -> dict[str, Any]:
-    # Whole nanoseconds first: rounded one by one, neighbours could overlap.
-    begin, end = (round((at - origin) * 1e9) for at in (event.begin, event.end))
-    share, name = KINDS[event.op]
-    return {
-        "ph": "X",
-        "pid": stage,
-        "tid": 0,
-        "name": f"{name} {event.number}",
-        "cat": share,
-        "ts": begin / 1000,
-        "dur": (end - begin) / 1000,
-        "args": _arguments(segment, event),
-    }
+def _lines(log: ActivityLog, world: World, k: int, origin: float) -> Iterator[dict[str, Any]]:
+    """Yield the names of stage ``k``, then its events."""
+    for name, arguments in (
+        ("process_name", {"name": f"stage {k}"}),
+        ("process_sort_index", {"sort_index": k}),
+        ("thread_name", {"name": f"rank {world.rank}, {world.device}"}),
+    ):
+        yield {"ph": "M", "pid": k, "tid": 0, "name": name, "args": arguments}
+    for event in log.events[k]:
+        # Whole nanoseconds first: rounded one by one, neighbours could overlap.
+        begin, end = (round((at - origin) * 1e9) for at in (event.begin, event.end))
+        share, name = KINDS[event.action.op]
+        times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+        name = f"{name} {event.action.number}"
+        yield {"ph": "X", "pid": k, "tid": 0, "name": name, "cat": share, **times, "args": _arguments(event)}
 
 
-def _arguments(segment: SegmentActivity, event: Event) -> dict[str, Any]:
-    match event.op:
-        case Op.UPDATE:
-            arguments: dict[str, Any] = {"group": event.number, "update": segment.segment.first_update + event.number}
-        case Op.WEIGHTS:
-            arguments = {"updates_in_segment": event.number}
-        case _:
-            arguments = {"micro_batch": event.number}
-    arguments |= {"action": f"{event.op.value}{event.number}", "version": event.version}
+def _arguments(event: Event) -> dict[str, Any]:
+    (op, number), segment = event.action, event.segment.segment
+    counted = {Op.UPDATE: "group", Op.WEIGHTS: "updates_in_segment"}.get(op, "micro_batch")
+    arguments = {counted: number, "action": str(event.action), "version": event.version}
+    if op is Op.UPDATE:
+        arguments["update"] = segment.first_update + number
     if event.forward_version is not None:
         arguments["forward_version"] = event.forward_version
-    return arguments | ({"epoch": segment.segment.epoch} if segment.training else {"evaluation": True})
+    return arguments | ({"epoch": segment.epoch} if event.segment.training else {"evaluation": True})

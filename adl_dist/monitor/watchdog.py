@@ -8,17 +8,16 @@ is any change in any answer. After ``stall_seconds`` without it there is one pic
 import logging
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS
 from adl_dist.distributed.rpc_errors import PeerError
 from adl_dist.monitor.activity import FAILED, ActivityLog
-from adl_dist.monitor.diagnosis import GONE, cause_of, picture
-from adl_dist.monitor.heartbeat import ANSWER_SECONDS, LOOKS_PER_STALL, MAX_INTERVAL_SECONDS, state_of_silent
-from adl_dist.monitor.shutdown import PRINT_SECONDS, end, exit_deadline, log_bounded, print_bounded, run_bounded
-from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus, kill, process_status
+from adl_dist.monitor.diagnosis import GONE, cause_of, describe_silence, picture
+from adl_dist.monitor.heartbeat import ANSWER_SECONDS, Lookout, kill, state_of_silent
+from adl_dist.monitor.shutdown import PRINT_SECONDS, end, exit_deadline, print_bounded, run_bounded
+from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus, RankStatus, process_status
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 
 AGAIN_SECONDS = 0.2  # the limit for an answer of a process that has not answered before
@@ -39,7 +38,7 @@ class Peers(Protocol):
         ...
 
 
-class Watchdog:
+class Watchdog(Lookout):
     """The thread on rank 0 that looks after the job."""
 
     def __init__(
@@ -53,56 +52,39 @@ class Watchdog:
         on_gone: Callable[[int, str], None],
         on_end: Callable[[], None],
     ) -> None:
-        """Prepare; see :meth:`start`.
+        """Prepare to look after ``num_processes``, this one included, which does ``activity``.
 
-        Args:
-            num_processes: how many there are, this one included.
-            peers: the others.
-            activity: what this process does.
-            coordination: returns what the coordinator does; ``closely=True``: also where in its program.
-            timeouts: how long nothing may move.
-            on_gone: takes the rank of a process that is gone, and a line that names it.
-            on_end: called right before the job is ended.
+        ``coordination`` returns what the coordinator does, with ``closely=True`` also where in its program; ``on_gone``
+        takes the rank of a process that is gone, and a line that names it; ``on_end`` is called right before an end.
         """
+        super().__init__("watchdog", timeouts)
         self._peers, self._activity, self._coordination = peers, activity, coordination
-        self._timeouts, self._on_gone, self._on_end = timeouts, on_gone, on_end
-        self._interval = min(MAX_INTERVAL_SECONDS, timeouts.stall_seconds / LOOKS_PER_STALL)
-        self._over = threading.Event()
+        self._on_gone, self._on_end = on_gone, on_end
         self._asking = threading.Lock()
-        now = time.monotonic()
         self._ranks = {rank: RankStatus(rank=rank) for rank in range(num_processes)}
-        self._heard_at = dict.fromkeys(self._ranks, now)
+        self._changed_at = time.monotonic()
+        self._heard_at = dict.fromkeys(self._ranks, self._changed_at)
         self._marks: tuple[Any, ...] = ()
-        self._changed_at = self._looked_at = now
-        self._has_reported = False
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Look no more; returns at once. What happens to other processes from now on is no news."""
-        self._over.set()
-
-    def join(self) -> None:
-        """After :meth:`stop`, wait until the last question is answered or given up."""
-        self._thread.join(timeout=2 * ANSWER_SECONDS)
 
     def statuses(self, *, closely: bool) -> list[RankStatus]:
         """Return all processes as they are now; one that does not answer, as it was last seen."""
         with self._asking:
-            answers = self._ask(closely)
+            own = process_status(self._activity, closely=closely)
+            limits = {
+                rank: AGAIN_SECONDS if known.silent_seconds else ANSWER_SECONDS
+                for rank, known in self._ranks.items()
+                if rank and known.state != GONE
+            }
+            answers = {0: own, **self._peers.statuses(limits, own, closely=closely)}
             now = time.monotonic()
             for rank, answer in answers.items():
-                before = self._ranks[rank]
                 if isinstance(answer, ProcessStatus):
                     self._heard_at[rank] = now
                     self._ranks[rank] = RankStatus(rank=rank, seen=answer)
                 else:
-                    silent = now - self._heard_at[rank]
-                    state = state_of_silent(before.seen, answer)
-                    self._ranks[rank] = RankStatus(rank=rank, seen=before.seen, silent_seconds=silent, state=state)
+                    seen, silent = self._ranks[rank].seen, now - self._heard_at[rank]
+                    state = state_of_silent(seen, answer)
+                    self._ranks[rank] = RankStatus(rank=rank, seen=seen, silent_seconds=silent, state=state)
             return list(self._ranks.values())
 
     def cause(self) -> str | None:
@@ -110,40 +92,18 @@ class Watchdog:
         cause = cause_of(self.statuses(closely=True), self._coordination(closely=True))
         return cause.text if cause.rank is not None else None
 
-    def _ask(self, closely: bool) -> dict[int, ProcessStatus | PeerError]:
-        own = process_status(self._activity, closely=closely)
-        limits = {
-            rank: AGAIN_SECONDS if known.silent_seconds else ANSWER_SECONDS
-            for rank, known in self._ranks.items()
-            if rank and known.state != GONE
-        }
-        return {0: own, **self._peers.statuses(limits, own, closely=closely)}
-
-    def _run(self) -> None:
-        has_failed = False
-        while not self._over.is_set():
-            try:
-                self._look()
-            except Exception as error:
-                # It continues: if rank 0 asked no more, the others would take a healthy job for a dead one.
-                if not has_failed:
-                    trace = "".join(traceback.format_exception(error))
-                    log_bounded(f"the watchdog could not look:\n{trace}", logging.ERROR)
-                has_failed = True
-            self._over.wait(self._interval)
-
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Ask all processes what they do, and see whether anything has changed."""
         statuses = self.statuses(closely=False)
         now = time.monotonic()
         if self._over.is_set():
             return
-        if now - self._looked_at > self._interval + 4 * ANSWER_SECONDS:  # it was this process that stood still
+        if self.was_held(now):
             self._changed_at = now
-        self._looked_at = now
         for known in statuses:
             if known.state == GONE:
                 self.stop()
-                self._on_gone(known.rank, cause_of([known], CoordinatorStatus()).text)
+                self._on_gone(known.rank, describe_silence(known))
                 return
         coordination = self._coordination()
         marks = (coordination.command, coordination.is_waiting, *(s.seen and s.seen.mark for s in statuses))
@@ -153,16 +113,14 @@ class Watchdog:
             self._marks, self._changed_at, self._has_reported = marks, now, False
             return
         still, abort_seconds = now - self._changed_at, self._timeouts.abort_after
-        if abort_seconds is not None and still >= abort_seconds + self._grace(statuses):
+        # If a stage has failed, let its save end first and its error surface.
+        has_failed = any(known.seen and known.seen.phase == FAILED for known in statuses)
+        grace = LAST_SAVE_SECONDS + MARGIN_SECONDS if has_failed else 0.0
+        if abort_seconds is not None and still >= abort_seconds + grace:
             self._end(still)
         elif still >= self._timeouts.stall_seconds and not self._has_reported:
             self._has_reported = True
             self._report_stall(still)
-
-    def _grace(self, statuses: Sequence[RankStatus]) -> float:
-        """Extra seconds before aborting if a stage already failed: let its save finish and its error surface."""
-        has_failed = any(known.seen and known.seen.phase == FAILED for known in statuses)
-        return LAST_SAVE_SECONDS + MARGIN_SECONDS if has_failed else 0.0
 
     def _report_stall(self, still: float) -> None:
         statuses, coordination = self.statuses(closely=True), self._coordination(closely=True)

@@ -355,7 +355,7 @@ class Trainer:
     ) -> Summary:
         """Run the job, with its outputs open and signals handled."""
         world, pipeline = worker.world, self._spec.pipeline
-        worker.activity.keep_events(MOST_EVENTS if monitoring.trace else 0)
+        worker.activity.most_events = MOST_EVENTS if monitoring.trace else 0
         worker.meter = MemoryMeter.of(pipeline, world.device) if monitoring.memory else None
         drain_changes_result = not pipeline.drain_is_exact
         # Where draining changes the result and checkpoints are planned, a stop waits for the next one.

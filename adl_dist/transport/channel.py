@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -17,15 +18,12 @@ class Sender(Protocol):
 
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
         """Begin a segment whose micro-batches hold ``sizes`` samples, of training or of evaluation."""
-        ...
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Hand over the tensors of one micro-batch; they must not be written to afterwards."""
-        ...
 
     def drain(self) -> None:
         """Return when everything sent has left."""
-        ...
 
 
 class Receiver(Protocol):
@@ -33,11 +31,9 @@ class Receiver(Protocol):
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
         """Begin a segment whose micro-batches hold ``sizes`` samples and arrive in ``order``."""
-        ...
 
     def shorten(self, num_micro_batches: int) -> None:
         """Expect the first ``num_micro_batches`` of the segment alone; called by another thread than the others."""
-        ...
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for the tensors of one micro-batch; the caller owns them."""
@@ -49,31 +45,23 @@ class LocalChannel:
 
     def __init__(self, specs: Specs, *, what: str, edge: str) -> None:
         self._agreed, self._what, self._edge = specs, what, edge
+        self._where = f"{edge}: {what} of micro-batch {{}}"
         self._specs = specs.training
         self._sizes: Sequence[int] = ()
         self._queue: deque[tuple[int, Tensors]] = deque()
 
     def open(self, sizes: Sequence[int], order: Sequence[int] = (), *, training: bool) -> None:
-        """Begin a segment; see :class:`Sender`. The queue has the order of sending."""
-        self._sizes = sizes
-        self._specs = self._agreed.training if training else self._agreed.evaluation
+        """Begin a segment; the queue has the order of sending."""
+        self._sizes, self._specs = sizes, self._agreed.for_segment(training=training)
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
-        """Queue the tensors themselves, unless they are narrowed; like a sent tensor, they are not written to again."""
-        size = self._sizes[micro_batch]
-
-        def where() -> str:
-            return f"{self._edge}: {self._what} of micro-batch {micro_batch}"
-
-        self._queue.append(
-            (
-                micro_batch,
-                tuple(s.widen(s.narrow(s.fit(t, size, where))) for s, t in zip(self._specs, tensors, strict=True)),
-            )
-        )
+        """Queue the tensors themselves, unless they are narrowed."""
+        size, where = self._sizes[micro_batch], partial(self._where.format, micro_batch)
+        fit = (s.widen(s.narrow(s.fit(t, size, where))) for s, t in zip(self._specs, tensors, strict=True))
+        self._queue.append((micro_batch, tuple(fit)))
 
     def recv(self, micro_batch: int) -> Tensors:
-        """Take the oldest; see :class:`Receiver`."""
+        """Take the oldest."""
         got, tensors = self._queue.popleft()
         if got != micro_batch:
             raise ChannelError(f"{self._edge}: expected the {self._what} of micro-batch {micro_batch}, got {got}")

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,30 +19,20 @@ from pathlib import Path
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 RETURN_CONSTANT = 0x06
 
-# Linux keeps a process's open files there, and filters its sockets. Elsewhere the ports stay open.
-OPEN_FILES = Path("/proc/self/fd")
+OPEN_FILES = Path("/proc/self/fd")  # on Linux, which filters sockets; elsewhere the ports stay open
 
 _error: OSError | None = None
 
 
-class _Instruction(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32))
-
-
-class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_uint16), ("instructions", ctypes.POINTER(_Instruction)))
-
-
 def block(listener: socket.socket) -> None:
-    """Drop new connections: an attempt to connect is not answered. Established connections stay.
-
-    A kernel that takes no filter (gVisor's, or one behind seccomp) leaves the port open: see :func:`error`.
-    """
+    """Drop new connections, unless the kernel takes no filter (gVisor's, or one behind seccomp): see :func:`error`."""
     global _error
     if sys.platform == "linux":
-        keep_nothing = _Instruction(RETURN_CONSTANT, 0, 0, 0)
+        # struct sock_filter {code, jt, jf, k}, which keeps 0 bytes; struct sock_fprog {length, pointer to filters}
+        keep_nothing = ctypes.create_string_buffer(struct.pack("HBBI", RETURN_CONSTANT, 0, 0, 0))
+        program = struct.pack("HP", 1, ctypes.addressof(keep_nothing))
         try:
-            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(_Program(1, ctypes.pointer(keep_nothing))))
+            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
         except OSError as caught:
             _error = caught
 
@@ -60,39 +51,28 @@ def unblock(listener: socket.socket) -> None:
 
 @contextlib.contextmanager
 def blocking_new() -> Iterator[None]:
-    """Block the TCP ports that this process begins to listen on inside, where its peers connect to them.
-
-    After an error they stay as they are: the process ends then.
-    """
-    before = _listening()
+    """Block the TCP ports on which this process begins to listen inside, once its peers have connected to them."""
+    before = {identity for identity, _ in _listeners()}
     yield
-    for identity, descriptor in _listening().items():
+    for identity, listener in _listeners():
         if identity not in before:
-            with _socket_of(descriptor) as listener:
-                block(listener)
+            block(listener)
 
 
-def _listening() -> dict[str, int]:
-    """Return a descriptor of each listening TCP socket of this process, by the kernel's name of the socket."""
-    listening = {}
+def _listeners() -> Iterator[tuple[str, socket.socket]]:
+    """Yield the listening TCP sockets of this process, each after the kernel's name of it."""
     for name in os.listdir(OPEN_FILES) if OPEN_FILES.is_dir() else ():
         with contextlib.suppress(OSError):  # closed meanwhile
             identity = os.readlink(OPEN_FILES / name)
-            if not identity.startswith("socket:"):
-                continue
-            with _socket_of(int(name)) as one:
-                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
-                if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    listening[identity] = int(name)
-    return listening
+            if identity.startswith("socket:"):
+                with _socket_of(int(name)) as one:
+                    is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+                    if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        yield identity, one
 
 
 def _socket_of(descriptor: int) -> socket.socket:
-    """Return a view of an open socket: with a default timeout Python would make it non-blocking for every user.
-
-    Raises:
-        OSError: it is gone.
-    """
+    """Return a view of an open socket; with a default timeout Python would make it non-blocking for every user."""
     default, copy = socket.getdefaulttimeout(), os.dup(descriptor)
     socket.setdefaulttimeout(None)
     try:

@@ -10,7 +10,7 @@ waits for a handshake in the middle of training.
 
 import datetime
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -21,14 +21,18 @@ from torch import Tensor
 
 from adl_dist.errors import ChannelError
 from adl_dist.schedule.actions import LINKS, receiver
+from adl_dist.transport.channel import Tensors
 from adl_dist.transport.port_filter import blocking_new
 from adl_dist.transport.spec import Specs
 from adl_dist.transport.staging import to_device, to_host
 
-Tensors = tuple[Tensor, ...]
-
 # Receives posted beyond the one awaited, so that a message is taken in while the one before is worked on.
 POSTED_AHEAD = 2
+ON_CPU = ("target", "label", "go")  # small, and their receivers want them on the CPU
+Issue = Callable[..., dist.Work | None]  # isend or irecv
+Message = list[
+    tuple[dist.Work | None, Tensor]
+]  # of each tensor: a Work, kept with the buffer that it uses; None: empty
 
 
 class Edge(NamedTuple):
@@ -40,21 +44,12 @@ class Edge(NamedTuple):
     backend: str  # "gloo" or "nccl"
 
 
-# Small, and their receivers want them on the CPU.
-ON_CPU = ("target", "label", "go")
-
-
 def connect_edges(
     num_stages: int, links: Iterable[str], *, backend: str, device: torch.device, timeout: datetime.timedelta
 ) -> dict[tuple[str, int], Edge]:
-    """Make and connect all edges of some links of a pipeline. Every rank calls it; rank k is stage k.
+    """Make and connect all edges for some kinds of ``LINKS``. Every rank calls it; rank k is stage k.
 
-    Args:
-        num_stages: K.
-        links: the kinds of links, keys of ``LINKS``.
-        backend: carries the tensors that stay on ``device``.
-        device: this rank's device.
-        timeout: the limit of one message.
+    ``backend`` carries the tensors that stay on ``device``, this rank's; ``timeout`` is the limit of one message.
 
     Returns:
         Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
@@ -90,7 +85,39 @@ def connect_edges(
     return edges
 
 
-class ProcessSender:
+class _End:
+    """One end of an edge, with the messages that are under way."""
+
+    def __init__(self, edge: Edge, specs: Specs, peer: int, trouble: str) -> None:
+        self._edge, self._agreed, self._peer, self._trouble = edge, specs, peer, trouble
+        self._specs = specs.training
+        self._sizes: Sequence[int] = ()
+        self._pending: deque[tuple[int, Message]] = deque()
+
+    def _begin(self, issue: Issue, wire: Tensor, micro_batch: int, place: int) -> dist.Work | None:
+        """Start to send or receive the tensor at ``place`` of a micro-batch."""
+        try:
+            return issue(wire, self._peer, group=self._edge.group, tag=micro_batch * len(self._specs) + place)
+        except RuntimeError as error:
+            raise self._lost(micro_batch) from error
+
+    def _finish_oldest(self) -> tuple[int, list[Tensor]]:
+        """Wait for the message begun first; return its micro-batch and tensors."""
+        micro_batch, works = self._pending.popleft()
+        try:
+            for work, _ in works:
+                if work is not None:
+                    work.wait()
+        except RuntimeError as error:
+            raise self._lost(micro_batch) from error
+        return micro_batch, [buffer for _, buffer in works]
+
+    def _lost(self, micro_batch: int) -> ChannelError:
+        what = self._trouble.format(micro_batch)
+        return ChannelError(f"{what} is gone or silent; its own log, logs/rank{self._peer}.log, says why")
+
+
+class ProcessSender(_End):
     """Sends the tensors of each micro-batch to one peer."""
 
     def __init__(
@@ -98,132 +125,75 @@ class ProcessSender:
     ) -> None:
         """Take the sending end of ``edge``.
 
-        Args:
-            edge: the edge.
-            specs: the tensors agreed for this edge.
-            what: is carried, for messages.
-            max_pending: micro-batches sent and not yet known to be taken by the peer before a send waits, in
-                training; no fewer than :func:`max_pending_of` says, or the wait could close a cycle of stages that
-                wait for each other.
-            max_pending_in_evaluation: the same in evaluation, where no gradient shows what was taken.
+        In training a send waits while ``max_pending`` micro-batches are not known to be taken by the peer. With fewer
+        than :func:`max_pending_of` says, that could close a cycle of stages that wait for each other. In evaluation no
+        gradient shows what was taken, and the limit is ``max_pending_in_evaluation``.
         """
-        self._edge, self._agreed, self._what = edge, specs, what
-        self._limits = max_pending, max_pending_in_evaluation
-        self._max_pending = max_pending
-        self._specs = specs.training
-        self._sizes: Sequence[int] = ()
-        # A send reads its buffer until its Work is done, so both are kept together until then.
-        self._pending: deque[tuple[int, list[tuple[dist.Work, Tensor]]]] = deque()
+        self._where = f"stage {edge.sender} -> stage {edge.receiver}: {what} of micro-batch {{}}"
+        super().__init__(edge, specs, edge.receiver, f"{self._where} could not be sent: stage {edge.receiver}")
+        self._max_pending, self._limits = max_pending, (max_pending_in_evaluation, max_pending)
 
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
-        """Begin a segment; see :class:`Sender`."""
-        self._sizes = sizes
-        self._specs = self._agreed.training if training else self._agreed.evaluation
-        self._max_pending = self._limits[0 if training else 1]
+        """Begin a segment."""
+        self._sizes, self._specs = sizes, self._agreed.for_segment(training=training)
+        self._max_pending = self._limits[training]
 
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Start to send; return at once unless ``max_pending`` are under way."""
-        size, works = self._sizes[micro_batch], []
-        where = partial(self._where, micro_batch)
+        size, where, works = self._sizes[micro_batch], partial(self._where.format, micro_batch), []
         for place, (spec, tensor) in enumerate(zip(self._specs, tensors, strict=True)):
             wire = spec.as_wire(spec.narrow(spec.fit(tensor, size, where)))
             if spec.is_empty:
                 continue
             if self._edge.backend == "gloo" and wire.is_cuda:
                 wire = to_host(wire)
-            tag = micro_batch * len(self._specs) + place
-            try:
-                work = dist.isend(wire, self._edge.receiver, group=self._edge.group, tag=tag)
-            except RuntimeError as error:
-                raise self._lost(micro_batch) from error
-            assert work is not None
-            works.append((work, wire))
+            works.append((self._begin(dist.isend, wire, micro_batch, place), wire))
         self._pending.append((micro_batch, works))
         while len(self._pending) > self._max_pending:
             self._finish_oldest()
 
     def drain(self) -> None:
-        """Return when everything sent has left; see :class:`Sender`."""
+        """Return when everything sent has left."""
         while self._pending:
             self._finish_oldest()
 
-    def _finish_oldest(self) -> None:
-        micro_batch, works = self._pending.popleft()
-        for work, _ in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._lost(micro_batch) from error
 
-    def _where(self, micro_batch: int) -> str:
-        return f"stage {self._edge.sender} -> stage {self._edge.receiver}: {self._what} of micro-batch {micro_batch}"
-
-    def _lost(self, micro_batch: int) -> ChannelError:
-        return ChannelError(
-            f"{self._where(micro_batch)} could not be sent: stage {self._edge.receiver} is gone or silent; its own "
-            f"log, logs/rank{self._edge.receiver}.log, says why"
-        )
-
-
-class ProcessReceiver:
+class ProcessReceiver(_End):
     """Receives the tensors of each micro-batch from one peer, posting receives ahead."""
 
     def __init__(self, edge: Edge, specs: Specs, *, what: str, device: torch.device) -> None:
-        self._edge, self._agreed, self._what, self._device = edge, specs, what, device
+        waited = f"stage {edge.receiver} <- stage {edge.sender}: waited for the {what} of micro-batch {{}}"
+        super().__init__(edge, specs, edge.sender, f"{waited}, but the peer")
+        self._device = device
         self._arrives_on = torch.device("cpu") if edge.backend == "gloo" else device
         self._through_host = self._arrives_on != device
-        self._specs = specs.training
-        self._sizes: Sequence[int] = ()
-        self._posted: deque[tuple[int, list[tuple[dist.Work | None, Tensor]]]] = deque()
         self._to_post: deque[int] = deque()
         self._end = 0
 
     def open(self, sizes: Sequence[int], order: Sequence[int], *, training: bool) -> None:
-        """Begin a segment; see :class:`Receiver`."""
-        assert not self._posted, "the segment before was not received to its end"
-        self._sizes, self._to_post, self._end = sizes, deque(order), len(sizes)
-        self._specs = self._agreed.training if training else self._agreed.evaluation
+        """Begin a segment."""
+        assert not self._pending, "the segment before was not received to its end"
+        self._sizes, self._specs = sizes, self._agreed.for_segment(training=training)
+        self._to_post, self._end = deque(order), len(sizes)
 
     def shorten(self, num_micro_batches: int) -> None:
-        """Post no receive for what will not be sent; see :class:`Receiver`."""
+        """Post no receive for what will not be sent."""
         self._end = num_micro_batches
 
     def recv(self, micro_batch: int) -> Tensors:
-        """Wait for one micro-batch, with the receives of the next ones posted; see :class:`Receiver`."""
-        while len(self._posted) < 1 + POSTED_AHEAD and self._to_post and self._to_post[0] < self._end:
+        """Wait for one micro-batch, with the receives of the next ones posted."""
+        while len(self._pending) < 1 + POSTED_AHEAD and self._to_post and self._to_post[0] < self._end:
             self._post(self._to_post.popleft())
-        got, works = self._posted.popleft()
+        got, arrived = self._finish_oldest()
         assert got == micro_batch, f"the schedule asks for micro-batch {micro_batch}, {got} comes next"
-        for work, _ in works:
-            try:
-                if work is not None:
-                    work.wait()
-            except RuntimeError as error:
-                raise self._lost(micro_batch) from error
-        arrived = [buffer for _, buffer in works]
         if self._through_host:
             arrived = [to_device(buffer, self._device) for buffer in arrived]
         return tuple([spec.widen(tensor) for spec, tensor in zip(self._specs, arrived, strict=True)])
 
     def _post(self, micro_batch: int) -> None:
-        size = self._sizes[micro_batch]
-        works: list[tuple[dist.Work | None, Tensor]] = []
+        works: Message = []
         for place, spec in enumerate(self._specs):
-            buffer = spec.empty(size, self._arrives_on, on_wire=True, pinned=self._through_host)
-            if spec.is_empty:
-                works.append((None, buffer))
-                continue
-            tag = micro_batch * len(self._specs) + place
-            try:
-                work = dist.irecv(spec.as_wire(buffer), self._edge.sender, group=self._edge.group, tag=tag)
-            except RuntimeError as error:
-                raise self._lost(micro_batch) from error
-            assert work is not None
+            buffer = spec.empty(self._sizes[micro_batch], self._arrives_on, on_wire=True, pinned=self._through_host)
+            work = None if spec.is_empty else self._begin(dist.irecv, spec.as_wire(buffer), micro_batch, place)
             works.append((work, buffer))
-        self._posted.append((micro_batch, works))
-
-    def _lost(self, micro_batch: int) -> ChannelError:
-        return ChannelError(
-            f"stage {self._edge.receiver} <- stage {self._edge.sender}: waited for the {self._what} of micro-batch "
-            f"{micro_batch}, but the peer is gone or silent; its own log, logs/rank{self._edge.sender}.log, says why"
-        )
+        self._pending.append((micro_batch, works))

@@ -14,19 +14,12 @@ from adl_dist.errors import ChannelError
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and memory format of one tensor, all but the number of samples.
+    """Shape, dtype and memory format of one tensor, all but the number of samples."""
 
-    Attributes:
-        shape: one sample's shape, without the batch dimension, which comes first.
-        dtype: torch's name, for example ``float32``.
-        channels_last: [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion.
-        wire_dtype: dtype on the wire; None: ``dtype``, which it is handed over in.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    channels_last: bool = False
-    wire_dtype: str | None = None
+    shape: tuple[int, ...]  # one sample's, without the batch dimension, which comes first
+    dtype: str  # torch's name, for example "float32"
+    channels_last: bool = False  # [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion
+    wire_dtype: str | None = None  # dtype on the wire; None: ``dtype``, which it is handed over in
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
@@ -34,22 +27,15 @@ class TensorSpec:
         channels_last = (
             tensor.ndim == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
         )
-        return cls(tuple(tensor.shape[1:]), str(tensor.dtype).removeprefix("torch."), channels_last)
+        return cls(tuple(tensor.shape[1:]), _name(tensor.dtype), channels_last)
 
     def empty(self, size: int, device: torch.device, *, on_wire: bool = False, pinned: bool = False) -> Tensor:
-        """Return an uninitialised tensor.
-
-        Args:
-            size: samples.
-            device: its device.
-            on_wire: whether in the wire dtype.
-            pinned: whether in pinned memory on the CPU, for fast copies from and to a GPU.
-        """
+        """Return an uninitialised tensor of ``size`` samples; ``pinned``: for fast copies between CPU and GPU."""
         return torch.empty(
             (size, *self.shape),
-            dtype=self._wire_dtype if on_wire else self._dtype,
+            dtype=getattr(torch, self.wire_dtype) if on_wire and self.wire_dtype else self._dtype,
             device=device,
-            memory_format=self._format,
+            memory_format=torch.channels_last if self.channels_last else torch.contiguous_format,
             pin_memory=pinned,
         )
 
@@ -57,19 +43,15 @@ class TensorSpec:
         """Return the same spec, sent in ``dtype`` if that is narrower and both are floating-point."""
         if dtype is None or not self.is_floating_point or self._dtype.itemsize <= dtype.itemsize:
             return self
-        return replace(self, wire_dtype=str(dtype).removeprefix("torch."))
+        return replace(self, wire_dtype=_name(dtype))
 
     def narrow(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, which has this format, as it is sent."""
-        if self.wire_dtype is None:
-            return tensor
-        return self.empty(tensor.shape[0], tensor.device, on_wire=True).copy_(tensor)
+        return tensor if self.wire_dtype is None else self.empty(len(tensor), tensor.device, on_wire=True).copy_(tensor)
 
     def widen(self, tensor: Tensor) -> Tensor:
         """Return ``tensor``, which came as :meth:`narrow` sent it, as it is handed over."""
-        if self.wire_dtype is None:
-            return tensor
-        return self.empty(tensor.shape[0], tensor.device).copy_(tensor)
+        return tensor if self.wire_dtype is None else self.empty(len(tensor), tensor.device).copy_(tensor)
 
     def fit(self, tensor: Tensor, size: int, where: Callable[[], str]) -> Tensor:
         """Return ``tensor`` in this format, converted only if it has to be.
@@ -79,7 +61,7 @@ class TensorSpec:
         """
         if tensor.shape != (size, *self.shape) or tensor.dtype != self._dtype:
             raise ChannelError(
-                f"{where()} is {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, but this edge was "
+                f"{where()} is {_name(tensor.dtype)}{list(tensor.shape)}, but this edge was "
                 f"agreed for {self.dtype}{[size, *self.shape]}; a model must return the same shapes for "
                 "every micro-batch"
             )
@@ -97,7 +79,7 @@ class TensorSpec:
         return torch.view_as_real(plain) if self._dtype.is_complex else plain
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Return the spec as plain numbers and strings."""
         return asdict(self)
 
     @classmethod
@@ -110,19 +92,11 @@ class TensorSpec:
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     @cached_property
-    def _wire_dtype(self) -> torch.dtype:
-        return getattr(torch, self.wire_dtype or self.dtype)  # type: ignore[no-any-return]
-
-    @cached_property
     def _strides(self) -> tuple[int, ...]:
         if self.channels_last:
             c, h, w = self.shape
             return (h * w * c, 1, w * c, c)
         return tuple(math.prod(self.shape[place:]) for place in range(len(self.shape) + 1))
-
-    @cached_property
-    def _format(self) -> torch.memory_format:
-        return torch.channels_last if self.channels_last else torch.contiguous_format
 
     @cached_property
     def is_empty(self) -> bool:
@@ -143,6 +117,10 @@ class TensorSpec:
         return f"{self.dtype}[{', '.join(['B', *map(str, self.shape)])}]"
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class Specs(NamedTuple):
     """The tensors of one edge: a model may send other ones in evaluation than in training."""
 
@@ -153,6 +131,10 @@ class Specs(NamedTuple):
     def always(cls, specs: Iterable[TensorSpec]) -> "Specs":
         """Return specs that are the same in training and evaluation."""
         return cls(*[tuple(specs)] * 2)
+
+    def for_segment(self, *, training: bool) -> tuple[TensorSpec, ...]:
+        """Return the specs of a segment of training or of evaluation."""
+        return self.training if training else self.evaluation
 
     def travelling(self, dtype: torch.dtype | None) -> "Specs":
         """Return the same specs, each sent in ``dtype`` if that is narrower and both are floating-point."""

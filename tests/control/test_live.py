@@ -23,8 +23,7 @@ from adl_dist.control.requests import Ask, Requests
 from adl_dist.control.run_socket import LONGEST_ADDRESS, SOCKET, LiveControl, ask_run, remove_stale, short_address
 from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import ActivityLog
-from adl_dist.monitor.process import user_frame
-from adl_dist.monitor.status import process_status
+from adl_dist.monitor.status import process_status, user_frame
 from adl_dist.schedule import Action, Op
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
@@ -315,7 +314,8 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
         upper, lower = process_status(log).stages
     assert (upper.doing, upper.waits_for, upper.seconds) == ("wait for its turn", [1], pytest.approx(10.5))
     assert (lower.doing, lower.waits_for, lower.seconds) == ("wait for act 1 from stage 0", [0], pytest.approx(0.5))
-    assert (upper.counts, upper.last) == ({"F": 1, "B": 1, "SA": 1}, {"F": 0, "B": 0, "SA": 1})
+    assert upper.counts == {Op.FORWARD: 1, Op.BACKWARD: 1, Op.SEND_ACT: 1}
+    assert upper.last == {Op.FORWARD: 0, Op.BACKWARD: 0, Op.SEND_ACT: 1}
     assert (upper.epoch, upper.micro_batch, upper.staleness_mean, lower.staleness_mean) == (4, 0, 0.0, 1.0)
     assert (upper.busy_share, lower.busy_share) == (pytest.approx(5 / 10.5), pytest.approx(2 / 10.5))
     done = log.stages[1]

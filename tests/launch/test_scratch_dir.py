@@ -47,18 +47,15 @@ def test_a_launcher_removes_its_folder_and_those_of_killed_ones(tmpdir_of_launch
         assert not own.exists()
 
 
-def test_a_launcher_whose_folder_is_swept_early_makes_another(tmpdir_of_launchers, monkeypatch):
-    flock, taken = fcntl.flock, []
+def test_a_new_folder_is_not_seen_before_it_is_locked(tmpdir_of_launchers, monkeypatch):
+    flock, seen = fcntl.flock, []
 
-    def swept(lock, how):
-        if not taken:
-            (folder,) = tmpdir_of_launchers.glob(f"{PREFIX}*")
-            (folder / LOCK).unlink()
-            folder.rmdir()
-            taken.append(folder)
+    def lock_and_look(lock, how):
+        seen.extend(tmpdir_of_launchers.glob(f"{PREFIX}*"))
         flock(lock, how)
 
-    monkeypatch.setattr(fcntl, "flock", swept)
+    monkeypatch.setattr(fcntl, "flock", lock_and_look)
     with launch_folder() as folder:
-        assert folder.is_dir()
-        assert folder not in taken
+        assert seen == []
+        with (folder / LOCK).open() as lock, pytest.raises(BlockingIOError):
+            flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -30,44 +30,48 @@ with signal_handler(ask):
 """
 
 
-def stuck(*arguments):
-    environment = {k: v for k, v in os.environ.items() if k != "RANK"}
-    return subprocess.Popen(
+INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asking", "last", "said"),
+    [
+        ([], [USR1, USR1, INT], INT, "ended by SIGINT; the same command resumes from the last checkpoint"),
+        (
+            ["alone"],
+            [],
+            TERM,
+            "a process of the run is gone; ended by SIGTERM; the same command resumes from the last ",
+        ),
+    ],
+    ids=["asks at one and ends at two", "ends at one, as a peer is gone"],
+)
+def test_a_process_that_waits_in_c_gets_signals(arguments, asking, last, said):
+    process = subprocess.Popen(
         [sys.executable, "-c", STUCK, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        env={k: v for k, v in os.environ.items() if k != "RANK"},
+        preexec_fn=lambda: signal.signal(INT, signal.SIG_DFL),
     )
-
-
-def test_a_process_in_c_stops_at_one_signal_and_ends_at_two():
-    """A process that waits in C asks at the first signal and ends at the second."""
-    process = stuck()
     try:
         assert process.stdout.readline() == "ready\n"
-        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGINT):
+        for number in asking:
             process.send_signal(number)
             assert process.stdout.readline() == f"{number.name}\n"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(last)
         _, err = process.communicate(timeout=10)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert err.strip() == "adl-dist: ended by SIGINT; the same command resumes from the last checkpoint"
+    assert process.returncode == 128 + last
+    assert err.strip().startswith(f"adl-dist: {said}")
 
 
-def test_a_process_whose_peer_is_gone_ends_at_the_first_signal():
-    process = stuck("alone")
-    try:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=10)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "a process of the run is gone; ended by SIGTERM" in err
+def wait_for(asked):
+    deadline = time.monotonic() + 5
+    while not asked and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def test_handlers_and_the_wakeup_pipe_are_restored():
@@ -75,9 +79,7 @@ def test_handlers_and_the_wakeup_pipe_are_restored():
     threads, asked = threading.active_count(), []
     with signal_handler(lambda name: not asked.append(name)):
         os.kill(os.getpid(), signal.SIGTERM)
-        deadline = time.monotonic() + 5
-        while not asked and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(asked)
     assert asked == ["SIGTERM"]
     assert [signal.getsignal(number) for number in signals.STOPPING] == before
     assert signal.set_wakeup_fd(-1) == -1
@@ -96,9 +98,7 @@ def test_no_room_for_temporary_files_keeps_no_stop_from_rank_0(tmp_path, monkeyp
     with signal_handler(lambda name: not asked.append(name)):
         monkeypatch.setattr(Path, "write_text", full)
         stopping.handle(signal.SIGTERM, None)
-        deadline = time.monotonic() + 5
-        while not asked and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(asked)
     with signal_handler(lambda name: True):  # which cannot say so to the launcher
         pass
     assert asked == ["SIGUSR1"]
@@ -119,30 +119,29 @@ def test_outside_of_the_main_thread_nothing_is_done():
 
     def look():
         with signal_handler(lambda name: True):
-            found.append(signal.getsignal(signal.SIGUSR1))
+            found.append(signal.getsignal(USR1))
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert found == [signal.getsignal(signal.SIGUSR1)]
+    assert found == [signal.getsignal(USR1)]
 
 
 @pytest.mark.parametrize(
     ("sent", "ends"),
     [
-        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 0.2)], False),  # the echo of a launcher
-        ([(signal.SIGTERM, 0.0), (signal.SIGTERM, 2.0)], True),
-        ([(signal.SIGTERM, 0.0), (signal.SIGINT, 0.2)], True),
-        ([(signal.SIGINT, 0.0), (signal.SIGINT, 0.2)], True),
-        ([(signal.SIGUSR1, 0.0), (signal.SIGINT, 2.0)], False),
-        ([(signal.SIGINT, 0.0), (signal.SIGUSR1, 2.0)], False),
+        ([(TERM, 0.0), (TERM, 0.2)], False),  # the echo of a launcher
+        ([(TERM, 0.0), (TERM, 2.0)], True),
+        ([(TERM, 0.0), (INT, 0.2)], True),
+        ([(INT, 0.0), (INT, 0.2)], True),
+        ([(USR1, 0.0), (INT, 2.0)], False),
+        ([(INT, 0.0), (USR1, 2.0)], False),
     ],
     ids=str,
 )
 def test_the_second_sigterm_or_sigint_ends_but_no_echo_does(sent, ends, monkeypatch):
-    patience = SignalEscalation()
-    answers = []
+    escalation, answers = SignalEscalation(), []
     for number, when in sent:
         monkeypatch.setattr(signals.time, "monotonic", lambda when=when: when)
-        answers.append(patience.ends_with(number))
+        answers.append(escalation.ends_with(number))
     assert answers == [False, ends]

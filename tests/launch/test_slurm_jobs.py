@@ -92,18 +92,6 @@ def test_a_signal_saves_and_slurm_continues_to_the_same_bits(to, cluster, folder
     assert_same_end(folder / "run", alone((*HELD, "runtime.checkpoint_every_updates=4"), 2, folder))
 
 
-def test_a_job_that_was_stopped_often_enough_is_not_queued_again(cluster, folder):
-    (folder / HOLD).touch()
-    job = cluster.submit([*HELD, "run_dir=run"], folder=folder, options=["--nodes=2"], variables={"MAX_REQUEUES": "0"})
-    job.wait_for("an update", lambda: records(folder / "run") != [])
-    job.signal()
-    time.sleep(1)
-    (folder / HOLD).unlink()
-    with pytest.raises(AssertionError, match="MAX_REQUEUES=0"):
-        job.finish()
-    assert job.starts == 1
-
-
 def test_a_job_array_trains_a_run_for_each_seed(cluster, folder):
     # On one node each, two processes: K = 2.
     job = cluster.submit(

@@ -55,13 +55,6 @@ def test_a_job_is_queued_again_only_if_a_signal_stopped_it(does, code, tmp_path)
     assert ("stopped by USR1; queued again (1 of at most 20)" in said) == (code == 75)
 
 
-def test_a_job_that_was_queued_often_enough_is_not_queued_again(tmp_path):
-    ended, said, _ = run_script(tmp_path, f"kill -USR1 $PPID; {STOPS}", MAX_REQUEUES="2", SLURM_RESTART_COUNT="2")
-    assert ended == 75
-    shows(said, ["job 17, start 3:", "not queued again, after 2 times (MAX_REQUEUES=2)"])
-    assert "requeued" not in said
-
-
 @pytest.mark.parametrize("state", ["down", "idle*", "idle"])
 def test_a_job_that_fails_is_queued_again_if_a_node_is_lost(state, tmp_path):
     ended, said, _ = run_script(tmp_path, "exit 3", NODE_STATE=state)
@@ -83,16 +76,31 @@ def test_a_task_of_an_array_takes_its_number_as_the_seed(tmp_path):
     assert said.splitlines()[-2:] == ["seed=1", "seed=3"]
 
 
-def test_an_interface_without_an_address_is_refused(tmp_path):
-    ended, said, _ = run_script(tmp_path, "exit 0", NODES="node1 node2", INTERFACE="ib7")
-    assert ended == 2
-    shows(said, ["node1 has no IPv4 address on interface 'ib7'; give INTERFACE, one of: lo"])
-
-
-def test_outside_of_a_job_the_script_says_how_to_submit_it(tmp_path):
-    ended, said, _ = run_script(tmp_path, "exit 0", SLURM_JOB_NODELIST="")
-    assert ended != 0
-    shows(said, ["submit this script with sbatch"])
+@pytest.mark.parametrize(
+    ("torchrun", "variables", "code", "parts"),
+    [
+        (
+            f"kill -USR1 $PPID; {STOPS}",
+            {"MAX_REQUEUES": "2", "SLURM_RESTART_COUNT": "2"},
+            75,
+            ["job 17, start 3:", "not queued again, after 2 times (MAX_REQUEUES=2)"],
+        ),
+        (
+            "exit 0",
+            {"NODES": "node1 node2", "INTERFACE": "ib7"},
+            2,
+            ["node1 has no IPv4 address on interface 'ib7'; give INTERFACE, one of: lo"],
+        ),
+        ("exit 0", {"SLURM_JOB_NODELIST": ""}, 1, ["submit this script with sbatch"]),
+    ],
+    ids=["queued often enough", "no such interface", "outside of a job"],
+)
+def test_a_job_that_is_not_to_be_repeated_says_why(torchrun, variables, code, parts, tmp_path):
+    ended, said, _ = run_script(tmp_path, torchrun, **variables)
+    assert ended == code
+    shows(said, parts)
+    assert "requeued" not in said
+    assert ended != 1 or said.count("\n") == 1, "nothing else was tried"
 
 
 def test_the_script_is_short_and_its_variables_are_documented():

@@ -13,6 +13,7 @@ from adl_dist.schedule import Op, Segment
 from tests.support import traces
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import values
+from tests.support.weights import assert_same
 
 K, M, MICRO_BATCH, NUM_SAMPLES, NUM_VALIDATION = 3, 2, 2, 11, 5
 
@@ -40,30 +41,23 @@ def run(trainer, run_dir, *, epochs=2, data=None, **options):
 
 
 def segment(epoch, *, num_samples=NUM_SAMPLES, steps=M):
-    return Segment(
-        epoch=epoch,
-        first_update=epoch * 3,
-        num_samples=num_samples,
-        micro_batch_size=MICRO_BATCH,
-        accumulation_steps=steps,
-    )
+    sizes = {"num_samples": num_samples, "micro_batch_size": MICRO_BATCH, "accumulation_steps": steps}
+    return Segment(epoch=epoch, first_update=epoch * 3, **sizes)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("adl", {}),
-        ("adl", {"weights": "recompute"}),
-        ("gpipe", {}),
-        ("ddg", {}),
-        ("dgl", {"head": "linear"}),
-        ("2bw", {}),
-    ],
-    ids=["adl", "adl recompute", "gpipe", "ddg", "dgl", "2bw"],
-)
+METHODS = {
+    "adl": {},
+    "adl recompute": {"weights": "recompute"},
+    "gpipe": {},
+    "ddg": {},
+    "dgl": {"head": "linear"},
+    "2bw": {},
+}
+
+
+@pytest.mark.parametrize(("name", "options"), [(n.partition(" ")[0], o) for n, o in METHODS.items()], ids=METHODS)
 def test_every_action_is_one_event_of_its_stage_and_none_overlap(name, options, tmp_path):
-    trainer = trainer_of(name, **options)
-    summary = run(trainer, tmp_path, trace=True)
+    summary = run(trainer_of(name, **options), tmp_path, trace=True)
     events = traces.read_trace(tmp_path)
     method = adl_dist.method(name, accumulation_steps=M, **options)
     validation = segment(0, num_samples=NUM_VALIDATION, steps=1)
@@ -74,9 +68,15 @@ def test_every_action_is_one_event_of_its_stage_and_none_overlap(name, options, 
     assert not (tmp_path / "trace").exists()
 
 
-def test_events_tell_the_version_of_the_weights(tmp_path):
-    run(trainer_of(), tmp_path, trace=True)
-    for k, of_stage in traces.read_trace(tmp_path).items():
+def test_events_tell_the_version_and_tracing_changes_no_bit(tmp_path):
+    """Events tell the version of the weights; without a trace the weights are the same, and nothing is written."""
+    trainer, untraced = trainer_of(), trainer_of()
+    run(trainer, tmp_path / "traced", trace=True)
+    summary = run(untraced, tmp_path / "untraced")
+    assert not list((tmp_path / "untraced").glob("trace*"))
+    assert all("shares" not in stage for stage in summary["stages"])
+    assert_same(trainer.full_state_dict(), untraced.full_state_dict())
+    for k, of_stage in traces.read_trace(tmp_path / "traced").items():
         training = [e["args"] for e in of_stage if "epoch" in e["args"]]
         forwards = {(a["epoch"], a["micro_batch"]): a for a in training if a["action"].startswith("F")}
         backwards = {(a["epoch"], a["micro_batch"]): a for a in training if a["action"].startswith("B")}
@@ -88,22 +88,6 @@ def test_events_tell_the_version_of_the_weights(tmp_path):
             backward = backwards[epoch, b]
             assert backward["forward_version"] == forward["version"]
             assert backward["version"] == epoch * 3 + b // M
-
-
-def test_a_run_that_is_not_traced_writes_and_tells_nothing_of_it(tmp_path):
-    summary = run(trainer_of(), tmp_path)
-    assert not list(tmp_path.glob("trace*"))
-    assert all("shares" not in stage for stage in summary["stages"])
-
-
-def test_tracing_changes_no_bit_of_the_weights(tmp_path):
-    states = []
-    for traced in (False, True):
-        trainer = trainer_of()
-        run(trainer, tmp_path / str(traced), trace=traced)
-        states.append(trainer.full_state_dict())
-    for name, tensor in states[0].items():
-        assert torch.equal(tensor, states[1][name]), name
 
 
 def test_only_the_first_events_are_kept_but_all_count(tmp_path, monkeypatch):

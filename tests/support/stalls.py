@@ -43,25 +43,15 @@ class At(nn.Module):
         return x
 
 
-class _Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
-        ctx.act = act
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.act()
-        return grads[0], None
-
-
 class AtBackward(At):
     """Passes its input on; calls ``act`` in the backward of the n-th forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Pass ``x`` on."""
         self._left -= self.training
-        return _Slow.apply(x, self._act) if self._left == 0 and torch.is_grad_enabled() else x
+        if self._left == 0 and x.requires_grad:
+            x.register_hook(lambda grad: self._act())
+        return x
 
 
 def trainer_of(
@@ -127,18 +117,9 @@ def all_stalls(run_dir: Path) -> None:
                 asleep("load of stage 0")()
             return super().__getitem__(index)
 
-    write_part, write_summary = PartWriter.write, RunFolder.write_summary
-
-    def slow_save(self: PartWriter, *args: Any, **more: Any) -> None:
-        if os.environ["RANK"] == "2":
-            asleep("save of stage 2")()
-        write_part(self, *args, **more)
-
-    def slow_summary(self: RunFolder, summary: Any) -> None:
-        asleep("summary of the coordinator")()
-        write_summary(self, summary)
-
-    PartWriter.write, RunFolder.write_summary = slow_save, slow_summary  # type: ignore[method-assign]
+    if os.environ["RANK"] == "2":
+        _before(PartWriter, "write", asleep("save of stage 2"))
+    _before(RunFolder, "write_summary", asleep("summary of the coordinator"))
     run_dir.mkdir(exist_ok=True)
     stage_1 = At(3, asleep("forward of stage 1"))
     stage_2 = AtBackward(15, asleep("backward of stage 2"))
@@ -147,7 +128,7 @@ def all_stalls(run_dir: Path) -> None:
 
 
 def asleep_then_slow() -> list[tuple[int, nn.Module]]:
-    """For a stage 1 that sleeps; a pause of stage 0 after it lets the doctor see that something moves again."""
+    """For a stage 1 that sleeps; a pause of stage 0 after it lets the watchdog see that something moves again."""
     return [(5, At(5, lambda: time.sleep(ASLEEP_SECONDS))), (2, At(9, lambda: time.sleep(STALL_SECONDS / 2)))]
 
 
@@ -175,20 +156,30 @@ def killed_in_save(run_dir: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     # The first forward is where shapes are agreed on; a checkpoint follows update 4.
-    # With limits as usual the doctor looks but once in a second.
+    # With limits as usual the watchdog looks but once in a second.
     fit(trainer_of([(5, At(12, act))], num_stages=3, stall_seconds=60), run_dir, every_updates=4)
+
+
+def _before(owner: type, method: str, act: Callable[[], None]) -> None:
+    """Have ``act`` called before each call of a method."""
+    original = getattr(owner, method)
+
+    def changed(*args: Any, **more: Any) -> Any:
+        act()
+        return original(*args, **more)
+
+    setattr(owner, method, changed)
 
 
 def _slow_write(rank: str, seconds: float) -> None:
     write = HashedFile.write
 
-    def slowly(file: HashedFile, data: Any) -> int:
+    def slowly() -> None:
         HashedFile.write = write  # type: ignore[method-assign]
         time.sleep(seconds)
-        return write(file, data)
 
     if os.environ["RANK"] == rank:
-        HashedFile.write = slowly  # type: ignore[method-assign, assignment]
+        _before(HashedFile, "write", slowly)
 
 
 def signalled(run_dir: Path, number: int) -> None:

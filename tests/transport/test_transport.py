@@ -14,6 +14,11 @@ from tests.support.toys import FixedImages, batch_norm_net, tuple_net
 from tests.support.values import QUIET
 
 IMAGE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
+in_both_formats = pytest.mark.parametrize("channels_last", [False, True])
+
+
+def image(channels_last):
+    return IMAGE.to(memory_format=torch.channels_last) if channels_last else IMAGE
 
 
 def train_tuples(K):
@@ -45,26 +50,19 @@ def test_several_tensors_per_edge_follow_the_equations(K):
         assert all(torch.equal(state[name], in_one[name]) for name in in_one)
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@in_both_formats
 def test_a_spec_describes_a_tensor_and_makes_others_of_its_kind(channels_last):
-    tensor = IMAGE.to(memory_format=torch.channels_last) if channels_last else IMAGE
+    """A tensor in the agreed format is sent without a copy and any other is converted."""
+    tensor, other = image(channels_last), image(not channels_last)
     spec = TensorSpec.of(tensor)
     assert spec == TensorSpec((3, 4, 5), "float32", channels_last)
     assert TensorSpec.from_json(spec.to_json()) == spec
     made = spec.empty(2, torch.device("cpu"))
     assert (made.shape, made.dtype, made.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
     assert spec.as_wire(made).is_contiguous()
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_a_tensor_in_the_agreed_format_is_sent_without_a_copy(channels_last):
-    """A tensor in the agreed format is sent without a copy and any other is converted."""
-    spec = TensorSpec((3, 4, 5), "float32", channels_last)
-    there = IMAGE.to(memory_format=torch.channels_last) if channels_last else IMAGE
-    assert spec.fit(there, 2, str).data_ptr() == there.data_ptr()
-    other = IMAGE if channels_last else IMAGE.to(memory_format=torch.channels_last)
+    assert spec.fit(tensor, 2, str).data_ptr() == tensor.data_ptr()
     converted = spec.fit(other, 2, str)
-    assert converted.stride() == there.stride()
+    assert converted.stride() == tensor.stride()
     assert torch.equal(converted, IMAGE)
 
 
@@ -99,10 +97,10 @@ def test_a_micro_batch_out_of_order_is_refused():
         channel.recv(0)
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
+@in_both_formats
 def test_what_travels_in_bfloat16_takes_half_the_bytes(channels_last):
     """What travels in bfloat16 takes half the bytes and arrives rounded in the agreed format."""
-    tensor = IMAGE.to(memory_format=torch.channels_last) if channels_last else IMAGE
+    tensor = image(channels_last)
     spec = TensorSpec.of(tensor + 2**-10).travelling(torch.bfloat16)
     assert TensorSpec.from_json(spec.to_json()) == spec
     sent = spec.narrow(tensor + 2**-10)

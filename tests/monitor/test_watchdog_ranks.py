@@ -24,6 +24,8 @@ from tests.support.stalls import (
 
 pytestmark = pytest.mark.ranks
 
+STAGE_1 = r"stage 1 \(\S+, pid \d+\)"
+
 # Name of each planted stall: how its cause is told.
 CAUSES = {
     "forward of stage 1": r"stage 1 \(\S+, pid \d+\): still at work: forward \d+ .* in sleep",
@@ -83,53 +85,53 @@ def test_each_of_six_planted_stalls_is_named_in_time(tmp_path):
     assert not (run_dir / SOCKET).exists()
 
 
-def test_a_sleeping_backward_of_gpipe_is_the_cause(tmp_path):
-    """A backward that sleeps is the cause also where gradients come in descending order."""
-    run_ranks(2, gpipe_asleep, tmp_path / "run")
+@pytest.mark.parametrize(
+    ("num_ranks", "stalled", "expected"),
+    [
+        # Gradients come in descending order, which is no fault of the link.
+        (2, gpipe_asleep, rf"{STAGE_1}: still at work: backward 2 .*"),
+        (
+            3,
+            save_asleep,
+            rf"{STAGE_1}: takes long to write its part of a checkpoint, alongside training, at .* in slowly",
+        ),
+    ],
+    ids=["backward of GPipe", "save next to training"],
+)
+def test_a_stall_is_reported_by_its_rank(num_ranks, stalled, expected, tmp_path):
+    run_ranks(num_ranks, stalled, tmp_path / "run")
     causes = [cause for _, cause in causes_told(tmp_path / "run")]
-    expected = r"stage 1 \(\S+, pid \d+\): still at work: backward 2 .*"
     assert any(re.fullmatch(expected, cause) for cause in causes), causes
     assert not any(cause.startswith("the link") for cause in causes)
 
 
-def test_a_background_save_that_hangs_is_reported_by_its_rank(tmp_path):
-    run_ranks(3, save_asleep, tmp_path / "run")
-    told = [cause for _, cause in causes_told(tmp_path / "run")]
-    doing = "takes long to write its part of a checkpoint, alongside training"
-    expected = rf"stage 1 \(\S+, pid \d+\): {doing}, at .* in slowly"
-    assert any(re.fullmatch(expected, cause) for cause in told), told
-
-
 def test_survivors_of_a_kill_in_a_save_name_the_killed(tmp_path):
     """The survivors of a process killed during a save name it and none of them another."""
-    run_dir = tmp_path / "run"
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(3, killed_in_save, run_dir, timeout_seconds=60)
+        run_ranks(3, killed_in_save, tmp_path / "run", timeout_seconds=60)
     said = [line for line in str(failed.value).splitlines() if re.match(r"adl_dist\.\S+(Failed|Error): ", line)]
     assert len(said) == 2, failed.value
     assert all("stage 2 (" in line and "the process is gone" in line for line in said), said
 
 
 def test_a_stopped_peer_is_named_and_the_job_ends_with_it(tmp_path):
-    run_dir = tmp_path / "run"
-    with pytest.raises(RanksFailed) as failed:
-        run_ranks(2, signalled, run_dir, signal.SIGSTOP, timeout_seconds=60)
-    assert "still ran" not in str(failed.value)
-    assert "rank 0: exit code 1\nrank 1: exit code -9" in str(failed.value)
-    at, cause = causes_told(run_dir)[-1]
+    log = log_of_a_signalled_peer(tmp_path, signal.SIGSTOP, "rank 0: exit code 1\nrank 1: exit code -9")
+    at, cause = causes_told(tmp_path)[-1]
     assert re.match(r"stage 1 \(\S+, pid \d+\): the process is stopped \(SIGSTOP\); kill -CONT \d+", cause)
-    assert at - planted(run_dir)["signal"] < STALL_SECONDS + 2
-    log = (run_dir / "logs" / "rank0.log").read_text()
-    assert re.search(r"ERROR adl-dist: error: no progress in .* stage 1 \(\S+, pid \d+\): the process is stopped", log)
-    assert not (run_dir / SOCKET).exists()
+    assert at - planted(tmp_path)["signal"] < STALL_SECONDS + 2
+    ended = r"ERROR adl-dist: error: no progress in .* stage 1 \(\S+, pid \d+\): the process is stopped"
+    assert re.search(ended, log.read_text())
 
 
 def test_a_dead_peer_is_named_within_two_seconds(tmp_path):
-    run_dir = tmp_path / "run"
-    with pytest.raises(RanksFailed, match=r"stage 1 \(\S+, pid \d+\): the process is gone") as failed:
-        run_ranks(2, signalled, run_dir, signal.SIGKILL, timeout_seconds=60)
-    assert "still ran" not in str(failed.value)
-    log = run_dir / "logs" / "rank0.log"
+    log = log_of_a_signalled_peer(tmp_path, signal.SIGKILL, r"stage 1 \(\S+, pid \d+\): the process is gone")
     assert re.search(r"rank 1 failed:\nstage 1 \(\S+, pid \d+\): the process is gone", log.read_text())
-    assert os.stat(log).st_mtime - planted(run_dir)["signal"] < 2
+    assert os.stat(log).st_mtime - planted(tmp_path)["signal"] < 2
+
+
+def log_of_a_signalled_peer(run_dir, number, how):
+    with pytest.raises(RanksFailed, match=how) as failed:
+        run_ranks(2, signalled, run_dir, number, timeout_seconds=60)
+    assert "still ran" not in str(failed.value)
     assert not (run_dir / SOCKET).exists()
+    return run_dir / "logs" / "rank0.log"

@@ -1,0 +1,288 @@
+"""The watchdog with all stages in one process, where something fails it too, and heartbeat monitors of the others."""
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from adl_dist.checkpoint.layout import HashedFile
+from adl_dist.distributed.procfs import machine, start_time
+from adl_dist.errors import ConfigError
+from adl_dist.monitor import heartbeat
+from adl_dist.monitor.activity import ActivityLog
+from adl_dist.monitor.heartbeat import Heartbeat, HeartbeatMonitor
+from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus
+from adl_dist.monitor.timeouts import WatchdogTimeouts
+from adl_dist.monitor.watchdog import Watchdog
+from adl_dist.report import Progress, tell, warn
+from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, STALL_SECONDS, asleep_then_slow, fit, trainer_of
+from tests.support.toys import FixedImages
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+
+RUN = (
+    "import logging, pathlib, sys, time; from tests.support.stalls import *\n"
+    "{before}\n"
+    "stage_1 = At(5, lambda: {act})\n"
+    "stage_0 = At(9, lambda: time.sleep(STALL_SECONDS / 2))  # lets the watchdog see that something moves again\n"
+    "fit(trainer_of([(5, stage_1), (2, stage_0)], num_stages=2, abort_seconds=1.6), pathlib.Path(sys.argv[1]))\n"
+    "print('trained to its end')"
+)
+HANGS = """
+class Hangs(logging.Handler):
+    def emit(self, record):
+        if 'no progress' in record.getMessage(): time.sleep(1000)
+logging.getLogger('adl_dist').addHandler(Hangs())
+from adl_dist.control.run_socket import LiveControl
+LiveControl.close = lambda self: time.sleep(1000)
+"""
+
+
+class StuckInWorker(FixedImages):
+    """Its twentieth sample takes long; served by a worker process."""
+
+    def __getitem__(self, index):
+        if index == 19:
+            time.sleep(ASLEEP_SECONDS)
+        return super().__getitem__(index)
+
+
+class Raises:
+    """A stream whose reader has gone."""
+
+    def write(self, text):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    flush = isatty = lambda self: False
+
+
+def wait_until(there, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not there() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "standard error is gone"])
+def test_a_stage_that_sleeps_is_reported_and_that_it_continues(is_heard, tmp_path, capfd, monkeypatch):
+    if not is_heard:
+        monkeypatch.setattr(sys, "stderr", Raises())
+    fit(trainer_of(asleep_then_slow(), num_stages=2), tmp_path)
+    log = (tmp_path / "logs" / "rank0.log").read_text()
+    for said in [log, capfd.readouterr().err] if is_heard else [log]:
+        assert "likely cause: stage 1 (" in said
+        assert re.search(r"still at work: forward \d since 1 s, at support/stalls.py:\d+ in <lambda>", said)
+        assert "wait for its turn" in said
+        assert "adl-dist: continuing after" in said
+        assert "could not look" not in said
+
+
+@needs_proc
+def test_a_stuck_worker_process_is_reported_with_its_id(tmp_path, capfd):
+    """A worker process that loads data and is stuck is reported with its process id."""
+    fit(trainer_of([], num_stages=2), tmp_path, StuckInWorker(NUM_SAMPLES), num_workers=1)
+    causes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("likely cause: ")]
+    stuck = r"the data loader is stuck: it loads micro-batch .* 1 worker processes \(pid \d"
+    assert any(re.search(stuck, cause) for cause in causes), causes
+
+
+def test_a_standstill_ends_with_exit_code_1_and_the_cause_last(tmp_path):
+    """A log and a socket that hang keep the watchdog neither from speaking nor from ending the job."""
+    command = [sys.executable, "-c", RUN.format(before=HANGS, act="time.sleep(60)"), tmp_path]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert ran.returncode == 1
+    assert "likely cause: stage 1 (" in ran.stderr
+    last = ran.stderr.splitlines()[-1]
+    assert last.startswith("adl-dist: error: no progress in ")
+    assert "(runtime.abort_seconds=1.6): stage 1 (" in last
+
+
+def test_a_process_in_which_a_debugger_stands_is_not_ended(tmp_path):
+    command, pipe = [sys.executable, "-c", RUN.format(before="", act="breakpoint()"), tmp_path], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as run:
+        said = ""
+        while not said.endswith("(Pdb) "):
+            said += run.stdout.read(1) or pytest.fail(f"it ended: {said}")
+        time.sleep(3.5)
+        out, err = run.communicate("continue\n", timeout=50)
+    assert "in a debugger, so the job is not ended" in err
+    assert "continuing after" in err
+    assert out.endswith("trained to its end\n")
+
+
+@pytest.mark.parametrize("stream", [Raises(), None, "closed"])
+def test_a_stream_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, stream):
+    if stream == "closed":
+        stream = (tmp_path / "stream").open("w")
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stdout", stream)
+    tell(stream, "said")
+    warn("said")
+    progress = Progress(num_stages=1)
+    progress.begin(0, 1, 1)
+    progress.note("said")
+    progress.end(0.5, None)
+
+
+class Alone:
+    """The other processes of a job that has none."""
+
+    def statuses(self, limits, asker, *, closely):
+        assert not limits
+        return {}
+
+
+def test_an_error_of_the_watchdog_is_logged_once_and_no_more(caplog):
+    looks = []
+
+    def coordination(*, closely=False):
+        looks.append(time.monotonic())
+        if len(looks) < 4:
+            raise RuntimeError("planted")
+        return CoordinatorStatus()
+
+    nothing = dict.fromkeys(("on_gone", "on_end"), lambda *_: None)
+    timeouts = WatchdogTimeouts(stall_seconds=0.1, abort_seconds=None)
+    watchdog = Watchdog(1, Alone(), ActivityLog(1), coordination, timeouts, **nothing)
+    watchdog.start()
+    wait_until(lambda: len(looks) >= 6)
+    watchdog.stop()
+    watchdog.join()
+    assert len(looks) >= 6
+    assert [r.levelno for r in caplog.records if "could not look" in r.getMessage()] == [logging.ERROR]
+
+
+@contextlib.contextmanager
+def another_process():
+    """A process, and its status as rank 0."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        try:
+            began = start_time(process.pid)
+            yield process, ProcessStatus(host="node", pid=process.pid, machine=machine(), start_time=began)
+        finally:
+            process.kill()
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGSTOP, "has not asked for . s; stage 0 {where}: the process is stopped (SIGSTOP); kill -CONT {pid} "),
+        (signal.SIGKILL, "has not asked for . s; stage 0 {where}: the process is gone: killed, or it crashed"),
+        (None, "has not asked once in . s; it has ended or hangs between its meeting"),
+    ],
+)
+def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeypatch):
+    """A heartbeat monitor reports that rank 0 asks no more and why and then ends both processes."""
+    lines, ends, answers = [], [], Heartbeat()
+    monkeypatch.setattr(heartbeat, "print_bounded", lambda text, level=0: lines.append(text))
+    monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
+    monitor = HeartbeatMonitor(answers, 1, WatchdogTimeouts(stall_seconds=0.4, abort_seconds=0.8))
+    with another_process() as (rank_0, asker):
+        monitor.start()
+        for _ in range(10 if number else 0):
+            answers.answer(asker, closely=False)
+            time.sleep(0.1)
+        assert lines == []
+        began = time.monotonic()
+        if number:
+            os.kill(rank_0.pid, number)
+        wait_until(lambda: ends)
+        monitor.stop()
+        monitor.join()
+        assert not number or rank_0.wait(timeout=5) == -signal.SIGKILL
+    why = re.escape(f"rank 0, which looks after the job, {said.format(where=asker.where, pid=asker.pid)}")
+    assert re.match(f"adl-dist: {why}".replace(r"\.\ s", r"\d s"), lines[0]), lines
+    assert re.match(f"adl-dist: error: rank 1 ends itself: {why}".replace(r"\.\ s", r"\d s"), lines[1]), lines
+    assert 0.8 <= ends[0] - began < 0.8 + 2
+
+
+@needs_proc
+def test_a_rank_0_that_is_gone_is_known_to_those_it_asked():
+    answers = Heartbeat()
+    with another_process() as (rank_0, asker):
+        answers.answer(asker, closely=False)
+        answers.activate(ActivityLog(1))  # rank 0 may begin to ask before this process is there to be asked
+        assert answers.rank0_status() is None
+        rank_0.kill()
+    assert answers.rank0_status() == f"stage 0 (node, pid {rank_0.pid}): the process is gone: killed, or it crashed"
+
+
+@pytest.mark.parametrize(
+    ("stall", "abort", "said"),
+    [
+        (0.0, None, "runtime.stall_seconds must be above 0, got 0.0"),
+        (float("nan"), None, "runtime.stall_seconds must be above 0, got nan"),
+        (5.0, 5.0, "runtime.abort_seconds must be above runtime.stall_seconds=5.0, or null for never, got 5.0"),
+        (5.0, "never", "abort_seconds must be a number, None (never) or 'auto', got 'never'"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(stall, abort, said):
+    with pytest.raises(ConfigError) as refused:
+        WatchdogTimeouts(stall_seconds=stall, abort_seconds=abort)
+    assert str(refused.value) == said
+
+
+@pytest.mark.parametrize(
+    ("abort", "distributed", "settled"),
+    [("auto", False, None), ("auto", True, 600), (None, True, None), (90.0, False, 90)],
+)
+def test_a_shared_process_is_ended_only_if_asked_for(abort, distributed, settled):
+    assert WatchdogTimeouts(abort_seconds=abort).settled(distributed=distributed).abort_after == settled
+
+
+def test_a_background_save_that_is_slow_is_no_standstill(tmp_path, monkeypatch, capfd):
+    write, left = HashedFile.write, [STALL_SECONDS / 4] * 12
+
+    def slowly(file, data):
+        if left:
+            time.sleep(left.pop())
+        return write(file, data)
+
+    monkeypatch.setattr(HashedFile, "write", slowly)
+    fit(trainer_of([], num_stages=1), tmp_path)
+    assert not left
+    assert "no progress" not in capfd.readouterr().err
+
+
+def test_large_data_are_counted_and_synced_piece_by_piece(tmp_path, monkeypatch):
+    monkeypatch.setattr("adl_dist.checkpoint.layout.PIECE_BYTES", 4)
+    counted, data = [], bytes(range(10))
+    monkeypatch.setattr("adl_dist.checkpoint.layout.progress.count", lambda: counted.append(1))
+    with HashedFile(tmp_path / "file") as file:
+        assert file.write(data) == 10
+        assert file.write(b"") == 0
+        assert (tmp_path / "file").read_bytes() == data[:8]
+        assert len(counted) == 3 + 2
+    assert (tmp_path / "file").read_bytes() == data
+    assert file.digest["bytes"] == 10
+
+
+COMMAND = """
+import atexit, importlib, threading, time
+command = importlib.import_module("adl_dist.cli.main")
+
+class Module:
+    def __del__(self):
+        print("taken apart")
+
+def run(words):
+    atexit.register(print, "registered by somebody")
+    threading.Thread(target=lambda: (time.sleep(0.2), print("of a thread"))).start()
+    return 3
+
+kept, command._run = Module(), run
+command.main()
+"""
+
+
+def test_a_command_ends_with_its_code_after_exit_handlers():
+    """A command ends with its code after threads and exit handlers and takes nothing apart."""
+    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "of a thread\nregistered by somebody\n", "")
