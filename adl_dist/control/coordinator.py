@@ -12,25 +12,14 @@ from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport, Saver
 from adl_dist.checkpoint.compatibility import check_identity, identity_of, partition_change_note
 from adl_dist.checkpoint.run_dir import RunFolder
+from adl_dist.control import messages
 from adl_dist.control.group import WorkerGroup
-from adl_dist.control.messages import (
-    Done,
-    Evaluate,
-    EvaluateResult,
-    Load,
-    Record,
-    Save,
-    Summary,
-    Trace,
-    TraceResult,
-    Train,
-    TrainResult,
-)
+from adl_dist.control.messages import Done, EvaluateResult, Record, Summary, TrainResult
 from adl_dist.control.requests import Ask, Request, Requests
-from adl_dist.control.totals import RunTotals
 from adl_dist.errors import DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
+from adl_dist.schedule import Segment
 from adl_dist.schedule.run_plan import Plan
 
 logger = logging.getLogger("adl_dist")
@@ -43,29 +32,17 @@ LEAVES_TRACE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How a run is saved and resumed.
-
-    Attributes:
-        folder: the run folder.
-        config: what the folder is recognised by when it is used again.
-        resume: the checkpoint to resume from: ``auto``, ``never`` or a path.
-        every_epochs: epochs between two checkpoints; 0: only at the end.
-        saver: makes the checkpoints.
-        signature: the model's tensors.
-        optimizer: the name of its class.
-        cut: the partition, as made.
-        trace: whether the stages record what they do, to be written at the end.
-    """
+    """How a run is saved and resumed."""
 
     folder: RunFolder
-    config: Mapping[str, Any]
-    resume: str
-    every_epochs: int
+    config: Mapping[str, Any]  # what the folder is recognised by when it is used again
+    resume: str  # the checkpoint to resume from: "auto", "never" or a path
+    every_epochs: int  # epochs between two checkpoints; 0: only at the end
     saver: Saver
-    signature: state.Signature
-    optimizer: str
-    cut: Mapping[str, Any]
-    trace: bool = False
+    signature: state.Signature  # the model's tensors
+    optimizer: str  # the name of its class
+    cut: Mapping[str, Any]  # the partition, as made
+    trace: bool = False  # whether the stages record what they do, to be written at the end
 
 
 class Coordinator:
@@ -181,16 +158,15 @@ class Coordinator:
         return {"why": why[0], **where, "drain_changed_result": drain_changed_result}
 
     def _answer(self, asked: Sequence[Request], path: Path | None, *, drain_changed_result: bool) -> None:
-        if path is not None:
-            more = f"; {LEAVES_TRACE.format(update=self._update)}" if drain_changed_result else ""
-            self._requests.answer(asked, f"{path}{more}")
-            return
-        nothing = "nothing is saved: the run has no run_dir"
-        if self._saving is not None:
-            nothing = self._saving.saver.failure or "nothing is saved"
-        for request in asked:  # a run without a folder has stopped all the same
-            failed = self._saving is not None or request.what is Ask.CHECKPOINT
-            self._requests.answer([request], nothing, failed=failed)
+        more = f"; {LEAVES_TRACE.format(update=self._update)}" if drain_changed_result else ""
+        for request in asked:
+            if path is not None:
+                self._requests.answer([request], f"{path}{more}")
+            elif self._saving is not None:
+                self._requests.answer([request], self._saving.saver.failure or "nothing is saved", failed=True)
+            else:  # such a run has stopped all the same
+                nothing = "nothing is saved: the run has no run_dir"
+                self._requests.answer([request], nothing, failed=request.what is Ask.CHECKPOINT)
 
     def _resume(self) -> None:
         path = None
@@ -209,7 +185,7 @@ class Coordinator:
     def _load_newest(self, candidates: Sequence[Path], saving: Saving) -> Path:
         path, manifest, rejected = state.newest_good(candidates, saving.signature)
         note = check_identity(path, manifest["of"], identity_of(self._plan, saving.optimizer))
-        self._workers.call(Load(str(path), manifest["update"]), Done)
+        self._workers.call(messages.Load(str(path), manifest["update"]), Done)
         self._note(note)
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
@@ -225,7 +201,7 @@ class Coordinator:
         goes_on = self._sample > 0 and self._totals.num_samples > 0  # this process has begun the epoch
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
         start = time.perf_counter()
-        results = self._workers.call(Train(segment), TrainResult)
+        results = self._workers.call(messages.Train(segment), TrainResult)
         seconds = time.perf_counter() - start
         (num_updates,) = {result.num_updates for result in results}  # fewer if it was ended early
         segment = segment.first_updates(num_updates)
@@ -244,7 +220,7 @@ class Coordinator:
         if not self._plan.num_validation:
             self._progress.end(None, None)
             return
-        command = Evaluate(self._plan.num_validation, self._plan.micro_batch_size)
+        command = messages.Evaluate(self._plan.num_validation, self._plan.micro_batch_size)
         last = self._workers.call(command, EvaluateResult)[-1]
         self._last_stage = last.stage
         assert last.num_samples == self._plan.num_validation, "every sample is evaluated exactly once"
@@ -281,7 +257,7 @@ class Coordinator:
             self._finish_last_save(saver, "training is over, but its last weights are lost")
 
     def _write_parts(self, path: Path, *, token: str, background: bool) -> set[int]:
-        return {result.rank for result in self._workers.call(Save(str(path), token, background), Done)}
+        return {result.rank for result in self._workers.call(messages.Save(str(path), token, background), Done)}
 
     def _finish_saving(self, saver: Saver) -> Path | None:
         path = saver.wait()
@@ -292,17 +268,17 @@ class Coordinator:
             self._record("checkpoint/failed", 1.0, reason=saver.failure)
         return path
 
-    def _finish_last_save(self, saver: Saver, so: str) -> Path | None:
-        path = self._finish_saving(saver)
+    def _finish_last_save(self, saver: Saver, so: str) -> None:
+        self._finish_saving(saver)
         if saver.failure is not None:
             raise SaveError(
                 f"{saver.failure}; {so}. Make room, or fix what is wrong; the same command resumes from the newest "
                 "checkpoint"
             )
-        return path
 
     def _write_trace(self, run_dir: Path, origin: Instant) -> None:
-        results = [dict(result.part) for result in self._workers.call(Trace(str(run_dir), origin), TraceResult)]
+        command = messages.Trace(str(run_dir), origin)
+        results = [result.part for result in self._workers.call(command, messages.TraceResult)]
         try:
             path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
         except OSError as error:
@@ -322,3 +298,46 @@ class Coordinator:
     def _record(self, name: str, value: float, **more: Any) -> None:
         where = {"update": self._update - 1, "epoch": self._last_epoch}
         self._recorder.write({"name": name, "value": value, **where, **more})
+
+
+class RunTotals:
+    """The figures of ``summary.json``: sums and peaks of what the stages reported of each segment of training."""
+
+    def __init__(self) -> None:
+        self.num_samples, self._seconds, self._num_skipped = 0, 0.0, 0
+        self._of_stages: dict[int, list[TrainResult]] = {}
+
+    def add(self, segment: Segment, results: Sequence[TrainResult], seconds: float) -> None:
+        """Add the results of all stages for ``segment``, which took ``seconds``."""
+        self._seconds += seconds
+        self.num_samples += segment.num_samples
+        self._num_skipped += results[-1].num_skipped
+        for result in results:
+            self._of_stages.setdefault(result.stage, []).append(result)
+
+    def summary(self) -> Summary:
+        """Return them by the names of ``summary.json``."""
+        speed = {"samples_per_second": self.num_samples / self._seconds} if self._seconds else {}
+        return {
+            "skipped_updates": self._num_skipped,
+            "train_seconds": self._seconds,
+            "num_samples": self.num_samples,
+            **speed,
+            "stages": [_stage_totals(k, results) for k, results in sorted(self._of_stages.items())],
+        }
+
+
+def _stage_totals(stage: int, results: Sequence[TrainResult]) -> dict[str, Any]:
+    seconds = sum(result.seconds for result in results)
+    row: dict[str, Any] = {
+        "stage": stage,
+        "staleness_mean": sum(r.staleness_sum for r in results) / sum(r.num_backwards for r in results),
+        "staleness_max": max(result.staleness_max for result in results),
+        "busy_share": sum(result.busy_seconds for result in results) / seconds,
+        "peak_memory_bytes": max(result.peak_memory_bytes for result in results),
+    }
+    if tensor_bytes := [result.peak_tensor_bytes for result in results if result.peak_tensor_bytes is not None]:
+        row["peak_tensor_bytes"] = max(tensor_bytes)
+    if names := dict.fromkeys(name for result in results for name in result.spent):
+        row["shares"] = {name: sum(r.spent.get(name, 0.0) for r in results) / seconds for name in names}
+    return row

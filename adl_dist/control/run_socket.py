@@ -14,7 +14,6 @@ import socketserver
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,9 @@ LONGEST_ADDRESS = 107 if sys.platform == "linux" else 103  # bytes of a Unix soc
 
 
 class LiveControl:
-    """The socket of a run; held on rank 0."""
+    """The socket of a run; held on rank 0. It answers with ``status``, and puts the others into ``requests``."""
 
     def __init__(self, run_dir: Path, status: Callable[[], Mapping[str, Any]], requests: Requests) -> None:
-        """Prepare; see :meth:`start`.
-
-        Args:
-            run_dir: the run's folder.
-            status: what ``status`` is answered with.
-            requests: where ``checkpoint`` and ``stop`` are put.
-        """
         self._path = run_dir / SOCKET
         self._status, self._requests = status, requests
         self._over = threading.Event()
@@ -63,9 +55,7 @@ class LiveControl:
             self.close()
             logger.warning("no live control of this run: %s: %s", self._path, error)
             return
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="live control", daemon=True
-        ).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="live control", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, and remove the socket file."""
@@ -78,29 +68,26 @@ class LiveControl:
             finally:
                 server.shutdown()
                 server.server_close()
-                server.wait_for_answers(LAST_ANSWER_SECONDS)
         if folder is not None:
             os.close(folder)
 
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            request = json.loads(line)
-            ask = request["ask"] if isinstance(request, dict) else None
-        except (ValueError, KeyError, RecursionError):
-            ask = None
-        if ask == "status":
-            return dict(self._status())
-        if ask not in [a.value for a in Ask]:
+            ask = json.loads(line)["ask"]
+            wanted = None if ask == "status" else Ask(ask)
+        except (ValueError, KeyError, TypeError, RecursionError):
             known = ", ".join(json.dumps({"ask": name}) for name in ("status", *(a.value for a in Ask)))
             return {"error": f"not a request: {line[:80].decode(errors='replace').strip()!r}; expected one of {known}"}
-        done = self._requests.ask(Ask(ask), f"adl-dist {ask}")
+        if wanted is None:
+            return dict(self._status())
+        done = self._requests.ask(wanted, f"adl-dist {ask}")
         while not done.done():
             if self._over.wait(LATE_SECONDS) and not done.done():  # a run may end right after it has answered
                 return {"error": ENDED}
         try:
             return {"done": done.result()}
-        except (Exception, CancelledError) as error:
-            return {"error": f"{ask}: {error or type(error).__name__}"}
+        except Exception as error:
+            return {"error": f"{ask}: {error}"}
 
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
@@ -128,10 +115,11 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
                 self._num_due -= 1
                 self._answered.notify_all()
 
-    def wait_for_answers(self, seconds: float) -> None:
-        """Return when none is due, or after ``seconds``: the process may end then, and the clients' threads with it."""
+    def server_close(self) -> None:
+        """Close the socket; wait a little for answers that are due: the clients' threads may end with the process."""
+        super().server_close()
         with self._answered:
-            self._answered.wait_for(lambda: self._num_due == 0, timeout=seconds)
+            self._answered.wait_for(lambda: self._num_due == 0, timeout=LAST_ANSWER_SECONDS)
 
     def server_bind(self) -> None:
         """Let only the owner in, from the beginning and whatever is put in its place."""
@@ -174,8 +162,7 @@ def remove_stale(run_dir: Path) -> None:
 def short_address(path: Path) -> Iterator[str]:
     """An address of the socket ``path`` that is short enough for the kernel, while inside.
 
-    Raises:
-        OSError: there is no such folder, or the path is long and this system has no /proc.
+    OSError: there is no such folder, or the path is long and this system has no /proc.
     """
     if len(os.fsencode(path)) <= LONGEST_ADDRESS:
         yield str(path)
@@ -188,29 +175,25 @@ def short_address(path: Path) -> Iterator[str]:
 
 
 def ask_run(run_dir: Path, ask: str) -> dict[str, Any]:
-    """Ask the run that trains in ``run_dir`` on this machine, and wait for its answer.
-
-    Args:
-        run_dir: its folder.
-        ask: ``status``, or the value of an :class:`Ask`.
+    """Ask the run in ``run_dir`` on this machine for ``status`` or the value of an :class:`Ask`; return its answer.
 
     Raises:
         ConfigError: no run listens there, or it refuses.
     """
-    path = run_dir / SOCKET
+    path, limit = run_dir / SOCKET, CONNECT_SECONDS
     try:
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as client, short_address(path) as address:
-            client.settimeout(CONNECT_SECONDS)
+            client.settimeout(limit)
             client.connect(address)
-            client.settimeout(None if ask in [a.value for a in Ask] else CONNECT_SECONDS)
+            client.settimeout(limit if ask == "status" else None)
             client.sendall(json.dumps({"ask": ask}).encode() + b"\n")
             line = client.makefile("rb").readline()
     except PermissionError:
         raise ConfigError(f"run_dir={run_dir}: only the user who started the run may control it") from None
     except TimeoutError:
         raise ConfigError(
-            f"run_dir={run_dir}: a run is there, but did not answer in {CONNECT_SECONDS:g} s; logs/rank0.log in it and "
-            "its standard error may say why"
+            f"run_dir={run_dir}: a run is there, but did not answer in {limit:g} s; logs/rank0.log in it and its "
+            "standard error may say why"
         ) from None
     except OSError as error:
         raise ConfigError(
