@@ -32,7 +32,8 @@ class WorkerGroup:
     def call(self, command: Command, result: type[R]) -> list[R]:
         """Have every stage carry out ``command``; return their results, of that type, in the order of stages.
 
-        StageFailed: another process failed.
+        Raises:
+            StageFailed: another process failed.
         """
         name = command_name(command)
         self._now = (name, True, time.monotonic())

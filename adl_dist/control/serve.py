@@ -43,7 +43,11 @@ class RpcReporter:
             logger.warning("could not report the end of this process's part of a save: %s", error)
 
     def results(self, results: list[Result]) -> None:
-        """Send ``results`` and the records left; return when all has arrived, or the job is over; or ChannelError."""
+        """Send ``results`` and the records left; return when all has arrived, or the job is over.
+
+        Raises:
+            ChannelError: neither is so.
+        """
         try:
             # RPC keeps no order between messages: the records sent before must be there before the result is.
             for call in self._under_way:

@@ -49,10 +49,7 @@ def fitted(K, *, data=None, name="adl", M=3, run_dir=None, options=(), epochs=EP
     data.trainer = trainer
     settings = {"epochs": epochs, "batch_size": MICRO_BATCH * M, "run_dir": run_dir}
     summary = trainer.fit(
-        data,
-        **settings,
-        val_dataset=FixedImages(6, seed=1),
-        **values(tensorboard=False, quiet=True, **of_fit),
+        data, **settings, val_dataset=FixedImages(6, seed=1), **values(tensorboard=False, quiet=True, **of_fit)
     )
     return data, trainer.full_state_dict(), summary
 

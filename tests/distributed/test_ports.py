@@ -48,10 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return weights_of(folder)
 
 
-@pytest.mark.parametrize(
-    "start",
-    [pytest.param(ADL_DIST, id="own launcher"), slow(ONE_NODE, id="torchrun")],
-)
+@pytest.mark.parametrize("start", [pytest.param(ADL_DIST, id="own launcher"), slow(ONE_NODE, id="torchrun")])
 def test_a_run_listens_on_loopback_only_and_lets_no_stranger_in(
     start: Sequence[str], tmp_path: Path, undisturbed: dict[str, Tensor]
 ) -> None:
