@@ -19,10 +19,10 @@ from adl_dist.control.requests import Ask, Request, Requests
 from adl_dist.errors import DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
-from adl_dist.schedule import Segment
 from adl_dist.schedule.run_plan import Plan
 
 logger = logging.getLogger("adl_dist")
+Trained = tuple[int, float, list[TrainResult]]  # of one segment: samples, seconds, the results of all stages
 
 LEAVES_TRACE = (
     "the pipeline was emptied for it in mid-epoch: the gradients after it are less stale, and values those of a run "
@@ -68,7 +68,7 @@ class Coordinator:
         self._saved_at: int | None = None
         self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
-        self._totals = RunTotals()
+        self._trained: list[Trained] = []  # by this process
 
     def train(self, workers: WorkerGroup) -> Summary:
         """Train to the end and return the summary."""
@@ -112,13 +112,13 @@ class Coordinator:
             "epochs": self._epoch,
             "updates": self._update,
             "seconds": time.monotonic() - started,
-            **self._totals.summary(),
+            **_totals(self._trained),
             **({"stopped": stopped} if stopped else {}),
         }
         # The summary of a run that was over is kept, with its training times; it may be missing or of an earlier end.
-        if self._saving and (self._totals.num_samples or self._saving.folder.summarised_updates != self._update):
+        if self._saving and (self._trained or self._saving.folder.summarised_updates != self._update):
             self._saving.folder.write_summary(summary)
-        if self._saving and self._saving.trace and self._totals.num_samples:
+        if self._saving and self._saving.trace and self._trained:
             self._write_trace(self._saving.folder.path, origin)
         return summary
 
@@ -198,7 +198,7 @@ class Coordinator:
     def _train_one(self) -> None:
         self._metrics = {}  # of weights that are no more; a checkpoint or summary must not take them for its own
         segment = self._plan.segment(self._epoch, self._sample, self._update)
-        goes_on = self._sample > 0 and self._totals.num_samples > 0  # this process has begun the epoch
+        goes_on = self._sample > 0 and bool(self._trained)  # this process has begun the epoch
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
         start = time.perf_counter()
         results = self._workers.call(messages.Train(segment), TrainResult)
@@ -210,7 +210,7 @@ class Coordinator:
         if self._sample == self._plan.num_samples:
             self._epoch, self._sample = self._epoch + 1, 0
         self._last_epoch = segment.epoch
-        self._totals.add(segment, results, seconds)
+        self._trained.append((segment.num_samples, seconds, results))
         for result in results:
             self._record("stage/busy_share", result.busy_seconds / result.seconds, stage=result.stage)
             self._record("stage/peak_memory", result.peak_memory_bytes, unit="bytes", stage=result.stage)
@@ -300,37 +300,22 @@ class Coordinator:
         self._recorder.write({"name": name, "value": value, **where, **more})
 
 
-class RunTotals:
-    """The figures of ``summary.json``: sums and peaks of what the stages reported of each segment of training."""
-
-    def __init__(self) -> None:
-        self.num_samples, self._seconds, self._num_skipped = 0, 0.0, 0
-        self._of_stages: dict[int, list[TrainResult]] = {}
-
-    def add(self, segment: Segment, results: Sequence[TrainResult], seconds: float) -> None:
-        """Add the results of all stages for ``segment``, which took ``seconds``."""
-        self._seconds += seconds
-        self.num_samples += segment.num_samples
-        self._num_skipped += results[-1].num_skipped
-        for result in results:
-            self._of_stages.setdefault(result.stage, []).append(result)
-
-    def summary(self) -> Summary:
-        """Return them by the names of ``summary.json``."""
-        speed = {"samples_per_second": self.num_samples / self._seconds} if self._seconds else {}
-        return {
-            "skipped_updates": self._num_skipped,
-            "train_seconds": self._seconds,
-            "num_samples": self.num_samples,
-            **speed,
-            "stages": [_stage_totals(k, results) for k, results in sorted(self._of_stages.items())],
-        }
+def _totals(trained: Sequence[Trained]) -> Summary:
+    """Return figures of ``summary.json``: sums and peaks of what the stages reported of each segment of training."""
+    num_samples, seconds = sum(samples for samples, _, _ in trained), sum((seconds for _, seconds, _ in trained), 0.0)
+    return {
+        "skipped_updates": sum(results[-1].num_skipped for _, _, results in trained),
+        "train_seconds": seconds,
+        "num_samples": num_samples,
+        **({"samples_per_second": num_samples / seconds} if seconds else {}),
+        "stages": [_stage_totals(results) for results in zip(*(results for _, _, results in trained), strict=True)],
+    }
 
 
-def _stage_totals(stage: int, results: Sequence[TrainResult]) -> dict[str, Any]:
+def _stage_totals(results: Sequence[TrainResult]) -> dict[str, Any]:
     seconds = sum(result.seconds for result in results)
     row: dict[str, Any] = {
-        "stage": stage,
+        "stage": results[0].stage,
         "staleness_mean": sum(r.staleness_sum for r in results) / sum(r.num_backwards for r in results),
         "staleness_max": max(result.staleness_max for result in results),
         "busy_share": sum(result.busy_seconds for result in results) / seconds,
