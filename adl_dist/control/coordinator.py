@@ -12,28 +12,17 @@ from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport, Saver
 from adl_dist.checkpoint.compatibility import check_identity, identity_of, partition_change_note
 from adl_dist.checkpoint.run_dir import RunFolder
+from adl_dist.control import messages
 from adl_dist.control.group import WorkerGroup
-from adl_dist.control.messages import (
-    Done,
-    Evaluate,
-    EvaluateResult,
-    Load,
-    Record,
-    Save,
-    Summary,
-    Trace,
-    TraceResult,
-    Train,
-    TrainResult,
-)
+from adl_dist.control.messages import Done, EvaluateResult, Record, Summary, TrainResult
 from adl_dist.control.requests import Ask, Request, Requests
-from adl_dist.control.totals import RunTotals
 from adl_dist.errors import DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.schedule.run_plan import Plan
 
 logger = logging.getLogger("adl_dist")
+Trained = tuple[int, float, list[TrainResult]]  # of one segment: samples, seconds, the results of all stages
 
 LEAVES_TRACE = (
     "the pipeline was emptied for it in mid-epoch: the gradients after it are less stale, and values those of a run "
@@ -43,29 +32,17 @@ LEAVES_TRACE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """How a run is saved and resumed.
-
-    Attributes:
-        folder: the run folder.
-        config: what the folder is recognised by when it is used again.
-        resume: the checkpoint to resume from: ``auto``, ``never`` or a path.
-        every_epochs: epochs between two checkpoints; 0: only at the end.
-        saver: makes the checkpoints.
-        signature: the model's tensors.
-        optimizer: the name of its class.
-        cut: the partition, as made.
-        trace: whether the stages record what they do, to be written at the end.
-    """
+    """How a run is saved and resumed."""
 
     folder: RunFolder
-    config: Mapping[str, Any]
-    resume: str
-    every_epochs: int
+    config: Mapping[str, Any]  # what the folder is recognised by when it is used again
+    resume: str  # the checkpoint to resume from: "auto", "never" or a path
+    every_epochs: int  # epochs between two checkpoints; 0: only at the end
     saver: Saver
-    signature: state.Signature
-    optimizer: str
-    cut: Mapping[str, Any]
-    trace: bool = False
+    signature: state.Signature  # the model's tensors
+    optimizer: str  # the name of its class
+    cut: Mapping[str, Any]  # the partition, as made
+    trace: bool = False  # whether the stages record what they do, to be written at the end
 
 
 class Coordinator:
@@ -91,7 +68,7 @@ class Coordinator:
         self._saved_at: int | None = None
         self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
-        self._totals = RunTotals()
+        self._trained: list[Trained] = []  # by this process
 
     def train(self, workers: WorkerGroup) -> Summary:
         """Train to the end and return the summary."""
@@ -135,13 +112,13 @@ class Coordinator:
             "epochs": self._epoch,
             "updates": self._update,
             "seconds": time.monotonic() - started,
-            **self._totals.summary(),
+            **_totals(self._trained),
             **({"stopped": stopped} if stopped else {}),
         }
         # The summary of a run that was over is kept, with its training times; it may be missing or of an earlier end.
-        if self._saving and (self._totals.num_samples or self._saving.folder.summarised_updates != self._update):
+        if self._saving and (self._trained or self._saving.folder.summarised_updates != self._update):
             self._saving.folder.write_summary(summary)
-        if self._saving and self._saving.trace and self._totals.num_samples:
+        if self._saving and self._saving.trace and self._trained:
             self._write_trace(self._saving.folder.path, origin)
         return summary
 
@@ -181,16 +158,15 @@ class Coordinator:
         return {"why": why[0], **where, "drain_changed_result": drain_changed_result}
 
     def _answer(self, asked: Sequence[Request], path: Path | None, *, drain_changed_result: bool) -> None:
-        if path is not None:
-            more = f"; {LEAVES_TRACE.format(update=self._update)}" if drain_changed_result else ""
-            self._requests.answer(asked, f"{path}{more}")
-            return
-        nothing = "nothing is saved: the run has no run_dir"
-        if self._saving is not None:
-            nothing = self._saving.saver.failure or "nothing is saved"
-        for request in asked:  # a run without a folder has stopped all the same
-            failed = self._saving is not None or request.what is Ask.CHECKPOINT
-            self._requests.answer([request], nothing, failed=failed)
+        more = f"; {LEAVES_TRACE.format(update=self._update)}" if drain_changed_result else ""
+        for request in asked:
+            if path is not None:
+                self._requests.answer([request], f"{path}{more}")
+            elif self._saving is not None:
+                self._requests.answer([request], self._saving.saver.failure or "nothing is saved", failed=True)
+            else:  # such a run has stopped all the same
+                nothing = "nothing is saved: the run has no run_dir"
+                self._requests.answer([request], nothing, failed=request.what is Ask.CHECKPOINT)
 
     def _resume(self) -> None:
         path = None
@@ -209,7 +185,7 @@ class Coordinator:
     def _load_newest(self, candidates: Sequence[Path], saving: Saving) -> Path:
         path, manifest, rejected = state.newest_good(candidates, saving.signature)
         note = check_identity(path, manifest["of"], identity_of(self._plan, saving.optimizer))
-        self._workers.call(Load(str(path), manifest["update"]), Done)
+        self._workers.call(messages.Load(str(path), manifest["update"]), Done)
         self._note(note)
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
@@ -222,10 +198,10 @@ class Coordinator:
     def _train_one(self) -> None:
         self._metrics = {}  # of weights that are no more; a checkpoint or summary must not take them for its own
         segment = self._plan.segment(self._epoch, self._sample, self._update)
-        goes_on = self._sample > 0 and self._totals.num_samples > 0  # this process has begun the epoch
+        goes_on = self._sample > 0 and bool(self._trained)  # this process has begun the epoch
         self._progress.begin(segment.epoch, self._plan.epochs, self._plan.total_updates, goes_on=goes_on)
         start = time.perf_counter()
-        results = self._workers.call(Train(segment), TrainResult)
+        results = self._workers.call(messages.Train(segment), TrainResult)
         seconds = time.perf_counter() - start
         (num_updates,) = {result.num_updates for result in results}  # fewer if it was ended early
         segment = segment.first_updates(num_updates)
@@ -234,7 +210,7 @@ class Coordinator:
         if self._sample == self._plan.num_samples:
             self._epoch, self._sample = self._epoch + 1, 0
         self._last_epoch = segment.epoch
-        self._totals.add(segment, results, seconds)
+        self._trained.append((segment.num_samples, seconds, results))
         for result in results:
             self._record("stage/busy_share", result.busy_seconds / result.seconds, stage=result.stage)
             self._record("stage/peak_memory", result.peak_memory_bytes, unit="bytes", stage=result.stage)
@@ -244,7 +220,7 @@ class Coordinator:
         if not self._plan.num_validation:
             self._progress.end(None, None)
             return
-        command = Evaluate(self._plan.num_validation, self._plan.micro_batch_size)
+        command = messages.Evaluate(self._plan.num_validation, self._plan.micro_batch_size)
         last = self._workers.call(command, EvaluateResult)[-1]
         self._last_stage = last.stage
         assert last.num_samples == self._plan.num_validation, "every sample is evaluated exactly once"
@@ -281,7 +257,7 @@ class Coordinator:
             self._finish_last_save(saver, "training is over, but its last weights are lost")
 
     def _write_parts(self, path: Path, *, token: str, background: bool) -> set[int]:
-        return {result.rank for result in self._workers.call(Save(str(path), token, background), Done)}
+        return {result.rank for result in self._workers.call(messages.Save(str(path), token, background), Done)}
 
     def _finish_saving(self, saver: Saver) -> Path | None:
         path = saver.wait()
@@ -292,17 +268,17 @@ class Coordinator:
             self._record("checkpoint/failed", 1.0, reason=saver.failure)
         return path
 
-    def _finish_last_save(self, saver: Saver, so: str) -> Path | None:
-        path = self._finish_saving(saver)
+    def _finish_last_save(self, saver: Saver, so: str) -> None:
+        self._finish_saving(saver)
         if saver.failure is not None:
             raise SaveError(
                 f"{saver.failure}; {so}. Make room, or fix what is wrong; the same command resumes from the newest "
                 "checkpoint"
             )
-        return path
 
     def _write_trace(self, run_dir: Path, origin: Instant) -> None:
-        results = [dict(result.part) for result in self._workers.call(Trace(str(run_dir), origin), TraceResult)]
+        command = messages.Trace(str(run_dir), origin)
+        results = [result.part for result in self._workers.call(command, messages.TraceResult)]
         try:
             path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
         except OSError as error:
@@ -322,3 +298,31 @@ class Coordinator:
     def _record(self, name: str, value: float, **more: Any) -> None:
         where = {"update": self._update - 1, "epoch": self._last_epoch}
         self._recorder.write({"name": name, "value": value, **where, **more})
+
+
+def _totals(trained: Sequence[Trained]) -> Summary:
+    """Return figures of ``summary.json``: sums and peaks of what the stages reported of each segment of training."""
+    num_samples, seconds = sum(samples for samples, _, _ in trained), sum((seconds for _, seconds, _ in trained), 0.0)
+    return {
+        "skipped_updates": sum(results[-1].num_skipped for _, _, results in trained),
+        "train_seconds": seconds,
+        "num_samples": num_samples,
+        **({"samples_per_second": num_samples / seconds} if seconds else {}),
+        "stages": [_stage_totals(results) for results in zip(*(results for _, _, results in trained), strict=True)],
+    }
+
+
+def _stage_totals(results: Sequence[TrainResult]) -> dict[str, Any]:
+    seconds = sum(result.seconds for result in results)
+    row: dict[str, Any] = {
+        "stage": results[0].stage,
+        "staleness_mean": sum(r.staleness_sum for r in results) / sum(r.num_backwards for r in results),
+        "staleness_max": max(result.staleness_max for result in results),
+        "busy_share": sum(result.busy_seconds for result in results) / seconds,
+        "peak_memory_bytes": max(result.peak_memory_bytes for result in results),
+    }
+    if tensor_bytes := [result.peak_tensor_bytes for result in results if result.peak_tensor_bytes is not None]:
+        row["peak_tensor_bytes"] = max(tensor_bytes)
+    if names := dict.fromkeys(name for result in results for name in result.spent):
+        row["shares"] = {name: sum(r.spent.get(name, 0.0) for r in results) / seconds for name in names}
+    return row

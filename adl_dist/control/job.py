@@ -1,30 +1,32 @@
-"""One job: brings the coordinator and the stages together, in one thread, or as rank 0's second thread over RPC."""
+"""One job: brings the coordinator and the stages together, in one thread, or as rank 0's second thread over RPC.
+
+Meanwhile it is supervised: on rank 0 by the watchdog, and over the run's socket; elsewhere by the heartbeat monitor.
+"""
 
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS
-from adl_dist.control.group import (
-    CAUSE_SECONDS,
-    LocalWorkerGroup,
-    Policy,
-    RpcWorkerGroup,
-    TrackedGroup,
-    WorkerGroup,
-    failure_of,
-)
-from adl_dist.control.messages import Abort, Finish, Summary
-from adl_dist.control.requests import Ask, Requests
-from adl_dist.control.rpc import ControlPlane, JobEndpoint, is_there, open_endpoint
+from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport
+from adl_dist.control.coordinator import Coordinator
+from adl_dist.control.group import CAUSE_SECONDS, LocalWorkerGroup, RpcWorkerGroup, WorkerGroup
+from adl_dist.control.messages import Abort, Asked, Failure, Finish, Report, Summary
+from adl_dist.control.requests import Ask
+from adl_dist.control.rpc import ControlPlane, JobEndpoint, open_endpoint
+from adl_dist.control.run_socket import LiveControl
 from adl_dist.control.serve import serve
-from adl_dist.control.supervision import Supervisor
 from adl_dist.control.worker import LocalWorker
+from adl_dist.distributed.rpc_errors import PeerLateError
 from adl_dist.distributed.world import COORDINATOR_RANK, World, disconnect
 from adl_dist.errors import StageFailed
+from adl_dist.monitor.activity import ActivityLog
+from adl_dist.monitor.heartbeat import HeartbeatMonitor
+from adl_dist.monitor.status import RankStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
+from adl_dist.monitor.watchdog import Watchdog
 
 logger = logging.getLogger("adl_dist")
 
@@ -32,101 +34,148 @@ ASK_SECONDS = 5.0  # within which a process that is not busy takes a request
 
 
 class Job:
-    """One job in one of its processes, from the moment that they have met."""
+    """One job in one of its processes, from the moment that they have met; on rank 0 it takes ``requests``."""
 
     def __init__(self, world: World, timeouts: WatchdogTimeouts, run_dir: Path | None = None) -> None:
-        """Prepare; every process does so, after :meth:`World.fresh_store`.
-
-        Args:
-            world: this process among the others.
-            timeouts: how long nothing may move.
-            run_dir: where the run's socket is; None: nowhere.
-        """
+        """Prepare; every process does so, after :meth:`World.fresh_store`. The run's socket will be in ``run_dir``."""
         endpoint = open_endpoint(world.num_jobs) if world.is_distributed else JobEndpoint()
-        self._plane, self._timeouts, self._run_dir = ControlPlane(world, endpoint), timeouts, run_dir
-
-    @property
-    def requests(self) -> Requests:
-        """On rank 0: what is asked of the job."""
-        return self._plane.endpoint.requests
+        self._world, self._plane = world, ControlPlane(world, endpoint)
+        self._timeouts, self._run_dir, self.requests = timeouts, run_dir, endpoint.requests
 
     def ask(self, what: Ask, why: str) -> bool:
-        """Ask something of the job, on any rank and in any thread.
+        """Ask something of the job, on any rank and in any thread; return whether all processes are there.
 
-        Returns:
-            False: a process is gone, so nothing will come of it. One that does not answer in time is there: it may be
-            busy, and what it is sent waits for it.
+        If one is gone, nothing will come of it. One that does not answer in time is there: it may be busy. Rank 0 looks
+        for all others; these look for rank 0 alone, because between two of them there is no way.
         """
-        errors = self._plane.ask(what, why, seconds=ASK_SECONDS)
+        if self._world.rank == COORDINATOR_RANK:
+            self.requests.ask(what, why)
+            others = self._plane.others
+            calls = [self._plane.call(rank, JobEndpoint.ping, seconds=ASK_SECONDS) for rank in others]
+        else:
+            calls = [self._plane.send(COORDINATOR_RANK, Asked(what, why), seconds=ASK_SECONDS)]
+        errors = [error for call in calls if (error := call.answer_or_error()) is not None]
         for error in errors:
             logger.warning("asked by %s: %s", why, error)
-        return is_there(errors)
+        return all(isinstance(error, PeerLateError) for error in errors)
 
     def run(
-        self, worker: LocalWorker, policy: Policy, act: Callable[[WorkerGroup], Summary], *, stops_early: bool
+        self, worker: LocalWorker, coordinator: Coordinator, act: Callable[[WorkerGroup], Summary], *, stops_early: bool
     ) -> Summary:
-        """Run ``act`` against all stages; every process calls it, and that of rank 0 is the one that runs.
+        """Carry out one job; every process calls it with its own stages. Return, on each, what ``act`` returned.
 
         Args:
             worker: this process's stages.
-            policy: the coordinator.
-            act: what it does, from the first command to the result.
+            coordinator: takes what the stages report.
+            act: called on rank 0 with all stages; a method of the coordinator.
             stops_early: whether a request ends the running segment early.
-
-        Returns:
-            What ``act`` returned, on every rank.
 
         Raises:
             StageFailed: another process failed, and reported why.
             AdlError: this one did, or the coordinator.
         """
-        endpoint, world = self._plane.endpoint, self._plane.world
-        supervisor = Supervisor(self._plane, worker.activity, self._timeouts, run_dir=self._run_dir, policy=policy)
-        worker.stop, endpoint.on_part = endpoint.stop, policy.take_part
-        if stops_early and world.rank == COORDINATOR_RANK:
+        plane, endpoint = self._plane, self._plane.endpoint
+        worker.stop, endpoint.on_part = endpoint.stop, coordinator.take_part
+        if self._world.rank != COORDINATOR_RANK:
+            with _disconnected_on_error(), self._seen_by_rank_0(worker.activity):
+                return serve(worker, plane)
+        if stops_early:
             endpoint.stop.is_wanted = lambda: self.requests.any_open
-            endpoint.stop.announce = self._plane.announce
-        if not world.is_distributed:
-            with supervisor.running():
-                supervisor.group = TrackedGroup(LocalWorkerGroup(worker, policy), threading.get_ident())
-                return act(supervisor.group)
-        with _disconnected_on_error(), supervisor.running():
-            if world.rank != COORDINATOR_RANK:
-                return serve(worker, self._plane)
-            return self._run_on_rank_0(worker, policy, act, supervisor)
+            endpoint.stop.announce = plane.announce
+        if not self._world.is_distributed:
+            local = LocalWorkerGroup(worker, coordinator.take_record, coordinator.take_part)
+            with self._supervised(local, worker.activity, coordinator):
+                return act(local)
+        group = RpcWorkerGroup(plane, coordinator.take_record)
+        with _disconnected_on_error(), self._supervised(group, worker.activity, coordinator) as watchdog:
+            group.held_up_by = watchdog.cause
+            return self._run_on_rank_0(worker, group, act, watchdog)
 
     def _run_on_rank_0(
-        self, worker: LocalWorker, policy: Policy, act: Callable[[WorkerGroup], Summary], supervisor: Supervisor
+        self, worker: LocalWorker, group: RpcWorkerGroup, act: Callable[[WorkerGroup], Summary], watchdog: Watchdog
     ) -> Summary:
-        group = RpcWorkerGroup(self._plane, policy, supervisor.held_up_by)
         errors: list[BaseException] = []
 
         def coordinate() -> None:
-            supervisor.group = TrackedGroup(group, threading.get_ident())
+            group.thread = threading.get_ident()
             try:
-                result = act(supervisor.group)
-                supervisor.stop()
+                result = act(group)
+                watchdog.stop()
                 # This process may end at once, and its last message must have arrived before it does.
                 group.end(Finish(result))
             except BaseException as error:
                 errors.append(error)
-                supervisor.stop()
-                group.end(Abort(failure_of(error, COORDINATOR_RANK)), seconds=CAUSE_SECONDS)
+                watchdog.stop()
+                group.end(Abort(Failure.of(error, COORDINATOR_RANK)), seconds=CAUSE_SECONDS)
 
         # The main thread issues all data-plane communication, so the coordinator is the one to move out.
         thread = threading.Thread(target=coordinate, name="coordinator", daemon=True)
         thread.start()
         try:
             result = serve(worker, self._plane)
-        except StageFailed:
-            # The coordinator ended the job: for an error of its own, or for that of another rank.
-            thread.join(timeout=5 + LAST_SAVE_SECONDS)
-            raise errors[0] from None
-        except BaseException:
+        except BaseException as error:
             thread.join(timeout=5 + LAST_SAVE_SECONDS)  # it tells the others; only then may this process hang up
+            if isinstance(error, StageFailed):  # which it ended the job for, or for an error of its own
+                raise errors[0] from None
             raise
         thread.join()
         return result
+
+    @contextlib.contextmanager
+    def _supervised(self, group: WorkerGroup, activity: ActivityLog, coordinator: Coordinator) -> Iterator[Watchdog]:
+        """Look after the job while inside, and answer questions about it; on rank 0."""
+        heartbeat = self._plane.endpoint.heartbeat
+
+        def report_gone(rank: int, text: str) -> None:
+            """Report, in place of ``rank``, that it is gone: to the coordinator, and to a save that waits for it."""
+            failure = Failure(rank=rank, text=text, traceback=text, is_gone=True)
+            self._plane.endpoint.take(Report(rank=rank, failure=failure))
+            coordinator.take_part(PartReport(rank=rank, failure=text, is_gone=True))
+
+        def status() -> dict[str, Any]:
+            now = group.status()
+            stages = stage_rows(watchdog.statuses(closely=False))
+            return {"coordinator": f"{now.doing} since {now.seconds:.1f} s", "stages": stages}
+
+        live = None if self._run_dir is None else LiveControl(self._run_dir, status, self.requests)
+        watchdog = Watchdog(
+            self._world.size,
+            self._plane,
+            activity,
+            group.status,
+            self._timeouts,
+            on_gone=report_gone,
+            on_end=lambda: None if live is None else live.close(),
+        )
+        heartbeat.activate(activity)
+        has_failed = True
+        watchdog.start()
+        try:
+            if live is not None:
+                live.start()
+            yield watchdog
+            has_failed = False
+        finally:
+            watchdog.stop()  # before anything that may fail: there is nothing left to look after
+            watchdog.join()
+            if live is not None:
+                live.close()
+            if not (has_failed and self._world.is_distributed):  # else others may yet ask what it failed at
+                heartbeat.deactivate()
+
+    @contextlib.contextmanager
+    def _seen_by_rank_0(self, activity: ActivityLog) -> Iterator[None]:
+        """Answer rank 0's watchdog while inside, and end this process if that asks no more; on other ranks."""
+        heartbeat = self._plane.endpoint.heartbeat
+        heartbeat.activate(activity)
+        monitor = HeartbeatMonitor(heartbeat, self._world.rank, self._timeouts)
+        monitor.start()
+        try:
+            yield
+        finally:
+            monitor.stop()
+            monitor.join()
+        heartbeat.deactivate()
 
 
 @contextlib.contextmanager
@@ -136,3 +185,18 @@ def _disconnected_on_error() -> Iterator[None]:
     except BaseException:
         disconnect(in_order=False)
         raise
+
+
+def stage_rows(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
+    """Return what ``adl-dist status`` shows of each stage."""
+    of_stage = ("stage", "epoch", "update", "micro_batch", "images_per_second", "busy_share", "staleness_mean")
+    return [
+        {
+            **{name: getattr(stage, name) for name in (*of_stage, "doing", "seconds")},
+            **{name: getattr(seen, name) for name in ("host", "pid", "memory_bytes", "saving")},
+            "silent_seconds": known.silent_seconds,
+        }
+        for known in statuses
+        if (seen := known.seen) is not None
+        for stage in seen.stages
+    ]

@@ -1,10 +1,13 @@
 """The messages between the coordinator and the stages. They travel over RPC as they are."""
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from adl_dist.errors import StageFailed
+from adl_dist.checkpoint.async_save import PartReport
+from adl_dist.control.requests import Ask
+from adl_dist.errors import AdlError, ChannelError, StageFailed, describe
 from adl_dist.monitor.trace import Instant
 from adl_dist.schedule import Segment
 
@@ -60,35 +63,46 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Finish:
-    """The end of a job that went well, with its result."""
+class Asked:
+    """A request from outside that has reached another process than rank 0."""
 
-    result: Mapping[str, Any]
+    what: Ask
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The error of one process, as the others get to know it.
-
-    Attributes:
-        rank: the process.
-        text: the error in one line.
-        traceback: for the log.
-        exit_code: what the command ends with.
-        is_victim: whether it failed only because another process did.
-        is_gone: whether the process has died or is stuck, so that it cannot report anything itself.
-    """
+    """The error of one process, as the others get to know it."""
 
     rank: int
-    text: str
-    traceback: str = ""
-    exit_code: int = 1
-    is_victim: bool = False
-    is_gone: bool = False
+    text: str  # the error in one line
+    traceback: str = ""  # for the log
+    exit_code: int = 1  # what the command ends with
+    is_victim: bool = False  # whether it failed only because another process did
+    is_gone: bool = False  # whether the process has died or is stuck, so that it cannot report anything itself
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> "Failure":
+        """Return what the other processes get to know of ``error``, which ends the job on ``rank``."""
+        return cls(
+            rank=rank,
+            text=str(error) if isinstance(error, AdlError) else f"rank {rank}: {describe(error)}",
+            traceback="".join(traceback.format_exception(error)),
+            exit_code=getattr(error, "exit_code", 1),
+            is_victim=getattr(error, "is_victim", isinstance(error, ChannelError)),
+            is_gone=getattr(error, "is_gone", False),
+        )
 
     def error(self) -> StageFailed:
         """Return the error that the other processes raise for it."""
         return StageFailed(self.text, exit_code=self.exit_code, is_victim=self.is_victim, is_gone=self.is_gone)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The end of a job that went well, with its result."""
+
+    result: Summary
 
 
 @dataclass(frozen=True)
@@ -101,68 +115,50 @@ class Abort:
 Command = Train | Evaluate | Load | Save | Trace
 
 
+def command_name(command: Command) -> str:
+    """Return the name of a command, for messages."""
+    return type(command).__name__.lower()
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """The figures of one stage over one segment.
-
-    Attributes:
-        stage: the stage.
-        seconds: the time that the segment took.
-        busy_seconds: the part of it spent in forward, backward and update.
-        staleness_sum: the staleness of all gradients, added up, in updates.
-        staleness_max: the largest of them.
-        num_backwards: how many there were.
-        num_updates: updates made or skipped.
-        num_skipped: updates skipped.
-        peak_memory_bytes: the most memory that the process has held so far.
-        peak_tensor_bytes: the most bytes of tensors; None unless measured.
-        spent: seconds by kind of action; empty without a trace.
-    """
+    """The figures of one stage over one segment."""
 
     stage: int
-    seconds: float
-    busy_seconds: float
-    staleness_sum: int
+    seconds: float  # that the segment took
+    busy_seconds: float  # the part of it spent in forward, backward and update
+    staleness_sum: int  # of all gradients, in updates
     staleness_max: int
     num_backwards: int
-    num_updates: int
+    num_updates: int  # made or skipped
     num_skipped: int
-    peak_memory_bytes: int
-    peak_tensor_bytes: int | None = None
-    spent: Mapping[str, float] = field(default_factory=dict)
+    peak_memory_bytes: int  # the most that the process has held so far
+    peak_tensor_bytes: int | None = None  # the most bytes of tensors; None unless measured
+    spent: Mapping[str, float] = field(default_factory=dict)  # seconds by kind of action; empty without a trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateResult:
-    """The figures of one stage over the validation set; all but ``stage`` on the last stage only.
-
-    Attributes:
-        stage: the stage.
-        num_samples: samples evaluated.
-        loss_sum: their losses, added up.
-        num_correct: how many were classified correctly; None if the task has no classes.
-    """
+    """The figures of one stage over the validation set; all but ``stage`` on the last stage only."""
 
     stage: int
     num_samples: int = 0
-    loss_sum: float = 0.0
-    num_correct: int | None = None
+    loss_sum: float = 0.0  # over all samples
+    num_correct: int | None = None  # classified correctly; None if the task has no classes
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Done:
-    """The result of a command that has nothing else to report: which stage, in the process of which rank."""
+    """The result of a command of which the process ``rank`` has nothing else to report."""
 
-    stage: int
     rank: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TraceResult:
     """One stage's part of the trace; ``part`` is what :func:`~adl_dist.monitor.trace.write_part` returned."""
 
-    stage: int
-    part: Mapping[str, Any]
+    part: dict[str, Any]
 
 
 Result = TrainResult | EvaluateResult | Done | TraceResult
@@ -170,16 +166,19 @@ Result = TrainResult | EvaluateResult | Done | TraceResult
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one process sends the coordinator.
-
-    Attributes:
-        rank: the process.
-        records: lines for metrics.jsonl since its last report.
-        results: the results of a command, one per stage; None: it is not done.
-        failure: why the process fails; None: it does not.
-    """
+    """What one process sends the coordinator."""
 
     rank: int
-    records: list[Record] = field(default_factory=list)
-    results: list[Result] | None = None
-    failure: Failure | None = None
+    records: list[Record] = field(default_factory=list)  # for metrics.jsonl, since its last report
+    results: list[Result] | None = None  # of a command; None: it is not done
+    failure: Failure | None = None  # why the process fails; None: it does not
+
+
+class Reporter(Protocol):
+    """Takes what a worker has to report while it carries out a command."""
+
+    def record(self, record: Record) -> None:
+        """Take one record."""
+
+    def part(self, part: PartReport) -> None:
+        """Take the report on a part of a save; called by any thread, and never raises."""

@@ -22,17 +22,11 @@ class NotDoneError(AdlError, RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """One request.
-
-    Attributes:
-        what: what is wanted.
-        why: its origin, for messages: ``SIGTERM``, ``adl-dist stop``.
-        done: the path of the checkpoint once it is saved; or :class:`NotDoneError`.
-    """
+    """One request."""
 
     what: Ask
-    why: str
-    done: "Future[str]" = field(default_factory=Future)
+    why: str  # its origin, for messages: SIGTERM, adl-dist stop
+    done: "Future[str]" = field(default_factory=Future)  # the saved checkpoint's path, or NotDoneError
 
 
 class Requests:
@@ -41,16 +35,18 @@ class Requests:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: list[Request] = []
+        self._taken: list[Request] = []
         self._closed = ""
 
     def ask(self, what: Ask, why: str) -> "Future[str]":
         """Ask for ``what``; return at once."""
         request = Request(what, why)
+        request.done.set_running_or_notify_cancel()  # one who asks cannot take the answer's place by cancelling
         with self._lock:
-            if not self._closed:
+            if not (closed := self._closed):
                 self._open.append(request)
-        if self._closed:
-            self.answer([request], self._closed, failed=True)
+        if closed:
+            self.answer([request], closed, failed=True)
         return request.done
 
     @property
@@ -62,13 +58,15 @@ class Requests:
         """Take all requests since the last time, oldest first."""
         with self._lock:
             taken, self._open = self._open, []
+            self._taken += taken
         return taken
 
     def close(self, why: str) -> None:
-        """Answer all requests, and those that are yet to come, that they are not carried out."""
+        """Answer all requests, those that are yet to come and those that were taken, that they are not carried out."""
         with self._lock:
             self._closed = why
-        self.answer(self.take(), why, failed=True)
+        self.take()
+        self.answer([request for request in self._taken if not request.done.done()], why, failed=True)
 
     @staticmethod
     def answer(taken: Iterable[Request], text: str, *, failed: bool = False) -> None:

@@ -11,58 +11,46 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch.distributed.rpc as rpc
+import torch.futures
 
 from adl_dist.checkpoint.async_save import PartReport
-from adl_dist.control.messages import Abort, Command, Finish, Report, Stop
-from adl_dist.control.requests import Ask, Requests
+from adl_dist.control.messages import Abort, Asked, Command, Finish, Report, Stop
+from adl_dist.control.requests import Requests
 from adl_dist.control.stop import EarlyStop
-from adl_dist.distributed.rpc_errors import Call, PeerError, PeerLateError
-from adl_dist.distributed.world import COORDINATOR_RANK, World, name_of
+from adl_dist.distributed.rpc_errors import Call, PeerError
+from adl_dist.distributed.world import World, name_of
 from adl_dist.monitor.heartbeat import ANSWER_SECONDS, Heartbeat, end_because
 from adl_dist.monitor.status import ProcessStatus
 
 T = TypeVar("T")
+Message = Command | Finish | Abort | Stop | Report | PartReport | Asked
 
 
 class JobEndpoint:
-    """What the processes of one job may call in one of them. The methods run in threads of RPC and never block.
-
-    Attributes:
-        commands: what the coordinator wants of this process.
-        reports: on rank 0, what the processes report.
-        requests: on rank 0, what is asked from outside.
-        heartbeat: answers the watchdog.
-        stop: where the running segment ends early.
-        on_part: on rank 0, takes what the processes report of a save.
-    """
+    """What the processes of one job may call in one of them. The methods run in threads of RPC and never block."""
 
     def __init__(self) -> None:
         self.commands: queue.SimpleQueue[Command | Finish | Abort] = queue.SimpleQueue()
-        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
-        self.requests = Requests()
         self.heartbeat = Heartbeat()
         self.stop = EarlyStop()
-        self.on_part: Callable[[PartReport], None] = lambda part: None
+        # On rank 0 alone:
+        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self.requests = Requests()
+        self.on_part: Callable[[PartReport], None] = lambda part: None  # takes what the processes report of a save
 
-    def take_command(self, command: Command | Finish | Abort) -> None:
-        """Take a command of the coordinator."""
-        self.commands.put(command)
-
-    def take_report(self, report: Report) -> None:
-        """Take a report of a process."""
-        self.reports.put(report)
-
-    def take_part(self, part: PartReport) -> None:
-        """Take the report of a process on its part of a save."""
-        self.on_part(part)
-
-    def take_request(self, what: Ask, why: str) -> None:
-        """Take a request from outside, which has reached another process."""
-        self.requests.ask(what, why)
-
-    def take_stop(self, stop: Stop) -> None:
-        """Take the decision where the running segment ends."""
-        self.stop.take(stop)
+    def take(self, message: Message) -> None:
+        """Take a message to where it is waited for."""
+        match message:
+            case Stop():
+                self.stop.take(message)
+            case Report():
+                self.reports.put(message)
+            case PartReport():
+                self.on_part(message)
+            case Asked():
+                self.requests.ask(message.what, message.why)
+            case _:
+                self.commands.put(message)
 
     def tell_status(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
         """Answer the watchdog of ``asker``, rank 0, what this process does now."""
@@ -86,9 +74,11 @@ _lock = threading.Lock()
 def open_endpoint(job: int) -> JobEndpoint:
     """Return the endpoint of job number ``job`` in this process; those of the jobs before it are dropped."""
     with _lock:
-        for earlier in [number for number in _endpoints if number < job]:
-            del _endpoints[earlier]
-        return _endpoints.setdefault(job, JobEndpoint())
+        if job not in _endpoints:
+            for earlier in [number for number in _endpoints if number < job]:
+                del _endpoints[earlier]
+            _endpoints[job] = JobEndpoint()
+        return _endpoints[job]
 
 
 def _deliver(job: int, method: Callable[..., T], arguments: tuple[object, ...], options: dict[str, object]) -> T:
@@ -97,52 +87,37 @@ def _deliver(job: int, method: Callable[..., T], arguments: tuple[object, ...], 
 
 
 class ControlPlane:
-    """One job's endpoints, as one of its processes reaches them."""
+    """The endpoints of a world's present job, as one of its processes reaches them."""
 
     def __init__(self, world: World, endpoint: JobEndpoint) -> None:
         self.world, self.endpoint = world, endpoint
+        self.others = [rank for rank in range(world.size) if rank != world.rank]
         self._job, self._seconds = world.num_jobs, world.timeout.total_seconds()
 
     def call(
         self, rank: int, method: Callable[..., T], *arguments: object, seconds: float | None = None, **options: object
     ) -> Call[T]:
         """Call ``method`` of the endpoint in process ``rank``; by default it may take as long as a message."""
-        return Call(
-            f"rank {rank}",
-            lambda limit: rpc.rpc_async(
-                name_of(rank), _deliver, args=(self._job, method, arguments, options), timeout=limit
-            ),
-            self._seconds if seconds is None else seconds,
-        )
 
-    @property
-    def others(self) -> list[int]:
-        """The ranks of all other processes."""
-        return [rank for rank in range(self.world.size) if rank != self.world.rank]
+        def start(limit: float) -> torch.futures.Future[T]:
+            future: torch.futures.Future[T] = torch.futures.Future()
+            if rank == self.world.rank:  # also when RPC has ended
+                future.set_result(method(self.endpoint, *arguments, **options))
+            else:
+                message = self._job, method, arguments, options
+                future = rpc.rpc_async(name_of(rank), _deliver, args=message, timeout=limit)
+            return future
+
+        return Call(f"rank {rank}", start, self._seconds if seconds is None else seconds)
+
+    def send(self, rank: int, message: Message, *, seconds: float | None = None) -> Call[None]:
+        """Send ``message`` to process ``rank``."""
+        return self.call(rank, JobEndpoint.take, message, seconds=seconds)
 
     def announce(self, stop: Stop) -> None:
-        """Hand the decision to all other processes; return when they have it.
-
-        Raises:
-            PeerError: one of them is late or gone.
-        """
-        for call in [self.call(rank, JobEndpoint.take_stop, stop) for rank in self.others]:
+        """Hand the decision to all other processes; return when they have it; PeerError if one is late or gone."""
+        for call in [self.send(rank, stop) for rank in self.others]:
             call.wait()
-
-    def ask(self, what: Ask, why: str, *, seconds: float) -> list[PeerError]:
-        """Ask something of the job, on any rank and in any thread.
-
-        Rank 0 looks whether the others are there. These look for rank 0 alone: between two of them there is no way.
-
-        Returns:
-            The errors of the processes that did not answer within ``seconds``.
-        """
-        if self.world.rank == COORDINATOR_RANK:
-            self.endpoint.requests.ask(what, why)
-            calls = [self.call(rank, JobEndpoint.ping, seconds=seconds) for rank in self.others]
-        else:
-            calls = [self.call(COORDINATOR_RANK, JobEndpoint.take_request, what, why, seconds=seconds)]
-        return [error for call in calls if (error := _error_of(call)) is not None]
 
     def statuses(
         self, limits: Mapping[int, float], asker: ProcessStatus, *, closely: bool
@@ -152,13 +127,7 @@ class ControlPlane:
             rank: self.call(rank, JobEndpoint.tell_status, asker, closely=closely, seconds=seconds)
             for rank, seconds in limits.items()
         }
-        answers: dict[int, ProcessStatus | PeerError] = {}
-        for rank, call in calls.items():
-            try:
-                answers[rank] = call.wait()
-            except PeerError as error:
-                answers[rank] = error
-        return answers
+        return {rank: call.answer_or_error() for rank, call in calls.items()}
 
     def abort(self, why: str) -> Callable[[], None]:
         """Have all other processes end; the function returned waits until they have heard or are late."""
@@ -166,19 +135,6 @@ class ControlPlane:
 
         def wait_until_heard() -> None:
             for call in calls:
-                _error_of(call)
+                call.answer_or_error()
 
         return wait_until_heard
-
-
-def is_there(errors: list[PeerError]) -> bool:
-    """Whether the processes behind ``errors`` are all there: late, which a busy one is, but not gone."""
-    return all(isinstance(error, PeerLateError) for error in errors)
-
-
-def _error_of(call: Call[None]) -> PeerError | None:
-    try:
-        call.wait()
-    except PeerError as error:
-        return error
-    return None

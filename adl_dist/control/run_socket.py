@@ -10,11 +10,9 @@ import json
 import logging
 import os
 import socket
-import socketserver
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +25,22 @@ SOCKET = "control.sock"
 LONGEST_REQUEST = 10_000  # bytes
 SILENT_SECONDS = 60.0  # after which a client that says nothing is hung up on
 CONNECT_SECONDS = 5.0
-LATE_SECONDS = 0.1  # by which an answer may come after the checkpoint
+POLL_SECONDS = 0.1  # between two looks whether the run is over; by which an answer may come after the checkpoint
 LAST_ANSWER_SECONDS = 1.0  # that answers which are due may take when the run is over
 ENDED = "the run ended before it answered"
 LONGEST_ADDRESS = 107 if sys.platform == "linux" else 103  # bytes of a Unix socket's address; macOS has the least
 
 
 class LiveControl:
-    """The socket of a run; held on rank 0."""
+    """The socket of a run; held on rank 0. It answers with ``status``, and puts the others into ``requests``."""
 
     def __init__(self, run_dir: Path, status: Callable[[], Mapping[str, Any]], requests: Requests) -> None:
-        """Prepare; see :meth:`start`.
-
-        Args:
-            run_dir: the run's folder.
-            status: what ``status`` is answered with.
-            requests: where ``checkpoint`` and ``stop`` are put.
-        """
         self._path = run_dir / SOCKET
         self._status, self._requests = status, requests
         self._over = threading.Event()
         self._folder: int | None = None
-        self._server: _Server | None = None
+        self._accepting: threading.Thread | None = None
+        self._num_due, self._answered = 0, threading.Condition()
 
     def start(self) -> None:
         """Listen, if the run folder lets us and no other run listens there; else training continues without it."""
@@ -58,105 +50,90 @@ class LiveControl:
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._path.unlink(missing_ok=True)
             with short_address(self._path) as address:
-                self._server = _Server(address, self._answer)
+                listener = _listen(address)
         except OSError as error:
             self.close()
             logger.warning("no live control of this run: %s: %s", self._path, error)
             return
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="live control", daemon=True
-        ).start()
+        self._accepting = threading.Thread(target=self._accept, args=(listener,), name="live control", daemon=True)
+        self._accepting.start()
 
     def close(self) -> None:
         """Stop listening, and remove the socket file."""
         self._over.set()
         # The watchdog may close it too, when it ends the job.
-        (server, self._server), (folder, self._folder) = (self._server, None), (self._folder, None)
-        if server is not None:
+        (accepting, self._accepting), (folder, self._folder) = (self._accepting, None), (self._folder, None)
+        if accepting is not None:
             try:
                 self._path.unlink(missing_ok=True)  # first: a client that sees the file may connect
             finally:
-                server.shutdown()
-                server.server_close()
-                server.wait_for_answers(LAST_ANSWER_SECONDS)
+                accepting.join()
+                with self._answered:  # the clients' threads may end with this process
+                    self._answered.wait_for(lambda: self._num_due == 0, timeout=LAST_ANSWER_SECONDS)
         if folder is not None:
             os.close(folder)
 
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while not self._over.is_set():
+                with contextlib.suppress(OSError, RuntimeError):  # none has come for a while; no room for a thread
+                    client, _ = listener.accept()
+                    threading.Thread(target=self._talk, args=(client,), daemon=True).start()
+
+    def _talk(self, client: socket.socket) -> None:
+        """Answer line by line until the client hangs up, or says nothing for long."""
+        client.settimeout(SILENT_SECONDS)
+        try:
+            with client, client.makefile("rb") as lines:
+                while line := lines.readline(LONGEST_REQUEST):
+                    self._count_due(1)
+                    try:
+                        client.sendall(json.dumps(self._answer(line)).encode() + b"\n")
+                    finally:
+                        self._count_due(-1)
+        except OSError:
+            return
+        except Exception:  # affects no other client
+            logger.info("a client of live control failed", exc_info=True)
+
+    def _count_due(self, change: int) -> None:
+        with self._answered:
+            self._num_due += change
+            self._answered.notify_all()
+
     def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            request = json.loads(line)
-            ask = request["ask"] if isinstance(request, dict) else None
-        except (ValueError, KeyError, RecursionError):
-            ask = None
-        if ask == "status":
-            return dict(self._status())
-        if ask not in [a.value for a in Ask]:
+            ask = json.loads(line)["ask"]
+            wanted = None if ask == "status" else Ask(ask)
+        except (ValueError, KeyError, TypeError, RecursionError):
             known = ", ".join(json.dumps({"ask": name}) for name in ("status", *(a.value for a in Ask)))
             return {"error": f"not a request: {line[:80].decode(errors='replace').strip()!r}; expected one of {known}"}
-        done = self._requests.ask(Ask(ask), f"adl-dist {ask}")
+        if wanted is None:
+            return dict(self._status())
+        done = self._requests.ask(wanted, f"adl-dist {ask}")
         while not done.done():
-            if self._over.wait(LATE_SECONDS) and not done.done():  # a run may end right after it has answered
+            if self._over.wait(POLL_SECONDS) and not done.done():  # a run may end right after it has answered
                 return {"error": ENDED}
         try:
             return {"done": done.result()}
-        except (Exception, CancelledError) as error:
-            return {"error": f"{ask}: {error or type(error).__name__}"}
+        except Exception as error:
+            return {"error": f"{ask}: {error}"}
 
 
-class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    """Hands each line to ``answer`` in a thread of its client's."""
-
-    address_family = socket.AF_UNIX
-    daemon_threads = True
-    block_on_close = False  # a client that is silent, or waits for a checkpoint, must not hold up the end of the run
-
-    def __init__(self, address: str, answer: Callable[[bytes], dict[str, Any]]) -> None:
-        self.answer = answer
-        self._num_due = 0
-        self._answered = threading.Condition()
-        super().__init__(address, _Client)  # type: ignore[arg-type]
-
-    @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """Count an answer as due while inside."""
-        with self._answered:
-            self._num_due += 1
-        try:
-            yield
-        finally:
-            with self._answered:
-                self._num_due -= 1
-                self._answered.notify_all()
-
-    def wait_for_answers(self, seconds: float) -> None:
-        """Return when none is due, or after ``seconds``: the process may end then, and the clients' threads with it."""
-        with self._answered:
-            self._answered.wait_for(lambda: self._num_due == 0, timeout=seconds)
-
-    def server_bind(self) -> None:
-        """Let only the owner in, from the beginning and whatever is put in its place."""
-        umask = os.umask(0o177)
-        try:
-            self.socket.bind(self.server_address)
-        finally:
-            os.umask(umask)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log that a client failed; no other client is affected."""
-        logger.info("a client of live control failed", exc_info=True)
-
-
-class _Client(socketserver.StreamRequestHandler):
-    timeout = SILENT_SECONDS
-
-    def handle(self) -> None:
-        """Answer line by line until the client hangs up."""
-        assert isinstance(self.server, _Server)
-        with contextlib.suppress(OSError):  # it has hung up, or said nothing for long
-            while line := self.rfile.readline(LONGEST_REQUEST):
-                with self.server.answering():
-                    answer = self.server.answer(line)
-                    self.wfile.write(json.dumps(answer).encode() + b"\n")
+def _listen(address: str) -> socket.socket:
+    """Return a socket that lets only the owner in, from the beginning and whatever is put in its place."""
+    listener = socket.socket(socket.AF_UNIX)
+    umask = os.umask(0o177)
+    try:
+        listener.bind(address)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(umask)
+    listener.settimeout(POLL_SECONDS)
+    return listener
 
 
 def remove_stale(run_dir: Path) -> None:
@@ -188,29 +165,25 @@ def short_address(path: Path) -> Iterator[str]:
 
 
 def ask_run(run_dir: Path, ask: str) -> dict[str, Any]:
-    """Ask the run that trains in ``run_dir`` on this machine, and wait for its answer.
-
-    Args:
-        run_dir: its folder.
-        ask: ``status``, or the value of an :class:`Ask`.
+    """Ask the run in ``run_dir`` on this machine for ``status`` or the value of an :class:`Ask`; return its answer.
 
     Raises:
         ConfigError: no run listens there, or it refuses.
     """
-    path = run_dir / SOCKET
+    path, limit = run_dir / SOCKET, CONNECT_SECONDS
     try:
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as client, short_address(path) as address:
-            client.settimeout(CONNECT_SECONDS)
+            client.settimeout(limit)
             client.connect(address)
-            client.settimeout(None if ask in [a.value for a in Ask] else CONNECT_SECONDS)
+            client.settimeout(limit if ask == "status" else None)
             client.sendall(json.dumps({"ask": ask}).encode() + b"\n")
             line = client.makefile("rb").readline()
     except PermissionError:
         raise ConfigError(f"run_dir={run_dir}: only the user who started the run may control it") from None
     except TimeoutError:
         raise ConfigError(
-            f"run_dir={run_dir}: a run is there, but did not answer in {CONNECT_SECONDS:g} s; logs/rank0.log in it and "
-            "its standard error may say why"
+            f"run_dir={run_dir}: a run is there, but did not answer in {limit:g} s; logs/rank0.log in it and its "
+            "standard error may say why"
         ) from None
     except OSError as error:
         raise ConfigError(

@@ -4,15 +4,15 @@ import contextlib
 import logging
 import queue
 import time
-import traceback
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport
-from adl_dist.control.group import CAUSE_SECONDS, Worker
+from adl_dist.control.group import CAUSE_SECONDS
 from adl_dist.control.messages import Abort, Failure, Finish, Record, Report, Result, Summary
-from adl_dist.control.rpc import ControlPlane, JobEndpoint
-from adl_dist.distributed.rpc_errors import Call, PeerError
+from adl_dist.control.rpc import ControlPlane
+from adl_dist.control.worker import LocalWorker
+from adl_dist.distributed.rpc_errors import Call
 from adl_dist.distributed.world import COORDINATOR_RANK
-from adl_dist.errors import AdlError, ChannelError, describe
+from adl_dist.errors import AdlError, ChannelError
 
 logger = logging.getLogger("adl_dist")
 
@@ -24,8 +24,7 @@ class RpcReporter:
     """Sends this process's records, results and errors to the coordinator; training never waits for it."""
 
     def __init__(self, plane: ControlPlane) -> None:
-        """Report by ``plane``."""
-        self._plane, self._rank = plane, plane.world.rank
+        self._plane = plane
         self._records: list[Record] = []
         self._sent_at = 0.0
         self._under_way: list[Call[None]] = []
@@ -39,94 +38,68 @@ class RpcReporter:
 
     def part(self, part: PartReport) -> None:
         """Report how this process's part of a save has ended; called by the thread that writes it."""
-        if self._rank == COORDINATOR_RANK:
-            self._plane.endpoint.take_part(part)
-            return
-        try:
-            self._plane.call(COORDINATOR_RANK, JobEndpoint.take_part, part).wait()
-        except PeerError as error:
+        error = self._plane.send(COORDINATOR_RANK, part).answer_or_error()
+        if error is not None:
             logger.warning("could not report the end of this process's part of a save: %s", error)
 
     def results(self, results: list[Result]) -> None:
-        """Send ``results`` and the records left; return when all has arrived.
+        """Send ``results`` and the records left; return when all has arrived, or the job is over.
 
         Raises:
-            ChannelError: it has not.
+            ChannelError: neither is so.
         """
-        # RPC keeps no order between messages: the records sent before must be there before the result is.
-        for call in self._under_way:
-            call.wait()
-        self._under_way = []
-        self._send(results=results).wait()
+        try:
+            # RPC keeps no order between messages: the records sent before must be there before the result is.
+            for call in self._under_way:
+                call.wait()
+            self._under_way = []
+            self._send(results=results).wait()
+        except ChannelError:
+            # With the last result rank 0 is done, and may end before its answer has left; its last command is here.
+            if self._plane.endpoint.commands.empty():
+                raise
 
     def failure(self, error: BaseException) -> bool:
         """Report ``error`` first-hand, before the peers fail for want of this stage; return whether rank 0 heard."""
-        failure = Failure(
-            rank=self._rank,
-            text=str(error) if isinstance(error, AdlError) else f"rank {self._rank}: {describe(error)}",
-            traceback="".join(traceback.format_exception(error)),
-            exit_code=getattr(error, "exit_code", 1),
-            is_victim=isinstance(error, ChannelError),
-        )
-        if self._rank == COORDINATOR_RANK:  # which it reaches also when RPC has ended
-            self._plane.endpoint.take_report(self._report(failure=failure))
-            return True
-        try:
-            self._send(failure=failure).wait()
-            return True
-        except PeerError as unheard:
+        unheard = self._send(failure=Failure.of(error, self._plane.world.rank)).answer_or_error()
+        if unheard is not None:
             logger.warning("could not report the failure to the coordinator: %s", unheard)
-            return False
+        return unheard is None
 
     def _send(self, *, results: list[Result] | None = None, failure: Failure | None = None) -> Call[None]:
-        report = self._report(results=results, failure=failure)
-        return self._plane.call(COORDINATOR_RANK, JobEndpoint.take_report, report)
-
-    def _report(self, *, results: list[Result] | None = None, failure: Failure | None = None) -> Report:
         records, self._records, self._sent_at = self._records, [], time.monotonic()
-        return Report(rank=self._rank, records=records, results=results, failure=failure)
+        report = Report(rank=self._plane.world.rank, records=records, results=results, failure=failure)
+        return self._plane.send(COORDINATOR_RANK, report)
 
 
-def serve(worker: Worker, plane: ControlPlane) -> Summary:
-    """Carry out commands in this (main) thread until the job is over.
-
-    Returns:
-        What the coordinator gave with the end.
+def serve(worker: LocalWorker, plane: ControlPlane) -> Summary:
+    """Carry out commands in this (main) thread until the job is over; return what the coordinator gave with the end.
 
     Raises:
         StageFailed: the coordinator ended the job because of another process.
         AdlError: this process failed; if for want of a rank 0 that is gone, by the name of that.
     """
-    reporter, commands = RpcReporter(plane), plane.endpoint.commands
+    reporter, world = RpcReporter(plane), plane.world
     while True:
-        command = commands.get()
-        if isinstance(command, Abort):
-            raise command.failure.error()
-        if isinstance(command, Finish):
-            return dict(command.result)
         try:
-            _report_results(worker.execute(command, reporter), reporter, plane)
+            command = plane.endpoint.commands.get()  # a Ctrl-C here must reach the others, too
+            if not isinstance(command, Finish | Abort):
+                reporter.results(worker.execute(command, reporter))
+                continue
         except BaseException as error:
             is_reported = reporter.failure(error)
-            plane.world.is_rank_0_informed = is_reported
-            plane.world.has_failed_itself = not isinstance(error, ChannelError)
+            world.is_rank_0_informed, world.has_failed_itself = is_reported, not isinstance(error, ChannelError)
             if isinstance(error, ChannelError):
                 if (explained := _explained(error, is_reported, plane)) is not error:
                     raise explained from None
-            elif is_reported and plane.world.rank != COORDINATOR_RANK:
+            elif is_reported and world.rank != COORDINATOR_RANK:
                 # The coordinator first lets a save end that is under way, and this process may be writing its part.
                 with contextlib.suppress(queue.Empty):
-                    commands.get(timeout=LAST_SAVE_SECONDS)
+                    plane.endpoint.commands.get(timeout=LAST_SAVE_SECONDS)
             raise
-
-
-def _report_results(results: list[Result], reporter: RpcReporter, plane: ControlPlane) -> None:
-    try:
-        reporter.results(results)
-    except ChannelError:
-        # With the last result rank 0 is done, and may end before its answer has left; its last command is here.
-        if plane.endpoint.commands.empty():
-            raise
+        if isinstance(command, Abort):
+            raise command.failure.error()
+        return command.result
 
 
 def _explained(error: ChannelError, is_reported: bool, plane: ControlPlane) -> AdlError:

@@ -14,15 +14,11 @@ from adl_dist.transport.process import POSTED_AHEAD
 
 
 class EarlyStop:
-    """The early end of the segments that one process trains.
-
-    Attributes:
-        is_wanted: on rank 0, whether the running segment should end; None: it never should.
-        announce: on rank 0, hands a decision to all other processes; returns when they have it.
-    """
+    """The early end of the segments that one process trains."""
 
     def __init__(self) -> None:
-        self.is_wanted: Callable[[], bool] | None = None
+        # On rank 0: whether the running segment should end, and what hands the decision to all other processes.
+        self.is_wanted: Callable[[], bool] = lambda: False
         self.announce: Callable[[Stop], None] = lambda stop: None
         self._stop: Stop | None = None
 
@@ -41,12 +37,8 @@ class EarlyStop:
     ) -> Iterator[tuple[int, Action]]:
         """Hand ``order`` through; shorten the lists that it is drawn from as soon as there is a decision.
 
-        Args:
-            order: the actions of this process, drawn from ``contexts[k].work.actions``.
-            segment: the segment of training, as it was begun.
-            pipeline: the method and K.
-            contexts: this process's stages, opened.
-            is_distributed: whether receives are posted ahead.
+        ``order`` are the actions of this process, drawn from ``contexts[k].work.actions`` of stages that are opened for
+        ``segment``. If ``is_distributed``, receives are posted ahead.
         """
         ahead = POSTED_AHEAD if is_distributed else 0
 
@@ -62,7 +54,7 @@ class EarlyStop:
 
         is_applied = apply()  # stage 0 may have decided before this process began the segment
         for k, action in order:
-            if action.op is Op.LOAD and not is_applied and self.is_wanted is not None and self.is_wanted():
+            if action.op is Op.LOAD and not is_applied and self.is_wanted():
                 num_updates = updates_that_load(segment.group_sizes, action.number + 1 + ahead)
                 if num_updates < segment.num_updates:
                     stop = Stop(segment.first_update + num_updates)

@@ -13,21 +13,8 @@ import torch
 from adl_dist import engine
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import load, state_of
-from adl_dist.control.group import Reporter, command_name
-from adl_dist.control.messages import (
-    Command,
-    Done,
-    Evaluate,
-    EvaluateResult,
-    Load,
-    Record,
-    Result,
-    Save,
-    Trace,
-    TraceResult,
-    Train,
-    TrainResult,
-)
+from adl_dist.control import messages
+from adl_dist.control.messages import Command, EvaluateResult, Record, Reporter, Result, TrainResult, command_name
 from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
@@ -54,31 +41,17 @@ Choose = Callable[[Any], int]
 
 @dataclass
 class LocalWorker:
-    """The stages of one process: one of K, or all K.
-
-    Attributes:
-        world: this process among the others.
-        pipeline: the method and K.
-        seed: of the turns that stages take, where the method has them.
-        dtype: of the loss.
-        contexts: this process's stages with their channels, by stage.
-        train_loader: micro-batches for training; on stage 0's process only.
-        validation_loader: likewise for evaluation.
-        pick_next: which of several local stages is next; any choice gives the same values.
-        meter: measures the memory of the one stage of this process; None: it is not measured.
-        stop: where the running segment of training ends early.
-        activity: the record of all actions of this process.
-    """
+    """The stages of one process: one of K, or all K."""
 
     world: World
     pipeline: Pipeline
-    seed: int
-    dtype: torch.dtype
-    contexts: Mapping[int, StageContext]
-    train_loader: BatchSource | None = None
-    validation_loader: BatchSource | None = None
-    pick_next: Choose = downstream_first
-    meter: MemoryMeter | None = None
+    seed: int  # of the turns that stages take, where the method has them
+    dtype: torch.dtype  # of the loss
+    contexts: Mapping[int, StageContext]  # this process's stages with their channels, by stage
+    train_loader: BatchSource | None = None  # on stage 0's process only
+    validation_loader: BatchSource | None = None  # likewise
+    pick_next: Choose = downstream_first  # which of several local stages is next; any choice gives the same values
+    meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
     activity: ActivityLog = field(init=False)
 
@@ -93,24 +66,24 @@ class LocalWorker:
         return [self.contexts[k].stage for k in sorted(self.contexts)]
 
     def execute(self, command: Command, reporter: Reporter) -> list[Result]:
-        """See :class:`adl_dist.control.group.Worker`."""
+        """Carry out ``command``; return its results, in the order of stages."""
         with self.activity.during(command_name(command)):
             match command:
-                case Train():
+                case messages.Train():
                     return [*self._train(command.segment, reporter.record)]
-                case Evaluate():
+                case messages.Evaluate():
                     return [*self._evaluate(command.num_samples, command.micro_batch_size)]
-                case Load():
+                case messages.Load():
                     self._load(command.path, command.update)
-                case Save():
+                case messages.Save():
                     part = PartWriter(self.world.rank, reporter.part)
                     tensors = state_of(self.stages, self.pipeline.num_stages)
                     part.write(Path(command.path), tensors, token=command.token, background=command.background)
-                case Trace():
+                case messages.Trace():
                     folder, stages = Path(command.run_dir), sorted(self.contexts)
                     parts = write_part(self.activity, self.world, folder, stages, origin=command.origin)
-                    return [TraceResult(stage=part["stage"], part=part) for part in parts]
-        return [Done(stage=stage.index, rank=self.world.rank) for stage in self.stages]
+                    return [messages.TraceResult(part) for part in parts]
+        return [messages.Done(self.world.rank)]
 
     def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[TrainResult]:
         for context in self.contexts.values():
@@ -147,19 +120,16 @@ class LocalWorker:
             context.stage.begin(0, training=False)
         work = evaluation_work(segment, num_stages=self.pipeline.num_stages, stages=self.contexts)
         self._run(work, segment, self.validation_loader)
-        results = []
-        for stage in self.stages:
-            numbers = stage.tally.numbers()
-            correct = numbers.get("num_correct")
-            results.append(
-                EvaluateResult(
-                    stage=stage.index,
-                    num_samples=int(numbers["num_samples"]),
-                    loss_sum=numbers.get("loss_sum", 0.0),
-                    num_correct=None if correct is None else int(correct),
-                )
+        return [
+            EvaluateResult(
+                stage=stage.index,
+                num_samples=int(numbers["num_samples"]),
+                loss_sum=numbers.get("loss_sum", 0.0),
+                num_correct=int(numbers["num_correct"]) if "num_correct" in numbers else None,
             )
-        return results
+            for stage in self.stages
+            for numbers in [stage.tally.numbers()]
+        ]
 
     def _load(self, path: str, update: int) -> None:
         load(Path(path), self.stages)
@@ -170,11 +140,10 @@ class LocalWorker:
                 fast_forward(stage.lr_schedule, done)
 
     def _order(self, work: Mapping[int, StageWork]) -> Iterator[tuple[int, Action]]:
-        """Return the actions in order: one stage's own list, or an interleaving of all of them."""
+        """Return the actions in order: an interleaving of all stages' lists, or the one stage's own."""
         if len(work) == self.pipeline.num_stages:
             return replay([work[k].actions for k in sorted(work)], pick_next=self.pick_next)
-        ((stage, of_stage),) = work.items()
-        return ((stage, action) for action in of_stage.actions)
+        return ((k, action) for k, own in work.items() for action in own.actions)
 
     def _run(
         self,
@@ -208,10 +177,8 @@ class LocalWorker:
                 self.activity.open(self.contexts, segment, training=training)
                 order = self._order(work)
                 if training:
-                    is_distributed = self.world.is_distributed
-                    order = self.stop.applied(
-                        order, segment, self.pipeline, self.contexts, is_distributed=is_distributed
-                    )
+                    ahead = self.world.is_distributed
+                    order = self.stop.applied(order, segment, self.pipeline, self.contexts, is_distributed=ahead)
                 with self.meter.segment(self.stages[0]) if training and self.meter else contextlib.nullcontext():
                     engine.run(order, self.contexts, self.activity, after_update)
                 if reports is not None:
@@ -231,12 +198,7 @@ class _UpdateReports:
     """The records of each update: its loss, its gradient's norm, its staleness."""
 
     def __init__(
-        self,
-        contexts: Mapping[int, StageContext],
-        segment: Segment,
-        emit: Callable[[Record], None],
-        *,
-        is_on_gpu: bool,
+        self, contexts: Mapping[int, StageContext], segment: Segment, emit: Callable[[Record], None], *, is_on_gpu: bool
     ) -> None:
         self._contexts, self._segment, self._emit = contexts, segment, emit
         self._start = time.perf_counter()
@@ -262,14 +224,9 @@ class _UpdateReports:
 
 
 def _records(stats: StepStats, seconds: float, *, is_last: bool) -> Iterator[Record]:
-    by_offset = stats.staleness
-    yield {
-        "name": "stage/staleness",
-        "value": sum(by_offset) / len(by_offset),
-        "unit": "updates",
-        "max": max(by_offset),
-        "by_offset": by_offset,
-    }
+    offsets = stats.staleness
+    mean = {"name": "stage/staleness", "value": sum(offsets) / len(offsets), "unit": "updates"}
+    yield {**mean, "max": max(offsets), "by_offset": offsets}
     if stats.skipped is not None:
         if is_last:  # loss and hits of a skipped update are not figures of the run
             yield {"name": "train/skipped_updates", "value": 1, "unit": "updates", "why": stats.skipped}

@@ -1,9 +1,10 @@
 """What a process that trains sets for itself: its cores, and how its memory is kept."""
 
 import ctypes
+import functools
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,9 +14,8 @@ MADV_HUGEPAGE = 14
 HEAP_STEP = 64 << 20  # bytes by which the heap grows
 RESERVED = 0.25  # of the machine's memory: addresses only, a page is there when it is first used
 
-_is_kept = False
 
-
+@functools.cache  # once per process
 def tune_malloc() -> None:
     """Have the C library keep what is freed for the next micro-batch, in huge pages; to the end of the process.
 
@@ -23,13 +23,14 @@ def tune_malloc() -> None:
     again, 4 KiB at a time: a sixth of the time of a small ResNet on a CPU. Nothing changes where the user has chosen
     (``MALLOC_*_``, ``GLIBC_TUNABLES=glibc.malloc...``) or where there is no glibc.
     """
-    global _is_kept
-    if _is_kept or sys.platform != "linux" or _has_chosen(os.environ):
+    has_chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        n.startswith("MALLOC_") for n in os.environ
+    )
+    if sys.platform != "linux" or has_chosen:
         return
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):  # musl
         return
-    _is_kept = True
     libc.mallopt(M_MMAP_MAX, 0)  # no block gets pages of its own
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # the heap never shrinks
     libc.mallopt(M_TOP_PAD, HEAP_STEP)
@@ -49,14 +50,9 @@ def _advise_huge_pages(libc: ctypes.CDLL) -> None:
             libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_HUGEPAGE)
 
 
-def _has_chosen(environment: Mapping[str, str]) -> bool:
-    tunables = environment.get("GLIBC_TUNABLES", "")
-    return "glibc.malloc" in tunables or any(name.startswith("MALLOC_") for name in environment)
-
-
 def num_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(cores_here()) or os.cpu_count() or 1
 
 
 def default_threads(num_stages: int) -> int:
@@ -65,19 +61,15 @@ def default_threads(num_stages: int) -> int:
 
 
 def cores_here() -> list[int]:
-    """Their numbers; empty where the system does not tell."""
+    """The numbers of the cores that this process may use; empty where the system does not tell."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def own_cores(of_ranks: Sequence[Sequence[int]], local_rank: int) -> list[int] | None:
-    """The share of one of the processes of a node.
+    """Return the share of the process ``local_rank`` of a node.
 
-    Args:
-        of_ranks: cores that each process of the node may use, in the order of local ranks.
-        local_rank: which of them.
-
-    Returns:
-        None: somebody else has given them their cores already, or there is not one for each.
+    ``of_ranks`` are the cores that each process of the node may use. None: somebody else has given them their cores
+    already, or there is not one for each.
     """
     cores, size = list(of_ranks[local_rank]), len(of_ranks)
     if any(list(others) != cores for others in of_ranks) or len(cores) < size:

@@ -19,21 +19,13 @@ FOR_EARLY_RECEIVES = {
 
 
 def check_device(device_type: str) -> None:
-    """Look for a GPU without touching it, which the parent of the ranks must not.
-
-    Raises:
-        ConfigError: CUDA is asked for and there is none.
-    """
+    """Raise ConfigError if CUDA is asked for and missing; touches no GPU, which the parent of the ranks must not."""
     if device_type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("runtime.device=cuda, but torch finds no CUDA device here; use runtime.device=cpu")
 
 
 def choose_device(device_type: str) -> torch.device:
-    """Return the device of this process: ``cpu``, or the GPU with the number of the local rank.
-
-    Raises:
-        ConfigError: CUDA is asked for and there is none.
-    """
+    """Return ``cpu``, or the GPU with the number of the local rank; raise ConfigError if there is no GPU."""
     check_device(device_type)
     if device_type == "cpu":
         return torch.device("cpu")
@@ -55,7 +47,6 @@ def edge_backend(device: torch.device, rank: int, size: int, store: dist.Store) 
 
 
 def _own_backend(device: torch.device, size: int) -> str:
-    if device.type == "cpu":
-        return "gloo"
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    return "nccl" if local_ranks <= torch.cuda.device_count() and dist.is_nccl_available() else "gloo"
+    has_own_gpu = device.type != "cpu" and local_ranks <= torch.cuda.device_count()
+    return "nccl" if has_own_gpu and dist.is_nccl_available() else "gloo"

@@ -10,17 +10,15 @@ from adl_dist.errors import ConfigError
 
 # What gloo, TensorPipe (RPC) and NCCL read. The first may be a list, the last a prefix, exact after "=".
 GLOO, RPC, NCCL = "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 def choose_interface(*, size: int) -> None:
-    """Choose one interface for every socket that this process will listen on; the user's choice stands.
+    """Choose one interface for every socket of this process, one of ``size``, to listen on; the user's choice stands.
 
     On one node that is loopback: nothing has to be reachable from outside. On several it is the interface by which this
     node reaches ``MASTER_ADDR``, not the one that the node's own name resolves to, which is often loopback.
-
-    Args:
-        size: number of processes of the run.
 
     Raises:
         ConfigError: an interface is named that this node does not have; on several nodes, none can be found.
@@ -40,12 +38,8 @@ def is_one_node(size: int) -> bool:
 
 
 def check_named_interfaces() -> None:
-    """Refuse names of interfaces that are not there; gloo would say that it finds no address for an empty name.
-
-    Raises:
-        ConfigError: an unknown name; the message lists the known ones.
-    """
-    here = [name for _, name in socket.if_nameindex()]
+    """Raise ConfigError for a named interface that is not there; gloo would complain about an empty name."""
+    here = interfaces()
     for variable in (GLOO, RPC):
         for name in _names(variable):
             if name not in here:
@@ -60,9 +54,14 @@ def named_interface() -> str | None:
     return next((names[0] for variable in (GLOO, RPC) if (names := _names(variable))), None)
 
 
+def interfaces() -> list[str]:
+    """Return the names of this node's network interfaces."""
+    return [name for _, name in socket.if_nameindex()]
+
+
 def loopback() -> str | None:
     """Return the loopback interface; None where it has an unknown name."""
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    return next((name for name in interfaces() if name in ("lo", "lo0")), None)
 
 
 def address_of(interface: str) -> str | None:
@@ -78,11 +77,7 @@ def address_of(interface: str) -> str | None:
 
 
 def address_of_host(host: str) -> tuple[socket.AddressFamily, str]:
-    """Return the address of ``host`` on this node, IPv4 first, because interfaces are recognised by it.
-
-    Raises:
-        ConfigError: an unknown name or address.
-    """
+    """Return the address of ``host`` on this node, IPv4 first, because interfaces are recognised by it."""
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -100,10 +95,7 @@ def is_loopback(address: str) -> bool:
 
 
 def interface_towards(first: str) -> str:
-    """Return the interface by which this node reaches the first one; on the first one: that of its own address.
-
-    Args:
-        first: name or address of the first node.
+    """Return the interface by which this node reaches ``first``, the first one; on that: the one of its own address.
 
     Raises:
         ConfigError: it cannot be reached, or only by itself; the interface's name is unknown, as for an IPv6 route.
@@ -123,15 +115,14 @@ def interface_towards(first: str) -> str:
                 f"network interface that joins the nodes: {GLOO}=NAME"
             ) from None
         own_address = any_socket.getsockname()[0]
-    here = [name for _, name in socket.if_nameindex()]
-    name_here = next((name for name in here if address_of(name) == own_address), None)
-    if name_here is None:
-        raise ConfigError(
-            f"{socket.gethostname()} reaches the first node's {first} ({address}) from {own_address}, and no network "
-            f"interface here has that as its IPv4 address; name the one that joins the nodes: "
-            f"{GLOO}=NAME, {', '.join(here)}"
-        )
-    return name_here
+    for name in interfaces():
+        if address_of(name) == own_address:
+            return name
+    raise ConfigError(
+        f"{socket.gethostname()} reaches the first node's {first} ({address}) from {own_address}, and no network "
+        f"interface here has that as its IPv4 address; name the one that joins the nodes: "
+        f"{GLOO}=NAME, {', '.join(interfaces())}"
+    )
 
 
 def _names(variable: str) -> list[str]:

@@ -12,20 +12,18 @@ from pathlib import Path
 RENDEZVOUS_FOLDER = "ADL_DIST_RENDEZVOUS"
 LAUNCHER = "ADL_DIST_LAUNCHER"
 LAUNCH_ID = "ADL_DIST_LAUNCH_ID"
+# Set by a script that starts torchrun, whose exit code does not show it: a file that a rank makes if its run has
+# stopped.
+STOPPED_FILE = "ADL_DIST_STOPPED_FILE"
+# Set by a process for itself: its id, if another command of ours has started it.
+PART_OF_COMMAND = "ADL_DIST_PART_OF_COMMAND"
 
-PR_SET_PDEATHSIG = 1
-
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 # Exit code of a run that was asked to stop and has saved; EX_TEMPFAIL of sysexits.h: the same command resumes it.
 STOPPED_CODE = 75
 # Files in the launcher's folder: the process id of rank 0 while it can be asked to stop (by SIGUSR1), the name of the
 # signal that the launcher got, and that the run has stopped.
 LISTENS, ASKED, STOPPED = "listens", "asked", "stopped"
-# Set by a script that starts torchrun, whose exit code does not show it: a file that a rank makes if its run has
-# stopped.
-STOPPED_FILE = "ADL_DIST_STOPPED_FILE"
-
-# Set by a process for itself: its id, if another command of ours has started it.
-PART_OF_COMMAND = "ADL_DIST_PART_OF_COMMAND"
 
 
 def end_with_launcher() -> None:
@@ -53,7 +51,7 @@ def end_with_torchrun() -> None:
     Nothing else would end it: it needs its peers and no torchrun, and while it trains on alone, the same command finds
     the run folder taken. (A torchrun that died before this was asked leaves a rank that finds no store and gives up.)
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ and sys.platform == "linux":
+    if {"TORCHELASTIC_RUN_ID", "RANK"} <= os.environ.keys() and sys.platform == "linux":
         _end_with_parent()
 
 
@@ -68,9 +66,14 @@ def is_part_of_more() -> bool:
 
 def set_flag(name: str, text: str = "") -> None:
     """Set a flag for our own launcher, if there is one; only rank 0 does."""
-    folder = os.environ.get(RENDEZVOUS_FOLDER)
-    if folder and os.environ.get("RANK", "0") == "0":
-        write_flag(Path(folder), name, text)
+    if folder := _folder_of_rank_0():
+        write_flag(folder, name, text)
+
+
+def clear_flag(name: str) -> None:
+    """Remove a flag; only rank 0 does."""
+    if folder := _folder_of_rank_0():
+        (folder / name).unlink(missing_ok=True)
 
 
 def flag_stopped() -> None:
@@ -79,13 +82,6 @@ def flag_stopped() -> None:
     if path := os.environ.get(STOPPED_FILE):
         with contextlib.suppress(OSError):  # the run has stopped and is saved all the same
             Path(path).touch()
-
-
-def clear_flag(name: str) -> None:
-    """Remove a flag; only rank 0 does."""
-    folder = os.environ.get(RENDEZVOUS_FOLDER)
-    if folder and os.environ.get("RANK", "0") == "0":
-        (Path(folder) / name).unlink(missing_ok=True)
 
 
 def read_flag(name: str, folder: Path | None = None) -> str | None:
@@ -102,3 +98,8 @@ def write_flag(folder: Path, name: str, text: str) -> None:
     with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it; the disk is full
         unfinished.write_text(text)
         unfinished.rename(folder / name)
+
+
+def _folder_of_rank_0() -> Path | None:
+    folder = os.environ.get(RENDEZVOUS_FOLDER)
+    return Path(folder) if folder and os.environ.get("RANK", "0") == "0" else None

@@ -1,7 +1,7 @@
-"""Which rank prints an error: the rank in which it arose; rank 0 for all others, and for what all ranks find alike.
+"""Which rank prints the error that ends a job: one of those that know it first-hand, the rank where it arose or rank 0.
 
-torchrun, and our own launcher, end all ranks as soon as one has ended. So a rank that leaves an error to rank 0 waits,
-for a limited time, until rank 0 has said in a store that it has printed.
+torchrun, and our own launcher, end all ranks as soon as one has ended. So a rank that leaves an error to another waits,
+for a limited time, until a store says that it is printed.
 """
 
 import datetime
@@ -13,8 +13,8 @@ import torch.distributed as dist
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.distributed.world import launched_rank, launched_world_size, world_of_process
 
-KEY = "adl_dist/rank_0_printed_its_error"
-LIMIT = datetime.timedelta(seconds=10)  # that rank 0 may take to print what it knows
+KEY, TURNS = "adl_dist/error", "adl_dist/turns"  # what was announced; how many ranks have asked for the turn
+LIMIT = datetime.timedelta(seconds=10)  # that another rank may take to print what it knows
 
 
 def announce(*, printed: bool) -> None:
@@ -35,43 +35,34 @@ def arose_here() -> bool:
 
 
 def is_mine() -> bool:
-    """Return whether this rank has to print the error that ends it; on other ranks than 0, once rank 0 is known."""
-    if launched_world_size() is None or arose_here():
+    """Return whether this rank has to print the error that ends it, once that is known."""
+    if launched_world_size() is None:
         return True
-    if launched_rank() == 0:
-        return not _is_printed()
-    world = world_of_process()
+    world, knows_first_hand = world_of_process(), arose_here() or launched_rank() == 0
     if world is not None and not world.is_rank_0_informed:
         return True
     try:
         if (store := _store()) is None:
             return True
+        if knows_first_hand and store.add(TURNS, 1) == 1:
+            return True
         store.wait([KEY], LIMIT)
         return store.get(KEY) == b"none"
     except dist.DistNetworkError:  # the store has ended with rank 0
-        return world is None
+        return knows_first_hand or world is None
     except RuntimeError:  # too late
         return True
-
-
-def _is_printed() -> bool:
-    try:
-        store = _store()
-        return store is not None and store.check([KEY]) and store.get(KEY) == b"printed"
-    except RuntimeError:  # the store has ended, and with it those who could have printed
-        return False
 
 
 def _store() -> dist.Store | None:
     """Return the store of the ranks; before they have met, that of their launcher; None: there is none."""
     if (world := world_of_process()) is not None:
         return world.store
-    rank, size = launched_rank(), launched_world_size()
+    rank, size, attempt = launched_rank(), launched_world_size(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     assert size is not None
     if folder := os.environ.get(RENDEZVOUS_FOLDER):
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.FileStore(str(Path(folder) / f"set-up{attempt}"), size)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=LIMIT))
-        return dist.PrefixStore("set-up", store)
+        return dist.PrefixStore(f"set-up{attempt}", store)
     return None

@@ -14,53 +14,35 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from adl_dist.distributed.network import (
-    address_of,
-    address_of_host,
-    is_loopback,
-    is_one_node,
-    loopback,
-    named_interface,
-)
+from adl_dist.distributed import network
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.errors import ChannelError, ConfigError
 
-LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.01
 LIST = "adl_dist/list"
 
 
-class Rendezvous:
-    """The store of this attempt.
+def rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.Store, socket.socket | None]:
+    """Meet the other processes of this attempt.
 
-    Attributes:
-        store: shared by all processes of the attempt, and by none of another.
-        listener: the socket on which this process hosts the store, if it does.
+    Returns:
+        The store that they share with no other attempt, and the socket on which this process hosts it, if it does.
+
+    Raises:
+        ConfigError: rank 0 cannot listen where it should.
+        ChannelError: the others do not come in time.
+        RuntimeError: the store cannot be reached.
     """
-
-    def __init__(self, rank: int, size: int, timeout: datetime.timedelta) -> None:
-        """Meet the others.
-
-        Raises:
-            ConfigError: rank 0 cannot listen where it should.
-            ChannelError: the others do not come in time.
-            RuntimeError: the store cannot be reached.
-        """
-        self.listener: socket.socket | None = None
-        if folder := os.environ.get(RENDEZVOUS_FOLDER):
-            # A file is removed with the last process that had it open, which must not be one of the attempt before.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            shared: dist.Store = dist.FileStore(str(Path(folder) / f"attempt{attempt}"), size)
-            shared.set_timeout(timeout)
-        elif dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-            # It exists: that of torchrun's agent, or of the user's own init_process_group.
-            shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
-        else:
-            shared = self._tcp_store(rank, size, timeout)
-        prefix = f"adl_dist/{barrier_on_attempt(shared, rank, size, timeout)}"
-        self.store: dist.Store = dist.PrefixStore(prefix, shared)
-
-    def _tcp_store(self, rank: int, size: int, timeout: datetime.timedelta) -> dist.TCPStore:
+    listener = None
+    if folder := os.environ.get(RENDEZVOUS_FOLDER):
+        # A file is removed with the last process that had it open, which must not be one of the attempt before.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        shared: dist.Store = dist.FileStore(str(Path(folder) / f"attempt{attempt}"), size)
+        shared.set_timeout(timeout)
+    elif dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        # It exists: that of torchrun's agent, or of the user's own init_process_group.
+        shared, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    else:
         try:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         except (KeyError, ValueError):
@@ -68,31 +50,32 @@ class Rendezvous:
                 "RANK and WORLD_SIZE are set, so this is one of several processes, but MASTER_ADDR and MASTER_PORT do "
                 "not say where they meet; start them with torchrun, or unset RANK and WORLD_SIZE"
             ) from None
-        host = LOOPBACK if is_one_node(size) else reachable(host)
-        if rank > 0:
-            return dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
-        self.listener = listen_at(host, port)
-        return store_on(self.listener, timeout)
+        host = network.LOOPBACK if network.is_one_node(size) else reachable(host)
+        listener = listen_at(host, port) if rank == 0 else None
+        if listener is not None:
+            shared = store_on(listener, timeout)
+        else:
+            shared = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)
+    prefix = f"adl_dist/{barrier_on_attempt(shared, rank, size, timeout)}"
+    return dist.PrefixStore(prefix, shared), listener
 
 
 def reachable(host: str) -> str:
     """Return the address that ``host``, the first node's name or address, has for all nodes.
 
-    Its own name may mean loopback on that node; then it is the address of the named interface, if there is one.
-
-    Raises:
-        ConfigError: ``host`` means another node on each of them.
+    Its own name may mean loopback on that node; then it is the address of the named interface, if there is one. A
+    ``host`` that means another node on each of them is a ConfigError.
     """
-    _, address = address_of_host(host)
-    interface = named_interface()
-    if not is_loopback(address) or interface in (None, loopback()):
+    _, address = network.address_of_host(host)
+    interface = network.named_interface()
+    if not network.is_loopback(address) or interface in (None, network.loopback()):
         return address
     if host == "localhost" or address == host:
         raise ConfigError(
             f"this run has several nodes, but {host} is each of them to itself, and they are to be joined by "
             f"{interface}; give the first node's name or address there, as --rdzv-endpoint or --master-addr"
         )
-    return address_of(interface) or address
+    return network.address_of(interface) or address
 
 
 def listen_at(host: str, port: int) -> socket.socket:
@@ -101,7 +84,7 @@ def listen_at(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: it cannot listen there; ``__cause__`` is the system's error.
     """
-    family, address = address_of_host(host)
+    family, address = network.address_of_host(host)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # else not for a minute after a run before

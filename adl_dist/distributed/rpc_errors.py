@@ -30,16 +30,10 @@ class PeerGoneError(PeerError):
 
 
 class Call(Generic[T]):
-    """A call under way."""
+    """A call under way to the process ``name``, which is late after ``seconds``."""
 
     def __init__(self, name: str, start: Callable[[float], "torch.futures.Future[T]"], seconds: float) -> None:
-        """Start it.
-
-        Args:
-            name: the process that is called, for messages.
-            start: starts the call with RPC, which may give up after so many seconds.
-            seconds: after which the process is late.
-        """
+        """Start it by ``start``, which takes the seconds after which RPC may give up."""
         self._name, self._seconds, self._deadline = name, seconds, time.monotonic() + seconds
         self._is_done = threading.Event()
         self._future: torch.futures.Future[T] | None = None
@@ -63,15 +57,23 @@ class Call(Generic[T]):
             PeerError: this process has left the control plane.
         """
         if self._future is None:
-            reason = _first_line(self._not_started)
+            reason = first_line(self._not_started)
             raise PeerError(f"control plane: this process has left it: {reason}") from self._not_started
         if not self._is_done.wait(max(0.0, self._deadline - time.monotonic())):
             raise PeerLateError(f"control plane: {self._name} does not answer within {self._seconds:g} s")
         try:
             return self._future.wait()
         except RuntimeError as error:
-            raise PeerGoneError(f"control plane: {self._name} is gone: {_first_line(error)}") from error
+            raise PeerGoneError(f"control plane: {self._name} is gone: {first_line(error)}") from error
+
+    def answer_or_error(self) -> T | PeerError:
+        """Return the answer, or the error that :meth:`wait` raises."""
+        try:
+            return self.wait()
+        except PeerError as error:
+            return error
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

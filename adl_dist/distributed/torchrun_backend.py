@@ -11,20 +11,17 @@ import datetime
 import errno
 import os
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from adl_dist.distributed.network import address_of, check_named_interfaces, interface_towards, named_interface
-from adl_dist.distributed.rendezvous import LOOPBACK, listen_at, reachable, store_on
+from adl_dist.distributed import network
+from adl_dist.distributed.rendezvous import listen_at, reachable, store_on
+from adl_dist.distributed.rpc_errors import first_line
 from adl_dist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousHandlerCreator,
-        RendezvousParameters,
-    )
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousHandlerCreator, RendezvousParameters
 
 DEFAULT_PORT = 29400  # torch's, for c10d
 
@@ -37,9 +34,8 @@ def entry_point() -> "RendezvousHandlerCreator":
 def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
     """Join this agent with the others; exit with one line and code 2 if that is impossible.
 
-    Args:
-        parameters: torchrun's flags: ``--nnodes``, ``--rdzv-id``, ``--rdzv-endpoint=HOST:PORT`` (on several nodes:
-            the first one's; the agent whose address that is hosts the store), ``--local-addr``.
+    ``parameters`` are torchrun's flags: ``--nnodes``, ``--rdzv-id``, ``--rdzv-endpoint=HOST:PORT`` (on several nodes:
+    the first one's; the agent whose address that is hosts the store), ``--local-addr``.
     """
     # Not at the top: torch loads this module while it loads these.
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -50,16 +46,19 @@ def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
-        check_named_interfaces()
+        network.check_named_interfaces()
         if parameters.max_nodes == 1:
             store: dist.Store = dist.HashStore()
-            parameters.local_addr = LOOPBACK
+            parameters.local_addr = network.LOOPBACK
         else:
             store = _store_of_agents(parameters)
             if parameters.local_addr is None:
-                parameters.local_addr = address_of(named_interface() or interface_towards(_endpoint(parameters)[0]))
+                interface = network.named_interface() or network.interface_towards(_endpoint(parameters)[0])
+                parameters.local_addr = network.address_of(interface)
     except ConfigError as error:
-        _refuse(str(error))
+        sys.stderr.write(f"adl-dist: error: {error}\n")
+        sys.stderr.flush()
+        raise SystemExit(2) from None
     return create_handler(store, Backend(store, parameters.run_id), parameters)
 
 
@@ -79,7 +78,7 @@ def _store_of_agents(parameters: "RendezvousParameters") -> dist.TCPStore:
     except RuntimeError as error:
         raise ConfigError(
             f"no answer from the first node at --rdzv-endpoint={parameters.endpoint} within "
-            f"{timeout.total_seconds():g} s ({str(error).splitlines()[0]}); is torchrun running there, and is that its "
+            f"{timeout.total_seconds():g} s ({first_line(error)}); is torchrun running there, and is that its "
             "address on the network that joins the nodes?"
         ) from error
 
@@ -95,9 +94,3 @@ def _endpoint(parameters: "RendezvousParameters") -> tuple[str, int]:
         raise ConfigError(
             f"several nodes need --rdzv-endpoint=HOST:PORT of the first one, for example node1:{DEFAULT_PORT}: {error}"
         ) from None
-
-
-def _refuse(text: str) -> NoReturn:
-    sys.stderr.write(f"adl-dist: error: {text}\n")
-    sys.stderr.flush()
-    raise SystemExit(2)

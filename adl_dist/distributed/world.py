@@ -25,7 +25,8 @@ from adl_dist.distributed.affinity import cores_here, own_cores
 from adl_dist.distributed.device import choose_device, edge_backend
 from adl_dist.distributed.network import choose_interface
 from adl_dist.distributed.parent_process import end_with_torchrun
-from adl_dist.distributed.rendezvous import Rendezvous
+from adl_dist.distributed.rendezvous import rendezvous
+from adl_dist.distributed.rpc_errors import first_line
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.report import warn
 from adl_dist.transport import port_filter
@@ -38,38 +39,23 @@ EVERY_METHOD_NEEDS = ("act", "grad", "target")
 
 @dataclass
 class World:
-    """This process among the others.
+    """This process among the others."""
 
-    Attributes:
-        rank: of this process; also its stage if there is more than one process.
-        size: number of processes.
-        device: where this process computes.
-        store: shared by all processes of this attempt.
-        edges: the ends that this process holds; empty with a single process.
-        backend: of the edges that stay on ``device``.
-        timeout: of one message.
-        cores: this process's share of those of its node; None: whichever there are.
-        listener: on which this process hosts the store, if it does and is shut.
-        owns_group: whether the default process group was made here; else it is the user's.
-        has_failed_itself: whether the error that ends this process arose in it while a job ran.
-        is_rank_0_informed: whether rank 0 knows the error that ends this process, as far as can be seen from here.
-        num_jobs: jobs begun so far; the number of the last one, the same on all processes.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
-    store: dist.Store
-    edges: dict[tuple[str, int], Edge] = field(default_factory=dict)
-    backend: str = "gloo"
-    timeout: datetime.timedelta = dist.default_pg_timeout
-    cores: Sequence[int] | None = None
-    listener: socket.socket | None = None
-    owns_group: bool = True
+    rank: int  # also its stage if there is more than one process
+    size: int  # number of processes
+    device: torch.device  # where this process computes
+    store: dist.Store  # shared by all processes of this attempt
+    edges: dict[tuple[str, int], Edge] = field(default_factory=dict)  # the ends that this process holds
+    backend: str = "gloo"  # of the edges that stay on ``device``
+    timeout: datetime.timedelta = dist.default_pg_timeout  # of one message
+    cores: Sequence[int] | None = None  # this process's share of those of its node; None: whichever there are
+    listener: socket.socket | None = None  # on which this process hosts the store, if it does and is blocked
+    owns_group: bool = True  # whether the default process group was made here; else it is the user's
+    num_jobs: int = 0  # begun so far; the number of the last one, the same on all processes
+    has_failed_itself: bool = False  # whether the error that ends this process arose in it while a job ran
+    is_rank_0_informed: bool = True  # whether rank 0 knows that error, as far as can be seen from here
+    has_left: bool = False  # after an error, which the others may not have met
     _links: set[str] = field(default_factory=lambda: set(EVERY_METHOD_NEEDS))
-    num_jobs: int = 0
-    has_failed_itself: bool = False
-    is_rank_0_informed: bool = True
 
     @property
     def is_distributed(self) -> bool:
@@ -82,26 +68,20 @@ class World:
         if not missing:
             return
         try:
-            with self._store_reachable():
-                self.edges |= connect_edges(
-                    self.size, missing, backend=self.backend, device=self.device, timeout=self.timeout
-                )
+            if self.listener is not None:
+                unblock(self.listener)  # a new group may want a connection of its own to the store
+            self.edges |= connect_edges(
+                self.size, missing, backend=self.backend, device=self.device, timeout=self.timeout
+            )
+            dist.barrier()  # only now have all connected
+            if self.listener is not None:
+                block(self.listener)
         except RuntimeError as error:
             raise ChannelError(
-                f"rank {self.rank} could not connect the edges for {', '.join(missing)}: {_first_line(error)}; a peer "
+                f"rank {self.rank} could not connect the edges for {', '.join(missing)}: {first_line(error)}; a peer "
                 "is gone or silent, and its own log, logs/rankR.log, says why"
             ) from error
         self._links |= set(missing)
-
-    @contextlib.contextmanager
-    def _store_reachable(self) -> Iterator[None]:
-        """A new group may want a connection of its own to the store."""
-        if self.listener is not None:
-            unblock(self.listener)
-        yield
-        dist.barrier()  # of all: only now has everybody connected
-        if self.listener is not None:
-            block(self.listener)
 
     def fresh_store(self) -> dist.Store:
         """The store of the next job; what one before it settled must not answer for it."""
@@ -120,11 +100,7 @@ def launched_rank() -> int:
 
 
 def check_world_size(num_stages: int, *, processes: bool) -> None:
-    """Refuse a number of processes that does not fit the number of stages.
-
-    Raises:
-        ConfigError: with both ways to fix it.
-    """
+    """Raise ConfigError, with both ways to fix it, if the number of processes does not fit that of stages."""
     started = launched_world_size()
     expected = num_stages if processes else 1
     if started is not None and started != expected:
@@ -140,14 +116,13 @@ def single_process(device: torch.device) -> World:
     return World(0, 1, device, dist.HashStore())
 
 
-# As torch's default process group and its RPC, which this is: one of each in a process.
-_connected: World | None = None
-_left: World | None = None  # after an error, which the others may not have met
+# As torch's default process group and its RPC, which this is: one in a process, and this package's one variable.
+_world: World | None = None
 
 
 def world_of_process() -> World | None:
     """Return the world that this process has joined, also if it has left it after an error; None: it has not."""
-    return _connected or _left
+    return _world
 
 
 def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> World:
@@ -158,68 +133,54 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
             the user's own that has no backend for the CPU.
         ChannelError: the others could not be reached in time.
     """
-    global _connected
-    if _connected is not None:
-        if _connected.device.type != device_type or _connected.size != num_stages:
+    global _world
+    if _world is not None:
+        if _world.has_left:
+            raise ConfigError("this process has left the others after an error; start the script again")
+        if _world.device.type != device_type or _world.size != num_stages:
             raise ConfigError(
-                f"these processes were joined as {_connected.size} stages on {_connected.device.type}; a second "
+                f"these processes were joined as {_world.size} stages on {_world.device.type}; a second "
                 f"trainer in them cannot be {num_stages} on {device_type}"
             )
-        return _connected
-    if _left is not None:
-        raise ConfigError("this process has left the others after an error; start the script again")
-    owns_group = not dist.is_initialized()
-    if not owns_group:
-        _check_default_group()
-    rank, size = launched_rank(), num_stages
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    device = choose_device(device_type)
-    choose_interface(size=size)
+        return _world
+    if dist.is_initialized() and "cpu:" not in (backends := dist.get_backend_config()):
+        raise ConfigError(
+            f"the process group that is there has no backend for the CPU (it is {backends}), which the ranks need to "
+            "agree on the run; let adl_dist make it, or make it by init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    rank, device = launched_rank(), choose_device(device_type)
+    choose_interface(size=num_stages)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # connect eagerly: after start-up new connections are dropped
     end_with_torchrun()  # the command line has done so long ago, a user's own script has not
     try:
-        meeting = Rendezvous(rank, size, timeout)
-        if owns_group:
-            # No device_id: this group is gloo and stays on the CPU; each NCCL group of an edge is given its own. Bound
-            # to a GPU, torch would have gloo connect eagerly there, and split the edges' groups from it.
-            with blocking_new():
-                dist.init_process_group(
-                    "gloo", store=dist.PrefixStore("world", meeting.store), rank=rank, world_size=size, timeout=timeout
-                )
-        backend = edge_backend(device, rank, size, meeting.store)
-        edges = connect_edges(num_stages, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
-        with blocking_new():
-            _start_rpc(rank, size, meeting.store, timeout_seconds)
-        cores = _share_of_cores(rank, size, meeting.store)
-        listener = meeting.listener if backend == "gloo" else None  # NCCL may connect to the store again
-        if listener is not None:
-            block(listener)
-        _tell_of_open_ports(rank)
+        _world = _join(rank, num_stages, device, timeout_seconds)
     except AdlError:
         raise
     except (RuntimeError, OSError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', '-')}"
         raise ChannelError(
-            f"rank {rank} could not join the other {size - 1} processes at {where} within {timeout_seconds:g} s: "
-            f"{_first_line(error)}; is the port free, is the interface right "
+            f"rank {rank} could not join the other {num_stages - 1} processes at {where} within {timeout_seconds:g} s: "
+            f"{first_line(error)}; is the port free, is the interface right "
             f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
         ) from error
-    _connected = World(rank, size, device, meeting.store, edges, backend, timeout, cores, listener, owns_group)
     # After an uncaught exception, the others may be waiting for us: do not wait for them.
     atexit.register(lambda: disconnect(in_order=not hasattr(sys, "last_value")))
-    return _connected
+    return _world
 
 
 def disconnect(*, in_order: bool = True) -> None:
     """Leave the world; never waits for a peer that is gone.
 
     Args:
-        in_order: all ranks leave now, so wait for the last of them before closing the doors.
+        in_order: all ranks leave now, so wait for the last of them before closing the connections.
     """
-    global _connected, _left
-    if _connected is None:
+    global _world
+    if _world is None or _world.has_left:
         return
-    world, _connected, _left = _connected, None, None if in_order else _connected
+    world = _world
+    world.has_left = True
+    if in_order:
+        _world = None
     if in_order and dist.is_initialized():  # unless the user has destroyed a group of his own, and ours with it
         with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
             dist.barrier()
@@ -229,19 +190,33 @@ def disconnect(*, in_order: bool = True) -> None:
             dist.destroy_process_group(group)
 
 
-def _check_default_group() -> None:
-    """Refuse a process group of the user's own that cannot be used for what all ranks do together."""
-    backends = dist.get_backend_config()
-    if "cpu:" not in backends:
-        raise ConfigError(
-            f"the process group that is there has no backend for the CPU (it is {backends}), which the ranks need to "
-            "agree on the run; let adl_dist make it, or make it by init_process_group('cpu:gloo,cuda:nccl')"
-        )
+def _join(rank: int, size: int, device: torch.device, timeout_seconds: float) -> World:
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    owns_group = not dist.is_initialized()
+    store, listener = rendezvous(rank, size, timeout)
+    if owns_group:
+        # No device_id: this group is gloo and stays on the CPU; each NCCL group of an edge is given its own. Bound
+        # to a GPU, torch would have gloo connect eagerly there, and split the edges' groups from it.
+        with blocking_new():
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size, timeout=timeout
+            )
+    backend = edge_backend(device, rank, size, store)
+    edges = connect_edges(size, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
+    with blocking_new():
+        _start_rpc(rank, size, store, timeout_seconds)
+    cores = _share_of_cores(rank, size, store)
+    if backend == "nccl":  # which may connect to the store again
+        listener = None
+    if listener is not None:
+        block(listener)
+    _report_open_ports(rank)
+    return World(rank, size, device, store, edges, backend, timeout, cores, listener, owns_group)
 
 
-def _tell_of_open_ports(rank: int) -> None:
-    """One process of each node does, once: training needs no shut port."""
-    if (why := port_filter.error()) is not None and int(os.environ.get("LOCAL_RANK", rank)) == 0:
+def _report_open_ports(rank: int) -> None:
+    """Warn on one process of each node if its kernel cannot block ports: training needs no blocked port."""
+    if int(os.environ.get("LOCAL_RANK", rank)) == 0 and (why := port_filter.error()) is not None:
         warn(
             f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let "
             "only those reach it whom you trust (SECURITY.md)"
@@ -257,7 +232,7 @@ def _share_of_cores(rank: int, size: int, store: dist.Store) -> list[int] | None
 
 
 def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) -> None:
-    """Connect rank 0 with every rank, in both directions: RPC between any two others would find a shut door."""
+    """Connect rank 0 with every rank, in both directions: RPC between any two others would find its port blocked."""
     dist.barrier()  # the port of RPC is open from here to the next one: all ranks are there, so that is not long
     # A name of its own, because a process registers a scheme once and for all.
     scheme = f"adl-dist-{uuid.uuid4().hex}"
@@ -290,7 +265,3 @@ def _be_greeted() -> None:
 def name_of(rank: int) -> str:
     """The RPC name of a rank."""
     return f"stage{rank}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -28,7 +28,7 @@ def rank(monkeypatch):
         joined_world = replace(single_process(torch.device("cpu")), rank=number, size=3, **attributes)
         if store is not None:
             joined_world.store = store
-        monkeypatch.setattr(world, "_connected", joined_world if joined else None)
+        monkeypatch.setattr(world, "_world", joined_world if joined else None)
         return joined_world.store
 
     return be

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.cli.main import main
 from adl_dist.cli.status import table
 from adl_dist.control import run_socket
 from adl_dist.control.requests import Ask, Requests
@@ -25,25 +24,13 @@ from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.status import process_status, user_frame
 from adl_dist.schedule import Action, Op
+from tests.support.commands import in_process
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
-STAGE = {
-    "stage": 1,
-    "host": "node",
-    "pid": 42,
-    "epoch": 2,
-    "update": 17,
-    "micro_batch": 5,
-    "images_per_second": 1234.5,
-    "busy_share": 0.875,
-    "staleness_mean": 0.5,
-    "memory_bytes": 300 * 2**20,
-    "doing": "forward 6",
-    "seconds": 0.25,
-    "silent_seconds": 0.0,
-    "saving": "",
-}
+STAGE = {"stage": 1, "host": "node", "pid": 42, "epoch": 2, "update": 17, "micro_batch": 5}
+STAGE |= {"images_per_second": 1234.5, "busy_share": 0.875, "staleness_mean": 0.5, "memory_bytes": 300 * 2**20}
+STAGE |= {"doing": "forward 6", "seconds": 0.25, "silent_seconds": 0.0, "saving": ""}
 STATUS = {"coordinator": "waits for the results of 'train' since 3.0 s", "stages": [STAGE]}
 
 
@@ -70,34 +57,27 @@ def say(client, line):
     return json.loads(client.makefile("rb").readline())
 
 
-def ended(words, capsys):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    out, err = capsys.readouterr()
-    return end.value.code, out, err
+def taken(requests):
+    deadline = time.monotonic() + 10
+    while not (asked := requests.take()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return asked
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o277])
-def test_only_the_owner_may_connect_whatever_the_umask(tmp_path, umask):
-    """Only the owner may connect whatever the umask and nothing is left behind."""
+@pytest.mark.parametrize(("umask", "name"), [(0o000, "short"), (0o277, "short"), (0o022, "long" * 30)])
+def test_only_the_owner_may_connect_whatever_the_umask(tmp_path, umask, name):
+    """And nothing is left behind; also where the run folder is longer than a socket's path may be."""
+    run_dir = tmp_path / name
+    run_dir.mkdir()
+    assert (len(os.fsencode(run_dir / SOCKET)) > LONGEST_ADDRESS) == (name != "short")
     before = os.umask(umask)
     try:
-        with listening(tmp_path):
-            assert stat.S_IMODE((tmp_path / SOCKET).stat().st_mode) == 0o600
-            assert ask_run(tmp_path, "status") == STATUS
+        with listening(run_dir):
+            assert stat.S_IMODE((run_dir / SOCKET).stat().st_mode) == 0o600
+            assert ask_run(run_dir, "status") == STATUS
     finally:
         os.umask(before)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_folder_may_be_longer_than_a_socket_path(tmp_path):
-    run_dir = tmp_path / ("long" * 30)
-    run_dir.mkdir()
-    assert len(os.fsencode(run_dir / SOCKET)) > LONGEST_ADDRESS
-    with listening(run_dir):
-        assert stat.S_IMODE((run_dir / SOCKET).stat().st_mode) == 0o600
-        assert ask_run(run_dir, "status") == STATUS
     assert list(run_dir.iterdir()) == []
 
 
@@ -109,8 +89,8 @@ def test_a_path_that_cannot_be_shortened_is_told_with_the_reason(tmp_path, monke
         ask_run(run_dir, "status")
 
 
-def test_the_socket_of_a_killed_run_is_replaced(tmp_path):
-    """The socket of a killed run is replaced and that of a running one is not."""
+def test_the_socket_of_a_killed_run_is_replaced(tmp_path, caplog):
+    """That of a running one is not. A run that can make none trains without."""
     stale = socket.socket(socket.AF_UNIX)
     stale.bind(str(tmp_path / SOCKET))
     stale.close()
@@ -122,21 +102,21 @@ def test_the_socket_of_a_killed_run_is_replaced(tmp_path):
             assert ask_run(tmp_path, "status") == STATUS
         remove_stale(tmp_path)
         assert ask_run(tmp_path, "status") == STATUS
+    with listening(tmp_path / "none"):
+        assert f"no live control of this run: {tmp_path / 'none'}" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b"\n", b"hello\n", b"\xff\xfe\x00\n", b"[]\n", b"{}\n", b'{"ask": []}\n', b'{"ask": "rm"}\n', b"[" * 9000 + b"\n"],
-)
-def test_what_is_no_request_gets_a_line_that_says_so(tmp_path, line):
-    """What is no request gets a line that says so and the next one its answer."""
+def test_what_is_no_request_gets_a_line_that_says_so(tmp_path):
+    """And the next line its answer."""
+    lines = [b"", b"hello", b"\xff\xfe\x00", b"[]", b"{}", b'{"ask": []}', b'{"ask": "rm"}', b"[" * 9000]
     with listening(tmp_path), contextlib.closing(raw(tmp_path / SOCKET)) as client:
-        assert "not a request" in say(client, line)["error"]
-        assert say(client, b'{"ask": "status"}\n') == STATUS
+        for line in lines:
+            assert "not a request" in say(client, line + b"\n")["error"]
+            assert say(client, b'{"ask": "status"}\n') == STATUS
 
 
 def test_clients_that_say_nothing_or_hang_up_hold_up_no_other(tmp_path):
-    """Clients that say nothing half a line or hang up hold up no one and not the end."""
+    """Clients that say nothing, half a line or hang up hold up no other, nor the end."""
     with listening(tmp_path):
         silent, half, gone = (raw(tmp_path / SOCKET) for _ in range(3))
         half.sendall(b'{"ask": ')
@@ -149,55 +129,39 @@ def test_clients_that_say_nothing_or_hang_up_hold_up_no_other(tmp_path):
     silent.close(), half.close()
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("ask", list(Ask))
-def test_checkpoint_and_stop_print_what_became_of_the_request(tmp_path, ask, capsys):
+def test_checkpoint_and_stop_print_what_became_of_the_request(tmp_path, ask, fails):
     requests = Requests()
 
     def coordinate():
-        while not requests.any_open:
-            time.sleep(0.01)
-        (request,) = requests.take()
+        (request,) = taken(requests)
         assert (request.what, request.why) == (ask, f"adl-dist {ask.value}")
-        request.done.set_result("runs/a/checkpoints/update-00000007")
+        requests.answer([request], "the disk is full" if fails else "runs/a/checkpoints/u7", failed=fails)
 
     with listening(tmp_path, requests):
         coordinator = threading.Thread(target=coordinate)
         coordinator.start()
-        assert ended([ask.value, str(tmp_path)], capsys) == (0, "runs/a/checkpoints/update-00000007\n", "")
+        outcome = in_process(ask.value, f"run_dir={tmp_path}" if fails else str(tmp_path))
         coordinator.join()
+    if fails:
+        assert (outcome.refusal(), outcome.out) == (f"run_dir={tmp_path}: {ask.value}: the disk is full", "")
+    else:
+        assert (outcome.code, outcome.out, outcome.err) == (0, "runs/a/checkpoints/u7\n", "")
 
 
-def test_a_request_that_cannot_be_carried_out_is_one_line(tmp_path, capsys):
-    requests = Requests()
-
-    def refuse():
-        while not requests.any_open:
-            time.sleep(0.01)
-        requests.take()[0].done.set_exception(OSError("the disk is full"))
-
-    with listening(tmp_path, requests):
-        threading.Thread(target=refuse).start()
-        code, out, err = ended(["checkpoint", f"run_dir={tmp_path}"], capsys)
-    assert (code, out) == (2, "")
-    assert err == f"adl-dist: error: run_dir={tmp_path}: checkpoint: the disk is full\n"
-
-
-def test_a_run_that_ends_before_it_answers_is_told_so(tmp_path):
-    with listening(tmp_path, Requests()) as control:
+def test_a_run_that_ends_tells_whether_it_has_answered(tmp_path):
+    (tmp_path / "ends").mkdir()
+    with listening(tmp_path / "ends") as control:
         threading.Timer(0.3, control.close).start()
         with pytest.raises(ConfigError, match="the run ended before it answered"):
-            ask_run(tmp_path, "stop")
-
-
-def test_a_run_that_ends_after_its_answer_has_answered(tmp_path):
+            ask_run(tmp_path / "ends", "stop")
     for _ in range(5):
         requests = Requests()
         with listening(tmp_path, requests) as control:
 
             def carry_out(requests=requests, control=control):
-                while not (asked := requests.take()):
-                    time.sleep(0.01)
-                requests.answer(asked, "saved")
+                requests.answer(taken(requests), "saved")
                 control.close()
 
             thread = threading.Thread(target=carry_out)
@@ -206,32 +170,30 @@ def test_a_run_that_ends_after_its_answer_has_answered(tmp_path):
             thread.join()
 
 
-def test_the_end_of_a_run_waits_until_an_answer_has_left(tmp_path, monkeypatch):
-    left = []
+def test_the_end_of_a_run_waits_until_an_answer_has_left(tmp_path):
+    asked, left = threading.Event(), []
 
-    def slowly(self):
-        line = self.rfile.readline()
-        with self.server.answering():
-            self.server.answer(line)
-            time.sleep(0.3)
-            left.append(line)
+    def slow_status():
+        asked.set()
+        time.sleep(0.3)
+        left.append(STATUS)
+        return STATUS
 
-    monkeypatch.setattr(run_socket._Client, "handle", slowly)
-    with listening(tmp_path) as control, contextlib.closing(socket.socket(socket.AF_UNIX)) as client:
-        client.connect(str(tmp_path / SOCKET))
+    control = LiveControl(tmp_path, slow_status, Requests())
+    control.start()
+    with contextlib.closing(raw(tmp_path / SOCKET)) as client:
         client.sendall(b'{"ask": "status"}\n')
-        while not control._server._num_due:
-            time.sleep(0.01)
+        asked.wait(5)
         control.close()
-        assert len(left) == 1
+        assert left == [STATUS]
 
 
-def test_status_prints_one_line_per_stage_or_json(tmp_path, capsys):
+def test_status_prints_one_line_per_stage_or_json(tmp_path):
     with listening(tmp_path):
-        code, out, _ = ended(["status", str(tmp_path)], capsys)
-        assert (code, out) == (0, table(STATUS) + "\n")
-        assert json.loads(ended(["status", str(tmp_path), "--json"], capsys)[1]) == STATUS
-    head, row, coordinator = out.splitlines()
+        outcome, as_json = in_process("status", str(tmp_path)), in_process("status", str(tmp_path), "--json")
+    assert (outcome.code, outcome.out) == (0, table(STATUS) + "\n")
+    assert json.loads(as_json.out) == STATUS
+    head, row, coordinator = outcome.out.splitlines()
     assert " ".join(head.split()) == "stage host:pid epoch update micro-batch images/s busy staleness memory now"
     assert " ".join(row.split()) == "1 node:42 3 17 5 1,234 88% 0.50 300 MiB forward 6 since 0.2 s"
     assert table({**STATUS, "stages": [{**STAGE, "saving": "saving"}]}).splitlines()[1] == f"{row}; saving a checkpoint"
@@ -248,17 +210,8 @@ def test_status_prints_one_line_per_stage_or_json(tmp_path, capsys):
         (["stop", "{tmp}"], "no run is training there on this machine (there is no control.sock)"),
     ],
 )
-def test_where_there_is_no_run_it_is_one_line_and_exit_code_2(tmp_path, words, said, capsys):
-    code, out, err = ended([word.format(tmp=tmp_path) for word in words], capsys)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
-
-
-def test_a_run_trains_on_where_it_cannot_make_a_socket(tmp_path, caplog):
-    control = LiveControl(tmp_path / "none", lambda: STATUS, Requests())
-    control.start()
-    control.close()
-    assert "no live control of this run" in caplog.text
+def test_where_there_is_no_run_it_is_one_line_and_exit_code_2(tmp_path, words, said):
+    assert said in in_process(*(word.format(tmp=tmp_path) for word in words)).refusal()
 
 
 def opened_log(num_micro_batches):
@@ -276,18 +229,6 @@ def go_backward(log, *numbers):
         log.end()
 
 
-def test_images_are_counted_whose_gradients_have_come(monkeypatch):
-    """As in GPipe: of four micro-batches of three images one has gone backward, in two seconds."""
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    log = opened_log(num_micro_batches=4)
-    with log.during("train"):
-        go_backward(log, 3)
-        now[0] = 2.0
-        log.begin(0, Action(Op.BACKWARD, 2))
-        assert process_status(log).stages[0].images_per_second == 1.5
-
-
 def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
     """Two stages in one process: what is done, what is being done, who waits, and what the time was spent on."""
     now = [10.0]
@@ -301,6 +242,7 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
         )
         for k, action, seconds in (
             (0, Action(Op.FORWARD, 0), 2.0),
+            (0, Action(Op.FORWARD, 1), 0.0),
             (0, Action(Op.BACKWARD, 0), 3.0),
             (1, Action(Op.BACKWARD, 0), 1.0),
             (1, Action(Op.UPDATE, 0), 1.0),
@@ -314,9 +256,10 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
         upper, lower = process_status(log).stages
     assert (upper.doing, upper.waits_for, upper.seconds) == ("wait for its turn", [1], pytest.approx(10.5))
     assert (lower.doing, lower.waits_for, lower.seconds) == ("wait for act 1 from stage 0", [0], pytest.approx(0.5))
-    assert upper.counts == {Op.FORWARD: 1, Op.BACKWARD: 1, Op.SEND_ACT: 1}
-    assert upper.last == {Op.FORWARD: 0, Op.BACKWARD: 0, Op.SEND_ACT: 1}
-    assert (upper.epoch, upper.micro_batch, upper.staleness_mean, lower.staleness_mean) == (4, 0, 0.0, 1.0)
+    assert upper.counts == {Op.FORWARD: 2, Op.BACKWARD: 1, Op.SEND_ACT: 1}
+    assert upper.last == {Op.FORWARD: 1, Op.BACKWARD: 0, Op.SEND_ACT: 1}
+    assert (upper.epoch, upper.micro_batch, upper.staleness_mean, lower.staleness_mean) == (4, 1, 0.0, 1.0)
+    assert upper.images_per_second == pytest.approx(3 / 10.5), "images count when their gradients have come"
     assert (upper.busy_share, lower.busy_share) == (pytest.approx(5 / 10.5), pytest.approx(2 / 10.5))
     done = log.stages[1]
     assert (done.busy_seconds, done.staleness_sum, done.staleness_max, done.num_skipped) == (2.0, 1, 1, 0)

@@ -6,16 +6,15 @@ import errno
 import os
 import socket
 import sys
-import threading
-from collections.abc import Iterator
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
-from adl_dist.distributed import network, rendezvous, world
+from adl_dist.distributed import network, world
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
-from adl_dist.distributed.rendezvous import barrier_on_attempt, listen_at, store_on
+from adl_dist.distributed.rendezvous import barrier_on_attempt, listen_at, reachable, rendezvous, store_on
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.transport import port_filter
 from adl_dist.transport.port_filter import block, blocking_new, unblock
@@ -29,10 +28,8 @@ SHORT = datetime.timedelta(seconds=0.2)
 NO_SUCH = "nosuch0"
 
 
-@contextlib.contextmanager
-def listening() -> Iterator[socket.socket]:
-    with listen_at("127.0.0.1", 0) as listener:
-        yield listener
+def listening() -> socket.socket:
+    return listen_at("127.0.0.1", 0)
 
 
 def lets_in(listener: socket.socket, *, seconds: float = 0.1) -> bool:
@@ -43,12 +40,12 @@ def lets_in(listener: socket.socket, *, seconds: float = 0.1) -> bool:
     return True
 
 
-# --- doors -----------------------------------------------------------------------------------------------------------
-
-
 @on_linux
 def test_a_shut_port_keeps_its_connections_and_answers_no_other() -> None:
     with listening() as listener, socket.create_connection(listener.getsockname()) as friend:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1, port {port}: .* in use; choose"):
+            listen_at("127.0.0.1", port)
         inside, _ = listener.accept()
         block(listener)
         assert not lets_in(listener)
@@ -116,25 +113,15 @@ def test_a_kernel_that_shuts_no_port_is_reported_once_per_node(
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with listening() as listener:
         block(listener)
-    world._tell_of_open_ports(0)
+    world._report_open_ports(0)
     assert capsys.readouterr().err == ""
     with Unfiltered() as listener:
         block(listener)
         unblock(listener)
-    world._tell_of_open_ports(1)
+    world._report_open_ports(1)
     assert capsys.readouterr().err == ""
-    world._tell_of_open_ports(0)
+    world._report_open_ports(0)
     shows(capsys.readouterr().err, ["warning: the ports of", "stay open", "Protocol not available", "SECURITY.md"])
-
-
-def test_a_taken_port_is_reported_with_its_address() -> None:
-    with listening() as listener:
-        port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1, port {port}: .* in use; choose"):
-            listen_at("127.0.0.1", port)
-
-
-# --- interfaces ------------------------------------------------------------------------------------------------------
 
 
 def test_a_missing_interface_is_reported_before_processes_start(tmp_path, monkeypatch) -> None:
@@ -184,8 +171,8 @@ def first_node(monkeypatch) -> None:
     def of_this_node(host: str) -> tuple[socket.AddressFamily, str]:
         return (socket.AF_INET, "127.0.1.1") if host == "node1" else address_of_host(host)
 
-    monkeypatch.setattr(rendezvous, "address_of_host", of_this_node)
-    monkeypatch.setattr(rendezvous, "address_of", lambda name: "127.0.0.1")
+    monkeypatch.setattr(network, "address_of_host", of_this_node)
+    monkeypatch.setattr(network, "address_of", lambda name: "127.0.0.1")
     monkeypatch.delenv(network.RPC, raising=False)
     for variable, value in ((network.GLOO, "fast0"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_ADDR", "node1")):
         monkeypatch.setenv(variable, value)
@@ -197,39 +184,30 @@ def test_a_node_named_loopback_meets_itself_where_others_meet_it(first_node, mon
     """A node whose own name means loopback meets itself where the others meet it."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with ThreadPoolExecutor() as ranks:
-        met = list(ranks.map(lambda rank: rendezvous.Rendezvous(rank, 2, LONG_ENOUGH), (0, 1)))
-    assert met[0].listener.getsockname()[0] == "127.0.0.1"
-    met[0].store.set("key", "value")
-    assert met[1].store.get("key") == b"value"
-    met[0].listener.close()
+        (store, listener), (other, _) = ranks.map(lambda rank: rendezvous(rank, 2, LONG_ENOUGH), (0, 1))
+    with listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+        store.set("key", "value")
+        assert other.get("key") == b"value"
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
 def test_where_every_node_would_meet_itself_none_does(host, first_node, monkeypatch) -> None:
     """Where every node would meet itself none does unless loopback is what joins them."""
     with pytest.raises(ConfigError, match=f"several nodes, but {host} is each of them to itself, .* joined by fast0"):
-        rendezvous.reachable(host)
+        reachable(host)
     monkeypatch.setenv(network.GLOO, network.loopback())
-    assert rendezvous.reachable(host) == "127.0.0.1"
-
-
-# --- attempts --------------------------------------------------------------------------------------------------------
+    assert reachable(host) == "127.0.0.1"
 
 
 def agreed(store: dist.Store, order: list[int]) -> dict[int, str]:
     """What each of the ranks agrees on, started one after the other."""
-    attempts: dict[int, str] = {}
-
-    def take_part(rank: int) -> None:
-        attempts[rank] = barrier_on_attempt(store, rank, len(order), LONG_ENOUGH)
-
-    ranks = [threading.Thread(target=take_part, args=(rank,)) for rank in order]
-    for rank in ranks:
-        rank.start()
-        rank.join(0.05)  # the next one comes late
-    for rank in ranks:
-        rank.join()
-    return attempts
+    calls = {}
+    with ThreadPoolExecutor() as ranks:
+        for rank in order:
+            calls[rank] = ranks.submit(barrier_on_attempt, store, rank, len(order), LONG_ENOUGH)
+            time.sleep(0.05)  # the next one comes late
+    return {rank: call.result() for rank, call in calls.items()}
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
@@ -245,13 +223,11 @@ def test_every_attempt_in_one_store_has_a_name_of_its_own(order: list[int]) -> N
 
 
 def test_no_rank_takes_a_dead_one_for_the_living() -> None:
+    """And who never came is named."""
     store = dist.HashStore()
     agreed(store, [0, 1])
     for rank in (0, 1):
         with pytest.raises(ChannelError, match=f"rank {rank} waited 0.2 s .* and one of them has died meanwhile"):
             barrier_on_attempt(store, rank, 2, SHORT)
-
-
-def test_who_never_came_is_named() -> None:
     with pytest.raises(ChannelError, match=r"rank 0 waited 0.2 s for all 3 .*, and rank 1, 2 never did"):
         barrier_on_attempt(dist.HashStore(), 0, 3, SHORT)

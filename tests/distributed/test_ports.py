@@ -1,9 +1,11 @@
 """No port of a run can be reached from outside, and who reaches one from inside can do no harm."""
 
+import json
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,13 @@ WORDS = (
 )
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=adl-dist", "--max-restarts=2")
 MODULE = ("-m", "adl_dist")
+ONE_NODE = (*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", *MODULE)
 FUZZ_SECONDS = 3.0
+A_MINUTE = ("train.epochs=120", "runtime.threads=1", "runtime.tensorboard=false")  # of the default run, on two cores
+
+
+def one_of_two_nodes() -> tuple[str, ...]:
+    return (*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{free_port()}", *MODULE)
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     return weights_of(folder)
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        pytest.param(ADL_DIST, id="own launcher"),
-        slow((*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", *MODULE), id="torchrun"),
-    ],
-)
+@pytest.mark.parametrize("start", [pytest.param(ADL_DIST, id="own launcher"), slow(ONE_NODE, id="torchrun")])
 def test_a_run_listens_on_loopback_only_and_lets_no_stranger_in(
     start: Sequence[str], tmp_path: Path, undisturbed: dict[str, Tensor]
 ) -> None:
@@ -72,11 +74,11 @@ def test_two_nodes_restart_and_a_stranger_changes_no_bit(
 ) -> None:
     """Two agents of torchrun on this machine, joined by the interface that is named."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    agent = (*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    agent = one_of_two_nodes()
     (tmp_path / HOLD).touch()
     with (
-        Command(WORDS, folder=tmp_path, start=(*agent, *MODULE)) as first,
-        Command(WORDS, folder=tmp_path, start=(*agent, *MODULE), node="second") as second,
+        Command(WORDS, folder=tmp_path, start=agent) as first,
+        Command(WORDS, folder=tmp_path, start=agent, node="second") as second,
     ):
         first.wait_for_update(UPDATES_PER_EPOCH + 2)
         ports = open_ports(first.processes())
@@ -92,3 +94,43 @@ def test_two_nodes_restart_and_a_stranger_changes_no_bit(
     assert fuzzer.let_in.total() > 50
     assert "Traceback" not in first.err + second.err
     assert_same(weights_of(tmp_path), undisturbed)
+
+
+def trained(starts: list[Sequence[str]], folder: Path, *, strangers: bool) -> tuple[dict[str, Tensor], str]:
+    """Its weights; its speed, and what the strangers met, who compute on the same cores."""
+    folder.mkdir()
+    with ExitStack() as commands:
+        nodes = [
+            commands.enter_context(Command(A_MINUTE, folder=folder, start=start, node=str(place)))
+            for place, start in enumerate(starts)
+        ]
+        nodes[0].wait_for_update(1, seconds=200)
+        ranks = {pid for pid, rank in nodes[0].processes().items() if rank is not None}
+        fuzzer = Fuzzer(lambda: open_ports(nodes[0].processes()))
+        with fuzzer if strangers else nullcontext():
+            codes = [node.finish(seconds=400) for node in nodes]
+        assert codes == [0] * len(nodes), "".join(node.err for node in nodes)
+        assert [node.err for node in nodes if "Traceback" in node.err] == []
+    assert bool(fuzzer.attempts) == strangers
+    assert [port for port in fuzzer.attempts if not port.is_on_loopback] == []
+    assert [port for port in fuzzer.let_in if port.pid in ranks] == [], "at most the agents talk to strangers"
+    speed = json.loads((folder / "run" / "summary.json").read_text())["samples_per_second"]
+    met = f"{fuzzer.attempts.total()} attempts at {len(fuzzer.attempts)} ports, {fuzzer.let_in.total()} let in"
+    return weights_of(folder), f"{speed:.0f} samples/s; {met}"
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("where", ["own launcher", "torchrun", "two agents"])
+def test_a_minute_of_strangers_at_every_port_changes_no_bit(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    runs = []
+    for strangers in (False, True):
+        starts: list[Sequence[str]] = [ADL_DIST] if where == "own launcher" else [ONE_NODE]
+        if where == "two agents":
+            starts = [one_of_two_nodes()] * 2
+        runs.append(trained(starts, tmp_path / f"strangers {strangers}", strangers=strangers))
+    record_property("measured", f"{where}: {runs[1][1]}; alone {runs[0][1]}")
+    assert_same(runs[1][0], runs[0][0])

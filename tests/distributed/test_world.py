@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adl_dist.control.messages import Finish
+from adl_dist.control.messages import Finish, Report
 from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed import device
 from adl_dist.distributed.device import edge_backend
@@ -18,6 +18,7 @@ from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.training import shape_inference
 from tests.support.ranks import run_ranks
 from tests.support.runs import MICRO_BATCH, NUM_SAMPLES, trained
+from tests.support.tiers import slow
 
 pytestmark = pytest.mark.ranks
 
@@ -84,9 +85,9 @@ def trains_and_ends(planted):
     return summary["updates"]
 
 
-def plant(name, *, before=0.0, after=0.0, is_meant):
-    """Have an endpoint's method take its time with the messages that are meant."""
-    take = getattr(JobEndpoint, name)
+def plant(*, before=0.0, after=0.0, is_meant):
+    """Have an endpoint take its time with the messages that are meant."""
+    take = JobEndpoint.take
 
     @functools.wraps(take)
     def slow(self, message):
@@ -94,21 +95,21 @@ def plant(name, *, before=0.0, after=0.0, is_meant):
         take(self, message)
         time.sleep(after if is_meant(message) else 0.0)
 
-    setattr(JobEndpoint, name, slow)
+    JobEndpoint.take = slow
 
 
 def rank_0_answers_late(rank):
     if rank == 0:
-        plant("take_report", after=5.0, is_meant=lambda report: report.rank == 1 and report.results is not None)
+        plant(after=3.0, is_meant=lambda told: isinstance(told, Report) and told.rank == 1 and told.results is not None)
 
 
 def rank_2_ends_before_rank_1_is_told(rank):
     rank_0_answers_late(rank)
     if rank > 0:
         late = {"before": 1.0} if rank == 1 else {"after": 60.0}
-        plant("take_command", **late, is_meant=lambda command: isinstance(command, Finish))
+        plant(**late, is_meant=lambda told: isinstance(told, Finish))
 
 
-@pytest.mark.parametrize("planted", [rank_0_answers_late, rank_2_ends_before_rank_1_is_told])
+@pytest.mark.parametrize("planted", [slow(rank_0_answers_late), rank_2_ends_before_rank_1_is_told])
 def test_rank_0_may_end_before_another_has_its_results(planted):
     assert run_ranks(3, trains_and_ends, planted) == [UPDATES] * 3

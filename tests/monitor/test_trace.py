@@ -11,9 +11,9 @@ from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.monitor.activity import KINDS
 from adl_dist.schedule import Op, Segment
 from tests.support import traces
+from tests.support.commands import assert_same
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import values
-from tests.support.weights import assert_same
 
 K, M, MICRO_BATCH, NUM_SAMPLES, NUM_VALIDATION = 3, 2, 2, 11, 5
 
