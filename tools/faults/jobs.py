@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,28 +58,17 @@ def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run, without its folder.
-
-    Attributes:
-        method: by which it trains.
-        num_stages: K.
-        num_samples: of an epoch.
-        optimizer: of ``OPTIMIZERS``.
-        options: what else ``Trainer.fit`` is given.
-    """
+    """One run, without its folder; ``options`` is what else ``Trainer.fit`` is given."""
 
     method: Method
     num_stages: int
     num_samples: int
     optimizer: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any]
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return (
-            f"{self.method.name}, K={self.num_stages}, M={self.method.micro_batches_per_update}, {self.optimizer}, "
-            f"{self.num_samples} samples, {told}"
-        )
+        size = f"K={self.num_stages}, M={self.method.micro_batches_per_update}, {self.num_samples} samples"
+        return f"{self.method.name}, {size}, {self.optimizer}, {self.options}"
 
     @property
     def stops_as_planned(self) -> bool:
