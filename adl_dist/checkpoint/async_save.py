@@ -27,8 +27,7 @@ logger = logging.getLogger("adl_dist")
 SAVING, COMMITTING = "saving", "committing"  # the threads that write a part and, on rank 0, complete the checkpoint
 LAST_SAVE_SECONDS = 60.0  # how long a run that ends with an error waits for the save that is under way
 
-# Has every process write its part; see :meth:`PartWriter.write` for the arguments path, token and background. Returns
-# the ranks that write, whose reports reach :meth:`Saver.take_part`.
+# Has every process write its part, given path, token and background; returns the ranks that do.
 WriteParts = Callable[[Path, str, bool], Collection[int]]
 
 
@@ -38,7 +37,7 @@ class PartReport:
 
     Attributes:
         rank: the process.
-        token: the save; "" for a process that is gone.
+        token: the save that it belongs to; "" for a process that is gone.
         files: size and checksum of each file written, by name.
         failure: why the part could not be written; "" if it was.
         is_gone: whether the process has died, so that its part of any save will not come; ``failure`` names it.
@@ -59,10 +58,7 @@ class PartWriter:
     report: Callable[[PartReport], None]
 
     def write(self, path: Path, shards: Mapping[str, Shard], *, token: str, background: bool) -> None:
-        """Write the stages' own tensors into the unfinished checkpoint ``path``; in the background, copy and return.
-
-        ``shards`` are given by name of the file; ``token`` names this save.
-        """
+        """Write the stages' own tensors, by file, into the unfinished ``path``; in the background: copy and return."""
         if not background:
             self._write(path, shards, token)
             return

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -100,11 +101,7 @@ def wrong_size(path: Path, files: Mapping[str, Digest]) -> str | None:
 
 
 def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> Path:
-    """Turn an unfinished checkpoint, with all ``files`` in it, into a complete one by one rename; return it.
-
-    Raises:
-        OSError: it could not be completed; no complete checkpoint has changed.
-    """
+    """Turn an unfinished checkpoint into a complete one by one rename; after an OSError no complete one has changed."""
     text = {"format": FORMAT, **manifest, "files": dict(files)}
     write_hashed(path / MANIFEST, [json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode()])
     _sync_folder(path)
@@ -144,12 +141,10 @@ def best_of(saved: Sequence[Path]) -> Path | None:
     """Return the checkpoint of highest validation accuracy, else of lowest loss; the newest of equals."""
     scores = {}
     for path in saved:
-        try:
+        with suppress(CheckpointError, OSError):  # damaged, or removed meanwhile
             metrics = read_manifest(path)["metrics"]
-        except (CheckpointError, OSError):  # damaged, or removed meanwhile
-            continue
-        if "validation_loss" in metrics:
-            scores[path] = metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
+            if "validation_loss" in metrics:
+                scores[path] = metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
     return max(scores, key=lambda path: (scores[path], path.name), default=None)
 
 

@@ -29,7 +29,6 @@ from adl_dist.schedule.run_plan import Plan
 logger = logging.getLogger("adl_dist")
 
 CONFIG, SUMMARY, DIVERGED, LOCK, LAUNCH = "config.yaml", "summary.json", "diverged.json", "lock", "launch"
-UNNAMED_LAUNCH = "none"  # torchrun's --rdzv-id where none is given: the same in all commands
 
 # Settings that say where the model is cut, in the Python API and under partition.* on the command line.
 CUT = "num_stages", "balance", "granularity", "speeds"
@@ -114,17 +113,12 @@ class RunFolder:
         raise ConfigError(f"run_dir={self.path} cannot be made: {reason}; choose another run_dir")
 
     def open(self, *, resume: str) -> list[Path]:
-        """Make the folder and keep others out, on rank 0; return the checkpoints to resume from, best first.
-
-        Raises:
-            ConfigError: the folder cannot be made, or another process is training there.
-        """
+        """Make the folder, keep others out or raise ConfigError; return the checkpoints to resume from, best first."""
         make_folder(self.checkpoints)
         self._lock = lock(self.path)
         if self._lock is None:
-            raise ConfigError(
-                f"run_dir={self.path}: another process is training here; wait for it, or choose another run_dir"
-            )
+            ways_out = "wait for it, or choose another run_dir"
+            raise ConfigError(f"run_dir={self.path}: another process is training here; {ways_out}")
         layout.clean(self.checkpoints)
         return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [Path(resume)]
 
@@ -156,10 +150,9 @@ class RunFolder:
     @property
     def summarised_updates(self) -> int | None:
         """The number of updates after which the run of summary.json ended; None: none can be read."""
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads((self.path / SUMMARY).read_text())["updates"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all; a disk that fails now must not make the run a failed one."""
@@ -198,7 +191,7 @@ def _launch_id() -> str | None:
     if LAUNCH_ID in os.environ:
         return os.environ[LAUNCH_ID]
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run_id != UNNAMED_LAUNCH:
+    if run_id != "none":  # torchrun's --rdzv-id where none is given: the same in all commands
         return run_id
     agent = os.getppid()  # it stays when it restarts its ranks; on several nodes each has one of its own
     return f"torchrun {machine()} {agent} {start_time(agent)}"
@@ -250,9 +243,7 @@ def lock(folder: Path) -> int | None:
     those who may write it. The file stays: if it were removed, two processes could lock two files of that name.
 
     Return the descriptor to close to unlock, which the kernel does when this process ends; None if it is locked.
-
-    Raises:
-        ConfigError: the file system has no locks.
+    Raise ConfigError where the file system has no locks.
     """
     descriptor = None
     try:
@@ -263,24 +254,18 @@ def lock(folder: Path) -> int | None:
             os.close(descriptor)
         if isinstance(error, BlockingIOError):
             return None
-        raise ConfigError(
-            f"run_dir={folder}: {LOCK} in it cannot be locked: {error.strerror}; choose another run_dir"
-        ) from None
+        reason = f"{LOCK} in it cannot be locked: {error.strerror}"
+        raise ConfigError(f"run_dir={folder}: {reason}; choose another run_dir") from None
     return descriptor
 
 
 def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
-    """Return the ``wanted`` checkpoint: ``best`` by validation; a path, also of another run; None: the newest.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
+    """Return the ``wanted`` checkpoint: ``best`` by validation; a path, also of another run; None: the newest."""
     if wanted == "best":
         if best := layout.best_of(layout.complete(run_dir / "checkpoints")):
             return best
-        raise CheckpointError(
-            f"checkpoint=best: {run_dir} holds no checkpoint with a validation loss; omit it for the newest"
-        )
+        nothing = f"{run_dir} holds no checkpoint with a validation loss"
+        raise CheckpointError(f"checkpoint=best: {nothing}; omit it for the newest")
     path = Path(wanted or run_dir)
     if (path / layout.MANIFEST).is_file():
         return path

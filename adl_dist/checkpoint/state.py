@@ -50,11 +50,7 @@ def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
 
 
 def load(path: Path, stages: Sequence[Stage]) -> None:
-    """Read the state of this process's stages from a complete checkpoint, whatever cut wrote it.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds local losses that do not fit.
-    """
+    """Read the state of this process's stages, whatever cut wrote it; CheckpointError if something does not fit."""
     files = layout.read_manifest(path)["files"]
     model, _ = storage.scan(path, MODEL, files)
     optimizer, values = storage.scan(path, OPTIMIZER, files)
@@ -70,30 +66,20 @@ def load(path: Path, stages: Sequence[Stage]) -> None:
 def load_weights(path: Path, module: nn.Module) -> None:
     """Read parameters and buffers of a model or a part of it from a checkpoint; CheckpointError if that fails."""
     with _explained(path):
-        _fill(module.state_dict(), _stored_model(path))
+        _fill(module.state_dict(), storage.scan(path, MODEL, layout.read_manifest(path)["files"])[0])
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read parameters and buffers of a checkpoint and compare its checksums; CheckpointError if it is damaged."""
-    layout.verify(path)
+    files = layout.verify(path)["files"]
     with _explained(path):
-        return dict(storage.read(_stored_model(path)))
+        return dict(storage.read(storage.scan(path, MODEL, files)[0]))
 
 
-def newest_good(candidates: Sequence[Path], expected: Signature) -> tuple[Path, dict[str, Any], layout.Rejected]:
-    """Find the first of ``candidates``, newest first, that is whole and of this model; see `layout.first_usable`."""
-
-    def verified(path: Path) -> dict[str, Any]:
-        manifest = layout.verify(path)
-        check_signature(path, expected)
-        return manifest
-
-    return layout.first_usable(candidates, verified)
-
-
-def check_signature(path: Path, expected: Signature) -> None:
-    """Refuse a checkpoint of another model with UnusableError, which names the first tensor that differs."""
-    saved = {name: stored.shape for name, stored in _stored_model(path).items()}
+def verify(path: Path, expected: Signature) -> dict[str, Any]:
+    """Compare a checkpoint with its checksums and the model; return its manifest, or raise UnusableError."""
+    manifest = layout.verify(path)
+    saved = {name: stored.shape for name, stored in storage.scan(path, MODEL, manifest["files"])[0].items()}
     for name in sorted(expected.keys() | saved.keys()):
         if expected.get(name) != saved.get(name):
             raise UnusableError(
@@ -101,6 +87,7 @@ def check_signature(path: Path, expected: Signature) -> None:
                 f"{saved.get(name, 'missing')} in the checkpoint; use the run's own model= and data=, or another "
                 "run_dir"
             )
+    return manifest
 
 
 def restore_optimizer(stage: Stage, tensors: Mapping[str, Stored], values: Mapping[str, str]) -> None:
@@ -120,10 +107,6 @@ def restore_optimizer(stage: Stage, tensors: Mapping[str, Stored], values: Mappi
     # torch knows which state belongs on which device, and which counters stay on the CPU.
     groups = stage.optimizer.state_dict()["param_groups"]
     stage.optimizer.load_state_dict({"state": restored, "param_groups": groups})
-
-
-def _stored_model(path: Path) -> dict[str, Stored]:
-    return storage.scan(path, MODEL, layout.read_manifest(path)["files"])[0]
 
 
 def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
@@ -162,10 +145,8 @@ def _optimizer_state(stage: Stage) -> Shard:
                 else:
                     values[name] = json.dumps(value)
             except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{name} of the optimizer's state cannot be saved: {error}; expected tensors, numbers, and lists "
-                    "of numbers"
-                ) from None
+                reason = f"{error}; expected tensors, numbers, and lists of numbers"
+                raise ConfigError(f"{name} of the optimizer's state cannot be saved: {reason}") from None
     return Shard(tensors, values)
 
 

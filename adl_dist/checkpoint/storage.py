@@ -73,12 +73,7 @@ def write_file(path: Path, shard: Shard) -> Digest:
 
 
 def write(path: Path, shards: Mapping[str, Shard]) -> dict[str, Digest]:
-    """Write files of the unfinished checkpoint ``path``, by name; return size and checksum of each.
-
-    Raises:
-        OSError: a file could not be written.
-        ValueError: no such file can hold a tensor.
-    """
+    """Write files of the unfinished checkpoint ``path``, by name; return the digest of each, or raise OSError."""
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path}, which rank 0 has made, is not there; run_dir must lie on a file system that all nodes share"

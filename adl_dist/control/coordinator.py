@@ -206,7 +206,7 @@ class Coordinator:
             self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
 
     def _load_newest(self, candidates: Sequence[Path], saving: Saving) -> Path:
-        path, manifest, rejected = state.newest_good(candidates, saving.signature)
+        path, manifest, rejected = layout.first_usable(candidates, lambda path: state.verify(path, saving.signature))
         note = check_identity(path, manifest["identity"], identity_of(self._plan, saving.optimizer))
         self._workers.call(Load(str(path), manifest["update"]), Done)
         self._note(note)

@@ -39,11 +39,15 @@ def two(tmp_path):
     return saved(tmp_path, 1), saved(tmp_path, 2, shards(seed=2))
 
 
+def newest_good(*candidates):
+    return layout.first_usable(candidates, lambda path: saved_state.verify(path, SIGNATURE))
+
+
 def assert_passed_over(older, newest, match):
     """Refused by itself, and with an older one beside it that one is taken; nothing is moved or changed."""
     with pytest.raises(UnusableError, match=match):
-        saved_state.newest_good([newest], SIGNATURE)
-    path, manifest, rejected = saved_state.newest_good([newest, older], SIGNATURE)
+        newest_good(newest)
+    path, manifest, rejected = newest_good(newest, older)
     assert (path, manifest["update"], [bad for bad, _ in rejected]) == (older, 1, [newest])
 
 
@@ -70,7 +74,7 @@ def test_a_truncated_or_flipped_checkpoint_is_passed_over(damage, two):
         file.write_bytes(content[:at] if damage == "truncated" else flipped)
         assert_passed_over(older, newest, match=f"{newest.name} is damaged: .*{file.name}")
         file.write_bytes(content)
-    assert saved_state.newest_good([newest], SIGNATURE)[0] == newest
+    assert newest_good(newest)[0] == newest
 
 
 def test_without_one_of_its_files_a_checkpoint_is_passed_over(two):
@@ -108,7 +112,7 @@ def test_where_none_is_good_all_are_told_and_stay_as_they_are(two):
     for path in two:
         (path / FIRST).unlink()
     with pytest.raises(CheckpointError, match=r"none of the 2 .* nothing was changed: .*update-00000002.*0001") as told:
-        saved_state.newest_good(two[::-1], SIGNATURE)
+        newest_good(*two[::-1])
     assert not isinstance(told.value, UnusableError)
     assert layout.complete(two[0].parent) == list(two)
 

@@ -70,11 +70,7 @@ BUGS: dict[str, tuple[tuple[Any, str, Any], int, str]] = {
         0,
         r"^metrics: .*'train/loss', \d, \d, 1\)",  # for the second time
     ),
-    "checksums are not compared": (
-        (layout, "verify", layout.read_manifest),
-        5,
-        r"newest checkpoint: another",
-    ),
+    "checksums are not compared": ((layout, "verify", layout.read_manifest), 5, r"newest checkpoint: another"),
     "a checkpoint is copied to where it belongs instead of renamed": (
         (Path, "rename", lambda source, target: copied(source, target)),
         1,

@@ -1,13 +1,12 @@
 """Killed runs: the same command continues, exactly; what was not saved whole is not there; nothing is left behind."""
 
-import hashlib
 import random
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,76 +23,43 @@ from tests.support.commands import in_process
 from tests.support.kill import ADL_DIST, HOLD, NUM_SAMPLES, SECONDS_PER_SAMPLE, Command, RunEnd, newest, records
 from tests.support.ranks import RanksFailed, command_on_ranks, run_ranks
 from tests.support.saved import position, shards, writing
-from tests.support.tiers import grid, slow
+from tests.support.tiers import slow
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")]
 
 UPDATES_PER_EPOCH = 8  # 126 samples in updates of 16
-SECOND = 1  # epochs are counted from 0
 GONE_SECONDS = 10  # torch's agent would wait 30 s for a rank that hangs, a rank 300 s for its peer
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 INTERRUPTED = "adl-dist: interrupted; the same command resumes from the last checkpoint"
 
 # Dropout, fresh noise on every image, BatchNorm, momentum, and a learning rate that moves at every update and does
 # not depend on the number of epochs.
-SCHEDULE = ("lr_schedule=multistep", "lr_schedule.milestones=[2,3]", "lr_schedule.warmup_epochs=1.5")
-COMMON = ("train.epochs=4", "runtime.tensorboard=false", "runtime.threads=1", *SCHEDULE)
-IMAGES, DIGITS = "sgd on noisy images with dropout", "adamw on augmented digits"
-RUNS = {
-    IMAGES: (
-        *COMMON,
-        "model._target_=tests.support.kill.net_with_dropout",
-        "data._target_=tests.support.kill.held_images",
-        "train.batch_size=16",
-        "optimizer=sgd",
-        "optimizer.lr=0.05",
-    ),
-    DIGITS: (
-        *COMMON,
-        "model=resnet8",
-        "data._target_=tests.support.kill.few_digits",
-        "data.in_channels=1",
-        "train.batch_size=32",
-        "optimizer=adamw",
-    ),
-}
+WORDS = (
+    *("model._target_=tests.support.kill.net_with_dropout", "data._target_=tests.support.kill.held_images"),
+    *("lr_schedule=multistep", "lr_schedule.milestones=[2,3]", "lr_schedule.warmup_epochs=1.5"),
+    *("optimizer=sgd", "optimizer.lr=0.05", "train.epochs=4", "train.batch_size=16"),
+    *("runtime.tensorboard=false", "runtime.threads=1"),
+)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Train a run of RUNS in one process, once; return its folder."""
-    known: dict[tuple[str, ...], Path] = {}
-
-    def folder(*run: str) -> Path:
-        if run not in known:
-            known[run] = tmp_path_factory.mktemp("trained")
-            assert train_here(run[0], known[run], *run[1:]) == 0
-        return known[run] / "run"
-
-    return folder
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunEnd:
+    """What four epochs in one process leave."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert train_here(folder) == 0
+    return RunEnd(folder / "run")
 
 
-@pytest.fixture
-def half(trained: Callable[..., Path], tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a run after two of its epochs."""
-    return lambda name: shutil.copytree(trained(name, "train.epochs=2"), tmp_path / "run")
-
-
-def assert_as_if_uninterrupted(run_dir: Path, uninterrupted: Path) -> None:
-    """Weights, buffers and optimizer state to the bit; every record once and with the same value."""
-    assert RunEnd(run_dir).differences(RunEnd(uninterrupted)) == []
-
-
-def train_here(name: str, folder: Path, *more: str) -> int:
+def train_here(folder: Path, *more: str) -> int:
     """Train with all stages in this process; return the exit code."""
     with pytest.raises(SystemExit) as end:
-        main(["train", *RUNS[name], "runtime.processes=false", f"run_dir={folder / 'run'}", *more])
+        main(["train", *WORDS, "runtime.processes=false", f"run_dir={folder / 'run'}", *more])
     return int(end.value.code or 0)
 
 
-def train_as_two_ranks(name: str, folder: Path, *more: str, **options: Any) -> None:
+def train_as_two_ranks(folder: Path, *more: str, **options: Any) -> None:
     """Train as torchrun's ranks would, without the seconds that it takes to start them."""
-    run_ranks(2, train_as_rank, [*RUNS[name], f"run_dir={folder / 'run'}", *more], **options)
+    run_ranks(2, train_as_rank, [*WORDS, f"run_dir={folder / 'run'}", *more], **options)
 
 
 def train_as_rank(words: list[str]) -> None:
@@ -105,7 +71,7 @@ def train_as_rank(words: list[str]) -> None:
 def held(folder: Path, *more: str, start: Sequence[str] = ADL_DIST) -> Iterator[Command]:
     """The run on images, which does not come to its end before the file HOLD is removed."""
     (folder / HOLD).touch()
-    with Command([*RUNS[IMAGES], *more], folder=folder, start=start) as command:
+    with Command([*WORDS, *more], folder=folder, start=start) as command:
         yield command
     (folder / HOLD).unlink(missing_ok=True)
 
@@ -125,7 +91,7 @@ def held(folder: Path, *more: str, start: Sequence[str] = ADL_DIST) -> Iterator[
     ids=str,
 )
 def test_a_killed_run_ends_with_the_same_bits_when_run_again(
-    victim: int | None, when: str, tmp_path: Path, trained: Callable[..., Path]
+    victim: int | None, when: str, tmp_path: Path, uninterrupted: RunEnd
 ) -> None:
     """The launcher is None. A run that starts has nothing to resume from."""
     saves = tmp_path / "run" / "checkpoints"
@@ -150,20 +116,20 @@ def test_a_killed_run_ends_with_the_same_bits_when_run_again(
     if when == "at its start":
         assert records(run.run_dir) == []
     if victim is not None:
-        out = command_on_ranks(2, "train", *RUNS[IMAGES], f"run_dir={run.run_dir}").out
+        out = command_on_ranks(2, "train", *WORDS, f"run_dir={run.run_dir}").out
     else:
-        with Command(RUNS[IMAGES], folder=tmp_path) as again:
+        with Command(WORDS, folder=tmp_path) as again:
             assert again.finish() == 0, again.err
         assert again.left_in_tmp() == []  # nor what the launcher that was killed had to leave
         out = again.out
     if when == "in an epoch":
         assert f"resumed from {saves}/update-00000008 (epoch 1, update 8)\n" in out
-    assert_as_if_uninterrupted(run.run_dir, trained(IMAGES))
+    assert RunEnd(run.run_dir).differences(uninterrupted) == []
 
 
 @pytest.mark.parametrize("launcher", [slow("torchrun"), slow("our own")])
 def test_with_restarts_a_killed_run_ends_with_the_same_bits(
-    launcher: str, tmp_path: Path, trained: Callable[..., Path]
+    launcher: str, tmp_path: Path, uninterrupted: RunEnd
 ) -> None:
     """With restarts a run whose process was killed ends with the same bits without another command."""
     if launcher == "torchrun":
@@ -180,7 +146,7 @@ def test_with_restarts_a_killed_run_ends_with_the_same_bits(
     if launcher == "our own":
         assert "adl-dist: rank 1 was killed by SIGKILL; starting all ranks again (restart 1 of 1)\n" in run.err
         assert run.left_in_tmp() == []
-    assert_as_if_uninterrupted(run.run_dir, trained(IMAGES))
+    assert RunEnd(run.run_dir).differences(uninterrupted) == []
 
 
 @pytest.mark.slow
@@ -227,14 +193,14 @@ def test_a_signal_to_any_process_saves_like_a_planned_stop(tmp_path: Path) -> No
 
     planned = tmp_path / "planned"
     for most in stops:
-        assert train_here(IMAGES, planned, f"train.max_updates={most}") == 0
+        assert train_here(planned, f"train.max_updates={most}") == 0
     for folder in (tmp_path, planned):
-        assert train_here(IMAGES, folder) == 0
+        assert train_here(folder) == 0
     assert RunEnd(run.run_dir).newest == RunEnd(planned / "run").newest
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_a_run_that_cannot_stop(tmp_path: Path, trained: Callable[..., Path]) -> None:
+def test_a_second_signal_ends_a_run_that_cannot_stop(tmp_path: Path, uninterrupted: RunEnd) -> None:
     """At a second signal a run that cannot stop ends at once and leaves one line and no process."""
     with held(tmp_path) as run:
         run.wait_for_update(2 * UPDATES_PER_EPOCH)
@@ -247,8 +213,8 @@ def test_a_second_signal_ends_a_run_that_cannot_stop(tmp_path: Path, trained: Ca
     assert run.finish() == 130
     assert run.err.strip() == INTERRUPTED
     assert run.left_in_tmp() == []
-    assert train_here(IMAGES, tmp_path) == 0
-    assert_as_if_uninterrupted(run.run_dir, trained(IMAGES))
+    assert train_here(tmp_path) == 0
+    assert RunEnd(run.run_dir).differences(uninterrupted) == []
 
 
 @pytest.mark.slow
@@ -265,27 +231,11 @@ def test_ranks_of_torchrun_stop_where_it_leaves_no_trace(tmp_path: Path) -> None
     assert "values will differ" not in run.err
     straight = tmp_path / "straight"
     for folder in (tmp_path, straight):
-        assert train_here(IMAGES, folder, *every) == 0
-    assert_as_if_uninterrupted(run.run_dir, straight / "run")
+        assert train_here(folder, *every) == 0
+    assert RunEnd(run.run_dir).differences(RunEnd(straight / "run")) == []
 
 
 # --- saves -----------------------------------------------------------------------------------------------------------
-
-
-def test_what_an_interrupted_save_left_is_removed_and_never_read(
-    tmp_path: Path, half: Callable[[str], Path], trained: Callable[..., Path]
-) -> None:
-    run_dir = half(IMAGES)
-    leftover = run_dir / "checkpoints" / ".saving-00000099"
-    leftover.mkdir()
-    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "manifest.json"):
-        (leftover / name).write_bytes(b"garbage")
-    with (run_dir / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"name": "train/loss", "value": 0.5, "stage": 1, "update": 16, "epoch": 2}\n')
-        metrics.write('{"name": "train/loss", "val')  # as far as it came
-    assert train_here(IMAGES, tmp_path) == 0
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["update-00000024", "update-00000032"]
-    assert_as_if_uninterrupted(run_dir, trained(IMAGES))
 
 
 def test_a_reader_never_sees_half_a_checkpoint(tmp_path: Path) -> None:
@@ -333,64 +283,54 @@ def is_pruned(path: Path, *, seconds: float = 5) -> bool:
 
 # --- in one process, and from one mode to the other ------------------------------------------------------------------
 
-CHANGES = "one process", "processes to one process", "one process to processes"
 
-
-@pytest.mark.parametrize(
-    ("change", "name"), grid(CHANGES, RUNS, default=[(CHANGES[0], IMAGES), (CHANGES[1], IMAGES), (CHANGES[2], DIGITS)])
-)
-def test_a_run_made_longer_ends_with_the_bits_of_a_long_one(
-    change: str, name: str, tmp_path: Path, half: Callable[[str], Path], trained: Callable[..., Path]
-) -> None:
+@pytest.mark.parametrize("change", ["processes to one process", "one process to processes"])
+def test_a_run_made_longer_ends_with_the_bits_of_a_long_one(change: str, tmp_path: Path, uninterrupted: RunEnd) -> None:
     """A run made longer ends with the bits of one that was as long from the start."""
     if change == "processes to one process":
-        train_as_two_ranks(name, tmp_path, "train.epochs=2")
+        train_as_two_ranks(tmp_path, "train.epochs=2")
+        assert train_here(tmp_path) == 0
     else:
-        half(name)
-    if change == "one process to processes":
-        train_as_two_ranks(name, tmp_path)
-    else:
-        assert train_here(name, tmp_path) == 0
-    assert_as_if_uninterrupted(tmp_path / "run", trained(name))
+        assert train_here(tmp_path, "train.epochs=2") == 0
+        train_as_two_ranks(tmp_path)
+    assert RunEnd(tmp_path / "run").differences(uninterrupted) == []
 
 
 def test_processes_read_and_write_checkpoints_of_another_cut(tmp_path: Path) -> None:
     """Processes read a checkpoint of another cut and write one for another as one process does."""
     mixed, alone = tmp_path / "mixed", tmp_path / "alone"
-    assert train_here(IMAGES, mixed, "partition.num_stages=3", "train.epochs=1") == 0
+    assert train_here(mixed, "partition.num_stages=3", "train.epochs=1") == 0
     shutil.copytree(mixed, alone)
-    train_as_two_ranks(IMAGES, mixed, "train.epochs=2")
-    assert train_here(IMAGES, alone, "train.epochs=2") == 0
+    train_as_two_ranks(mixed, "train.epochs=2")
+    assert train_here(alone, "train.epochs=2") == 0
     for folder in (mixed, alone):
-        assert train_here(IMAGES, folder, "partition.num_stages=3", "train.epochs=3") == 0
-    assert_as_if_uninterrupted(mixed / "run", alone / "run")
+        assert train_here(folder, "partition.num_stages=3", "train.epochs=3") == 0
+    assert RunEnd(mixed / "run").differences(RunEnd(alone / "run")) == []
 
 
 # --- runs that are over ----------------------------------------------------------------------------------------------
 
 
-def contents(run_dir: Path) -> dict[str, tuple[str, int]]:
-    """Hash and time of what a run must not write over."""
-    files = [path for path in (run_dir / "checkpoints").rglob("*") if path.is_file()]
-    times = {f: f.stat().st_mtime_ns for f in files} | {run_dir / f: 0 for f in ("metrics.jsonl", "summary.json")}
-    return {str(f): (hashlib.sha256(f.read_bytes()).hexdigest(), time) for f, time in times.items()}
-
-
 def test_the_command_of_a_finished_run_trains_nothing(
-    tmp_path: Path, trained: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, uninterrupted: RunEnd, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command of a finished run says so trains nothing and writes nothing over."""
-    run_dir = shutil.copytree(trained(IMAGES), tmp_path / "run")
-    before = contents(run_dir)
+    run_dir = shutil.copytree(uninterrupted.run_dir, tmp_path / "run")
+
+    def contents() -> dict[Path, Any]:
+        times = {path: path.stat().st_mtime_ns for path in (run_dir / "checkpoints").rglob("*")}
+        return times | {path: path.read_bytes() for path in (run_dir / "metrics.jsonl", run_dir / "summary.json")}
+
+    before = contents()
     capsys.readouterr()
-    assert train_here(IMAGES, tmp_path) == 0
+    assert train_here(tmp_path) == 0
     here = capsys.readouterr().out
-    as_processes = command_on_ranks(2, "train", *RUNS[IMAGES], f"run_dir={run_dir}")
+    as_processes = command_on_ranks(2, "train", *WORDS, f"run_dir={run_dir}")
     for said in (here, as_processes.out):
         assert f"nothing left to train: {run_dir} is complete" in said
         assert "epoch 1/4" not in said
     assert as_processes.err == ""
-    assert contents(run_dir) == before
+    assert contents() == before
 
 
 def test_with_one_stage_a_stopped_run_resumes_its_epoch(tmp_path: Path) -> None:
@@ -399,32 +339,32 @@ def test_with_one_stage_a_stopped_run_resumes_its_epoch(tmp_path: Path) -> None:
     for folder, stops in ((straight, [16]), (stopped, [11, 16])):
         for most in stops:
             one_stage = ("partition.num_stages=1", "train.epochs=2", f"train.max_updates={most}")
-            assert train_here(IMAGES, folder, *one_stage) == 0
+            assert train_here(folder, *one_stage) == 0
             assert layout.read_manifest(newest(folder / "run"))["update"] == most
-            losses = [record["update"] for record in records(folder / "run") if record["name"] == "train/loss"]
-            assert losses == list(range(most))
+            made = [record["update"] for record in records(folder / "run") if record["name"] == "train/loss"]
+            assert made == list(range(most))
     ends = [RunEnd(folder / "run") for folder in (stopped, straight)]
     assert ends[0].newest == ends[1].newest
-    losses_of = [{key: value for key, value in end.values.items() if key[0] == "train/loss"} for end in ends]
-    assert losses_of[0] == losses_of[1]
+    losses = [[value for key, value in end.values.items() if key[0] == "train/loss"] for end in ends]
+    assert losses[0] == losses[1]
 
 
 # --- run folders -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_second_command_in_a_training_folder_refuses(tmp_path: Path, trained: Callable[..., Path]) -> None:
+def test_a_second_command_in_a_training_folder_refuses(tmp_path: Path, uninterrupted: RunEnd) -> None:
     """A second command in the folder of one that trains refuses and leaves it alone."""
     with held(tmp_path) as run:
         run.wait_for_update(1)
-        second = in_process("train", *RUNS[IMAGES], "runtime.processes=false", f"run_dir={run.run_dir}")
+        second = in_process("train", *WORDS, "runtime.processes=false", f"run_dir={run.run_dir}")
         assert "another process is training here" in second.refusal()
         (tmp_path / HOLD).unlink()
         assert run.finish() == 0
-    assert_as_if_uninterrupted(run.run_dir, trained(IMAGES))
+    assert RunEnd(run.run_dir).differences(uninterrupted) == []
 
 
 def test_what_only_rank_0_can_refuse_ends_all_ranks_at_once(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="expected at least 200 samples, but HeldImages has 126") as failed:
-        train_as_two_ranks(IMAGES, tmp_path, "train.batch_size=200", timeout_seconds=10)
+        train_as_two_ranks(tmp_path, "train.batch_size=200", timeout_seconds=10)
     assert "still ran" not in str(failed.value)

@@ -25,16 +25,11 @@ from tests.support.values import values
 UPDATES = 2  # of an epoch: 8 samples by 4
 
 
-def fit(run_dir, *, epochs=3, dataset=None, **options):
+def fit(run_dir, *, epochs=3):
     """Train the toy net; return its weights."""
     trainer = trainer_of(batch_norm_net())
-    trainer.fit(
-        dataset or FixedImages(8),
-        epochs=epochs,
-        batch_size=4,
-        run_dir=run_dir,
-        **values(quiet=True, tensorboard=False, **{"keep": 9, **options}),
-    )
+    options = values(quiet=True, tensorboard=False, keep=9)
+    trainer.fit(FixedImages(8), epochs=epochs, batch_size=4, run_dir=run_dir, **options)
     return trainer.full_state_dict()
 
 
@@ -47,13 +42,11 @@ def full_after(monkeypatch, num_bytes):
     write, left = layout.write_piece, [num_bytes]
 
     def limited(file, data):
-        size = memoryview(data).nbytes
-        if size > left[0]:
-            write(file, bytes(memoryview(data).cast("B")[: left[0]]))
+        write(file, data[: left[0]])
+        left[0] -= len(data)
+        if left[0] < 0:
             left[0] = 0
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        left[0] -= size
-        return write(file, data)
 
     monkeypatch.setattr(layout, "write_piece", limited)
 
@@ -297,10 +290,8 @@ def test_records_that_cannot_be_written_leave_no_half_line(tmp_path, small_files
     recorder.close()
     written = [json.loads(line)["update"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert written == [0, 1, *range(15, 20)], "two records take 124 bytes"
-    assert [("metrics.jsonl" in text, "TensorBoard" in text) for text in warnings] in (
-        [(True, False), (False, True)],
-        [(False, True), (True, False)],
-    )
+    told = [("metrics.jsonl" in text, "TensorBoard" in text) for text in warnings]
+    assert sorted(told) == [(False, True), (True, False)]
 
 
 def test_a_log_that_cannot_be_written_is_reported_once(tmp_path, small_files, capfd):

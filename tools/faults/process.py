@@ -58,10 +58,8 @@ class Process:
                 stack.enter_context(patch.object(place, name, planted))
             stack.enter_context(redirect_stderr(io.StringIO()))  # warnings
             stack.enter_context(self.disk.watched())
-            return self._job.train(self._run_dir, self._begin)
-
-    def _begin(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+            self._trainer = self._job.trainer()
+            return self._trainer, self._job.fit(self._trainer, self._run_dir)
 
     def bury(self) -> None:
         """Leave the folder as it was when the process died."""
