@@ -1,12 +1,10 @@
 """Checkpoints as files: complete or not there, and verified by content before a run continues from them.
 
-    checkpoints/update-00000042/     complete: it appears by one rename
-        manifest.json                position, metrics, size and SHA-256 of every file, and a SHA-256 of itself
-        model-00001-of-00004.safetensors ...  tensors of stage 0, see :mod:`adl_dist.checkpoint.storage`
-    checkpoints/.saving-...          unfinished (.removing-...: half removed); removed at the next start
-    checkpoints/rejected-update-...  damaged, and passed over for an older one; kept for the user to look at
-
-:mod:`adl_dist.checkpoint.state` says which tensors there are.
+checkpoints/update-00000042/     complete: it appears by one rename
+    manifest.json                position, metrics, size and SHA-256 of every file, and a SHA-256 of itself
+    model-00001-of-00004.safetensors ...  tensors of stage 0, see :mod:`adl_dist.checkpoint.state`
+checkpoints/.saving-...          unfinished (.removing-...: half removed); removed at the next start
+checkpoints/rejected-update-...  damaged, and passed over for an older one; kept for the user to look at
 """
 
 import hashlib
@@ -30,7 +28,6 @@ FIELDS = {"update": int, "epochs": int, "sample": int, "metrics": dict, "identit
 PIECE_BYTES = 2**26
 
 Digest = dict[str, Any]  # {"bytes", "sha256"} of a file
-Rejected = list[tuple[Path, UnusableError]]
 
 
 class Progress:
@@ -222,13 +219,13 @@ def verify(path: Path) -> dict[str, Any]:
 
 def first_usable(
     candidates: Sequence[Path], read: Callable[[Path], dict[str, Any]]
-) -> tuple[Path, dict[str, Any], Rejected]:
+) -> tuple[Path, dict[str, Any], list[tuple[Path, UnusableError]]]:
     """Return the first of ``candidates`` (at least one) that ``read`` accepts, its manifest, and those before it.
 
     Raises:
         CheckpointError: none is usable, or one has another format. Nothing is changed.
     """
-    rejected: Rejected = []
+    rejected: list[tuple[Path, UnusableError]] = []
     for path in candidates:
         try:
             return path, read(path), rejected

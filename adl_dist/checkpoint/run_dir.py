@@ -36,16 +36,14 @@ CUT = "num_stages", "balance", "granularity", "speeds"
 # device, number of threads or choice of kernels may move the last bits. A schedule that depends on the run's length
 # follows the new length, and another cut has a staleness of its own: these two the run reports.)
 FREE_TO_CHANGE = {
-    *("run_dir", "resume", "init_from", "train.epochs", "train.max_updates"),
-    *("data.root", "data.download", "data.num_workers"),
+    *("run_dir", "resume", "init_from", "data.root", "data.download", "data.num_workers"),
+    *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
     *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores", "runtime.max_restarts"),
     *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.abort_seconds"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
     *("runtime.tensorboard", "runtime.trace", "runtime.memory"),
-    *("train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
-    *CUT,
-    *(f"partition.{name}" for name in CUT),
+    *(*CUT, *(f"partition.{name}" for name in CUT)),
 }
 
 
@@ -64,10 +62,8 @@ class RunFolder:
     def check(self, config: Mapping[str, Any], *, resume: str) -> str:
         """Refuse a folder that this run must not write to. Changes nothing, so every rank may call it.
 
-        Args:
-            config: the settings that define the run, as plain nested values.
-            resume: ``auto``, ``never``, or the path of a checkpoint. It is returned; but ``auto`` if this launch has
-                saved here before, since then this is a restart.
+        Return ``resume`` (``auto``, ``never`` or the path of a checkpoint), or ``auto`` if this launch has saved here
+        before, since then this is a restart.
 
         Raises:
             ConfigError: the folder belongs to a run of another configuration.
@@ -190,8 +186,8 @@ def _launch_id() -> str | None:
     """Return an id shared by all attempts of one launch and no other; None: this process is never restarted."""
     if LAUNCH_ID in os.environ:
         return os.environ[LAUNCH_ID]
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run_id != "none":  # torchrun's --rdzv-id where none is given: the same in all commands
+    # "none" is torchrun's --rdzv-id where none is given: the same in all commands
+    if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) != "none":
         return run_id
     agent = os.getppid()  # it stays when it restarts its ranks; on several nodes each has one of its own
     return f"torchrun {machine()} {agent} {start_time(agent)}"

@@ -31,7 +31,6 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-ORDER = {dtype: place for place, dtype in enumerate(CODES)}
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def _encoded(shard: Shard) -> Iterator[bytes | memoryview]:
     for name, tensor in shard.tensors.items():
         if reason := why_unstorable(tensor):
             raise ValueError(f"{name} cannot be saved: {reason}")
-    tensors = sorted(shard.tensors.items(), key=lambda item: (ORDER[item[1].dtype], item[0]))
+    tensors = sorted(shard.tensors.items(), key=lambda item: (list(CODES).index(item[1].dtype), item[0]))
     header: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **shard.metadata}.items()))}
     end = 0
     for name, tensor in tensors:
