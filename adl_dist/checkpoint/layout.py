@@ -222,8 +222,7 @@ def first_usable(
 ) -> tuple[Path, dict[str, Any], list[tuple[Path, UnusableError]]]:
     """Return the first of ``candidates`` (at least one) that ``read`` accepts, its manifest, and those before it.
 
-    Raises:
-        CheckpointError: none is usable, or one has another format. Nothing is changed.
+    Raise CheckpointError where none is usable or one has another format. Nothing is changed.
     """
     rejected: list[tuple[Path, UnusableError]] = []
     for path in candidates:

@@ -93,8 +93,7 @@ def write_index(path: Path, files: Iterable[str]) -> dict[str, Digest]:
 def scan(path: Path, kind: str, files: Iterable[str]) -> tuple[dict[str, Stored], dict[str, str]]:
     """Read the headers of all of ``files`` that are of one kind: where each tensor is, and all metadata.
 
-    Raises:
-        UnusableError: a file cannot be read; nothing was allocated for what its header promises.
+    Raise UnusableError for a file that cannot be read; nothing is allocated for what its header promises.
     """
     tensors: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
