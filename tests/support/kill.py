@@ -28,7 +28,7 @@ NUM_SAMPLES = 126  # the last micro-batch is smaller than the others
 SECONDS_PER_SAMPLE = 0.005
 MOST_SAMPLES = int(2.5 * NUM_SAMPLES)
 HOLD = "hold"  # a file in the working directory
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.02
 
 TIMINGS = ("train/samples_per_second", "stage/busy_share", "stage/peak_memory")  # the only values that may differ
 UNREADABLE = "unreadable"
