@@ -1,9 +1,7 @@
 """Saves while training continues: each process writes its part, and rank 0 makes a checkpoint of all parts.
 
-A part is copied at once, where the pipeline is empty, and written by a thread of its own. What rank 0 needs to know of
-it travels as a :class:`PartReport`, by a callable that the control plane hands in; no thread but the main one issues
-data-plane communication. A save that fails is reported and leaves nothing behind: training and the older checkpoints
-are worth more than it.
+A part is copied at once, where the pipeline is empty, and written by a thread of its own. A save that fails is reported
+and leaves nothing behind: training and the older checkpoints are worth more than it.
 """
 
 import logging
@@ -14,7 +12,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +24,11 @@ from adl_dist.report import warn
 
 logger = logging.getLogger("adl_dist")
 
-# The names of the threads that save: one writes the part of its process, one on rank 0 makes a checkpoint of all parts.
-SAVING, COMMITTING = "saving", "committing"
+SAVING, COMMITTING = "saving", "committing"  # the threads that write a part and, on rank 0, complete the checkpoint
 LAST_SAVE_SECONDS = 60.0  # how long a run that ends with an error waits for the save that is under way
+
+# Has every process write its part, given path, token and background; returns the ranks that do.
+WriteParts = Callable[[Path, str, bool], Collection[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class PartReport:
 
     Attributes:
         rank: the process.
-        token: the save; "" for a process that is gone.
-        files: names of the files written, with their sizes and checksums.
+        token: the save that it belongs to; "" for a process that is gone.
+        files: size and checksum of each file written, by name.
         failure: why the part could not be written; "" if it was.
         is_gone: whether the process has died, so that its part of any save will not come; ``failure`` names it.
     """
@@ -50,31 +50,24 @@ class PartReport:
     is_gone: bool = False
 
 
+@dataclass(frozen=True)
 class PartWriter:
-    """The writer of this process's part of a checkpoint; it reports to rank 0 when the part is written."""
+    """The writer of one process's part; it calls ``report`` once per part, from any thread, which must not raise."""
 
-    def __init__(self, rank: int, report: Callable[[PartReport], None]) -> None:
-        """Write as ``rank``; ``report`` is called once per part, from any thread, and must not raise."""
-        self._rank, self._report = rank, report
+    rank: int
+    report: Callable[[PartReport], None]
 
     def write(self, path: Path, shards: Mapping[str, Shard], *, token: str, background: bool) -> None:
-        """Write ``shards``; if in the background, copy them and return.
-
-        Args:
-            path: the unfinished checkpoint.
-            shards: the state of this process's stages by name of the file; the tensors are the stages' own.
-            token: names this save.
-            background: whether tensors may change as soon as this returns.
-        """
+        """Write the stages' own tensors, by file, into the unfinished ``path``; in the background: copy and return."""
         if not background:
             self._write(path, shards, token)
             return
         try:
-            copy = _copied(shards)
+            arguments = path, _copied(shards), token
         except Exception as error:  # no memory, for which torch raises errors of its own
             self._report_failure(path, token, error)
-            return
-        threading.Thread(target=self._write, args=(path, copy, token), name=SAVING, daemon=True).start()
+        else:
+            threading.Thread(target=self._write, args=arguments, name=SAVING, daemon=True).start()
 
     def _write(self, path: Path, shards: Mapping[str, Shard], token: str) -> None:
         try:
@@ -82,19 +75,11 @@ class PartWriter:
         except Exception as error:
             self._report_failure(path, token, error)
         else:
-            self._report(PartReport(rank=self._rank, token=token, files=files))
+            self.report(PartReport(rank=self.rank, token=token, files=files))
 
     def _report_failure(self, path: Path, token: str, error: Exception) -> None:
         logger.error("%s could not be written", path, exc_info=error)
-        self._report(PartReport(rank=self._rank, token=token, failure=f"rank {self._rank}: {_reason(error)}"))
-
-
-class WriteParts(Protocol):
-    """Has every process write its part into ``path``; see :meth:`PartWriter.write`."""
-
-    def __call__(self, path: Path, *, token: str, background: bool) -> Collection[int]:
-        """Return the ranks that write; their reports reach :meth:`Saver.take_part`."""
-        ...
+        self.report(PartReport(rank=self.rank, token=token, failure=f"rank {self.rank}: {_reason(error)}"))
 
 
 class Saver:
@@ -106,14 +91,7 @@ class Saver:
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_best: bool, background: bool) -> None:
-        """Save into ``folder``.
-
-        Args:
-            folder: holds the checkpoints.
-            keep: how many of the newest to keep.
-            keep_best: keep the best one as well.
-            background: return before a checkpoint is written.
-        """
+        """Save into ``folder``; for the options see :class:`~adl_dist.checkpoint.policy.CheckpointPolicy`."""
         self._folder, self._keep, self._keep_best, self._background = folder, keep, keep_best, background
         self._parts: queue.SimpleQueue[PartReport] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -126,7 +104,7 @@ class Saver:
         self._parts.put(part)
 
     def save(self, write_parts: WriteParts, manifest: Mapping[str, Any]) -> None:
-        """Save what the stages hold now; wait for the save before."""
+        """Save what the stages hold now, after the save before."""
         self.wait()
         self._saved = self.failure = None
         try:
@@ -135,20 +113,15 @@ class Saver:
             self._fail(manifest, _reason(error))
             return
         token = uuid.uuid4().hex
-        ranks = write_parts(path, token=token, background=self._background)
+        arguments = path, manifest, write_parts(path, token, self._background), token
         if self._background:
-            arguments = (path, manifest, ranks, token)
             self._thread = threading.Thread(target=self._finish, args=arguments, name=COMMITTING, daemon=True)
             self._thread.start()
         else:
-            self._finish(path, manifest, ranks, token)
+            self._finish(*arguments)
 
     def wait(self, seconds: float | None = None) -> Path | None:
-        """Wait until no save is under way, at most ``seconds``.
-
-        Returns:
-            The checkpoint that the last one made; None: it failed, or there was none, or it is not done.
-        """
+        """Wait at most ``seconds`` until no save is under way; return the checkpoint that the last one made, if any."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._saved
@@ -157,15 +130,15 @@ class Saver:
         try:
             parts = self._collect(ranks, token)  # all, also if one failed: then no process writes there any more
         except StageFailed as error:
-            # The others may still write there, so it stays until the next start. This run is over.
             self.lost = error
             self._fail(manifest, str(error))
-            return
+            return  # this run is over; others may still write there, so the folder stays until the next start
         try:
             if failures := [part.failure for part in parts if part.failure]:
                 raise OSError("; ".join(failures))
             files = {name: digest for part in parts for name, digest in part.files.items()}
-            layout.check_sizes(path, files)  # first, because it reports a folder that is not shared as that
+            if wrong := layout.wrong_size(path, files):
+                raise OSError(f"{path}: {wrong}; run_dir must lie on a file system that all nodes share")
             files |= storage.write_index(path, files)
             self._saved = layout.commit(path, manifest, files)
         except Exception as error:
@@ -198,21 +171,15 @@ class Saver:
 
 def _copied(shards: Mapping[str, Shard]) -> dict[str, Shard]:
     """Return copies on the CPU, complete when this returns."""
-    devices: set[torch.device] = set()
 
     def copied(tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
         if tensor.device.type == "cpu":
-            return tensor.clone()
-        devices.add(tensor.device)
+            return tensor.detach().clone()
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # which the GPU fills at full speed
-        return host.copy_(tensor, non_blocking=True)
+        return host.copy_(tensor.detach(), non_blocking=True)
 
-    copies = {
-        file: replace(shard, tensors={name: copied(tensor) for name, tensor in shard.tensors.items()})
-        for file, shard in shards.items()
-    }
-    for device in devices:
+    copies = {f: replace(s, tensors={n: copied(t) for n, t in s.tensors.items()}) for f, s in shards.items()}
+    for device in {t.device for s in shards.values() for t in s.tensors.values() if t.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return copies
 
@@ -222,5 +189,4 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    text = " ".join(str(cause or error).split())
-    return text if cause else f"{type(error).__name__}: {text}"
+    return " ".join((str(cause) if cause else f"{type(error).__name__}: {error}").split())

@@ -1,34 +1,29 @@
 """Checkpoints as files: complete or not there, and verified by content before a run continues from them.
 
-    checkpoints/update-00000042/     complete: it appears by one rename
-        manifest.json                position, metrics, size and SHA-256 of every file, and a SHA-256 of itself
-        model-00001-of-00004.safetensors ...  tensors of stage 0, see :mod:`adl_dist.checkpoint.storage`
-    checkpoints/.saving-...          unfinished (.removing-...: half removed); removed at the next start
-    checkpoints/rejected-update-...  damaged, and passed over for an older one; kept for the user to look at
-
-:mod:`adl_dist.checkpoint.state` says which tensors there are.
+checkpoints/update-00000042/     complete: it appears by one rename
+    manifest.json                position, metrics, size and SHA-256 of every file, and a SHA-256 of itself
+    model-00001-of-00004.safetensors ...  tensors of stage 0, see :mod:`adl_dist.checkpoint.state`
+checkpoints/.saving-...          unfinished (.removing-...: half removed); removed at the next start
+checkpoints/rejected-update-...  damaged, and passed over for an older one; kept for the user to look at
 """
 
 import hashlib
-import io
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from adl_dist.errors import CheckpointError, UnusableError
 from adl_dist.report import warn
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
-
 FORMAT = 3
 MANIFEST = "manifest.json"
 # Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
-# "of" is what the position refers to: sizes of data and batches, length of the run, optimizer; and the cut.
-FIELDS = {"update": int, "epochs": int, "sample": int, "metrics": dict, "of": dict, "files": dict}
+# "identity" is what the position refers to: sizes of data and batches, length of the run, optimizer; and the cut.
+FIELDS = {"update": int, "epochs": int, "sample": int, "metrics": dict, "identity": dict, "files": dict}
 # Large files are written and read in pieces of this size; a piece is on disk before the next one is written.
 PIECE_BYTES = 2**26
 
@@ -41,56 +36,40 @@ class Progress:
     num_pieces = 0
 
     def count(self) -> None:
-        """Add one. Threads need no lock: what matters is that the number changes."""
+        """Add one, without a lock: what matters is that the number changes."""
         self.num_pieces += 1
 
 
 progress = Progress()
 
 
-class HashedFile(io.BufferedWriter):
-    """A new file that knows size and checksum of what was written to it, and is on disk once it is closed."""
+def write_hashed(path: Path, content: Iterable[bytes | memoryview]) -> Digest:
+    """Write a new file of plain bytes; return its size and checksum once it is on disk."""
+    checksum, size, synced_size = hashlib.sha256(), 0, 0
+    with path.open("xb") as file:
+        for data in content:
+            for start in range(0, len(data), PIECE_BYTES):
+                piece = data[start : start + PIECE_BYTES]
+                write_piece(file, piece)
+                checksum.update(piece)
+                size += len(piece)
+                if size - synced_size >= PIECE_BYTES:
+                    _sync(file)
+                    synced_size = size
+        _sync(file)
+    return {"bytes": size, "sha256": checksum.hexdigest()}
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "x"))
-        self._hash, self._size, self._unsynced = hashlib.sha256(), 0, 0
 
-    def write(self, data: "Buffer", /) -> int:
-        """Write all of ``data``."""
-        view = memoryview(data)
-        if not view.nbytes:
-            return 0
-        view = view.cast("B")
-        for start in range(0, view.nbytes, PIECE_BYTES):
-            piece = view[start : start + PIECE_BYTES]
-            super().write(piece)
-            self._hash.update(piece)
-            self._size += piece.nbytes
-            self._unsynced += piece.nbytes
-            progress.count()
-            if self._unsynced >= PIECE_BYTES:
-                self._sync()
-        return view.nbytes
+def write_piece(file: IO[bytes], piece: bytes | memoryview) -> None:
+    """Write a piece of a file and count it."""
+    file.write(piece)
+    progress.count()
 
-    def close(self) -> None:
-        """Close the file once its content has reached the disk."""
-        if self.closed:
-            return
-        try:
-            self._sync()
-        finally:
-            super().close()
 
-    def _sync(self) -> None:
-        self.flush()
-        os.fsync(self.fileno())
-        self._unsynced = 0
-        progress.count()
-
-    @property
-    def digest(self) -> Digest:
-        """Size and checksum of what was written."""
-        return {"bytes": self._size, "sha256": self._hash.hexdigest()}
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    progress.count()
 
 
 def place(folder: Path, update: int) -> Path:
@@ -99,44 +78,29 @@ def place(folder: Path, update: int) -> Path:
 
 
 def begin(folder: Path, update: int) -> Path:
-    """Make an empty folder for an unfinished checkpoint of ``update``."""
+    """Make an empty folder for an unfinished checkpoint."""
     path = folder / f".saving-{update:08d}"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
 
 
-def check_sizes(path: Path, files: Mapping[str, Digest]) -> None:
-    """Compare, on rank 0, the files in ``path`` with what the processes that wrote them have reported.
-
-    Raises:
-        OSError: a file is missing here, or has another size.
-    """
+def wrong_size(path: Path, files: Mapping[str, Digest]) -> str | None:
+    """Return what is wrong with the first of ``files`` in ``path`` that has another size; None: nothing."""
     for name, digest in files.items():
-        if (size := _size(path / name)) != digest["bytes"]:
-            raise OSError(
-                f"{path / name} should hold {digest['bytes']} bytes, found {size}; run_dir must lie on a file system "
-                "that all nodes share"
-            )
+        try:
+            size = (path / name).stat().st_size if (path / name).is_file() else "no such file"
+        except OSError as error:
+            size = f"none that can be looked at ({error.strerror})"
+        if size != digest["bytes"]:
+            return f"{name} should hold {digest['bytes']} bytes, found {size}"
+    return None
 
 
 def commit(path: Path, manifest: Mapping[str, Any], files: Mapping[str, Digest]) -> Path:
-    """Turn an unfinished checkpoint into a complete one by one rename.
-
-    Args:
-        path: from :func:`begin`, with all files in it; see :func:`check_sizes`.
-        manifest: position and metrics.
-        files: size and checksum of each file, from the process that wrote it.
-
-    Returns:
-        The complete checkpoint.
-
-    Raises:
-        OSError: it could not be completed; no complete checkpoint has changed.
-    """
+    """Turn an unfinished checkpoint into a complete one by one rename; after an OSError no complete one has changed."""
     text = {"format": FORMAT, **manifest, "files": dict(files)}
-    with HashedFile(path / MANIFEST) as out:
-        out.write(json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode())
+    write_hashed(path / MANIFEST, [json.dumps({**text, "sha256": _checksum(text)}, indent=1).encode()])
     _sync_folder(path)
     final = place(path.parent, manifest["update"])
     if final.exists():
@@ -167,21 +131,17 @@ def prune(folder: Path, *, keep: int, keep_best: bool) -> None:
     for path in saved[:-keep]:
         if path != best:
             # It disappears by one rename, as it appeared, so no reader finds half of it.
-            hidden = path.with_name(f".removing-{path.name}")
-            path.rename(hidden)
-            shutil.rmtree(hidden)
+            shutil.rmtree(path.rename(path.with_name(f".removing-{path.name}")))
 
 
 def best_of(saved: Sequence[Path]) -> Path | None:
     """Return the checkpoint of highest validation accuracy, else of lowest loss; the newest of equals."""
     scores = {}
     for path in saved:
-        try:
+        with suppress(CheckpointError, OSError):  # damaged, or removed meanwhile
             metrics = read_manifest(path)["metrics"]
-        except (CheckpointError, OSError):  # damaged, or removed meanwhile
-            continue
-        if "validation_loss" in metrics:
-            scores[path] = metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
+            if "validation_loss" in metrics:
+                scores[path] = metrics.get("validation_accuracy", 0.0), -metrics["validation_loss"]
     return max(scores, key=lambda path: (scores[path], path.name), default=None)
 
 
@@ -189,8 +149,7 @@ def reject(path: Path) -> Path:
     """Keep a checkpoint under a name by which nothing takes it for a good one; return its new place."""
     aside = path.with_name(f"rejected-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    return aside
+    return path.rename(aside)
 
 
 def clean(folder: Path) -> None:
@@ -207,7 +166,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         CheckpointError: ``path`` is not a checkpoint, or has another format.
     """
     try:
-        text = (path / MANIFEST).read_bytes()
+        manifest = dict(json.loads((path / MANIFEST).read_bytes()))
+        expected = manifest.pop("sha256", None)
+        is_as_written = expected is None or _checksum(manifest) == expected  # another format may have no checksum
     except (FileNotFoundError, NotADirectoryError):
         if path in complete(path.parent):
             raise damaged(path, f"it has no {MANIFEST}") from None
@@ -215,14 +176,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"{path} is not a checkpoint: it has no {MANIFEST}; expected a folder like "
             "runs/NAME/checkpoints/update-00000042"
         ) from None
-    except OSError as error:
-        raise damaged(path, f"its {MANIFEST} cannot be read ({error.strerror})") from error
-    try:
-        manifest = dict(json.loads(text))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise damaged(path, f"its {MANIFEST} cannot be read ({error})") from None
-    expected = manifest.pop("sha256", None)
-    is_as_written = expected is None or _checksum(manifest) == expected  # format 1 had no checksum
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise damaged(path, f"its {MANIFEST} cannot be read ({reason})") from error
     if manifest.get("format", FORMAT) != FORMAT and is_as_written:
         raise CheckpointError(
             f"{path} has format {manifest.get('format')}; this version of adl_dist reads format {FORMAT}: use the "
@@ -239,81 +195,63 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise damaged(path, f"its {MANIFEST} names a file elsewhere, {name}")
         if not isinstance(digest, dict) or "bytes" not in digest or not isinstance(digest.get("sha256"), str):
             raise damaged(path, f"its {MANIFEST} should give 'bytes' and 'sha256' of {name}, found {digest!r}")
-        if (size := _size(path / name)) != digest["bytes"]:
-            raise damaged(path, f"{name} should hold {digest['bytes']} bytes, found {size}")
+    if wrong := wrong_size(path, manifest["files"]):
+        raise damaged(path, wrong)
     return manifest
-
-
-def newest_whole(saved: Sequence[Path]) -> Path:
-    """Return the newest of ``saved`` whose manifest and file sizes are in order, without reading the files.
-
-    Args:
-        saved: complete checkpoints, oldest first; at least one.
-
-    Raises:
-        UnusableError: none is; says what is wrong with the newest.
-        CheckpointError: one has another format.
-    """
-    errors = []
-    for path in reversed(saved):
-        try:
-            read_manifest(path)
-            return path
-        except UnusableError as error:
-            errors.append(error)
-    raise errors[0]
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Read all of a checkpoint and compare it with its checksums.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        UnusableError, CheckpointError: see :func:`read_manifest`.
-    """
+    """Read all of a checkpoint, compare it with its checksums, and return the manifest; see `read_manifest`."""
     manifest = read_manifest(path)
     for name, digest in manifest["files"].items():
+        checksum = hashlib.sha256()
         try:
             with (path / name).open("rb") as file:
-                checksum = _checksum_of(file)
+                while piece := file.read(PIECE_BYTES):
+                    checksum.update(piece)
+                    progress.count()
         except OSError as error:
             raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
-        if checksum != digest["sha256"]:
-            raise damaged(path, f"{name} should have the SHA-256 {digest['sha256'][:12]}..., found {checksum[:12]}...")
+        if (found := checksum.hexdigest()) != digest["sha256"]:
+            raise damaged(path, f"{name} should have the SHA-256 {digest['sha256'][:12]}..., found {found[:12]}...")
     return manifest
+
+
+def first_usable(
+    candidates: Sequence[Path], read: Callable[[Path], dict[str, Any]]
+) -> tuple[Path, dict[str, Any], list[tuple[Path, UnusableError]]]:
+    """Return the first of ``candidates`` (at least one) that ``read`` accepts, its manifest, and those before it.
+
+    Raise CheckpointError where none is usable or one has another format. Nothing is changed.
+    """
+    rejected: list[tuple[Path, UnusableError]] = []
+    for path in candidates:
+        try:
+            return path, read(path), rejected
+        except UnusableError as error:
+            rejected.append((path, error))
+    if len(rejected) == 1:
+        raise rejected[0][1]
+    reasons = "; ".join(str(error).rpartition(";")[0] for _, error in rejected)
+    raise CheckpointError(
+        f"none of the {len(rejected)} checkpoints in {candidates[0].parent} can be used, and nothing was changed: "
+        f"{reasons}; bring back a copy of one, or start again with another run_dir"
+    )
 
 
 def damaged(path: Path, reason: str) -> UnusableError:
     """Return the error that says why the checkpoint ``path`` cannot be used, and what to do."""
-    others = [other.name for other in complete(path.parent) if other != path]
-    way_out = (
-        f"{others[-1]} next to it may be good: train takes the newest good one with resume=auto, evaluate and export "
-        f"take checkpoint={path.parent / others[-1]}"
-        if others
-        else "start again with another run_dir"
-    )
+    way_out = "start again with another run_dir"
+    if others := [other for other in complete(path.parent) if other != path]:
+        way_out = (
+            f"{others[-1].name} next to it may be good: train takes the newest good one with resume=auto, evaluate and "
+            f"export take checkpoint={others[-1]}"
+        )
     return UnusableError(f"{path} is damaged: {reason}; {way_out}")
-
-
-def _checksum_of(file: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while piece := file.read(PIECE_BYTES):
-        digest.update(piece)
-        progress.count()
-    return digest.hexdigest()
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _size(path: Path) -> int | str:
-    try:
-        return path.stat().st_size if path.is_file() else "no such file"
-    except OSError as error:
-        return f"none that can be looked at ({error.strerror})"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,4 +1,10 @@
-"""The one folder that a run leaves behind, and which run it belongs to."""
+"""The one folder that a run leaves behind, which run it belongs to, and what may differ where that continues.
+
+A launch is one user command including every restart of it. A launcher restarts ranks with the arguments of the first
+attempt: with ``resume=never`` or ``resume=PATH`` among them each restart would be refused, or go back. So the launch
+that claimed a folder last continues from what it has saved there. (torchrun's count of restarts says less: it also
+counts attempts that were refused; and a requeued job, or an agent in the place of a lost one, counts from 0.)
+"""
 
 import contextlib
 import fcntl
@@ -12,41 +18,37 @@ from typing import Any
 
 import yaml
 
-from adl_dist.checkpoint import launch_id, layout
+from adl_dist.checkpoint import layout
+from adl_dist.distributed.parent_process import LAUNCH_ID
+from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.report import tell, warn
 from adl_dist.report.files import write_atomically
+from adl_dist.schedule.run_plan import Plan
 
 logger = logging.getLogger("adl_dist")
 
-CONFIG = "config.yaml"
-SUMMARY = "summary.json"
-DIVERGED = "diverged.json"
-LOCK = "lock"
+CONFIG, SUMMARY, DIVERGED, LOCK, LAUNCH = "config.yaml", "summary.json", "diverged.json", "lock", "launch"
 
 # Settings that say where the model is cut, in the Python API and under partition.* on the command line.
-CUT = ("num_stages", "balance", "granularity", "speeds")
+CUT = "num_stages", "balance", "granularity", "speeds"
 # Settings that may differ when a run continues: its length and place, how it is watched, and how it is cut. (Another
 # device, number of threads or choice of kernels may move the last bits. A schedule that depends on the run's length
 # follows the new length, and another cut has a staleness of its own: these two the run reports.)
 FREE_TO_CHANGE = {
-    *("run_dir", "resume", "init_from", "train.epochs", "train.max_updates"),
-    *("data.root", "data.download", "data.num_workers"),
-    *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores"),
-    *("runtime.timeout_seconds", "runtime.max_restarts"),
-    *("runtime.stall_seconds", "runtime.abort_seconds"),
+    *("run_dir", "resume", "init_from", "data.root", "data.download", "data.num_workers"),
+    *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
+    *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores", "runtime.max_restarts"),
+    *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.abort_seconds"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile"),
-    *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.tensorboard"),
-    *("runtime.keep_best", "runtime.async_save"),
-    *("runtime.trace", "runtime.memory"),
-    *("train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
-    *CUT,
-    *(f"partition.{name}" for name in CUT),
+    *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
+    *("runtime.tensorboard", "runtime.trace", "runtime.memory"),
+    *(*CUT, *(f"partition.{name}" for name in CUT)),
 }
 
 
 class RunFolder:
-    """The folder of config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json and locks.
+    """A run's folder: config.yaml, metrics.jsonl, summary.json, tensorboard/, logs/, checkpoints/, trace.json, locks.
 
     Only rank 0 writes here, except ``logs/rank{r}.log``, ``trace/rank{r}.jsonl``, the checkpoint's own files, and
     ``diverged.json``, which the rank that has diverged writes.
@@ -60,12 +62,8 @@ class RunFolder:
     def check(self, config: Mapping[str, Any], *, resume: str) -> str:
         """Refuse a folder that this run must not write to. Changes nothing, so every rank may call it.
 
-        Args:
-            config: the settings that define the run, as plain nested values.
-            resume: ``auto``, ``never``, or the path of a checkpoint.
-
-        Returns:
-            What to resume: ``auto`` if this launch has saved here before, since then it is a restart.
+        Return ``resume`` (``auto``, ``never`` or the path of a checkpoint), or ``auto`` if this launch has saved here
+        before, since then this is a restart.
 
         Raises:
             ConfigError: the folder belongs to a run of another configuration.
@@ -73,15 +71,16 @@ class RunFolder:
         """
         self._check_place()
         saved = layout.complete(self.checkpoints)
-        if saved and launch_id.is_this_launch(self.path):
-            resume = "auto"
+        with contextlib.suppress(OSError):
+            if saved and (self.path / LAUNCH).read_text() == _launch_id():
+                resume = "auto"
         if resume == "never" and saved:
             raise CheckpointError(
                 f"run_dir={self.path} already holds a run ({saved[-1].name}) and resume=never would write over it; "
                 "use resume=auto to continue it, or another run_dir"
             )
         if self.is_claimed:
-            self._recognise(self.path / CONFIG, config)
+            self._recognise(config)
         if resume not in ("auto", "never"):
             if not Path(resume).is_dir():
                 raise CheckpointError(
@@ -96,48 +95,36 @@ class RunFolder:
                 )
         elif saved:
             # Rank 0 reads the content, once. But where no checkpoint is even whole, all ranks find it out at once.
-            layout.newest_whole(saved)
+            layout.first_usable(saved[::-1], layout.read_manifest)
         return resume
 
     def _check_place(self) -> None:
         try:
             above = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+            if above.is_dir() and os.access(above, os.W_OK):
+                return
+            reason = f"{above} is {'not writable' if above.is_dir() else 'a file'}"
         except OSError as error:
-            raise ConfigError(f"run_dir={self.path} cannot be made: {error.strerror}; choose another run_dir") from None
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise ConfigError(
-                f"run_dir={self.path} cannot be made: {above} is {'not writable' if above.is_dir() else 'a file'}; "
-                "choose another run_dir"
-            )
+            reason = f"{error.strerror}"
+        raise ConfigError(f"run_dir={self.path} cannot be made: {reason}; choose another run_dir")
 
     def open(self, *, resume: str) -> list[Path]:
-        """Make the folder, keep others out, and find out where to start from; on rank 0, after :meth:`check`.
-
-        Returns:
-            The checkpoints of which the first good one is to be continued from; none for a fresh start.
-
-        Raises:
-            ConfigError: the folder cannot be made, or another process is training there.
-        """
+        """Make the folder, keep others out or raise ConfigError; return the checkpoints to resume from, best first."""
         make_folder(self.checkpoints)
         self._lock = lock(self.path)
         if self._lock is None:
-            raise ConfigError(
-                f"run_dir={self.path}: another process is training here; wait for it, or choose another run_dir"
-            )
+            ways_out = "wait for it, or choose another run_dir"
+            raise ConfigError(f"run_dir={self.path}: another process is training here; {ways_out}")
         layout.clean(self.checkpoints)
-        if resume in ("auto", "never"):
-            return layout.complete(self.checkpoints)[::-1]
-        return [Path(resume)]
+        return layout.complete(self.checkpoints)[::-1] if resume in ("auto", "never") else [Path(resume)]
 
     def claim(self, config: Mapping[str, Any]) -> None:
-        """Write down which run the folder belongs to, and which launch continues it.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
+        """Write down which run the folder belongs to, and which launch continues it; ConfigError if that fails."""
         try:
-            launch_id.write_launch_id(self.path)
+            if (launch := _launch_id()) is None:
+                (self.path / LAUNCH).unlink(missing_ok=True)
+            else:
+                (self.path / LAUNCH).write_text(launch)
             with write_atomically(self.path / CONFIG) as unfinished:
                 unfinished.write_text(yaml.safe_dump(dict(config), sort_keys=False))
         except OSError as error:
@@ -158,11 +145,10 @@ class RunFolder:
 
     @property
     def summarised_updates(self) -> int | None:
-        """The number of updates after which the run of summary.json ended; None: no summary can be read."""
-        try:
+        """The number of updates after which the run of summary.json ended; None: none can be read."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return int(json.loads((self.path / SUMMARY).read_text())["updates"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        return None
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all; a disk that fails now must not make the run a failed one."""
@@ -173,29 +159,38 @@ class RunFolder:
             warn(f"{self.path / SUMMARY} could not be written: {error.strerror}; the run itself is complete and saved")
 
     def write_divergence(self, error: DivergedError) -> None:
-        """Write ``diverged.json``, which ``adl-dist compare`` reads; called by the rank that found the divergence."""
-        # A disk that fails now hides nothing: the error itself is reported anyway.
+        """Write ``diverged.json``, which ``adl-dist compare`` reads, on the rank that found the divergence."""
         with contextlib.suppress(OSError), write_atomically(self.path / DIVERGED) as unfinished:
             unfinished.write_text(json.dumps({"update": error.update, "epoch": error.epoch}) + "\n")
 
-    def _recognise(self, known: Path, config: Mapping[str, Any]) -> None:
+    def _recognise(self, config: Mapping[str, Any]) -> None:
         try:
-            theirs = flatten(dict(yaml.safe_load(known.read_text())))
-        except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            theirs = flatten(dict(yaml.safe_load((self.path / CONFIG).read_text())))
+        except (yaml.YAMLError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{known} cannot be read ({reason}), so it is unknown which run this is; choose another run_dir"
+                f"{self.path / CONFIG} cannot be read ({' '.join(str(error).split())}), so it is unknown which run "
+                "this is; choose another run_dir"
             ) from error
         mine = flatten(config)
-        names = [n for n in sorted(mine.keys() | theirs.keys()) if n not in FREE_TO_CHANGE]
-        differing = [n for n in names if mine.get(n) != theirs.get(n)]
-        if differing:
+        names = sorted((mine.keys() | theirs.keys()) - FREE_TO_CHANGE)
+        if differing := [n for n in names if mine.get(n) != theirs.get(n)]:
             shown = ", ".join(f"{n} is {theirs.get(n)!r} there and {mine.get(n)!r} here" for n in differing[:3])
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise ConfigError(
                 f"run_dir={self.path} belongs to another run: {shown}{more}; choose another run_dir, "
                 "or give the run's own settings to continue it"
             )
+
+
+def _launch_id() -> str | None:
+    """Return an id shared by all attempts of one launch and no other; None: this process is never restarted."""
+    if LAUNCH_ID in os.environ:
+        return os.environ[LAUNCH_ID]
+    # "none" is torchrun's --rdzv-id where none is given: the same in all commands
+    if (run_id := os.environ.get("TORCHELASTIC_RUN_ID")) != "none":
+        return run_id
+    agent = os.getppid()  # it stays when it restarts its ranks; on several nodes each has one of its own
+    return f"torchrun {machine()} {agent} {start_time(agent)}"
 
 
 class _LogFile(logging.FileHandler):
@@ -211,14 +206,13 @@ class _LogFile(logging.FileHandler):
 
 def log_to(path: Path | None) -> None:
     """Send this process's log to the file ``path``, and no longer to that of an earlier run; None: to no file."""
-    if path is not None:
-        make_folder(path.parent)
     for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
         logger.removeHandler(old)
         old.close()
         logger.propagate = True
     if path is None:
         return
+    make_folder(path.parent)
     try:
         handler = _LogFile(path.resolve())
     except OSError as error:
@@ -231,11 +225,7 @@ def log_to(path: Path | None) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder ``path`` and the folders above it.
-
-    Raises:
-        ConfigError: it cannot be made.
-    """
+    """Make the folder ``path`` and the folders above it; raise ConfigError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -248,11 +238,8 @@ def lock(folder: Path) -> int | None:
     A file is locked and not the folder itself: NFS would lock a folder on one node only, and locks a file only for
     those who may write it. The file stays: if it were removed, two processes could lock two files of that name.
 
-    Returns:
-        The descriptor to close to unlock, which the kernel does when this process ends; None if it is locked.
-
-    Raises:
-        ConfigError: the file system has no locks.
+    Return the descriptor to close to unlock, which the kernel does when this process ends; None if it is locked.
+    Raise ConfigError where the file system has no locks.
     """
     descriptor = None
     try:
@@ -263,44 +250,63 @@ def lock(folder: Path) -> int | None:
             os.close(descriptor)
         if isinstance(error, BlockingIOError):
             return None
-        raise ConfigError(
-            f"run_dir={folder}: {LOCK} in it cannot be locked: {error.strerror}; choose another run_dir"
-        ) from None
+        reason = f"{LOCK} in it cannot be locked: {error.strerror}"
+        raise ConfigError(f"run_dir={folder}: {reason}; choose another run_dir") from None
     return descriptor
 
 
 def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
-    """Return a checkpoint of a run.
-
-    Args:
-        run_dir: the run's folder.
-        wanted: ``best`` by validation; the path of a checkpoint, or of another run; None: the newest.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
+    """Return the ``wanted`` checkpoint: ``best`` by validation; a path, also of another run; None: the newest."""
     if wanted == "best":
-        best = layout.best_of(layout.complete(run_dir / "checkpoints"))
-        if best is None:
-            raise CheckpointError(
-                f"checkpoint=best: {run_dir} holds no checkpoint with a validation loss; omit it for the newest"
-            )
-        return best
+        if best := layout.best_of(layout.complete(run_dir / "checkpoints")):
+            return best
+        nothing = f"{run_dir} holds no checkpoint with a validation loss"
+        raise CheckpointError(f"checkpoint=best: {nothing}; omit it for the newest")
     path = Path(wanted or run_dir)
     if (path / layout.MANIFEST).is_file():
         return path
-    saved = layout.complete(path / "checkpoints")
-    if not saved:
-        raise CheckpointError(f"{path} holds no complete checkpoint; train first: adl-dist train run_dir={path}")
-    return saved[-1]
+    if saved := layout.complete(path / "checkpoints"):
+        return saved[-1]
+    raise CheckpointError(f"{path} holds no complete checkpoint; train first: adl-dist train run_dir={path}")
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as one, with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat
+
+
+def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
+    """Return what must be the same where a run continues; only ``total_updates`` may change."""
+    names = "num_samples", "micro_batch_size", "accumulation_steps", "total_updates"
+    return {**{name: getattr(plan, name) for name in names}, "optimizer": optimizer}
+
+
+def check_identity(path: Path, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
+    """Raise CheckpointError if the checkpoint is of another run; return a note for the user, if any."""
+    for name, value in mine.items():
+        if name != "total_updates" and theirs.get(name) != value:
+            raise CheckpointError(
+                f"{path} is of another run: {name} is {theirs.get(name)} there and {value} here; give the run's own "
+                "data, batch size and optimizer, or start a new run in another run_dir (init_from= takes its weights)"
+            )
+    if theirs.get("total_updates") == mine["total_updates"]:
+        return None
+    return (
+        f"the run is now {mine['total_updates']} updates long, not {theirs.get('total_updates')}; a learning rate "
+        "schedule that depends on the length (cosine) follows the new one"
+    )
+
+
+def partition_change_note(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
+    """Return a note for the user of a run that continues with another cut; None: the cut is the same."""
+    differing = [name for name in mine if name in theirs and theirs[name] != mine[name]]
+    if not differing:
+        return None
+    shown = ", ".join(f"{name} was {theirs[name]} and is {mine[name]}" for name in differing)
+    return (
+        f"the run continues with another cut ({shown}); weights and optimizer state are carried over exactly, but "
+        "staleness and dropout streams are now those of the new cut, and values follow them"
+    )

@@ -26,31 +26,18 @@ Signature = dict[str, list[int]]
 
 
 def signature(model: nn.Module) -> Signature:
-    """Return names and shapes of all parameters and buffers of the uncut model.
-
-    Raises:
-        ConfigError: its state holds something that cannot be saved.
-    """
-    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
-    if lazy:
+    """Return names and shapes of the uncut model's tensors; raise ConfigError for what cannot be saved."""
+    if lazy := [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]:
         raise ConfigError(f"{lazy[0]} of the model has no shape yet; run the model on one batch before handing it over")
     state = model.state_dict()
     for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"{name} of the model's state is a {type(value).__name__}, no tensor, and cannot be saved"
-            )
         if reason := storage.why_unstorable(value):
             raise ConfigError(f"{name} of the model cannot be saved: {reason}")
     return {name: list(tensor.shape) for name, tensor in state.items()}
 
 
 def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
-    """Return all that is to be saved of this process's stages, by name of the file; the tensors are the stages' own.
-
-    Raises:
-        ConfigError: an optimizer remembers something that cannot be saved.
-    """
+    """Return the stages' own tensors to be saved, by name of the file; raise ConfigError for what cannot be saved."""
     shards = {}
     for stage in stages:
         parts = {MODEL: Shard(stage.module.state_dict()), OPTIMIZER: _optimizer_state(stage)}
@@ -63,11 +50,7 @@ def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
 
 
 def load(path: Path, stages: Sequence[Stage]) -> None:
-    """Read the state of this process's stages from a complete checkpoint, whatever cut wrote it.
-
-    Raises:
-        CheckpointError: it cannot be read, or holds local losses that do not fit.
-    """
+    """Read the state of this process's stages, whatever cut wrote it; CheckpointError if something does not fit."""
     files = layout.read_manifest(path)["files"]
     model, _ = storage.scan(path, MODEL, files)
     optimizer, values = storage.scan(path, OPTIMIZER, files)
@@ -81,67 +64,22 @@ def load(path: Path, stages: Sequence[Stage]) -> None:
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
-    """Read parameters and buffers of a model, or of a part of it, from a complete checkpoint.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    stored = _stored_model(path)
+    """Read parameters and buffers of a model or a part of it from a checkpoint; CheckpointError if that fails."""
     with _explained(path):
-        _fill(module.state_dict(), stored)
+        _fill(module.state_dict(), storage.scan(path, MODEL, layout.read_manifest(path)["files"])[0])
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Read all parameters and buffers of a complete checkpoint, after comparing it with its checksums.
-
-    Raises:
-        CheckpointError: it is damaged, or not a checkpoint.
-    """
-    layout.verify(path)
-    stored = _stored_model(path)
+    """Read parameters and buffers of a checkpoint and compare its checksums; CheckpointError if it is damaged."""
+    files = layout.verify(path)["files"]
     with _explained(path):
-        return dict(storage.read(stored))
+        return dict(storage.read(storage.scan(path, MODEL, files)[0]))
 
 
-def newest_good(
-    candidates: Sequence[Path], expected: Signature
-) -> tuple[Path, dict[str, Any], list[tuple[Path, UnusableError]]]:
-    """Find the first of ``candidates`` that is whole and of this model; change nothing.
-
-    Args:
-        candidates: complete checkpoints, the newest first; at least one.
-        expected: the model's signature.
-
-    Returns:
-        It, its manifest, and those before it with what is wrong with each.
-
-    Raises:
-        CheckpointError: none is, or one has another format.
-    """
-    rejected: list[tuple[Path, UnusableError]] = []
-    for path in candidates:
-        try:
-            manifest = layout.verify(path)
-            check_signature(path, expected)
-            return path, manifest, rejected
-        except UnusableError as error:
-            rejected.append((path, error))
-    if len(rejected) == 1:
-        raise rejected[0][1]
-    raise CheckpointError(
-        f"none of the {len(rejected)} checkpoints in {candidates[0].parent} can be used, and nothing was changed: "
-        f"{'; '.join(str(error).rpartition(';')[0] for _, error in rejected)}; bring back a copy of one, or start "
-        "again with another run_dir"
-    )
-
-
-def check_signature(path: Path, expected: Signature) -> None:
-    """Refuse a checkpoint of another model.
-
-    Raises:
-        UnusableError: names the first parameter or buffer that differs, or a file that cannot be read.
-    """
-    saved = {name: stored.shape for name, stored in _stored_model(path).items()}
+def verify(path: Path, expected: Signature) -> dict[str, Any]:
+    """Compare a checkpoint with its checksums and the model; return its manifest, or raise UnusableError."""
+    manifest = layout.verify(path)
+    saved = {name: stored.shape for name, stored in storage.scan(path, MODEL, manifest["files"])[0].items()}
     for name in sorted(expected.keys() | saved.keys()):
         if expected.get(name) != saved.get(name):
             raise UnusableError(
@@ -149,23 +87,20 @@ def check_signature(path: Path, expected: Signature) -> None:
                 f"{saved.get(name, 'missing')} in the checkpoint; use the run's own model= and data=, or another "
                 "run_dir"
             )
+    return manifest
 
 
 def restore_optimizer(stage: Stage, tensors: Mapping[str, Stored], values: Mapping[str, str]) -> None:
-    """Give the optimizer of ``stage`` what was saved for its parameters, wherever they were then.
-
-    Args:
-        stage: the stage.
-        tensors: where the tensors of all optimizers' state are, by name.
-        values: what of the state is no tensor, as JSON, by name.
-    """
+    """Give the optimizer of ``stage`` what was saved for its parameters, wherever they were then."""
     if stage.optimizer is None:
         return
     numbers = {id(p): n for n, p in enumerate(p for group in stage.optimizer.param_groups for p in group["params"])}
-    number_of = {name: numbers[id(p)] for name, p in _named_parameters(stage) if id(p) in numbers}
+    # By all names of each parameter: the cut decides under which of them its state was saved.
+    named = (*stage.named_parameters(), *stage.module.named_parameters(remove_duplicate=False))
+    number_of = {name: numbers[id(p)] for name, p in named if id(p) in numbers}
     wanted = {key: stored for key, stored in tensors.items() if key.rpartition(".")[0] in number_of}
-    restored: dict[int, dict[str, Any]] = {}
     plain = ((key, json.loads(text)) for key, text in values.items() if key.rpartition(".")[0] in number_of)
+    restored: dict[int, dict[str, Any]] = {}
     for key, value in (*storage.read(wanted), *plain):
         name, _, state_key = key.rpartition(".")
         restored.setdefault(number_of[name], {})[state_key] = value
@@ -174,14 +109,10 @@ def restore_optimizer(stage: Stage, tensors: Mapping[str, Stored], values: Mappi
     stage.optimizer.load_state_dict({"state": restored, "param_groups": groups})
 
 
-def _stored_model(path: Path) -> dict[str, Stored]:
-    return storage.scan(path, MODEL, layout.read_manifest(path)["files"])[0]
-
-
 def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
     for name, tensor in tensors.items():
-        if name not in stored or stored[name].shape != list(tensor.shape):
-            shape = stored[name].shape if name in stored else "missing"
+        shape = stored[name].shape if name in stored else "missing"
+        if shape != list(tensor.shape):
             raise ValueError(f"{name} should have shape {list(tensor.shape)}, found {shape}")
     for name, value in storage.read({name: stored[name] for name in tensors}):
         tensors[name].copy_(value)
@@ -192,6 +123,8 @@ def _explained(path: Path) -> Iterator[None]:
     """Turn whatever goes wrong while tensors are restored into one readable error."""
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:  # a file that was changed meanwhile, state that an optimizer refuses
         raise CheckpointError(
             f"{path} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}; an older checkpoint next "
@@ -206,31 +139,21 @@ def _optimizer_state(stage: Stage) -> Shard:
     for parameter_name, parameter in stage.named_parameters():
         for key, value in states.get(parameter, {}).items():
             name = f"{parameter_name}.{key}"
-            if isinstance(value, Tensor):
-                tensors[name] = value
-                continue
             try:
-                values[name] = json.dumps(value)
+                if isinstance(value, Tensor):
+                    tensors[name] = value
+                else:
+                    values[name] = json.dumps(value)
             except (TypeError, ValueError) as error:
-                raise ConfigError(
-                    f"{name} of the optimizer's state cannot be saved: {error}; expected tensors, numbers, and lists "
-                    "of numbers"
-                ) from None
+                reason = f"{error}; expected tensors, numbers, and lists of numbers"
+                raise ConfigError(f"{name} of the optimizer's state cannot be saved: {reason}") from None
     return Shard(tensors, values)
 
 
 def _check_heads(path: Path, stages: Sequence[Stage], heads: Mapping[str, Stored], places: Mapping[str, str]) -> None:
-    """Refuse heads of another kind, and those that stood elsewhere, which may well have the same shapes.
-
-    Raises:
-        CheckpointError: names the first that does not fit.
-    """
-    misfits = [
-        f"{name} does not fit"
-        for stage in stages
-        for name, tensor in _head_tensors(stage).items()
-        if name not in heads or heads[name].shape != list(tensor.shape)
-    ]
+    """Refuse heads of another kind, and those that stood elsewhere, which may well have the same shapes."""
+    shapes = {name: list(tensor.shape) for stage in stages for name, tensor in _head_tensors(stage).items()}
+    misfits = [f"{n} does not fit" for n, shape in shapes.items() if n not in heads or heads[n].shape != shape]
     for stage in (stage for stage in stages if stage.head is not None):
         here = _end_of(stage)
         if (saved := places.get(stage.head_prefix, here)) != here:
@@ -250,12 +173,5 @@ def _head_tensors(stage: Stage) -> dict[str, Tensor]:
 def _end_of(stage: Stage) -> str:
     """Return the unit of the uncut model behind which the head of ``stage`` stands."""
     modules = [name for name, _ in stage.module.named_modules(remove_duplicate=False)]
-    # The stage of a traced model knows its units, some of which are no modules.
-    units: list[str] = getattr(stage.module, "unit_names", modules)
-    return units[-1]
-
-
-def _named_parameters(stage: Stage) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter by all its names: the cut decides under which of them its state was saved."""
-    yield from stage.named_parameters()
-    yield from stage.module.named_parameters(remove_duplicate=False)
+    # The stage of a traced model knows its units, and not all of them are modules.
+    return str(getattr(stage.module, "unit_names", modules)[-1])

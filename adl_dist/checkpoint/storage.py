@@ -16,34 +16,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from adl_dist.checkpoint.layout import Digest, HashedFile, damaged, progress
+from adl_dist.checkpoint.layout import Digest, damaged, progress, write_hashed
 
 SUFFIX = ".safetensors"
 INDEX = f"model{SUFFIX}.index.json"
 MODEL, OPTIMIZER, HEADS = "model", "optimizer", "heads"
-# In the order in which the library puts them into a file: so every tensor begins at a multiple of the size of its
+# As the library orders them in a file, larger elements first: so every tensor begins at a multiple of the size of its
 # elements, and the file has the bytes that the library would write.
 CODES = {
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-ORDER = {dtype: place for place, dtype in enumerate(CODES)}
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,12 +51,14 @@ class Stored:
 
 
 def file_name(kind: str, stage: int, num_stages: int) -> str:
-    """Return the name of a stage's file of one kind; ``stage`` counts from 0, names count from 1."""
+    """Return the name of a stage's file of one kind; names count from 1."""
     return f"{kind}-{stage + 1:05d}-of-{num_stages:05d}{SUFFIX}"
 
 
-def why_unstorable(tensor: Tensor) -> str | None:
+def why_unstorable(tensor: object) -> str | None:
     """Return why no safetensors file can hold ``tensor``; None: one can."""
+    if not isinstance(tensor, Tensor):
+        return f"it is a {type(tensor).__name__}, and safetensors files hold tensors only"
     if tensor.layout is not torch.strided:
         return f"its layout is {tensor.layout}, and safetensors files hold dense tensors only"
     if tensor.dtype not in CODES:
@@ -77,20 +66,13 @@ def why_unstorable(tensor: Tensor) -> str | None:
     return None
 
 
+def write_file(path: Path, shard: Shard) -> Digest:
+    """Write one file; see :func:`write`."""
+    return write_hashed(path, _encoded(shard))
+
+
 def write(path: Path, shards: Mapping[str, Shard]) -> dict[str, Digest]:
-    """Write files of a checkpoint.
-
-    Args:
-        path: the unfinished checkpoint.
-        shards: content by name of the file.
-
-    Returns:
-        Size and checksum of each file.
-
-    Raises:
-        OSError: a file could not be written.
-        ValueError: a tensor is of a kind that no such file can hold.
-    """
+    """Write files of the unfinished checkpoint ``path``, by name; return the digest of each, or raise OSError."""
     if not path.is_dir():
         raise FileNotFoundError(
             f"{path}, which rank 0 has made, is not there; run_dir must lie on a file system that all nodes share"
@@ -98,42 +80,20 @@ def write(path: Path, shards: Mapping[str, Shard]) -> dict[str, Digest]:
     return {name: write_file(path / name, shard) for name, shard in shards.items()}
 
 
-def write_file(path: Path, shard: Shard) -> Digest:
-    """Write one file; see :func:`write`."""
-    with HashedFile(path) as file:
-        for data in _encoded(shard):
-            file.write(data)
-    return file.digest
-
-
 def write_index(path: Path, files: Iterable[str]) -> dict[str, Digest]:
-    """Write the index that tells other programs which of ``files`` holds which parameter or buffer.
-
-    Returns:
-        Size and checksum of the index.
-
-    Raises:
-        OSError: it could not be written.
-        UnusableError: one of the files cannot be read.
-    """
+    """Write the index that tells other programs which of ``files`` holds which tensor; return its digest."""
     tensors, _ = scan(path, MODEL, files)
     index = {
         "metadata": {"total_size": sum(stored.num_bytes for stored in tensors.values())},
         "weight_map": {name: stored.file.name for name, stored in sorted(tensors.items())},
     }
-    with HashedFile(path / INDEX) as out:
-        out.write(json.dumps(index, indent=1).encode())
-    return {INDEX: out.digest}
+    return {INDEX: write_hashed(path / INDEX, [json.dumps(index, indent=1).encode()])}
 
 
 def scan(path: Path, kind: str, files: Iterable[str]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Read the headers of all of ``files`` that are of one kind.
+    """Read the headers of all of ``files`` that are of one kind: where each tensor is, and all metadata.
 
-    Returns:
-        Where each tensor is, and all metadata.
-
-    Raises:
-        UnusableError: a file cannot be read; nothing was allocated for what its header promises.
+    Raise UnusableError for a file that cannot be read; nothing is allocated for what its header promises.
     """
     tensors: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
@@ -153,11 +113,7 @@ def scan(path: Path, kind: str, files: Iterable[str]) -> tuple[dict[str, Stored]
 
 
 def read(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Read tensors, one after the other, into memory of their own; each file is opened once.
-
-    Raises:
-        SafetensorError, OSError: one cannot be read.
-    """
+    """Read tensors, one after the other, into memory of their own; SafetensorError or OSError if that fails."""
     for file in sorted({stored.file for stored in tensors.values()}):
         with safe_open(file, "pt", backend="pread") as content:
             for name in (name for name, stored in tensors.items() if stored.file == file):
@@ -169,7 +125,7 @@ def _encoded(shard: Shard) -> Iterator[bytes | memoryview]:
     for name, tensor in shard.tensors.items():
         if reason := why_unstorable(tensor):
             raise ValueError(f"{name} cannot be saved: {reason}")
-    tensors = sorted(shard.tensors.items(), key=lambda item: (ORDER[item[1].dtype], item[0]))
+    tensors = sorted(shard.tensors.items(), key=lambda item: (list(CODES).index(item[1].dtype), item[0]))
     header: dict[str, object] = {"__metadata__": dict(sorted({"format": "pt", **shard.metadata}.items()))}
     end = 0
     for name, tensor in tensors:

@@ -10,8 +10,7 @@ from typing import Any
 
 from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport, Saver
-from adl_dist.checkpoint.compatibility import check_identity, identity_of, partition_change_note
-from adl_dist.checkpoint.run_dir import RunFolder
+from adl_dist.checkpoint.run_dir import RunFolder, check_identity, identity_of, partition_change_note
 from adl_dist.control import messages
 from adl_dist.control.group import WorkerGroup
 from adl_dist.control.messages import Done, EvaluateResult, Record, Summary, TrainResult
@@ -183,14 +182,14 @@ class Coordinator:
             self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
 
     def _load_newest(self, candidates: Sequence[Path], saving: Saving) -> Path:
-        path, manifest, rejected = state.newest_good(candidates, saving.signature)
-        note = check_identity(path, manifest["of"], identity_of(self._plan, saving.optimizer))
+        path, manifest, rejected = layout.first_usable(candidates, lambda path: state.verify(path, saving.signature))
+        note = check_identity(path, manifest["identity"], identity_of(self._plan, saving.optimizer))
         self._workers.call(messages.Load(str(path), manifest["update"]), Done)
         self._note(note)
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
         self._metrics = dict(manifest["metrics"])
         if not self._is_over:
-            self._note(partition_change_note(manifest["of"].get("cut", {}), saving.cut))
+            self._note(partition_change_note(manifest["identity"].get("cut", {}), saving.cut))
         for bad, error in rejected:
             warn(f"{error}; resuming from {path.name}; {bad.name} is kept as {layout.reject(bad).name}")
         return path
@@ -247,7 +246,7 @@ class Coordinator:
             "epochs": self._epoch,
             "sample": self._sample,
             "metrics": self._metrics,
-            "of": {**identity_of(self._plan, self._saving.optimizer), "cut": dict(self._saving.cut)},
+            "identity": {**identity_of(self._plan, self._saving.optimizer), "cut": dict(self._saving.cut)},
         }
         saver = self._saving.saver
         self._finish_saving(saver)
@@ -256,7 +255,7 @@ class Coordinator:
         if self._is_over:
             self._finish_last_save(saver, "training is over, but its last weights are lost")
 
-    def _write_parts(self, path: Path, *, token: str, background: bool) -> set[int]:
+    def _write_parts(self, path: Path, token: str, background: bool) -> set[int]:
         return {result.rank for result in self._workers.call(messages.Save(str(path), token, background), Done)}
 
     def _finish_saving(self, saver: Saver) -> Path | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from adl_dist.checkpoint import layout, state
+from adl_dist.checkpoint import state
 from adl_dist.checkpoint.async_save import Saver
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.checkpoint.run_dir import RunFolder, log_to
@@ -223,8 +223,7 @@ class Trainer:
         Raises:
             CheckpointError: damaged, no checkpoint, or of another model.
         """
-        layout.verify(Path(path))
-        state.check_signature(Path(path), self._partitioned.signature)
+        state.verify(Path(path), self._partitioned.signature)
         for module in self._partitioned.modules.values():
             state.load_weights(Path(path), module)
 

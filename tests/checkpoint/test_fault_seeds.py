@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +14,10 @@ from adl_dist.checkpoint import layout, state
 from adl_dist.control import worker
 from adl_dist.optim import fast_forward
 from adl_dist.report import recorder
+from tests.support.kill import Command
 from tools.faults.simulation import SEEDS_PER_JOB, simulate, undisturbed
+from tools.kill import run
+from tools.kill.deck import UPDATES_PER_EPOCH, draw
 
 SEEDS = 40
 
@@ -65,25 +70,21 @@ BUGS: dict[str, tuple[tuple[Any, str, Any], int, str]] = {
         0,
         r"^metrics: .*'train/loss', \d, \d, 1\)",  # for the second time
     ),
-    "checksums are not compared": (
-        (layout, "verify", layout.read_manifest),
-        21,
-        r"newest checkpoint: another",
-    ),
+    "checksums are not compared": ((layout, "verify", layout.read_manifest), 5, r"newest checkpoint: another"),
     "a checkpoint is copied to where it belongs instead of renamed": (
-        (Path, "rename", lambda a, b: copied(a, b)),
+        (Path, "rename", lambda source, target: copied(source, target)),
         1,
         r"update-\d+ is damaged: .* nothing of what was planted explains",
     ),
 }
 
 
-def copied(source: Path, target: Path) -> None:
-    if source.is_dir():
-        shutil.copytree(source, target)
-        shutil.rmtree(source)
-    else:
-        source.replace(target)
+def copied(source: Path, target: Path) -> Path:
+    if not source.is_dir():
+        return source.replace(target)
+    shutil.copytree(source, target)
+    shutil.rmtree(source)
+    return target
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -94,3 +95,34 @@ def test_it_finds(bug: str) -> None:
     with patch.object(*planted):
         assert any(re.search(said, simulate(seed).wrong) for seed in range(first, first + SEEDS_PER_JOB))
     undisturbed.cache_clear()
+
+
+# --- tools.kill ------------------------------------------------------------------------------------------------------
+
+
+def test_every_kill_that_comes_too_late_can_come_earlier() -> None:
+    killings = draw(100, seed=0, start_seconds=8.0)
+    assert {killing.update is None for killing in killings} == {True, False}
+    for killing in killings:
+        sooner = killing.earlier()
+        if killing.update is None:
+            assert (sooner.update, sooner.seconds) == (None, killing.seconds / 2)
+        else:
+            assert sooner.update in (killing.update - UPDATES_PER_EPOCH, killing.update % UPDATES_PER_EPOCH)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_run_that_fails_before_its_kill_is_not_too_late(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(Command):
+        def __init__(self, words: Any, *, folder: Path, start: Any) -> None:
+            self.run_dir, self._output = folder / "run", [folder / "stdout", folder / "stderr"]
+            for file in self._output:
+                file.write_text("the reason")
+            self._process = subprocess.Popen([sys.executable, "-c", f"exit({code})"])
+            self._process.wait()
+
+    monkeypatch.setattr(run, "Command", Ended)
+    outcome = run.kill(draw(1, seed=0, start_seconds=8.0)[0], tmp_path / "run", None)  # type: ignore[arg-type]
+    assert outcome is None if code == 0 else "it failed before" in outcome.wrong and "the reason" in outcome.wrong

@@ -1,45 +1,35 @@
 """Saves in the background and saves that fail: what is there before stays, what is half made goes, training goes on."""
 
-import contextlib
 import errno
 import json
 import os
 import re
 import resource
-import subprocess
-import threading
-import time
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 import adl_dist
-from adl_dist.checkpoint import async_save, layout, storage
+from adl_dist.checkpoint import async_save, layout
 from adl_dist.checkpoint.async_save import PartReport, PartWriter, Saver
-from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.checkpoint.run_dir import chosen_checkpoint, log_to, logger
-from adl_dist.checkpoint.storage import Shard
 from adl_dist.report import Recorder
 from tests.support.commands import in_process, snapshot, words
 from tests.support.runs import trainer_of
-from tests.support.saved import FIRST, OneProcess, position, saved, shards
+from tests.support.saved import FIRST, position, saved, shards, writing
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import values
 
 UPDATES = 2  # of an epoch: 8 samples by 4
-OTHER = {"model-00009-of-00009.safetensors": Shard({"other": torch.ones(2)})}  # of another process
 
 
-def fit(run_dir, *, epochs=3, dataset=None, **options):
+def fit(run_dir, *, epochs=3):
     """Train the toy net; return its weights."""
     trainer = trainer_of(batch_norm_net())
-    trainer.fit(
-        dataset or FixedImages(8),
-        epochs=epochs,
-        batch_size=4,
-        run_dir=run_dir,
-        **values(quiet=True, tensorboard=False, **{"keep": 9, **options}),
-    )
+    options = values(quiet=True, tensorboard=False, keep=9)
+    trainer.fit(FixedImages(8), epochs=epochs, batch_size=4, run_dir=run_dir, **options)
     return trainer.full_state_dict()
 
 
@@ -49,18 +39,16 @@ def names(run_dir):
 
 def full_after(monkeypatch, num_bytes):
     """From now on the disk takes so many bytes more of checkpoints, and no more."""
-    write, left = HashedFile.write, [num_bytes]
+    write, left = layout.write_piece, [num_bytes]
 
     def limited(file, data):
-        size = memoryview(data).nbytes
-        if size > left[0]:
-            write(file, bytes(memoryview(data).cast("B")[: left[0]]))
+        write(file, data[: left[0]])
+        left[0] -= len(data)
+        if left[0] < 0:
             left[0] = 0
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        left[0] -= size
-        return write(file, data)
 
-    monkeypatch.setattr(HashedFile, "write", limited)
+    monkeypatch.setattr(layout, "write_piece", limited)
 
 
 # --- one save --------------------------------------------------------------------------------------------------------
@@ -70,7 +58,7 @@ def full_after(monkeypatch, num_bytes):
 def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, monkeypatch, capfd):
     """And the next save, for which there is room again, is complete."""
     saver = Saver(tmp_path, keep=1, keep_best=False, background=background)
-    saver.save(OneProcess(shards(), saver).write_parts, position(1))
+    saver.save(writing(saver, shards()), position(1))
     assert saver.wait().name == "update-00000001"
     before = snapshot(tmp_path)
     needed = sum(file.stat().st_size for file in saver.wait().iterdir())
@@ -79,7 +67,7 @@ def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, 
     for room in tried:
         with monkeypatch.context() as patch:
             full_after(patch, room)
-            saver.save(OneProcess(shards(seed=room), saver).write_parts, position(2))
+            saver.save(writing(saver, shards(seed=room)), position(2))
             path = saver.wait()
         if path is not None:
             break
@@ -96,14 +84,14 @@ def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, 
 def test_a_folder_that_has_gone_is_made_again(tmp_path, capfd):
     folder = tmp_path / "run" / "checkpoints"
     saver = Saver(folder, keep=1, keep_best=False, background=True)
-    saver.save(OneProcess(shards(), saver).write_parts, position(1))
+    saver.save(writing(saver, shards()), position(1))
     assert saver.wait() == folder / "update-00000001"
     (tmp_path / "run").rename(tmp_path / "moved")
-    saver.save(OneProcess(shards(), saver).write_parts, position(2))
+    saver.save(writing(saver, shards()), position(2))
     assert saver.wait() == folder / "update-00000002"
     (tmp_path / "run").rename(tmp_path / "moved again")
     (tmp_path / "run").write_text("a file")
-    saver.save(OneProcess(shards(), saver).write_parts, position(3))
+    saver.save(writing(saver, shards()), position(3))
     assert (saver.wait(), "Not a directory" in saver.failure) == (None, True)
     assert capfd.readouterr().err.count("warning") == 1
 
@@ -135,6 +123,20 @@ def test_a_named_checkpoint_counts_though_its_folder_cannot_sync(tmp_path, monke
     assert "may not survive a power failure: its folder cannot be synced: Input/output error" in capfd.readouterr().err
 
 
+def test_a_checkpoint_being_removed_is_not_listed_as_complete(tmp_path, monkeypatch):
+    first, second, kept = (saved(tmp_path, update) for update in (1, 2, 3))
+    listed, remove = [], shutil.rmtree
+
+    def look_and_remove(path):
+        listed.append(layout.complete(tmp_path))
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", look_and_remove)
+    layout.prune(tmp_path, keep=1, keep_best=False)
+    assert listed == [[second, kept], [kept]]
+    assert not first.exists()
+
+
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     accuracies = {1: 0.5, 2: 0.9, 3: 0.9, 4: 0.7, 5: 0.6}
     for update, accuracy in accuracies.items():
@@ -155,55 +157,37 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
 # --- while training --------------------------------------------------------------------------------------------------
 
 
-class SecondEpoch(FixedImages):
-    """Tells when its second epoch has begun; some samples are also asked for before the first."""
-
-    def __init__(self):
-        super().__init__(8)
-        self.has_begun, self._num_served = threading.Event(), 0
-
-    def __getitem__(self, index):
-        self._num_served += 1
-        if self._num_served > 12:
-            self.has_begun.set()
-        return super().__getitem__(index)
-
-
-def test_training_continues_while_a_checkpoint_is_being_written(tmp_path, monkeypatch):
-    """Training continues while a checkpoint is being written and does not change what is saved."""
-    fit(tmp_path / "foreground", background=False)
-    dataset, write, went_on = SecondEpoch(), HashedFile.write, []
-
-    def slowly(file, data):
-        if file.name.parent.name == f".saving-{UPDATES:08d}":
-            went_on.append(dataset.has_begun.wait(timeout=20))
-        return write(file, data)
-
-    monkeypatch.setattr(HashedFile, "write", slowly)
-    fit(tmp_path / "background", dataset=dataset)
-    assert went_on
-    assert all(went_on)
-    foreground, background = (snapshot(tmp_path / name) for name in ("foreground", "background"))
-    data = [name for name in foreground if name.endswith(".safetensors")]
-    assert len(data) == 3 * 2, "of each of two stages, three times"
-    assert [background[name] for name in data] == [foreground[name] for name in data]
-
-
-def test_a_save_that_fails_is_recorded_and_the_run_continues(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("fails", "error", "told"),
+    [
+        ("write", OSError(errno.EIO, os.strerror(errno.EIO)), "rank 0: .*Input/output error"),
+        ("copy", MemoryError("no more"), "rank 0: MemoryError: no more"),
+    ],
+)
+def test_a_save_that_fails_is_recorded_and_the_run_continues(fails, error, told, tmp_path, monkeypatch, capfd):
     """A save that fails is reported and recorded and the run ends as if nothing had been."""
     expected = fit(None)
-    write = HashedFile.write
+    write, copied, num_copied = layout.write_piece, async_save._copied, [0]
 
-    def refuses_the_second(file, data):
-        if file.name.parent.name == f".saving-{2 * UPDATES:08d}":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+    def write_but_the_second(file, data):
+        if Path(file.name).parent.name == f".saving-{2 * UPDATES:08d}":
+            raise error
         return write(file, data)
 
-    monkeypatch.setattr(HashedFile, "write", refuses_the_second)
+    def copy_but_the_second(shards):
+        num_copied[0] += 1
+        if num_copied[0] == 2:
+            raise error
+        return copied(shards)
+
+    if fails == "write":
+        monkeypatch.setattr(layout, "write_piece", write_but_the_second)
+    else:
+        monkeypatch.setattr(async_save, "_copied", copy_but_the_second)
     got = fit(tmp_path)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert names(tmp_path) == ["update-00000002", "update-00000006"]
-    told = "update 4 could not be saved in .*: rank 0: .*Input/output error"
+    told = f"update 4 could not be saved in .*: {told}"
     (line,) = capfd.readouterr().err.splitlines()
     assert re.search(f"adl-dist: warning: {told}.*; the checkpoints before it are untouched", line)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -211,38 +195,19 @@ def test_a_save_that_fails_is_recorded_and_the_run_continues(tmp_path, monkeypat
     assert re.search(told, reason)
 
 
-def test_a_save_without_memory_for_a_copy_is_reported(tmp_path, monkeypatch, capfd):
-    copied, calls = async_save._copied, []
+@pytest.mark.parametrize("reported_before", [False, True])
+def test_a_save_fails_at_once_where_a_process_is_gone(reported_before, tmp_path):
+    """A save fails at once where a process is gone before it has reported its part."""
 
-    def none_left_at_the_first(tensors):
-        calls.append(1)
-        if len(calls) == 1:
-            raise MemoryError("no more")
-        return copied(tensors)
-
-    monkeypatch.setattr(async_save, "_copied", none_left_at_the_first)
-    fit(tmp_path)
-    assert names(tmp_path) == ["update-00000004", "update-00000006"]
-    assert "update 2 could not be saved" in (err := capfd.readouterr().err)
-    assert "rank 0: MemoryError: no more" in err
-
-
-@pytest.mark.parametrize("told_before", [False, True])
-def test_a_save_fails_at_once_where_a_process_is_gone(told_before, tmp_path):
-    """A save fails at once where a process is gone before it has told of its part."""
-
-    class OfTwo(OneProcess):
-        def write_parts(self, path, *, token, background):
-            if told_before:
-                files = storage.write(path, OTHER)
-                saver.take_part(PartReport(rank=1, token=token, files=files))
-            saver.take_part(PartReport(rank=1, failure="stage 1: the process is gone", is_gone=True))
-            return {*super().write_parts(path, token=token, background=background), 1}
+    def dies(path, shards, token, background):
+        if reported_before:
+            PartWriter(1, saver.take_part).write(path, shards, token=token, background=False)
+        saver.take_part(PartReport(rank=1, failure="stage 1: the process is gone", is_gone=True))
 
     saver = Saver(tmp_path, keep=1, keep_best=False, background=True)
-    saver.save(OfTwo(shards(), saver).write_parts, position(1))
+    saver.save(writing(saver, shards(), dies), position(1))
     path = saver.wait(20)
-    if told_before:
+    if reported_before:
         assert (path, saver.lost) == (tmp_path / "update-00000001", None)
     else:
         assert path is None
@@ -255,14 +220,9 @@ def test_a_folder_that_two_nodes_do_not_share_is_told_as_that(is_there, tmp_path
     here, there = tmp_path / "here", tmp_path / "there"
     if is_there:
         there.mkdir()
-
-    class OnTwoNodes(OneProcess):
-        def write_parts(self, path, *, token, background):
-            PartWriter(1, saver.take_part).write(there, OTHER, token=token, background=background)
-            return {*super().write_parts(path, token=token, background=background), 1}
-
     saver = Saver(here, keep=1, keep_best=False, background=True)
-    saver.save(OnTwoNodes(shards(), saver).write_parts, position(1))
+    other = PartWriter(1, saver.take_part)
+    saver.save(writing(saver, shards(), lambda path, *args, **more: other.write(there, *args, **more)), position(1))
     assert saver.wait(20) is None
     assert ("model-00009-of-00009.safetensors should hold" in saver.failure) is is_there
     assert saver.failure.endswith("; run_dir must lie on a file system that all nodes share")
@@ -285,20 +245,13 @@ def test_a_run_whose_last_save_fails_resumes_from_the_one_before(tmp_path, monke
     assert "resumed from" in outcome.out
 
 
-@pytest.mark.slow
-def test_a_save_that_is_under_way_when_a_run_fails_is_completed(tmp_path, monkeypatch):
-    write = HashedFile.write
-    monkeypatch.setattr(HashedFile, "write", lambda file, data: (time.sleep(0.02), write(file, data))[1])
-
-    class Ends(FixedImages):
-        def __getitem__(self, index):
-            if names(tmp_path):
-                raise RuntimeError("the second epoch has no data")
-            return super().__getitem__(index)
-
-    with pytest.raises(RuntimeError, match="the second epoch has no data"):
-        fit(tmp_path, dataset=Ends(8))
-    assert names(tmp_path) == ["update-00000002"]
+def test_a_second_run_writes_nothing_into_the_first_ones_folder(tmp_path):
+    """A second run in the same process writes nothing into the folder of the first."""
+    fit(tmp_path / "first", epochs=1)
+    before = snapshot(tmp_path / "first")
+    fit(tmp_path / "second", epochs=1)
+    assert snapshot(tmp_path / "first") == before
+    assert snapshot(tmp_path / "second").keys() == before.keys()
 
 
 def test_the_best_checkpoint_is_evaluated_by_name(tmp_path):
@@ -312,49 +265,7 @@ def test_the_best_checkpoint_is_evaluated_by_name(tmp_path):
         chosen_checkpoint(tmp_path / "blind", "best")
 
 
-# --- a real file system that is full ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("only root may mount a small file system")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
-class Ballast(SecondEpoch):
-    """Fills the disk in its second epoch, and gives the room back in its third."""
-
-    def __init__(self, folder):
-        super().__init__()
-        self._file = folder / "ballast"
-
-    def __getitem__(self, index):
-        image = super().__getitem__(index)
-        if self._num_served == 14:
-            with contextlib.suppress(OSError), self._file.open("wb", buffering=0) as out:
-                while out.write(bytes(512)):
-                    pass
-        if self._num_served == 22:
-            self._file.unlink()
-        return image
-
-
-def test_a_full_disk_costs_one_checkpoint_only(small_disk, capfd):
-    run_dir = small_disk / "run"
-    got, expected = fit(run_dir, dataset=Ballast(small_disk), background=False), fit(None)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-    assert names(run_dir) == ["update-00000002", "update-00000006"]
-    for path in layout.complete(run_dir / "checkpoints"):
-        layout.verify(path)
-    told = capfd.readouterr().err
-    assert told.count("update 4 could not be saved") == 1, told
-    assert "Traceback" not in told
+# --- other files -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -379,10 +290,8 @@ def test_records_that_cannot_be_written_leave_no_half_line(tmp_path, small_files
     recorder.close()
     written = [json.loads(line)["update"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert written == [0, 1, *range(15, 20)], "two records take 124 bytes"
-    assert [("metrics.jsonl" in text, "TensorBoard" in text) for text in warnings] in (
-        [(True, False), (False, True)],
-        [(False, True), (True, False)],
-    )
+    told = [("metrics.jsonl" in text, "TensorBoard" in text) for text in warnings]
+    assert sorted(told) == [(False, True), (True, False)]
 
 
 def test_a_log_that_cannot_be_written_is_reported_once(tmp_path, small_files, capfd):

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-import adl_dist
 from adl_dist.checkpoint import layout
-from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.distributed.world import disconnect, launched_rank
 from adl_dist.errors import AdlError
-from tests.support.commands import PREFIX, left_behind
-from tests.support.kill import HOLD, Command
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import trainer_of
 from tests.support.toys import FixedImages, batch_norm_net
@@ -47,10 +42,10 @@ class Flagging(FixedImages):
 
 
 def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
-    write, went_on = HashedFile.write, []
+    write, went_on = layout.write_piece, []
 
-    def by_update(file: HashedFile, data: Any) -> int:
-        update = int(file.name.parent.name.rpartition("-")[2])
+    def by_update(file: Any, data: Any) -> None:
+        update = int(Path(file.name).parent.name.rpartition("-")[2])
         if update == UPDATES:
             deadline = time.monotonic() + 20
             while not (folder / SECOND_EPOCH).exists() and time.monotonic() < deadline:
@@ -58,19 +53,12 @@ def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
             went_on.append((folder / SECOND_EPOCH).exists())
         if update == 2 * UPDATES:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return write(file, data)
+        write(file, data)
 
     if launched_rank() == 1:
-        HashedFile.write = by_update  # type: ignore[method-assign]
-    trainer = trainer_of(batch_norm_net())
-    trainer.fit(
-        Flagging(folder),
-        epochs=3,
-        batch_size=4,
-        run_dir=folder,
-        monitoring=SILENT,
-        checkpoints=adl_dist.CheckpointPolicy(keep=9),
-    )
+        layout.write_piece = by_update
+    options = values(quiet=True, tensorboard=False, keep=9)
+    trainer_of(batch_norm_net()).fit(Flagging(folder), epochs=3, batch_size=4, run_dir=folder, **options)
     disconnect()
     return went_on
 
@@ -82,62 +70,51 @@ def test_a_rank_with_slow_or_failing_saves_does_not_end_the_run(tmp_path: Path) 
     assert all(went_on), "it trained on while the first save was being written"
     saved, alone = sorted((tmp_path / "checkpoints").iterdir()), tmp_path / "alone"
     assert [path.name for path in saved] == ["update-00000002", "update-00000006"]
-    trainer_of(batch_norm_net()).fit(
-        FixedImages(8), epochs=3, batch_size=4, run_dir=alone, **values(quiet=True, tensorboard=False, keep=9)
-    )
+    in_foreground = values(quiet=True, tensorboard=False, keep=9, background=False)
+    trainer_of(batch_norm_net()).fit(FixedImages(8), epochs=3, batch_size=4, run_dir=alone, **in_foreground)
     for path in saved:
         files = layout.verify(path)["files"]
-        assert files.keys() == {
-            *(f"model-0000{k}-of-00002.safetensors" for k in (1, 2)),
-            "model.safetensors.index.json",
-        }
+        models = {f"model-0000{k}-of-00002.safetensors" for k in (1, 2)}
+        assert files.keys() == {*models, "model.safetensors.index.json"}
         for name in files:
-            assert (path / name).read_bytes() == (alone / "checkpoints" / path.name / name).read_bytes(), (
-                "as one writes"
-            )
+            assert (path / name).read_bytes() == (alone / "checkpoints" / path.name / name).read_bytes()
     assert "update 4 could not be saved" in (tmp_path / "logs" / "rank0.log").read_text()
     assert "rank 1: [Errno 5] Input/output error" in (tmp_path / "metrics.jsonl").read_text()
 
 
 def the_only_save_fails_on_rank_1(folder: Path) -> tuple[str, int, str]:
-    def full(file: HashedFile, data: Any) -> int:
+    def full(file: Any, data: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if launched_rank() == 1:
-        HashedFile.write = full  # type: ignore[method-assign, assignment]
+        layout.write_piece = full
     return ending(folder, batch_norm_net())
 
 
 def rank_1_is_killed_while_it_writes_its_part(folder: Path, epochs: int) -> None:
-    write = HashedFile.write
+    write = layout.write_piece
 
-    def killed(file: HashedFile, data: Any) -> int:
-        if int(file.name.parent.name.rpartition("-")[2]) == epochs * UPDATES:
+    def killed(file: Any, data: Any) -> None:
+        if int(Path(file.name).parent.name.rpartition("-")[2]) == epochs * UPDATES:
             os.kill(os.getpid(), signal.SIGKILL)
-        return write(file, data)
+        write(file, data)
 
     if launched_rank() == 1:
-        HashedFile.write = killed  # type: ignore[method-assign]
+        layout.write_piece = killed
     told = ending(folder, batch_norm_net(), epochs)
     (folder / "ending.json").write_text(json.dumps(told))
 
 
 def the_loss_is_nan_while_rank_0_writes(folder: Path) -> tuple[str, int, str]:
-    write = HashedFile.write
+    write = layout.write_piece
     if launched_rank() == 0:
-        HashedFile.write = lambda file, data: (time.sleep(0.05), write(file, data))[1]  # type: ignore
+        layout.write_piece = lambda file, data: (time.sleep(0.05), write(file, data))[1]
     return ending(folder, nn.Sequential(*batch_norm_net(), Explodes(after=9)), epochs=3)
 
 
 def ending(folder: Path, model: Any, epochs: int = 1) -> tuple[str, int, str]:
     with pytest.raises(AdlError) as error:
-        trainer_of(model).fit(
-            FixedImages(8),
-            epochs=epochs,
-            batch_size=4,
-            run_dir=folder,
-            monitoring=SILENT,
-        )
+        trainer_of(model).fit(FixedImages(8), epochs=epochs, batch_size=4, run_dir=folder, monitoring=SILENT)
     return type(error.value).__name__, error.value.exit_code, str(error.value)
 
 
@@ -167,31 +144,3 @@ def test_a_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Path)
     endings = run_ranks(2, the_loss_is_nan_while_rank_0_writes, tmp_path)
     assert [ending[:2] for ending in endings] == [("StageFailed", 2), ("DivergedError", 2)]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000002"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-def test_a_second_command_in_a_training_folder_refuses(tmp_path: Path) -> None:
-    """A second command in the folder of one that trains refuses and leaves it alone."""
-    words = (
-        "model._target_=tests.support.kill.net_with_dropout",
-        "data._target_=tests.support.kill.held_images",
-        "train.batch_size=16",
-        "train.epochs=4",
-        "runtime.processes=false",
-        "runtime.tensorboard=false",
-    )
-    again = tmp_path / "again"
-    again.mkdir()
-    (tmp_path / HOLD).touch()
-    with Command(words, folder=tmp_path) as first:
-        first.wait_for_update(1)
-        (again / "run").symlink_to(first.run_dir)
-        with Command(words, folder=again) as second:
-            assert second.finish() == 2
-        assert second.err.startswith(PREFIX)
-        assert "another process is training here" in second.err
-        (tmp_path / HOLD).unlink()
-        assert first.finish() == 0
-    assert layout.verify(layout.complete(first.run_dir / "checkpoints")[-1])["epochs"] == 4
-    assert left_behind(tmp_path) == []

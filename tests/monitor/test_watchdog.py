@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from adl_dist.checkpoint.layout import HashedFile
+from adl_dist.checkpoint import layout
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
@@ -238,14 +238,14 @@ def test_a_shared_process_is_ended_only_if_asked_for(abort, distributed, settled
 
 
 def test_a_background_save_that_is_slow_is_no_standstill(tmp_path, monkeypatch, capfd):
-    write, left = HashedFile.write, [STALL_SECONDS / 4] * 12
+    write, left = layout.write_piece, [STALL_SECONDS / 4] * 12
 
     def slowly(file, data):
         if left:
             time.sleep(left.pop())
         return write(file, data)
 
-    monkeypatch.setattr(HashedFile, "write", slowly)
+    monkeypatch.setattr(layout, "write_piece", slowly)
     fit(trainer_of([], num_stages=1), tmp_path)
     assert not left
     assert "no progress" not in capfd.readouterr().err
@@ -253,15 +253,17 @@ def test_a_background_save_that_is_slow_is_no_standstill(tmp_path, monkeypatch, 
 
 def test_large_data_are_counted_and_synced_piece_by_piece(tmp_path, monkeypatch):
     monkeypatch.setattr("adl_dist.checkpoint.layout.PIECE_BYTES", 4)
-    counted, data = [], bytes(range(10))
+    counted, data, file = [], bytes(range(10)), tmp_path / "file"
     monkeypatch.setattr("adl_dist.checkpoint.layout.progress.count", lambda: counted.append(1))
-    with HashedFile(tmp_path / "file") as file:
-        assert file.write(data) == 10
-        assert file.write(b"") == 0
-        assert (tmp_path / "file").read_bytes() == data[:8]
+
+    def content():
+        yield data
+        assert file.read_bytes() == data[:8]
         assert len(counted) == 3 + 2
-    assert (tmp_path / "file").read_bytes() == data
-    assert file.digest["bytes"] == 10
+        yield b""
+
+    assert layout.write_hashed(file, content())["bytes"] == 10
+    assert file.read_bytes() == data
 
 
 COMMAND = """

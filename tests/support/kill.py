@@ -1,13 +1,13 @@
-"""Starts the command line as a user does, kills parts of it, and looks for what is left behind. Linux only."""
+"""Starts the command line as a user does, kills parts of it, and compares what a run leaves behind. Linux only."""
 
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 import adl_dist.data
+from adl_dist.checkpoint import layout
 from tests.support.toys import FixedImages, batch_norm_net
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,11 @@ NUM_SAMPLES = 126  # the last micro-batch is smaller than the others
 SECONDS_PER_SAMPLE = 0.005
 MOST_SAMPLES = int(2.5 * NUM_SAMPLES)
 HOLD = "hold"  # a file in the working directory
+POLL_SECONDS = 0.02
+
+TIMINGS = ("train/samples_per_second", "stage/busy_share", "stage/peak_memory")  # the only values that may differ
+UNREADABLE = "unreadable"
+OF_FAILURES = (UNREADABLE, "checkpoint/failed")
 
 
 class HeldImages(FixedImages):
@@ -109,7 +115,8 @@ class Command:
         # Those that are starting another process may do so before they die.
         while left := [*self.processes(), *([self._process.pid] if self._process.poll() is None else [])]:
             for pid in left:
-                _kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
 
     @property
@@ -187,11 +194,62 @@ class Command:
         self._wait("the end", lambda: self._process.poll() is not None, seconds)
         return self._process.wait()
 
+    def left_in_tmp(self) -> list[str]:
+        """Return what launchers have left in TMPDIR."""
+        return [f.name for f in self.temporary.iterdir() if f.name.startswith(("adl-dist", "torchelastic"))]
+
     def _wait(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.out}\n{self.err}"
-            time.sleep(0.01)
+            time.sleep(POLL_SECONDS)
+
+
+class RunEnd:
+    """What a run has left in the end.
+
+    Attributes:
+        checkpoints: their names, oldest first.
+        newest: the files of tensors of the newest one, optimizer state among them.
+        values: of metrics.jsonl by (name, stage, update, how often that came before); those of TIMINGS are 0.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        saved = layout.complete(run_dir / "checkpoints")
+        self.run_dir, self.checkpoints = run_dir, [path.name for path in saved]
+        self.newest = {file.name: file.read_bytes() for file in saved[-1].glob("*.safetensors")}
+        self.values: dict[tuple[Any, ...], float] = {}
+        times = Counter[tuple[Any, ...]]()
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = {"name": UNREADABLE, "update": 0, "value": 0.0}
+            key = record["name"], record.get("stage"), record["update"]
+            self.values[*key, times[key]] = record["value"] if record["name"] not in TIMINGS else 0.0
+            times[key] += 1
+
+    def differences(self, expected: "RunEnd", *, is_whole: bool = True) -> list[str]:
+        """Return what is not as in ``expected``; ``is_whole``: every checkpoint and every record must be there."""
+        wrong = []
+        if self.checkpoints[-1] != expected.checkpoints[-1] or self.newest != expected.newest:
+            wrong.append(f"newest checkpoint: another {self.checkpoints[-1]}")
+        # One that was due to be removed when the process died, or could not be, stays until the next save.
+        saved, due = set(self.checkpoints), set(expected.checkpoints)
+        if is_whole and (due - saved or len(saved - due) > 1):
+            wrong.append(f"checkpoints: {self.checkpoints} instead of {expected.checkpoints}")
+        lost = [key for key in expected.values if key not in self.values]
+        wrong += [f"metrics: {key} lost" for key in lost if is_whole]
+        there = {key: value for key, value in self.values.items() if is_whole or key[0] not in OF_FAILURES}
+        wrong += [f"metrics: {key}" for key, value in there.items() if expected.values.get(key) != value]
+        for place in (self.run_dir, self.run_dir / "checkpoints"):
+            wrong += [f"left behind: {path.name}" for path in place.glob(".*")]
+        return wrong if (self.run_dir / "summary.json").is_file() else [*wrong, "no summary.json"]
+
+
+def newest(run_dir: Path) -> Path:
+    """Return the newest complete checkpoint of a run."""
+    return layout.complete(run_dir / "checkpoints")[-1]
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
@@ -199,13 +257,3 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def random_update_of_epoch(epoch: int, *, updates_per_epoch: int, seed: int) -> int:
-    """One update of ``epoch``, counted from 0; the same for the same seed."""
-    return epoch * updates_per_epoch + random.Random(seed).randrange(updates_per_epoch)
-
-
-def _kill(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def shards(seed: int = 0) -> dict[str, Shard]:
 
 def position(update: int, **metrics: float) -> dict[str, Any]:
     """Return what a manifest holds besides the files."""
-    return {"update": update, "epochs": 1, "sample": 0, "metrics": metrics, "of": {}}
+    return {"update": update, "epochs": 1, "sample": 0, "metrics": metrics, "identity": {}}
 
 
 def saved(folder: Path, update: int, content: Mapping[str, Shard] | None = None, **metrics: float) -> Path:
@@ -47,9 +47,7 @@ def resealed(path: Path, files: Mapping[str, bytes]) -> Path:
     for name in manifest["files"]:
         content = files.get(name, (path / name).read_bytes())
         (path / name).unlink()
-        with layout.HashedFile(path / name) as out:
-            out.write(content)
-        digests[name] = out.digest
+        digests[name] = layout.write_hashed(path / name, [content])
     moved = path.rename(path.with_name(".saving-again"))
     (moved / layout.MANIFEST).unlink()
     return layout.commit(moved, position(manifest["update"]), digests)
@@ -65,13 +63,18 @@ class Trap:
         return os.mkdir, (self._file,)
 
 
-class OneProcess:
-    """One process that holds ``content`` and reports to ``saver``."""
+OTHER = {"model-00009-of-00009.safetensors": Shard({"other": torch.ones(2)})}  # of another process
 
-    def __init__(self, content: Mapping[str, Shard], saver: Saver) -> None:
-        self._content, self._saver = content, saver
 
-    def write_parts(self, path: Path, *, token: str, background: bool) -> set[int]:
-        """Write all that there is."""
-        PartWriter(0, self._saver.take_part).write(path, self._content, token=token, background=background)
-        return {0}
+def writing(
+    saver: Saver, content: Mapping[str, Shard], other: Callable[..., None] | None = None
+) -> Callable[[Path, str, bool], set[int]]:
+    """Return how a process that holds ``content`` writes its part, after ``other``, if any, has written OTHER."""
+
+    def write_parts(path: Path, token: str, background: bool) -> set[int]:
+        if other is not None:
+            other(path, OTHER, token=token, background=background)
+        PartWriter(0, saver.take_part).write(path, content, token=token, background=background)
+        return {0} if other is None else {0, 1}
+
+    return write_parts

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import adl_dist
+from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.async_save import PartWriter
-from adl_dist.checkpoint.layout import HashedFile
 from adl_dist.checkpoint.run_dir import RunFolder
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import values
@@ -172,14 +172,15 @@ def _before(owner: type, method: str, act: Callable[[], None]) -> None:
 
 
 def _slow_write(rank: str, seconds: float) -> None:
-    write = HashedFile.write
+    write = layout.write_piece
 
-    def slowly() -> None:
-        HashedFile.write = write  # type: ignore[method-assign]
+    def slowly(file: Any, data: Any) -> None:
+        layout.write_piece = write
         time.sleep(seconds)
+        write(file, data)
 
     if os.environ["RANK"] == rank:
-        _before(HashedFile, "write", slowly)
+        layout.write_piece = slowly
 
 
 def signalled(run_dir: Path, number: int) -> None:

@@ -46,16 +46,11 @@ def simulate_many(seeds: range, *, processes: int) -> int:
             if done % 500 == 0 or done == len(seeds):
                 seconds = time.monotonic() - began
                 print(f"{done} of {len(seeds)} seeds, {len(wrong)} wrong, {seconds:.0f} s", flush=True)
-    print(table(struck))
+    rows = [f"| {kind} | {number} |" for kind, number in sorted(struck.items())]
+    print("\n".join(["| fault | number |", "|---|--:|", *rows]))
     if wrong:
         print(f"wrong: {' '.join(map(str, wrong))}; python -m tools.faults SEED tells the story again")
     return 1 if wrong else 0
-
-
-def table(struck: Counter[str]) -> str:
-    """How many faults of each kind came, in Markdown."""
-    rows = [f"| {kind} | {number} |" for kind, number in sorted(struck.items())]
-    return "\n".join(["| fault | number |", "|---|--:|", *rows])
 
 
 if __name__ == "__main__":

@@ -32,9 +32,6 @@ class Event:
     name: str
     size: int = 0
 
-    def __str__(self) -> str:
-        return f"{self.what} {self.name}" + (f" ({self.size} bytes)" if self.size else "")
-
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFault:
@@ -53,11 +50,6 @@ class DiskFault:
     share: float
     error: int | None
     lasts: bool = False
-
-    def __str__(self) -> str:
-        what = "the process is killed" if self.error is None else errno.errorcode[self.error]
-        more = " and ever after" if self.lasts else ""
-        return f"{what} at event {self.event} of {self.place}, {self.share:.0%} of it done{more}"
 
 
 class Disk:
@@ -78,10 +70,6 @@ class Disk:
         self.struck: Event | None = None
         self.failures: list[OSError] = []
 
-    def end(self) -> None:
-        """Nothing reaches the disk any more."""
-        self.is_dead = True
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Have all that this process writes go through here."""
@@ -95,7 +83,6 @@ class Disk:
             yield
 
     def write(self, path: str, data: memoryview, write: Callable[[memoryview], int]) -> int:
-        """Have ``write`` put ``data`` into the file ``path``, or as much of it as arrives."""
         if self.is_dead:
             return len(data)  # some buffer is emptied while the process unwinds
         event = Event("write", path.removeprefix(self._folder), len(data))
@@ -121,16 +108,16 @@ class Disk:
 
     def _changing(self, name: str, change: Callable[..., None]) -> Callable[..., None]:
         def changed(path: Any, *arguments: Any, **options: Any) -> None:
-            told = os.fspath(path)
             # What is named relative to an open folder is being removed with it, and only checkpoints ever are.
-            place = "checkpoints" if options.get("dir_fd") is not None else self._place(told)
+            place = "checkpoints" if options.get("dir_fd") is not None else self._place(os.fspath(path))
             happens = partial(change, path, *arguments, **options)
             if not place or (name == "mkdir" and os.path.isdir(path)):  # which raises
                 happens()
                 return
             if self.is_dead:
                 raise Died
-            fault = self._fault if self._strikes(place, Event(name, told.removeprefix(self._folder))) else None
+            event = Event(name, os.fspath(path).removeprefix(self._folder))
+            fault = self._fault if self._strikes(place, event) else None
             # To remove and to rename takes no room. The process may die before or after it.
             has_room = fault is not None and fault.error == errno.ENOSPC and name != "mkdir"
             if fault is None or has_room or (fault.error is None and fault.share >= 0.5):

@@ -1,8 +1,7 @@
 """What the simulation trains: tiny networks in float64 by any method, a few milliseconds per epoch."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,28 +57,17 @@ def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSche
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run, without its folder.
-
-    Attributes:
-        method: by which it trains.
-        num_stages: K.
-        num_samples: of an epoch.
-        optimizer: of ``OPTIMIZERS``.
-        options: what else ``Trainer.fit`` is given.
-    """
+    """One run, without its folder; ``options`` is what else ``Trainer.fit`` is given."""
 
     method: Method
     num_stages: int
     num_samples: int
     optimizer: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any]
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return (
-            f"{self.method.name}, K={self.num_stages}, M={self.method.micro_batches_per_update}, {self.optimizer}, "
-            f"{self.num_samples} samples, {told}"
-        )
+        size = f"K={self.num_stages}, M={self.method.micro_batches_per_update}, {self.num_samples} samples"
+        return f"{self.method.name}, {size}, {self.optimizer}, {self.options}"
 
     @property
     def stops_as_planned(self) -> bool:
@@ -88,11 +76,9 @@ class Job:
         saves_where_epochs_end = self.options.get("every_epochs", 1) == 1
         return is_stale and "every_updates" in self.options and saves_where_epochs_end
 
-    def train(
-        self, run_dir: Path, begin: Callable[[adl_dist.Trainer], None]
-    ) -> tuple[adl_dist.Trainer, dict[str, Any]]:
-        """Train, or resume, in ``run_dir``; return the trainer, which ``begin`` gets first, and the summary."""
-        trainer = adl_dist.Trainer(
+    def trainer(self) -> adl_dist.Trainer:
+        """Make what trains it."""
+        return adl_dist.Trainer(
             network(),
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=OPTIMIZERS[self.optimizer],
@@ -101,15 +87,16 @@ class Job:
             lr_schedule=falling,
             **values(dtype=torch.float64, threads=1),
         )
-        begin(trainer)
-        summary = trainer.fit(
+
+    def fit(self, trainer: adl_dist.Trainer, run_dir: Path) -> dict[str, Any]:
+        """Train, or resume, in ``run_dir``; return the summary."""
+        return trainer.fit(
             Points(self.num_samples, noise=0.1),
             batch_size=MICRO_BATCH * self.method.micro_batches_per_update,
             val_dataset=Points(5, noise=0.0),
             run_dir=run_dir,
             **values(tensorboard=False, quiet=True, **self.options),
         )
-        return trainer, summary
 
 
 def draw_job(number: int) -> Job:

@@ -1,11 +1,19 @@
 """One start of a run, as if it were a process of its own, with whatever was planted into it."""
 
 import io
+import random
 import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+import torch
+from torch import Tensor
 
 from adl_dist import Trainer, engine
 from adl_dist.checkpoint import async_save
@@ -14,11 +22,10 @@ from adl_dist.control.requests import Ask
 from adl_dist.engine import StageContext
 from adl_dist.schedule import Action
 from adl_dist.training import build
-from tools.faults.background import Background
-from tools.faults.disk import Died, Disk, DiskFault, Event
+from adl_dist.transport import LocalChannel
+from tools.faults.disk import Died, Disk, DiskFault
 from tools.faults.jobs import Job
-from tools.faults.order import Clock, WatchedChannel
-from tools.faults.plan import Attempt, StageBroke, Step, StepFault
+from tools.faults.plan import Attempt, StageBroke, Step, StepFault, Weather
 
 
 class Process:
@@ -28,9 +35,9 @@ class Process:
         self._job, self._run_dir, self._attempt = job, run_dir, attempt
         self._as_it_died = run_dir.with_name(f"{run_dir.name}-as-it-died")
         fault = attempt.fault
-        self._disk = Disk(run_dir, fault if isinstance(fault, DiskFault) else None, self._die)
+        self.disk = Disk(run_dir, fault if isinstance(fault, DiskFault) else None, self._die)
         self._fatal_step: int | None = None
-        self._background = Background(seed=attempt.weather.seed, most_late=attempt.weather.most_late)
+        self._background = Background(attempt.weather)
         self.is_dead = False
         self.num_steps = 0
 
@@ -38,20 +45,21 @@ class Process:
         """Train to the end, ``steps_left`` actions from here, more or less; return trainer and summary."""
         if isinstance(self._attempt.fault, StepFault):
             self._fatal_step = int(self._attempt.fault.share * steps_left)
-        clock = Clock(self._attempt.weather)
+        turns = Turns(self._attempt.weather)
         with ExitStack() as stack:
-            stack.enter_context(patch.object(engine, "step", self._stepping(engine.step)))
-            stack.enter_context(patch.object(worker, "replay", clock.replay))
-            stack.enter_context(patch.object(build, "LocalChannel", WatchedChannel))
-            stack.enter_context(patch.object(async_save, "threading", self._background.threading))
-            # Nobody asks this run anything, and its listener takes a twentieth of a second to end.
-            stack.enter_context(patch.object(run_socket.LiveControl, "start", lambda self: None))
+            for place, name, planted in (
+                (engine, "step", self._stepping(engine.step)),
+                (worker, "replay", lambda lists, *, pick_next, replay=worker.replay: replay(lists, pick_next=turns)),
+                (build, "LocalChannel", WatchedChannel),
+                (async_save, "threading", self._background.threading),
+                # Nothing asks this run anything, and its listener takes a twentieth of a second to end.
+                (run_socket.LiveControl, "start", lambda live: None),
+            ):
+                stack.enter_context(patch.object(place, name, planted))
             stack.enter_context(redirect_stderr(io.StringIO()))  # warnings
-            stack.enter_context(self._disk.watched())
-            return self._job.train(self._run_dir, self._begin)
-
-    def _begin(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+            stack.enter_context(self.disk.watched())
+            self._trainer = self._job.trainer()
+            return self._trainer, self._job.fit(self._trainer, self._run_dir)
 
     def bury(self) -> None:
         """Leave the folder as it was when the process died."""
@@ -59,21 +67,11 @@ class Process:
         self._as_it_died.rename(self._run_dir)
 
     @property
-    def events(self) -> dict[str, list[Event]]:
-        """What it did to the disk."""
-        return self._disk.events
-
-    @property
     def struck(self) -> str:
         """Where the fault came; nothing if it did not."""
         if self._fatal_step is not None:
             return f"before action {self._fatal_step}" if self.num_steps > self._fatal_step else ""
-        return str(self._disk.struck or "")
-
-    @property
-    def disk_failures(self) -> list[OSError]:
-        """What the disk told it."""
-        return self._disk.failures
+        return str(self.disk.struck or "")
 
     def _stepping(self, step: Any) -> Any:
         def stepped(action: Action, context: StageContext) -> None:
@@ -95,8 +93,79 @@ class Process:
         return stepped
 
     def _die(self) -> Died:
-        self.is_dead = True
-        self._disk.end()
-        self._background.end()
+        self.is_dead = self.disk.is_dead = self._background.is_over = True
         shutil.copytree(self._run_dir, self._as_it_died)
         return Died()
+
+
+class Turns:
+    """Picks the stage that acts next: of those that can, one that does not wait just now, if there is one."""
+
+    def __init__(self, weather: Weather) -> None:
+        self._weather, self._rng = weather, random.Random(weather.seed)
+        self._now = 0
+        self._waits_until: dict[int, int] = {}
+
+    def __call__(self, runnable: Sequence[int]) -> int:
+        self._now += 1
+        if self._rng.random() < self._weather.share_late:
+            self._waits_until[self._rng.choice(runnable)] = self._now + self._rng.randint(1, self._weather.most_late)
+        return self._rng.choice([k for k in runnable if self._waits_until.get(k, 0) <= self._now] or runnable)
+
+
+class WatchedChannel(LocalChannel):
+    """A channel that checks that a message is the same when it arrives, however late: nothing wrote to it meanwhile."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._copies: deque[list[Tensor]] = deque()
+
+    def send(self, micro_batch: int, tensors: tuple[Tensor, ...]) -> None:
+        super().send(micro_batch, tensors)
+        self._copies.append([tensor.detach().clone() for tensor in tensors])
+
+    def recv(self, micro_batch: int) -> tuple[Tensor, ...]:
+        tensors = super().recv(micro_batch)
+        for sent, tensor in zip(self._copies.popleft(), tensors, strict=True):
+            assert torch.equal(sent, tensor), f"micro-batch {micro_batch} was written to on its way"
+        return tensors
+
+
+class Background:
+    """Threads that run in one go, in the order of their starts, some actions later or when they are waited for."""
+
+    def __init__(self, weather: Weather) -> None:
+        self._rng, self._most_late = random.Random(weather.seed), weather.most_late
+        self._waiting: deque[tuple[int, _Thread]] = deque()  # from which action on it may run
+        self._num_actions = 0
+        self.is_over = False
+        self.threading = SimpleNamespace(Thread=partial(_Thread, self))  # in place of the module
+
+    def tick(self) -> None:
+        """Another action has been done."""
+        self._num_actions += 1
+        while self._waiting and self._waiting[0][0] <= self._num_actions:
+            self._run_next()
+
+    def add(self, thread: "_Thread") -> None:
+        self._waiting.append((self._num_actions + self._rng.randint(0, self._most_late), thread))
+
+    def run_until(self, thread: "_Thread") -> None:
+        """Run what waits up to ``thread``, if it waits."""
+        while any(waiting is thread for _, waiting in self._waiting):
+            self._run_next()
+
+    def _run_next(self) -> None:
+        _, thread = self._waiting.popleft()
+        if not self.is_over:
+            thread.target(*thread.args)
+
+
+class _Thread:
+    def __init__(self, background: Background, *, target: Callable[..., None], args: Sequence[Any], **_: Any) -> None:
+        self.target, self.args = target, args
+        self.start = partial(background.add, self)
+        self._background = background
+
+    def join(self, timeout: float | None = None) -> None:
+        self._background.run_until(self)

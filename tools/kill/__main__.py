@@ -13,15 +13,13 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from tools.kill.deck import AGAIN, OURS, TOLD, TORCHRUN, draw
-from tools.kill.run import NUM_EPOCHS, UPDATES_PER_EPOCH, Outcome, kill, undisturbed
+from tools.kill.deck import AGAIN, NAMES, NUM_EPOCHS, OURS, TORCHRUN, UPDATES_PER_EPOCH, draw
+from tools.kill.run import Outcome, kill, undisturbed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,16 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the run under way
     folder = Path(tempfile.mkdtemp(prefix="adl-dist-kills-"))
     plain = {(starter, 2): undisturbed(folder / f"{starter}-2", starter, 2) for starter in ("adl-dist", "torchrun")}
-    killings = draw(
-        chosen.kills,
-        seed=chosen.seed,
-        num_updates=NUM_EPOCHS * UPDATES_PER_EPOCH,
-        updates_per_epoch=UPDATES_PER_EPOCH,
-        start_seconds=plain["adl-dist", 2][1],
-    )
-    outcomes: list[Outcome] = []
-    lost: list[float] = []
-    for number, killing in enumerate(killings):
+    outcomes: list[tuple[Outcome, float]] = []  # with the seconds that were lost
+    for number, killing in enumerate(draw(chosen.kills, seed=chosen.seed, start_seconds=plain["adl-dist", 2][1])):
         if chosen.only and number not in chosen.only:
             continue
         key = killing.starter, killing.num_stages
@@ -54,32 +44,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while (outcome := kill(killing, folder / f"{number}", expected)) is None:
             print(f"{number}: {killing}: too late, once more and earlier", flush=True)
             shutil.rmtree(folder / f"{number}")
-            assert killing.update is not None
-            earlier = max(killing.update - UPDATES_PER_EPOCH, killing.update % UPDATES_PER_EPOCH)
-            killing = replace(killing, update=earlier)
-        outcomes.append(outcome)
-        lost.append(outcome.seconds - seconds)
+            killing = killing.earlier()
+        outcomes.append((outcome, outcome.seconds - seconds))
         where = ", in mid-save" if outcome.was_saving else ""
-        print(f"{number}: {killing}{where}: {outcome.wrong or 'identical'}; {lost[-1]:.1f} s lost", flush=True)
+        result = f"{outcome.wrong or 'identical'}; {outcome.seconds - seconds:.1f} s lost"
+        print(f"{number}: {killing}{where}: {result}", flush=True)
         if outcome.wrong:
             print(f"    see {outcome.folder}; python -m tools.kill --seed {chosen.seed} --only {number}", flush=True)
         else:
             shutil.rmtree(outcome.folder)
-    text = report(outcomes, lost, seed=chosen.seed)
+    text = report(outcomes, seed=chosen.seed)
     print(f"\n{text}")
     if chosen.out is not None:
         chosen.out.write_text(text)
-    if any(outcome.wrong for outcome in outcomes):
+    if any(outcome.wrong for outcome, _ in outcomes):
         return 1
     shutil.rmtree(folder)
     return 0
 
 
-def report(outcomes: Sequence[Outcome], lost: Sequence[float], *, seed: int) -> str:
+def report(outcomes: Sequence[tuple[Outcome, float]], *, seed: int) -> str:
     """The table, in Markdown."""
-    cells: dict[tuple[str, str], list[tuple[bool, float]]] = defaultdict(list)
-    for outcome, seconds in zip(outcomes, lost, strict=True):
-        cells[outcome.killing.kind, outcome.killing.restart].append((not outcome.wrong, seconds))
     ways = (OURS, TORCHRUN, AGAIN)
     lines = [
         "# Killed runs",
@@ -96,20 +81,21 @@ def report(outcomes: Sequence[Outcome], lost: Sequence[float], *, seed: int) -> 
         f"| killed | {' | '.join(f'started again by {way}' for way in ways)} |",
         f"|---|{'---|' * len(ways)}",
     ]
-    for kind, told in TOLD.items():
-        shown = []
+    for kind, name in NAMES.items():
+        cells = []
         for way in ways:
-            done = cells[kind, way]
-            mean = statistics.mean(seconds for _, seconds in done) if done else 0.0
-            shown.append(f"{sum(same for same, _ in done)} of {len(done)}, {mean:.1f} s" if done else "")
-        lines.append(f"| {told} | {' | '.join(shown)} |")
-    identical = sum(not outcome.wrong for outcome in outcomes)
-    saving = [outcome for outcome in outcomes if outcome.killing.kind == "while saving"]
+            done = [(o, seconds) for o, seconds in outcomes if (o.killing.kind, o.killing.restart) == (kind, way)]
+            identical = sum(not outcome.wrong for outcome, _ in done)
+            mean = f", {statistics.mean(seconds for _, seconds in done):.1f} s" if done else ""
+            cells.append(f"{identical} of {len(done)}{mean}" if done else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    identical = sum(not outcome.wrong for outcome, _ in outcomes)
+    saving = [outcome for outcome, _ in outcomes if outcome.killing.kind == "while saving"]
     hit = sum(outcome.was_saving for outcome in saving)
-    said = (
+    result = (
         f"{identical} of {len(outcomes)} identical. {hit} of {len(saving)} that were to be killed while a checkpoint "
     )
-    return "\n".join([*lines, "", f"{said}is written left it half written.", ""])
+    return "\n".join([*lines, "", f"{result}is written left it half written.", ""])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Which processes are killed when, and how the run is started again: a deck of cards, shuffled by a seed."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["stage", "coordinator", "launcher", "while saving", "stopped"]
 Restart = Literal["runtime.max_restarts", "torchrun --max-restarts", "the same command"]
 Starter = Literal["adl-dist", "torchrun"]
 
-TOLD = {
+NAMES = {
     "stage": "kill -9 of a stage",
     "coordinator": "kill -9 of the coordinator (rank 0)",
     "launcher": "kill -9 of the launcher or of torchrun's agent",
@@ -17,6 +17,8 @@ TOLD = {
 }
 OURS, TORCHRUN, AGAIN = "runtime.max_restarts", "torchrun --max-restarts", "the same command"
 
+NUM_EPOCHS, UPDATES_PER_EPOCH = 12, 5  # of 150 digits in updates of 32
+NUM_UPDATES = NUM_EPOCHS * UPDATES_PER_EPOCH
 SAVE_SECONDS = 0.25  # a slowed save takes longer
 
 # (kind, how it is started again, what starts it at first): how many of 100.
@@ -39,44 +41,35 @@ CARDS: dict[tuple[Kind, Restart, Starter], int] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Killing:
-    """One run that is killed once.
-
-    Attributes:
-        kind: who is killed, or when.
-        restart: how it is started again.
-        starter: what starts it at first.
-        num_stages: K, and so many processes.
-        rank: who is killed; None: the launcher.
-        update: after which; None: while the processes start.
-        seconds: how long after that, or after the start; while saving, after the save has begun.
-    """
+    """One run that is killed once."""
 
     kind: Kind
     restart: Restart
     starter: Starter
-    num_stages: int
-    rank: int | None
-    update: int | None
-    seconds: float
+    num_stages: int  # and as many processes
+    rank: int | None  # None: the launcher
+    update: int | None  # after which; None: while the processes start
+    seconds: float  # after that, or after the start; while saving, after the save has begun
 
     def __str__(self) -> str:
         when = "while starting" if self.update is None else f"after update {self.update}"
         who = self.starter if self.rank is None else f"rank {self.rank}"
         return (
-            f"{TOLD[self.kind]}: {who} of {self.num_stages}, {when} and {self.seconds:.2f} s; {self.restart} "
+            f"{NAMES[self.kind]}: {who} of {self.num_stages}, {when} and {self.seconds:.2f} s; {self.restart} "
             f"({self.starter})"
         )
 
+    def earlier(self) -> "Killing":
+        """The same killing of a run that has ended before it came: an epoch earlier, or sooner after the start."""
+        if self.update is None:
+            return replace(self, seconds=self.seconds / 2)
+        return replace(self, update=max(self.update - UPDATES_PER_EPOCH, self.update % UPDATES_PER_EPOCH))
 
-def draw(number: int, *, seed: int, num_updates: int, updates_per_epoch: int, start_seconds: float) -> list[Killing]:
+
+def draw(number: int, *, seed: int, start_seconds: float) -> list[Killing]:
     """The first ``number`` cards of the deck, which begins again when it is used up.
 
-    Args:
-        number: how many.
-        seed: of everything.
-        num_updates: of the whole run.
-        updates_per_epoch: after each epoch the run saves.
-        start_seconds: from its start to its first update.
+    A run takes ``start_seconds`` from its start to its first update, and saves after each epoch.
     """
     rng = random.Random(seed)
     cards: list[tuple[Kind, Restart, Starter]] = []
@@ -87,12 +80,11 @@ def draw(number: int, *, seed: int, num_updates: int, updates_per_epoch: int, st
     killings = []
     for kind, restart, starter in cards[:number]:
         num_stages = rng.choices([2, 3, 4], weights=(6, 1, 1))[0]
-        update: int | None = rng.randrange(num_updates - updates_per_epoch)
+        drawn = rng.randrange(NUM_UPDATES - UPDATES_PER_EPOCH)
         saves = kind == "while saving"
-        if saves:
-            assert update is not None
-            # The last update of an epoch, but of the last one.
-            update = (update // updates_per_epoch + 1) * updates_per_epoch - 1
+        update: int | None = drawn
+        if saves:  # the last update of an epoch, but of the last one
+            update = (drawn // UPDATES_PER_EPOCH + 1) * UPDATES_PER_EPOCH - 1
         elif kind != "stopped" and rng.random() < 0.25:
             update = None
         killings.append(

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adl_dist.checkpoint import layout
-from tests.checkpoint.test_resume import Uninterrupted, left_in_tmp, newest
-from tests.support.kill import ADL_DIST, Command
-from tools.kill.deck import OURS, TORCHRUN, Killing, Starter
+from tests.support.kill import ADL_DIST, Command, RunEnd
+from tools.kill.deck import NUM_EPOCHS, OURS, TORCHRUN, UPDATES_PER_EPOCH, Killing, Starter
 from tools.kill.slow_saves import SLOW
 
-NUM_EPOCHS, UPDATES_PER_EPOCH = 12, 5  # of 150 digits in updates of 32
 TIMEOUT_SECONDS = 20.0  # of a message; the processes of one machine also start within it
 MOST_SECONDS = 180.0  # for one command, from its start to its end
 # For what is left of a killed run to see that and end. torch's agent would wait 30 s for a rank that is stopped.
@@ -22,36 +20,21 @@ GONE_SECONDS = 40.0
 # Of a run with a process that is stopped. A machine with other work to do must not take that long for one action.
 STALL_SECONDS, ABORT_SECONDS = 3.0, 10.0
 WORDS = (
-    "model=resnet8",
-    "data._target_=tools.kill.slow_saves.digits",
-    "data.in_channels=1",
-    f"train.epochs={NUM_EPOCHS}",
-    "train.batch_size=32",
-    "optimizer=adamw",
-    "lr_schedule=multistep",
-    "lr_schedule.milestones=[4,8]",
-    "runtime.tensorboard=false",
-    "runtime.threads=1",
-    f"runtime.timeout_seconds={TIMEOUT_SECONDS:g}",
+    *("model=resnet8", "data._target_=tools.kill.slow_saves.digits", "data.in_channels=1"),
+    *(f"train.epochs={NUM_EPOCHS}", "train.batch_size=32", "optimizer=adamw"),
+    *("lr_schedule=multistep", "lr_schedule.milestones=[4,8]"),
+    *("runtime.tensorboard=false", "runtime.threads=1", f"runtime.timeout_seconds={TIMEOUT_SECONDS:g}"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a killed run.
-
-    Attributes:
-        killing: what was done to it.
-        wrong: what is not as it should be; nothing if all is.
-        was_saving: whether a checkpoint was half written when it was killed.
-        seconds: from its first start to its end, all that was between included.
-        folder: what it left.
-    """
+    """What became of a killed run."""
 
     killing: Killing
-    wrong: str
-    was_saving: bool
-    seconds: float
+    wrong: str  # what is not as it should be; nothing if all is
+    was_saving: bool  # whether a checkpoint was half written when it was killed
+    seconds: float  # from its first start to its end, all that was between included
     folder: Path
 
 
@@ -68,8 +51,8 @@ def start(
     return [*torchrun, f"--max-restarts={restarts}", "-m", "adl_dist"], words
 
 
-def undisturbed(folder: Path, starter: Starter, num_stages: int) -> tuple[Uninterrupted, float, float]:
-    """Run without disturbance; also tell how long it took to the first update, and to the end."""
+def undisturbed(folder: Path, starter: Starter, num_stages: int) -> tuple[RunEnd, float, float]:
+    """Run without disturbance; also return how long it took to the first update, and to the end."""
     folder.mkdir()
     before, words = start(starter, num_stages)
     began = time.monotonic()
@@ -77,14 +60,14 @@ def undisturbed(folder: Path, starter: Starter, num_stages: int) -> tuple[Uninte
         run.wait_for_update(0, seconds=MOST_SECONDS)
         first = time.monotonic() - began
         assert run.finish(seconds=MOST_SECONDS) == 0, run.err
-    return Uninterrupted(folder / "run"), first, time.monotonic() - began
+    return RunEnd(folder / "run"), first, time.monotonic() - began
 
 
-def kill(killing: Killing, folder: Path, expected: Uninterrupted) -> Outcome | None:
-    """Start a run in ``folder``, kill it, start it again if nobody else does, and look at what is left.
+def kill(killing: Killing, folder: Path, expected: RunEnd) -> Outcome | None:
+    """Start a run in ``folder``, kill it, start it again if no launcher does, and look at what is left.
 
     Returns:
-        None: it ended before it could be killed.
+        None: it was complete before it could be killed.
     """
     folder.mkdir()
     restarts = 1 if killing.restart in (OURS, TORCHRUN) else 0
@@ -99,10 +82,10 @@ def kill(killing: Killing, folder: Path, expected: Uninterrupted) -> Outcome | N
                 run.send(signal.SIGSTOP if killing.kind == "stopped" else signal.SIGKILL, rank=killing.rank)
                 was_saving = any((run.run_dir / "checkpoints").glob(".saving-*"))
                 (folder / SLOW).unlink(missing_ok=True)
-            except (AssertionError, StopIteration):
-                if not run.processes():
+            except (AssertionError, StopIteration) as error:
+                if not run.processes() and run.finish() == 0:
                     return None
-                raise
+                raise AssertionError(f"not killed, for it failed before: {error}") from error
             if restarts:
                 code = run.finish(seconds=MOST_SECONDS)
                 left += _processes(run)  # before they are killed at the end of this block
@@ -118,7 +101,7 @@ def kill(killing: Killing, folder: Path, expected: Uninterrupted) -> Outcome | N
         wrong = f"{error}"
     seconds = time.monotonic() - began
     if not wrong:
-        wrong = ", ".join([*left, *_left_behind(run, killing)]) or _differences(expected, folder / "run")
+        wrong = ", ".join([*left, *_left_behind(run, killing), *RunEnd(run.run_dir).differences(expected)])
     return Outcome(killing=killing, wrong=wrong, was_saving=was_saving, seconds=seconds, folder=folder)
 
 
@@ -144,20 +127,10 @@ def _left_behind(run: Command, killing: Killing) -> list[str]:
     """Sockets and temporary files that should not be there."""
     everything = [*run.run_dir.rglob("*"), *run.temporary.rglob("*")]
     left = [f"socket {path}" for path in everything if stat.S_ISSOCK(path.lstat().st_mode)]
-    left += [f"{place}/{path.name}" for place in ("", "checkpoints") for path in (run.run_dir / place).glob(".*")]
     # torchrun itself leaves the folder of its logs, killed or not.
-    left += [name for name in left_in_tmp(run) if killing.starter == "adl-dist" or name.startswith("adl-dist")]
-    return left
+    return left + [n for n in run.left_in_tmp() if killing.starter == "adl-dist" or n.startswith("adl-dist")]
 
 
 def _processes(run: Command) -> list[str]:
     """Those that should have ended before their launcher."""
     return [f"process {pid} of rank {rank}" for pid, rank in run.processes().items()]
-
-
-def _differences(expected: Uninterrupted, run_dir: Path) -> str:
-    try:
-        expected.assert_equal_to(run_dir)
-    except AssertionError as error:
-        return f"not the weights or records of the undisturbed run ({newest(run_dir).name}): {str(error)[:300]}"
-    return ""
