@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import adl_dist
-from adl_dist.baselines import Training, joined, replicated, train_alone, train_stage
+from adl_dist.baselines.loop import Training, joined, replicated, train_alone
+from adl_dist.baselines.pipelining import train_stage
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.partition import cut
 from tests.support.ranks import run_ranks
