@@ -3,7 +3,6 @@
 import argparse
 import json
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -50,23 +49,16 @@ def ran(name, *speeds, **more):
 
 
 def test_by_default_all_take_part_on_a_cpu():
-    able, left_out = fit(",".join(DEFAULT))
-    assert [contender.name for contender in able] == list(DEFAULT)
-    assert not left_out
-
-
-def test_what_does_not_accumulate_or_divide_has_m_of_1():
     """Those whose papers do not accumulate run with one micro-batch per update, of all samples."""
-    names = "torch-bp,torch-bp-whole,adl,fdg,ddg,gpipe"
-    able, _ = fit(names, "train.batch_size=66")
-    assert [(c.name, c.method.micro_batches_per_update, c.samples) for c in able] == [
-        ("torch-bp", 4, 64), ("torch-bp-whole", 1, 64), ("adl", 4, 64), ("fdg", 1, 66), ("ddg", 1, 66), ("gpipe", 4, 64)
-    ]  # fmt: skip
-
-
-def test_our_own_minimal_delay_is_adl_with_that_delay():
-    (minimal, adl), _ = fit("adl-minimal,adl", "partition.num_stages=3")
-    assert [Pipeline(entry.method, 3).delays for entry in (minimal, adl)] == [(2, 1, 0), (4, 2, 0)]
+    able, left_out = fit(",".join(DEFAULT), "train.batch_size=66", "partition.num_stages=2")
+    assert [entry.name for entry in able] == list(DEFAULT)
+    assert not left_out
+    steps = {entry.name: (entry.method.micro_batches_per_update, entry.samples) for entry in able}
+    assert steps["torch-bp"] == steps["adl"] == steps["gpipe"] == (4, 64)
+    assert steps["torch-bp-whole"] == (1, 64)
+    assert steps["fdg"] == steps["ddg"] == (1, 66)
+    delays = {entry.name: Pipeline(entry.method, 3).delays for entry in able}
+    assert (delays["adl-minimal"], delays["adl"]) == ((2, 1, 0), (4, 2, 0))
 
 
 def test_no_update_counts_before_the_pipeline_is_full():
@@ -111,48 +103,38 @@ def test_bytes_are_counted_as_each_way_to_train_sends_them():
     }
 
 
-def test_ratios_are_to_the_faster_form_of_plain_backpropagation():
-    able, _ = fit("torch-bp,torch-bp-whole,torch-bp-cores,adl")
-    runs = [*ran("torch-bp", 90, 110, 100), *ran("torch-bp-whole", 130, 120, 125), *ran("torch-bp-cores", 400)]
-    table = rows(able, [*runs, *ran("adl", 260, 240, 250)], SURVEY)
-    assert baseline(table)["contender"] == "torch-bp-whole"
-    assert [row["ratio_to_baseline"] for row in table] == [0.8, 1.0, 3.2, 2.0]
-    assert (table[3]["median"], table[3]["least"], table[3]["most"]) == (250, 240, 260)
-    told = report(table, {}, is_gpu=False)
-    shows(told, ["250.0", "240.0 .. 260.0", "2.00", "to torch-bp-whole, the faster of torch-bp and torch-bp-whole"])
-
-
-def test_the_prediction_stands_next_to_the_measurement():
-    able, _ = fit("bp,adl,fdg")
-    bp, adl, _ = table = rows(able, [*ran("bp", 100), *ran("adl", 260, 240)], SURVEY)
-    assert (adl["predicted_images_per_second"], adl["measured_to_predicted"]) == (125.0, 2.0)
-    assert "predicted_images_per_second" not in bp
-    assert not any("ratio_to_baseline" in row for row in table)
-    told = report(table, {}, is_gpu=False)
-    lines = told.splitlines()
-    shows(lines[0], ["predicted  measured/predicted"])
-    assert [word for word in lines[2].split() if word in ("125.0", "2.00")] == ["125.0", "2.00"]
-    assert lines[1].split().count("-") == 4  # no ratio, no prediction, no busy share
-    shows(told, ["there is none, for neither torch-bp nor torch-bp-whole", "not run"])
-
-
-def test_the_table_shows_memory_busy_share_and_failures(tmp_path):
-    """The table shows the most memory the busy share the failed and the left out."""
-    able, _ = fit("torch-bp,adl,fdg")
+def test_the_table_shows_speeds_memory_busy_share_and_failures(tmp_path):
+    """Ratios are to the faster form of plain backpropagation; the prediction stands next to the measurement."""
+    able, _ = fit("torch-bp,torch-bp-whole,torch-bp-cores,adl,fdg")
     runs = [
-        *ran("torch-bp", 100, peak_memory_bytes=[2**20]),
-        *ran("adl", 200, peak_memory_bytes=[2**20, 5 * 2**20], busy_share=[0.9, 0.8]),
-        *ran("adl", 210, peak_memory_bytes=[3 * 2**20, 4 * 2**20], busy_share=[0.7, 0.8]),
+        *ran("torch-bp", 90, 110, 100, peak_memory_bytes=[2**20]),
+        *(*ran("torch-bp-whole", 130, 120, 125), *ran("torch-bp-cores", 400)),
+        *ran("adl", 260, 240, peak_memory_bytes=[2**20, 5 * 2**20], busy_share=[0.9, 0.8]),
+        *ran("adl", 250, peak_memory_bytes=[3 * 2**20, 4 * 2**20], busy_share=[0.8, 0.9]),
         Measured(contender="fdg", repetition=0, num_updates=8, error="the loss is nan"),
     ]
     table = rows(able, runs, SURVEY)
+    adl = table[3]
+    assert baseline(table)["contender"] == "torch-bp-whole"
+    assert [row.get("ratio_to_baseline") for row in table] == [0.8, 1.0, 3.2, 2.0, None]
+    assert (adl["median"], adl["least"], adl["most"]) == (250, 240, 260)
+    assert (adl["predicted_images_per_second"], adl["measured_to_predicted"]) == (125.0, 2.0)
     told = report(table, {"torch-ddp": "no"}, is_gpu=False)
-    adl, fdg = (next(line for line in told.splitlines() if line.startswith(name)) for name in ("adl", "fdg"))
-    shows(adl, ["3 5", "80% 80%"])
-    shows(fdg, ["failed"])
+    lines = told.splitlines()
+    shows(lines[0], ["ratio  predicted  measured/predicted"])
+    assert lines[1].split().count("-") == 3  # no prediction, no busy share
+    shows(lines[4], ["250.0", "240.0 .. 260.0", "2.00  ", "125.0      2.00", "3 5", "90% 80%"])
+    shows(lines[5], ["fdg", "failed"])
+    shows(told, ["to torch-bp-whole, the faster of torch-bp and torch-bp-whole"])
     shows(told, ["left out: torch-ddp: no", "failed: fdg: the loss is nan"])
     draw(tmp_path / "bench.svg", table, title="")
     assert (tmp_path / "bench.svg").stat().st_size > 1000
+
+
+def test_without_plain_backpropagation_there_is_no_ratio():
+    table = rows(fit("bp,adl")[0], ran("bp", 100), SURVEY)
+    assert not any({"ratio_to_baseline", "measured_to_predicted"} & row.keys() for row in table)
+    shows(report(table, {}, is_gpu=False), ["there is none, for neither torch-bp nor torch-bp-whole", "not run"])
 
 
 def test_contenders_take_turns_and_one_that_failed_takes_no_more(monkeypatch):
@@ -309,14 +291,12 @@ def test_the_peak_memory_of_a_process_is_not_its_parents():
     held = 1 << 30
     start = f"subprocess.run([sys.executable, '-c', {code!r}], check=True)"
     starts = f"held = bytearray({held}); import subprocess, sys; {start}"
-    told = subprocess.run([sys.executable, "-c", starts], check=True, capture_output=True, text=True, timeout=60).stdout
+    told = as_command(sys.executable, "-c", starts).out
     assert 2**24 < int(told) < held
 
 
 def test_help_lists_the_contenders():
-    outcome = in_process("bench", "--help")
-    assert outcome.code == 0
-    shows(outcome.out, ["torch-1f1b", "adl-minimal", "--prefix"])
+    shows(in_process("bench", "--help").out, ["torch-1f1b", "adl-minimal", "--prefix"])
     shows(in_process("--help").out, ["bench "])
 
 
