@@ -85,14 +85,9 @@ def joined(
 ) -> Iterator[None]:
     """Join the other ranks, as in torch's own examples, and leave them; after an error without waiting for them.
 
-    NCCL connects GPUs if each of the ``size`` ranks has one of its own, gloo everything else.
-
-    Args:
-        rank: this process's rank.
-        size: K; 1: there is nothing to join.
-        device: of this rank.
-        timeout_seconds: limit of one operation.
-        rendezvous: ``env://`` with MASTER_ADDR and MASTER_PORT, or ``file:///PATH``.
+    NCCL connects GPUs if each of the ``size`` ranks has one of its own, gloo everything else; one rank joins nothing.
+    ``timeout_seconds`` limits one operation. ``rendezvous``: ``env://`` with MASTER_ADDR and MASTER_PORT, or
+    ``file:///PATH``.
     """
     if size == 1:
         yield

@@ -66,14 +66,10 @@ def train_stage(
 ) -> None:
     """Train one of K >= 2 stages: that of this process's rank, which has joined the others.
 
-    Args:
-        module: the stage, on its device.
-        batches: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.
-        training: its optimizer has the parameters of ``module``.
-        schedule: ``gpipe``, or ``1f1b``, which needs at least K micro-batches.
-        channels_last: see :class:`Bordered`.
-        overwrites: see :class:`Bordered`.
-        target: of a whole batch, any values; that of each batch goes from rank 0 to the last rank.
+    ``batches``: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.
+    ``schedule``: ``gpipe``, or ``1f1b``, which needs at least K micro-batches.
+    ``channels_last``, ``overwrites``: see :class:`Bordered`.
+    ``target``: of a whole batch, any values; that of each batch goes from rank 0 to the last rank.
     """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     # Every rank makes it, but only its members may use it; targets stay on the CPU.

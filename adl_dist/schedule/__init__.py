@@ -8,18 +8,10 @@ from adl_dist.schedule.replay import downstream_first, replay
 from adl_dist.schedule.run_plan import Segment
 from adl_dist.schedule.table import describe, figures
 from adl_dist.schedule.timing import Costs, actions_of_all, simulate, speed
-from adl_dist.schedule.work import (
-    StageWork,
-    evaluation_work,
-    forget_actions,
-    max_pending_of,
-    shorten,
-    training_work,
-    updates_that_load,
-)
+from adl_dist.schedule.work import StageWork, evaluation_work, max_pending_of, shorten, training_work, updates_that_load
 
 __all__ = [
     "METHODS", "Action", "Costs", "Method", "Op", "Pipeline", "Segment", "StageWork", "actions_of_all", "describe",
-    "downstream_first", "evaluation_work", "figures", "forget_actions", "max_pending_of", "method", "replay",
-    "shorten", "simulate", "speed", "training_work", "updates_that_load",
+    "downstream_first", "evaluation_work", "figures", "max_pending_of", "method", "replay", "shorten",
+    "simulate", "speed", "training_work", "updates_that_load",
 ]  # fmt: skip

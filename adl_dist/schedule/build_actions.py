@@ -21,11 +21,8 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
 
     A method that flushes does so after each group: each of its groups is a drain of its own.
 
-    Args:
-        pipeline: the method and K.
-        stage: k in [0, K), 0 nearest the data. The paper's module index is k + 1.
-        group_sizes: micro-batches of each group, in order; the same list for every stage, so all stages
-            accumulate the same micro-batches (Algorithm 1, by batch).
+    ``stage`` is k in [0, K), 0 nearest the data; the paper's module index is k + 1. ``group_sizes``: micro-batches of
+    each group, in order; the same list for every stage, so all accumulate the same ones (Algorithm 1, by batch).
 
     Raises:
         ValueError: stage or a group size is out of range.

@@ -46,10 +46,8 @@ def greedy_actions(
 ) -> tuple[list[list[Action]], list[list[int]]]:
     """Return the actions of each stage, and for each of its steps the micro-batch of the data it works on.
 
-    Args:
-        pipeline: a method with ``buffer_size`` above 0, and K.
-        group_sizes: steps of each group; every stage has the same.
-        seed: draws the turns.
+    ``pipeline`` has a ``buffer_size`` above 0; ``group_sizes`` are the steps of each group, the same for every stage;
+    ``seed`` draws the turns.
     """
     method, num_stages = pipeline.method, pipeline.num_stages
     num = sum(group_sizes)

@@ -29,6 +29,7 @@ DELAYS: dict[str, Callable[[int, int, int], int]] = {
 
 ANY = ("accumulation_steps", "reduction", "lr_factors")
 STALE = (*ANY, "weights", "delay", "order", "gradient_shrink")
+RECOMPUTING = (*ANY, "recompute")
 CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one clock
 QUEUED = (*CLOCKED, "activation_queue", "gradient_queue")
 GREEDY = (*ANY, "head", "buffer_size", "buffer_reuse", "stage_speeds")
@@ -36,64 +37,40 @@ GREEDY = (*ANY, "head", "buffer_size", "buffer_reuse", "stage_speeds")
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """The facts that tell one method from another.
+    """The facts that tell one method from another."""
 
-    Attributes:
-        summary: name and source.
-        delay: rule of ``DELAYS``, unless the user gives another.
-        accumulation_steps: M, unless the user gives another.
-        weights: which weights a backward uses, unless the user gives others.
-        flush: whether the pipeline is emptied after each group, so that nothing is stale.
-        last_in_first_out: whether a group's backwards run in reverse.
-        forward_lock: whether no stage continues before its micro-batch has passed all stages.
-        local_losses: whether each stage learns from a loss of its own instead of a gradient from downstream.
-        options: the fields of ``Method`` that mean something to it.
-    """
-
-    summary: str
-    delay: DelayRule
-    accumulation_steps: int = 1
-    weights: Weights = "stash"
-    flush: bool = False
-    last_in_first_out: bool = False
-    forward_lock: bool = False
-    local_losses: bool = False
-    options: Sequence[str] = STALE
+    summary: str  # name and source
+    delay: DelayRule  # unless the user gives another
+    accumulation_steps: int = 1  # M, unless the user gives another
+    weights: Weights = "stash"  # which weights a backward uses, unless the user gives others
+    flush: bool = False  # whether the pipeline is emptied after each group, so that nothing is stale
+    last_in_first_out: bool = False  # whether a group's backwards run in reverse
+    forward_lock: bool = False  # whether no stage continues before its micro-batch has passed all stages
+    local_losses: bool = False  # whether each stage learns from its own loss instead of a gradient from downstream
+    options: Sequence[str] = CLOCKED  # the fields of ``Method`` that mean something to it
 
 
 METHODS = {
-    "adl": MethodSpec("Accumulated Decoupled Learning (Zhuang et al., ICML 2021)", "decoupled", 4, options=CLOCKED),
-    "fdg": MethodSpec(
-        "Fully Decoupled with Delayed Gradients (Zhuang et al., TNNLS 2021)", "decoupled", options=CLOCKED
-    ),
+    "adl": MethodSpec("Accumulated Decoupled Learning (Zhuang et al., ICML 2021)", "decoupled", 4),
+    "fdg": MethodSpec("Fully Decoupled with Delayed Gradients (Zhuang et al., TNNLS 2021)", "decoupled"),
     "dsp": MethodSpec(
         "Diversely Stale Parameters (Xu et al., CVPR 2020)", "queues", weights="recompute", options=QUEUED
     ),
     "ddg": MethodSpec(
-        "Decoupled Parallel BP with Delayed Gradients (Huo et al., ICML 2018)",
-        "minimal",
-        forward_lock=True,
-        options=CLOCKED,
+        "Decoupled Parallel BP with Delayed Gradients (Huo et al., ICML 2018)", "minimal", forward_lock=True
     ),
-    "fr": MethodSpec(
-        "Features Replay (Huo et al., NeurIPS 2018)", "minimal", weights="recompute", forward_lock=True, options=CLOCKED
-    ),
+    "fr": MethodSpec("Features Replay (Huo et al., NeurIPS 2018)", "minimal", weights="recompute", forward_lock=True),
     "dgl": MethodSpec(
         "Decoupled Greedy Learning (Belilovsky et al., ICML 2020)", "none", local_losses=True, options=GREEDY
     ),
     "bp": MethodSpec("Backpropagation, one micro-batch at a time", "none", 4, flush=True, options=ANY),
     "gpipe": MethodSpec(
-        "GPipe (Huang et al., NeurIPS 2019)",
-        "group",
-        accumulation_steps=4,
-        flush=True,
-        last_in_first_out=True,
-        options=(*ANY, "recompute"),
+        "GPipe (Huang et al., NeurIPS 2019)", "group", 4, flush=True, last_in_first_out=True, options=RECOMPUTING
     ),
     "1f1b": MethodSpec(
         "1F1B with flush (PipeDream-Flush, Narayanan et al., ICML 2021)", "minimal", 4, flush=True, options=ANY
     ),
-    "pipedream": MethodSpec("PipeDream (Narayanan et al., SOSP 2019)", "minimal"),
-    "2bw": MethodSpec("PipeDream-2BW (Narayanan et al., ICML 2021)", "minimal", 4, "2bw"),
-    "paci": MethodSpec("PACI (2026): 1F1B, local accumulation, no stash", "minimal", 4, "latest"),
+    "pipedream": MethodSpec("PipeDream (Narayanan et al., SOSP 2019)", "minimal", options=STALE),
+    "2bw": MethodSpec("PipeDream-2BW (Narayanan et al., ICML 2021)", "minimal", 4, "2bw", options=STALE),
+    "paci": MethodSpec("PACI (2026): 1F1B, local accumulation, no stash", "minimal", 4, "latest", options=STALE),
 }

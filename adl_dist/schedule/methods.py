@@ -195,11 +195,8 @@ def method(name: str, **options: Any) -> Method:
     Raises:
         ConfigError: no such method, no such option, or a value out of range.
     """
-    try:
-        return Method(name=name, **options)
-    except TypeError:
-        known = [f.name for f in fields(Method) if f.init and f.name != "name"]
-        if not (unknown := ", ".join(sorted(set(options) - set(known)))):
-            raise
+    known = [f.name for f in fields(Method) if f.init and f.name != "name"]
+    if unknown := sorted(options.keys() - known):
         takes = METHODS[name].options if name in METHODS else known
-        raise ConfigError(f"method: unknown option {unknown}; {name} takes {', '.join(takes)}") from None
+        raise ConfigError(f"method: unknown option {', '.join(unknown)}; {name} takes {', '.join(takes)}")
+    return Method(name=name, **options)

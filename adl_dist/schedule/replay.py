@@ -27,11 +27,8 @@ def replay(
 ) -> Iterator[tuple[int, Action]]:
     """Yield (stage, action) of all stages in one valid order: a receive comes after its send.
 
-    The engine executes the order as it comes, so whatever ``pick_next`` picks is a run of the real thing.
-
-    Args:
-        lists: the actions of stages 0..K-1.
-        pick_next: picks the next stage among those that can continue (ascending order).
+    The engine executes the order as it comes, so whatever ``pick_next`` picks among the stages that can continue, in
+    ascending order, is a run of the real thing.
 
     Raises:
         ScheduleError: every unfinished stage waits for another, or a message is not the one awaited.
@@ -88,11 +85,7 @@ def max_outstanding(lists: ActionLists, numbers: Container[int]) -> dict[Sending
     """Return, per edge, the most messages that may not have been received yet when one is sent, it included.
 
     However slow the receiver is, and however fast all others are: only that counts as received of which the sender has
-    heard, through whatever messages came to it since.
-
-    Args:
-        lists: the actions of stages 0..K-1.
-        numbers: the micro-batches at whose sending it is counted.
+    heard, through whatever messages came to it since. ``numbers``: the micro-batches at whose sending it is counted.
     """
     known: list[Counter[Sending]] = [Counter() for _ in lists]  # of each edge, received as far as a stage has heard
     letters: dict[Sending, deque[Counter[Sending]]] = defaultdict(deque)  # what the sender knew

@@ -7,23 +7,14 @@ from adl_dist.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The micro-batches of one segment of training. Every stage derives the same from it.
+    """The micro-batches of one segment of training. Every stage derives the same from it."""
 
-    Attributes:
-        epoch: whose data order and augmentation are used.
-        first_sample: where in the epoch's order the segment begins.
-        first_update: s of the first group, counted from 0 over the whole run.
-        num_samples: samples visited from there on.
-        micro_batch_size: samples in one forward; the last micro-batch may hold fewer.
-        accumulation_steps: M, micro-batches in one update; the last group may hold fewer.
-    """
-
-    epoch: int
-    first_sample: int = 0
-    first_update: int
-    num_samples: int
-    micro_batch_size: int
-    accumulation_steps: int
+    epoch: int  # whose data order and augmentation are used
+    first_sample: int = 0  # where in the epoch's order the segment begins
+    first_update: int  # s of the first group, counted from 0 over the whole run
+    num_samples: int  # samples visited from there on
+    micro_batch_size: int  # samples in one forward; the last micro-batch may hold fewer
+    accumulation_steps: int  # M, micro-batches in one update; the last group may hold fewer
 
     @property
     def sizes(self) -> list[int]:

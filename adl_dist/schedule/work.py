@@ -88,11 +88,8 @@ def shorten(actions: list[Action], pipeline: Pipeline, stage: int, *, group_size
     Up to the first action that the longer list has for a micro-batch beyond these groups (2BW chooses weights right
     before it) both are the same, so a stage that has not come that far does not notice. What follows is the drain.
 
-    Args:
-        actions: those of the whole segment, from :func:`training_actions`.
-        pipeline: a method whose stages do not draw from replay buffers, and K.
-        stage: k.
-        group_sizes: those of the shorter segment, the first of the whole one.
+    ``actions`` are those of the whole segment, from :func:`training_actions`, ``group_sizes`` the first of its groups.
+    The method is not one whose stages draw from replay buffers.
     """
     shorter = list(training_actions(pipeline, stage, group_sizes=group_sizes))
     same = next((i for i, (a, b) in enumerate(zip(actions, shorter, strict=False)) if a != b), len(shorter))

@@ -13,6 +13,7 @@ from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.plan.command import line_to_paste
 from adl_dist.cli.plan.link import measure
 from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.distributed.procfs import state_of
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
@@ -33,21 +34,18 @@ def known(num_units=8, *, forward=1.0, backward=2.0, **of_unit):
     return Profile(of={"micro_batch_size": 10}, units=units, optimizer_copies=1.0, **whole)
 
 
-@pytest.mark.parametrize(
-    ("name", "K", "speed_up"),
-    [
-        ("adl", 2, 2.0),
-        ("adl", 4, 4.0),
-        ("bp", 4, 1.0),
-        ("gpipe", 2, 4 / (4 + 1) * 2),  # M / (M + K - 1) of K
-        ("1f1b", 4, 4 / (4 + 3) * 4),
-    ],
-)
-def test_of_equal_units_the_speed_up_is_the_textbooks(name, K, speed_up):
-    told = predict(known(), Pipeline(method(name, accumulation_steps=4), K))
-    assert told.speed_up == pytest.approx(speed_up)
-    assert told.images_per_second == pytest.approx(10 / 24 * speed_up)
-    assert told.balance.sizes == [8 // K] * K
+def planned(profile, name="adl", K=2, **of_machine):
+    """The prediction for the method ``name`` with M = 4."""
+    return predict(profile, Pipeline(method(name, accumulation_steps=4), K), machine=Machine(**of_machine))
+
+
+def test_of_equal_units_the_speed_up_is_the_textbooks():
+    flushed = [("gpipe", 2, 4 / (4 + 1) * 2), ("1f1b", 4, 4 / (4 + 3) * 4)]  # M / (M + K - 1) of K
+    for name, K, speed_up in [("adl", 2, 2), ("adl", 4, 4), ("bp", 4, 1), *flushed]:
+        told = planned(known(), name, K)
+        assert told.speed_up == pytest.approx(speed_up)
+        assert told.images_per_second == pytest.approx(10 / 24 * speed_up)
+        assert told.balance.sizes == [8 // K] * K
 
 
 def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
@@ -59,16 +57,11 @@ def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
 def test_stages_take_what_was_measured_next_to_others_at_work(tmp_path):
     """Stages take what was measured next to others at work and one device what was measured alone."""
     profile = replace(known(), loaded=known(forward=2.0, backward=4.0))
-    adl = method("adl", accumulation_steps=4)
-    assert predict(profile, Pipeline(adl, 2)).images_per_second == pytest.approx(10 / 24)
-    assert predict(profile, Pipeline(adl, 2)).speed_up == pytest.approx(1.0)
-    assert predict(profile, Pipeline(method("bp"), 1)).images_per_second == pytest.approx(10 / 24)
+    assert planned(profile).images_per_second == pytest.approx(10 / 24)
+    assert planned(profile).speed_up == pytest.approx(1.0)
+    assert planned(profile, "bp", 1).images_per_second == pytest.approx(10 / 24)
     profile.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == profile
-
-
-def state_of(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
 
 
 def rests(pid):
@@ -118,26 +111,22 @@ def test_a_link_has_a_bandwidth_and_a_latency(tmp_path):
 
 
 def test_the_factor_is_that_of_theorem_1():
-    told = predict(known(), Pipeline(method("adl", accumulation_steps=4), 4))
+    told = planned(known(), K=4)
     assert told.staleness_mean == [1.5, 1.0, 0.5, 0.0]  # 2(K-1-k)/M
     assert told.convergence_factor == pytest.approx((1 + (1.5 + 1.0 + 0.5) / 4) / 4)
-    assert predict(known(), Pipeline(method("gpipe", accumulation_steps=4), 4)).convergence_factor == 1 / 4
+    assert planned(known(), "gpipe", 4).convergence_factor == 1 / 4
 
 
 def test_memory_counts_graphs_versions_gradients_and_state():
-    told = predict(known(4, activation_bytes=100, parameter_bytes=10), Pipeline(method("adl", accumulation_steps=4), 2))
+    told = planned(known(4, activation_bytes=100, parameter_bytes=10))
     # Stage 0: 3 graphs of 2 units; weights, gradients, momentum, and one older version with gradients of its own.
     assert told.balance.stage_bytes == [3 * 200 + 5 * 20, 200 + 3 * 20]
 
 
 def test_a_slow_link_costs_what_its_messages_take():
     profile = known(4, act_bytes=8, grad_bytes=8)
-    adl = method("adl", accumulation_steps=4)
-    assert predict(profile, Pipeline(adl, 2), machine=Machine(bandwidth=0.5)).images_per_second == pytest.approx(
-        10 / 16
-    )
-    busy = predict(profile, Pipeline(adl, 2), machine=Machine(seconds_per_byte=0.1))
-    assert busy.images_per_second == pytest.approx(10 / (6 + 1.6))
+    assert planned(profile, bandwidth=0.5).images_per_second == pytest.approx(10 / 16)
+    assert planned(profile, seconds_per_byte=0.1).images_per_second == pytest.approx(10 / (6 + 1.6))
 
 
 def without(profile, *, devices, machine, M=4):

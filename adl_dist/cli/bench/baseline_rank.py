@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from adl_dist.baselines import Training, joined, replicated, train_alone, train_stage
+from adl_dist.baselines.loop import Training, joined, replicated, train_alone
+from adl_dist.baselines.pipelining import train_stage
 from adl_dist.cli.bench.entries import Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
@@ -37,12 +38,9 @@ def run(
 ) -> dict[str, Any]:
     """Train as one of the ranks, with the allocator, the threads and the cores of our own ranks.
 
-    Args:
-        rank: which.
-        kind: the training loop.
-        argv: overrides that make the configuration: K, M, the cut, the number of updates, threads.
-        overwrites: for each stage, for each tensor that arrives, whether the stage writes to it.
-        target: specification of the targets, as plain values.
+    ``argv``: overrides that make the configuration: K, M, the cut, the number of updates, threads.
+    ``overwrites``: for each stage, for each tensor that arrives, whether the stage writes to it.
+    ``target``: specification of the targets, as plain values.
 
     Returns:
         ``ends``: when each update ended, in seconds after the first one; and ``peak_memory_bytes``.
@@ -89,8 +87,7 @@ def rank_batches(
 ) -> Iterator[tuple[Tensor, Tensor]] | None:
     """Return the batches of ``rank``: micro-batches of a loop, a replica's shares, whole ones of a pipeline's rank 0.
 
-    Returns:
-        (input on ``device``, target) one after another; None: the rank gets its input from another one.
+    Each is (input on ``device``, target). None: the rank gets its input from another one.
     """
     if kind in PIPELINES and rank > 0:
         return None

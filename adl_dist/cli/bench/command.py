@@ -24,7 +24,7 @@ import torch
 import adl_dist
 from adl_dist.checkpoint.run_dir import make_folder
 from adl_dist.cli.arguments import Parser
-from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, Host, ModelSurvey, entries, survey
+from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, ModelSurvey, entries, survey
 from adl_dist.cli.bench.report import Row, draw, report, rows
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
@@ -51,12 +51,13 @@ def bench(argv: list[str]) -> None:
     _check(flags, config)
     instantiate.check_targets(config)
     check_device(config.runtime.device.value)
-    num_gpus = torch.cuda.device_count() if config.runtime.device is Device.cuda else 0
-    host = Host(threads=config.threads, num_cores=num_cores(), num_gpus=num_gpus, warmup=flags.warmup)
-    able, left_out = entries(flags.contenders.split(","), config, host)
+    able, left_out = entries(flags.contenders.split(","), config, warmup=flags.warmup)
     if not able:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
-    out = _out_folder(flags.out, config)
+    default = Path("runs") / f"bench-{Path(str(config.run_dir)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = flags.out or default
+    if (out / FACTS).exists():
+        raise ConfigError(f"--out {out} already holds a {FACTS}, which would be overwritten; choose another folder")
     setting = BenchConfig(
         config=config,
         overrides=flags.overrides,
@@ -72,12 +73,8 @@ def bench(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # no run may outlive this process
     # Links between ranks that a prefix places apart are not those that were measured.
     shown = replace(setting.survey, predicted={}) if flags.prefix else setting.survey
-    facts = {
-        "command": shlex.join(["adl-dist", "bench", *argv]),
-        **_circumstances(setting, host),
-        "order": [entry.name for entry in able],
-        "left_out": left_out,
-    }
+    facts = {"command": shlex.join(["adl-dist", "bench", *argv]), **_circumstances(setting)}
+    facts |= {"order": [entry.name for entry in able], "left_out": left_out}
     code, runs = 0, list[Measured]()
     table = _write(out / FACTS, facts, runs, rows(able, runs, shown))
     try:
@@ -89,7 +86,8 @@ def bench(argv: list[str]) -> None:
         code = 130
     draw(out / FIGURE, table, title=f"{config.model['_target_'].rpartition('.')[2]}, K = {config.partition.num_stages}")
     written = ", ".join(str(path) for path in (out / FACTS, out / FIGURE) if path.is_file())
-    sys.stdout.write(f"{_head(setting, host)}\n\n{report(table, left_out, is_gpu=host.num_gpus > 0)}\n\n")
+    is_gpu = config.runtime.device is Device.cuda
+    sys.stdout.write(f"{_head(setting)}\n\n{report(table, left_out, is_gpu=is_gpu)}\n\n")
     sys.stdout.write(f"written: {written}; output of each run: {out / LOGS}\n")
     raise SystemExit(code or (1 if all("error" in row for row in table) else 0))
 
@@ -130,7 +128,8 @@ def measure_all(able: Sequence[Entry], setting: BenchConfig, flags: argparse.Nam
     running = list(able)
     for repetition in range(flags.repetitions):
         for entry in list(running):
-            num_updates = flags.updates or num_updates_in(flags.seconds, seconds[entry.name])
+            pace = seconds[entry.name]  # nan: unknown
+            num_updates = flags.updates or max(FEWEST, round(flags.seconds / pace) if pace > 0 else FEWEST)
             run = measure_once(entry, setting, repetition=repetition, num_updates=entry.warmup + num_updates)
             seconds[entry.name] = run.seconds_per_update
             result = f"{run.images_per_second:,.1f} images/s" if run.error is None else f"failed: {run.error}"
@@ -138,11 +137,6 @@ def measure_all(able: Sequence[Entry], setting: BenchConfig, flags: argparse.Nam
             if run.error is not None:
                 running.remove(entry)
             yield run
-
-
-def num_updates_in(seconds: float, seconds_per_update: float) -> int:
-    """Return how many updates take about ``seconds``; the fewest allowed if the time of one is unknown (nan)."""
-    return max(FEWEST, round(seconds / seconds_per_update)) if seconds_per_update > 0 else FEWEST
 
 
 def _flags(argv: list[str]) -> argparse.Namespace:
@@ -195,15 +189,8 @@ def _check(flags: argparse.Namespace, config: RunConfig) -> None:
         )
 
 
-def _out_folder(path: Path | None, config: RunConfig) -> Path:
-    if path is None:
-        path = Path("runs") / f"bench-{Path(str(config.run_dir)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if (path / FACTS).exists():
-        raise ConfigError(f"--out {path} already holds a {FACTS}, which would be overwritten; choose another folder")
-    return path
-
-
-def _circumstances(setting: BenchConfig, host: Host) -> dict[str, Any]:
+def _circumstances(setting: BenchConfig) -> dict[str, Any]:
+    gpus = range(torch.cuda.device_count() if setting.config.runtime.device is Device.cuda else 0)
     processor = platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -213,24 +200,24 @@ def _circumstances(setting: BenchConfig, host: Host) -> dict[str, Any]:
         "config": asdict(setting.config),
         "sizes": setting.survey.sizes,
         "granularity": setting.survey.granularity,
-        "threads": host.threads,
+        "threads": setting.config.threads,
         "pinned": setting.pinned,
         "prefix": setting.prefix,
         "machine": {
             "processor": processor,
-            "cores": host.num_cores,
-            "gpus": [torch.cuda.get_device_name(number) for number in range(host.num_gpus)],
+            "cores": num_cores(),
+            "gpus": list(map(torch.cuda.get_device_name, gpus)),
             "system": platform.platform(),
         },
         "versions": {**versions, "python": platform.python_version()},
     }
 
 
-def _head(setting: BenchConfig, host: Host) -> str:
+def _head(setting: BenchConfig) -> str:
     config, model = setting.config, setting.survey
     return (
         f"{config.model['_target_']}, batch {config.train.batch_size}, "
         f"M = {config.method.chosen().micro_batches_per_update}, K = {config.partition.num_stages}, "
         f"units per stage {' '.join(map(str, model.sizes))} ({model.granularity}), {config.dtype.value}, "
-        f"{config.runtime.device.value}, {host.num_cores} cores, torch {torch.__version__}"
+        f"{config.runtime.device.value}, {num_cores()} cores, torch {torch.__version__}"
     )

@@ -12,6 +12,7 @@ from adl_dist.cli.config.methods import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.distributed.affinity import num_cores
 from adl_dist.errors import AdlError, ConfigError, PartitionError
 from adl_dist.partition import Machine, checked_sizes, even_sizes
 from adl_dist.partition.predict import best_cut, predict
@@ -47,28 +48,15 @@ class Entry:
     settings: Sequence[str] = ()  # overrides for this entry alone
 
     @property
-    def micro_batches(self) -> int:
-        """M, micro-batches per update."""
-        return self.method.micro_batches_per_update
-
-    @property
     def is_cut(self) -> bool:
         """Whether each process trains one stage of several."""
         return self.num_processes > 1 and self.kind != "ddp"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Host:
-    """What decides which entries can run."""
-
-    threads: int  # of a stage
-    num_cores: int  # that this process may use
-    num_gpus: int  # that may be used; 0 on a CPU
-    warmup: int  # the least number of updates before the measured ones
-
-
-def entries(names: Sequence[str], config: RunConfig, host: Host) -> tuple[list[Entry], dict[str, str]]:
+def entries(names: Sequence[str], config: RunConfig, *, warmup: int) -> tuple[list[Entry], dict[str, str]]:
     """Return the entries of ``names`` that can run as configured, and the reason for each that cannot.
+
+    Each makes at least ``warmup`` updates before the measured ones.
 
     Raises:
         ConfigError: an unknown name.
@@ -78,26 +66,26 @@ def entries(names: Sequence[str], config: RunConfig, host: Host) -> tuple[list[E
     able, left_out = list[Entry](), dict[str, str]()
     for name in dict.fromkeys(names):
         try:
-            able.append((_torch_entry if name in OF_TORCH else _our_entry)(name, config, host))
+            able.append((_torch_entry if name in OF_TORCH else _our_entry)(name, config, warmup))
         except AdlError as error:
             left_out[name] = str(error)
     return able, left_out
 
 
-def _torch_entry(name: str, config: RunConfig, host: Host) -> Entry:
+def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     K, M = config.partition.num_stages, config.method.chosen().micro_batches_per_update
     base = name.removesuffix(PLAIN)
     kind = PROCESSES.get(base, "loop")
     samples = config.train.batch_size // M * M
     is_gpu, is_plain, on_all_cores = config.runtime.device is Device.cuda, name.endswith(PLAIN), name in ON_ALL_CORES
-    needs_gpus = kind in ("gpipe", "1f1b") and is_gpu
+    num_gpus, needs_gpus = torch.cuda.device_count(), is_gpu and kind in ("gpipe", "1f1b")
     for is_wrong, why in (
         (on_all_cores and is_gpu, "the cores of the host do not make a GPU faster"),
         (kind != "loop" and K == 1, "needs several processes, but partition.num_stages is 1"),
         (is_plain and not config.runtime.channels_last, f"runtime.channels_last=false, so it would be {base} again"),
         (kind == "ddp" and samples % K, f"the {samples} samples of an update cannot be shared evenly by {K} replicas"),
         (kind == "1f1b" and M < K, f"torch's 1F1B needs at least as many micro-batches (M = {M}) as stages (K = {K})"),
-        (needs_gpus and host.num_gpus < K, f"needs a GPU for each of {K} stages, and there are {host.num_gpus}"),
+        (needs_gpus and num_gpus < K, f"needs a GPU for each of {K} stages, and there are {num_gpus}"),
     ):
         if is_wrong:
             raise ConfigError(why)
@@ -106,15 +94,15 @@ def _torch_entry(name: str, config: RunConfig, host: Host) -> Entry:
         name=name,
         kind=kind,
         num_processes=1 if kind == "loop" else K,
-        threads=host.num_cores if on_all_cores else host.threads,
+        threads=num_cores() if on_all_cores else config.threads,
         method=Method(name=kind if kind in METHODS else "bp", accumulation_steps=M),
         samples=samples,
-        warmup=host.warmup,
+        warmup=warmup,
         settings=("runtime.channels_last=false",) if is_plain else (),
     )
 
 
-def _our_entry(name: str, config: RunConfig, host: Host) -> Entry:
+def _our_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     method = method_named(name.removesuffix(MINIMAL), config, flag="--contenders")
     if name.endswith(MINIMAL):
         method = replace(method, delay="minimal")
@@ -124,10 +112,10 @@ def _our_entry(name: str, config: RunConfig, host: Host) -> Entry:
         name=name,
         kind="ours",
         num_processes=pipeline.num_stages,
-        threads=host.threads,
+        threads=config.threads,
         method=method,
         samples=micro_batch_size_of(config.train.batch_size, M) * M,
-        warmup=max(host.warmup, pipeline.updates_to_fill),
+        warmup=max(warmup, pipeline.updates_to_fill),
     )
 
 
@@ -215,7 +203,7 @@ def predict_speeds(
             with contextlib.suppress(ConfigError, PartitionError):
                 cut = sizes if entry.is_cut else [len(profiler.chain.units)]
                 pipeline = Pipeline(entry.method, entry.num_processes)
-                prediction = predict(profile(entry.micro_batches), pipeline, machine=machine, sizes=cut)
+                prediction = predict(profile(pipeline.micro_batches_per_update), pipeline, machine=machine, sizes=cut)
                 predicted[entry.name] = prediction.images_per_second
     return sizes, predicted
 

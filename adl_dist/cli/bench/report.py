@@ -39,7 +39,7 @@ def _row(entry: Entry, runs: Sequence[Measured], survey: ModelSurvey) -> Row:
     row = {
         "contender": entry.name,
         "num_processes": entry.num_processes,
-        "accumulation_steps": entry.micro_batches,
+        "accumulation_steps": entry.method.micro_batches_per_update,
         "threads": entry.threads,
         "samples_per_update": entry.samples,
         "warmup_updates": entry.warmup,

@@ -29,8 +29,6 @@ MANAGED_KEYS = (
     *("runtime.processes", "runtime.threads", "runtime.bind_cores", "runtime.trace", "runtime.memory"),
     *("runtime.tensorboard", "runtime.checkpoint_every_epochs", "runtime.checkpoint_every_updates", "hydra.mode"),
 )
-# Nothing that would slow our own runs alone.
-UNMEASURED = ("runtime.trace=false", "runtime.memory=false", "runtime.tensorboard=false")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +77,8 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
             quoted = str(run_dir).replace("'", "\\'")
             command = [sys.executable, "-m", "adl_dist", "train", *argv, f"run_dir='{quoted}'"]
         else:
-            task = {
-                "kind": entry.kind,
-                "argv": argv,
-                "overwrites": survey.overwrites,
-                "target": survey.target.to_json(),
-            }
-            task_file.write_text(json.dumps(task))
+            task = {"kind": entry.kind, "argv": argv, "overwrites": survey.overwrites}
+            task_file.write_text(json.dumps({**task, "target": survey.target.to_json()}))
             command = [sys.executable, "-m", "adl_dist.cli.bench.baseline_rank", str(task_file)]
         ranks = _ranks(command, entry, bench, bench.log_folder / f"{entry.name}-{repetition}")
         try:
@@ -108,7 +101,8 @@ def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
         argv += [f"partition.granularity={survey.granularity}", f"partition.balance=[{balance}]"]
     argv += [f"train.max_updates={num_updates}", "train.epochs=1", f"train.batch_size={entry.samples}"]
     argv += [f"runtime.threads={entry.threads}", f"runtime.bind_cores={str(bench.pinned).lower()}"]
-    argv += [*UNMEASURED, "runtime.checkpoint_every_epochs=0", "hydra.mode=RUN"]
+    argv += ["runtime.trace=false", "runtime.memory=false", "runtime.tensorboard=false"]  # they slow our runs alone
+    argv += ["runtime.checkpoint_every_epochs=0", "hydra.mode=RUN"]
     # As a node, not as data._target_=, which would start from an empty one and lose the user's keys.
     argv += [f"data={{_target_:{__name__}.{stretched.__name__}}}", f"data.bench_target={node['_target_']}"]
     return [*argv, f"data.bench_samples={num_updates * entry.samples}"]

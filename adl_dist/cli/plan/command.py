@@ -6,8 +6,9 @@ import itertools
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +135,14 @@ def _flags(words: list[str]) -> argparse.Namespace:
     overrides = "as for adl-dist train: model, data, batch size, M, optimizer"
     add("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
     stages = "numbers of stages; default: 2, 4, 8 .. up to the number of devices"
-    add("--stages", type=_numbers(2), metavar="K,K", help=stages)
+    add("--stages", type=partial(_numbers, 2), metavar="K,K", help=stages)
     add("--methods", default=DEFAULT_METHODS, metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS}")
     add("--devices", type=int, metavar="N", help="number of devices; default: the GPUs, or cores, of this machine")
     memory = "memory of each device, like 80GiB; default: the GPU's, no limit on the CPU"
     add("--memory", type=_bytes, metavar="SIZE", help=memory)
     add("--bandwidth", type=float, metavar="BYTES/S", help="of each link; default: measured on CPUs, 12e9 between GPUs")
     add("--latency", type=float, metavar="S", help="of each message; default: measured on CPUs, 1e-5 between GPUs")
-    add("--input", type=_numbers(1), metavar="C,H,W", help="shape of a sample, instead of looking at the data")
+    add("--input", type=partial(_numbers, 1), metavar="C,H,W", help="shape of a sample, instead of looking at the data")
     add("--profile", type=Path, metavar="FILE", help="keep the measurement in FILE, and use it the next time")
     neighbours = "also measure while N more processes compute; default: K - 1 on CPUs"
     add("--neighbours", type=int, metavar="N", help=neighbours)
@@ -151,17 +152,12 @@ def _flags(words: list[str]) -> argparse.Namespace:
     return parser.parse_intermixed_args(words)
 
 
-def _numbers(least: int) -> Callable[[str], list[int]]:
-    """Return what reads whole numbers of at least ``least``."""
-
-    def read(text: str) -> list[int]:
-        with contextlib.suppress(ValueError):
-            numbers = [int(word) for word in text.split(",")]
-            if min(numbers) >= least:
-                return numbers
-        raise argparse.ArgumentTypeError(f"expected whole numbers of at least {least}, separated by commas, got {text}")
-
-    return read
+def _numbers(least: int, text: str) -> list[int]:
+    with contextlib.suppress(ValueError):
+        numbers = [int(word) for word in text.split(",")]
+        if min(numbers) >= least:
+            return numbers
+    raise argparse.ArgumentTypeError(f"expected whole numbers of at least {least}, separated by commas, got {text}")
 
 
 def _bytes(text: str) -> int:

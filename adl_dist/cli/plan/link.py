@@ -23,16 +23,15 @@ GPU_LINK = {"bandwidth": 12e9, "latency": 1e-5}  # PCIe 4, cautiously; a link be
 
 
 def link_figures(device: Device) -> dict[str, Any]:
-    """Return the keyword arguments of a :class:`Machine` whose links join such devices; measured on CPUs."""
-    return GPU_LINK if device is Device.cuda else measure_link()
+    """Return the keyword arguments of a :class:`Machine` whose links join such devices.
 
-
-def measure_link() -> dict[str, Any]:
-    """Measure with two processes of this machine; this takes a few seconds, mostly to start them.
+    On CPUs two processes of this machine measure it, which takes a few seconds, mostly to start them.
 
     Raises:
         ChannelError: they did not finish.
     """
+    if device is Device.cuda:
+        return GPU_LINK
     with tempfile.TemporaryDirectory(prefix="adl-dist-link-") as name:
         folder = Path(name)
         environment = {"OMP_NUM_THREADS": "1", GLOO: loopback() or ""}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from adl_dist.cli.config import instantiate
@@ -33,14 +32,7 @@ from adl_dist.transport import Specs, TensorSpec
 
 
 class Profiler:
-    """The model on its device with one sample, ready to be measured, as a whole or unit by unit.
-
-    Attributes:
-        model: the uncut model.
-        spec: how it will be trained.
-        input: shape and dtype of a sample's input.
-        target: those of its target.
-    """
+    """The uncut model on its device with one sample, ready to be measured, as a whole or unit by unit."""
 
     def __init__(
         self,
@@ -52,15 +44,10 @@ class Profiler:
         kept_in: Path | None = None,
         quiet: bool = False,
     ) -> None:
-        """Build the model and look at a sample, to measure it.
+        """Build the model and look at a sample, to measure it with the ``threads`` of a stage.
 
-        Args:
-            config: the configuration of the run.
-            granularity: what a unit is.
-            threads: threads of a stage.
-            shape: shape of a sample, [C, H, W]; None: take it from the training data.
-            kept_in: file for the measurements; the micro-batch size is appended to its name.
-            quiet: do not print what is being measured.
+        ``granularity`` says what a unit is. ``shape`` is that of a sample, [C, H, W]; None: it is taken from the
+        training data. ``kept_in`` is the file for the measurements; the micro-batch size is appended to its name.
 
         Raises:
             ConfigError: the model does not take such a sample, or the loss fails on its output.
@@ -79,8 +66,14 @@ class Profiler:
         if precision.channels_last:
             to_channels_last(self.model)
         self._loader = None if shape else device_loader(config, self.device, shuffle=True)
-        self._sample = common_sample(self._loader, None) or _random_sample(shape, config, self.device)
-        self.input, self.target = map(TensorSpec.of, self._sample)
+        if (sample := common_sample(self._loader)) is None:
+            assert shape is not None
+            input_ = torch.randn(1, *shape, dtype=precision.dtype, device=self.device)
+            if precision.channels_last and input_.ndim == 4:
+                input_ = input_.contiguous(memory_format=torch.channels_last)
+            sample = input_, torch.zeros(1, dtype=torch.long)
+        self._sample = sample
+        self.input, self.target = map(TensorSpec.of, sample)
         acts, loss_fn = Specs.always([self.input]), self.spec.loss_fn
         dry_run(self.model, 0, acts, self.target, loss_fn, self.device, within=self._autocast)
 
@@ -103,12 +96,12 @@ class Profiler:
         Raises:
             ConfigError: one of them ended before it was ready.
         """
-        spawn, job = multiprocessing.get_context("spawn"), (self._config, self.granularity, self.threads, self._shape)
-        replies = []
+        spawn, replies = multiprocessing.get_context("spawn"), []
+        how = {"granularity": self.granularity, "threads": self.threads, "shape": self._shape}
         with contextlib.ExitStack() as stack:
             for _ in range(num):
                 reply, theirs = spawn.Pipe(duplex=False)
-                process = spawn.Process(target=_train_forever, args=(os.getpid(), theirs, *job, samples))
+                process = spawn.Process(target=_train_forever, args=(os.getpid(), theirs, self._config, how, samples))
                 # A Ctrl-C is for this process, which ends them.
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 process.start()
@@ -198,23 +191,7 @@ def device_loader(
     )
 
 
-def _random_sample(shape: list[int] | None, config: RunConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    assert shape is not None
-    input_ = torch.randn(1, *shape, dtype=getattr(torch, config.dtype.value))
-    if config.runtime.channels_last and input_.ndim == 4:
-        input_ = input_.contiguous(memory_format=torch.channels_last)
-    return input_.to(device), torch.zeros(1, dtype=torch.long)
-
-
-def _train_forever(
-    parent: int,
-    reply: Connection,
-    config: RunConfig,
-    granularity: str,
-    threads: int,
-    shape: list[int] | None,
-    size: int,
-) -> None:
+def _train_forever(parent: int, reply: Connection, config: RunConfig, how: dict[str, Any], size: int) -> None:
     """Train in a process of the load; reply with its id once it has, or with None and why it cannot."""
     os.environ[LAUNCHER] = str(parent)
     end_with_launcher()
@@ -222,7 +199,7 @@ def _train_forever(
     for stream in (1, 2):  # the user's code may print
         os.dup2(null, stream)
     try:
-        profiler = Profiler(config, granularity=granularity, threads=threads, shape=shape, quiet=True)
+        profiler = Profiler(config, **how, quiet=True)
         profiler.pace(size)
     except Exception as error:
         reply.send((None, f"{type(error).__name__}: {error}"))
