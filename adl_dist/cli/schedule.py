@@ -10,10 +10,9 @@ from typing import Any
 
 import yaml
 
-from adl_dist.cli.arguments import Parser
-from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.compose import Parser, compose_run
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import Costs, Pipeline, describe, figures, speed
+from adl_dist.schedule import Costs, describe, figures, speed
 from adl_dist.schedule.table import tick_words
 from adl_dist.schedule.timing import Speed
 
@@ -39,7 +38,17 @@ def schedule(arguments: list[str]) -> None:
 
         draw(pipeline, flags.out, num_micro_batches=num, costs=costs)
     if flags.json:
-        text = json.dumps(_facts(pipeline, num, costs, predicted))
+        facts: dict[str, Any] = {
+            "method": {**pipeline.method.settings, "summary": pipeline.spec.summary},
+            "num_stages": pipeline.num_stages,
+            "accumulation_steps": pipeline.micro_batches_per_update,
+            "num_micro_batches": num,
+            "stages": [asdict(f) for f in figures(pipeline)],
+            "ticks": tick_words(pipeline, num_micro_batches=num),
+        }
+        if costs is not None and predicted is not None:
+            facts |= {"costs": asdict(costs), "speed": asdict(predicted)}
+        text = json.dumps(facts)
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         lines = [describe(pipeline, num_micro_batches=num, width=width)]
@@ -99,20 +108,6 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
         if not all(type(v) in (int, float) and 0 <= v < float("inf") for v in numbers):
             raise ConfigError(f"{source}: {key}={value!r} must be a number of at least 0, or a list of such numbers")
     return Costs(**lists)
-
-
-def _facts(pipeline: Pipeline, num: int, costs: Costs | None, predicted: Speed | None) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "method": {**pipeline.method.settings, "summary": pipeline.spec.summary},
-        "num_stages": pipeline.num_stages,
-        "accumulation_steps": pipeline.micro_batches_per_update,
-        "num_micro_batches": num,
-        "stages": [asdict(f) for f in figures(pipeline)],
-        "ticks": tick_words(pipeline, num_micro_batches=num),
-    }
-    if costs is not None and predicted is not None:
-        facts |= {"costs": asdict(costs), "speed": asdict(predicted)}
-    return facts
 
 
 def _speed_lines(predicted: Speed) -> str:

@@ -116,7 +116,7 @@ def _csv_row(run: Run) -> dict[str, Any]:
     """Return the row of one run; times and staleness are those since its last start, missing figures stay empty."""
     summary = run.summary
     stages = summary.get("stages", [])
-    accuracies, losses = ([value for _, value in run.curve(measure.name)] for measure in (ACCURACY, LOSS))
+    accuracies, losses = ([value for _, value in run.curves.get(measure.name, [])] for measure in (ACCURACY, LOSS))
     tensor_bytes = [stage["peak_tensor_bytes"] for stage in stages if "peak_tensor_bytes" in stage]
     copied = ("epochs", "updates", "seconds", "samples_per_second")
     return {

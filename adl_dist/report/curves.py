@@ -113,7 +113,7 @@ def _draw_diverged(axes: Axes, run: Run, look: Mapping[str, Any], measure: Measu
 
 
 def _scaled(run: Run, measure: Measure) -> dict[int, float]:
-    return {epoch: value * measure.scale for epoch, value in run.curve(measure.name)}
+    return {epoch: value * measure.scale for epoch, value in run.curves.get(measure.name, [])}
 
 
 def _set_range(axes: Axes, runs: Sequence[Run], measure: Measure) -> None:

@@ -1,8 +1,12 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and the names that pictures may have."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+
+from adl_dist.errors import ConfigError
+
+PICTURES = (".svg", ".png", ".pdf")
 
 
 @contextlib.contextmanager
@@ -22,3 +26,11 @@ def write_atomically(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+
+
+def check_out(path: Path) -> None:
+    """Refuse ``--out path`` by a ConfigError unless it names a picture in a folder that exists."""
+    if path.suffix not in PICTURES:
+        raise ConfigError(f"--out {path} must end in {', '.join(PICTURES)}; for example --out picture.svg")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out {path} cannot be written: folder {path.parent} does not exist; make it first")

@@ -1,4 +1,4 @@
-"""Warnings that must reach the user although training continues."""
+"""Write to the user and the log without ending what runs."""
 
 import logging
 import sys
@@ -17,6 +17,11 @@ def tell(stream: IO[str] | None, text: str) -> None:
         if stream is not None:
             stream.write(text)  # one write: lines of several threads do not mix
             stream.flush()
+
+
+def say(text: str) -> None:
+    """Write ``text`` as a line to standard output."""
+    tell(sys.stdout, text + "\n")
 
 
 def warn(text: str) -> None:

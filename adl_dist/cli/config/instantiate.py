@@ -1,7 +1,4 @@
-"""From the open nodes of a configuration to the objects they name.
-
-What cannot be built is refused by a ConfigError; a cut by a PartitionError, initial weights by a CheckpointError.
-"""
+"""Make what the open nodes of a configuration name; what cannot be made is refused by an AdlError of one line."""
 
 import difflib
 import inspect
@@ -29,7 +26,7 @@ from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.trainer import Trainer
 
-# Keys of data.* that speak to us; the two that describe the data reach its target only if that takes them.
+# Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
 OF_THE_LOADER, OF_THE_MODEL = ("shuffle", "num_workers"), ("num_classes", "in_channels")
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it also raises
@@ -63,14 +60,15 @@ def train_spec(config: RunConfig) -> TrainSpec:
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     """Return what a :class:`Trainer` and a :class:`TrainSpec` take alike."""
-    gradients = GradientPolicy(
-        clip_norm=config.train.clip_norm, non_finite=config.train.non_finite.value, max_skipped=config.train.max_skipped
-    )
     return {
         "loss_fn": build_loss(config),
         "optimizer": build_optimizer(config),
         "precision": precision(config),
-        "gradients": gradients,
+        "gradients": GradientPolicy(
+            clip_norm=config.train.clip_norm,
+            non_finite=config.train.non_finite.value,
+            max_skipped=config.train.max_skipped,
+        ),
         "seed": config.seed,
     }
 
@@ -99,13 +97,8 @@ def build_model(config: RunConfig) -> nn.Module:
     return model
 
 
-def build_data(config: RunConfig) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Build the training and validation datasets."""
-    return datasets(config.data)
-
-
-def datasets(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Build the datasets that a data node describes; see :func:`build_data`."""
+def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Build the training and validation datasets that a data node describes."""
     pair = _call("data", data_arguments(node))
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise ConfigError(
@@ -116,11 +109,7 @@ def datasets(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Check all that can be checked without building the model or reading data.
-
-    The arguments of all open nodes are checked against their targets' signatures; optimizer and schedule are tried out
-    on a parameter of no run.
-    """
+    """Check arguments against signatures, and try optimizer and schedule out; no model is built, no data read."""
     for name, node in (("data", data_arguments(config.data)), ("model", config.model), ("loss", config.loss)):
         _bind(name, node)
     optimizer = train_spec(config).optimizer([nn.Parameter(torch.zeros(1))])

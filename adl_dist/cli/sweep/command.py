@@ -22,12 +22,13 @@ from omegaconf.errors import OmegaConfBaseException
 from adl_dist.checkpoint.run_dir import RunFolder, lock, make_folder
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import config_folder, readable
-from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.cli.config.schema import Device
 from adl_dist.cli.subprocesses import POLL_SECONDS, Child, end_all, how_it_ended, start
 from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError
+from adl_dist.report import say
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import read_json, read_runs, status_of
 from adl_dist.training.partitioned_model import PartitionedModel
@@ -46,21 +47,21 @@ def run(sweep: Sweep) -> int:
     with _locked(sweep.run_dir):
         waiting = [job for job in sweep.jobs if _status(job) == "unfinished"]
         note = "; the same command continues what has not come to its end"
-        _say(f"{len(sweep.jobs)} runs in {sweep.run_dir}, {len(waiting)} of them to do{note}")
+        say(f"{len(sweep.jobs)} runs in {sweep.run_dir}, {len(waiting)} of them to do{note}")
         if sweep.launcher and waiting:
             message = _submit(waiting, sweep)
             for job in waiting:
-                _say(f"{job.name}: {_outcome(job)}")
+                say(f"{job.name}: {_outcome(job)}")
             if message:
-                _say(f"{sweep.launcher[0]} said: {message}; see {sweep.run_dir / LAUNCHER_FOLDER}")
+                say(f"{sweep.launcher[0]} said: {message}; see {sweep.run_dir / LAUNCHER_FOLDER}")
         else:
             started = time.monotonic()
-            at_once = sweep.side_by_side or _default_side_by_side([job.config for job in sweep.jobs])
+            at_once = sweep.side_by_side or _default_side_by_side(sweep.jobs)
             for number, (job, code) in enumerate(_run_here(waiting, at_once=at_once), start=1):
                 left = (len(waiting) - number) * (time.monotonic() - started) / number
-                _say(f"{number}/{len(waiting)}  {job.name}: {_outcome(job, code)}; about {left / 60:.0f} min left")
+                say(f"{number}/{len(waiting)}  {job.name}: {_outcome(job, code)}; about {left / 60:.0f} min left")
         if folders := [job.folder for job in sweep.jobs if RunFolder(job.folder).is_claimed]:
-            _say(f"\n{write_comparison(sweep.run_dir, read_runs(folders), command=sweep.command)}")
+            say(f"\n{write_comparison(sweep.run_dir, read_runs(folders), command=sweep.command)}")
     return 1 if any(_status(job) == "unfinished" for job in sweep.jobs) else 0
 
 
@@ -77,9 +78,8 @@ def _check(sweep: Sweep) -> None:
             instantiate.check_targets(config)
             if not sweep.launcher:  # which GPUs there are elsewhere is not known here
                 check_device(config.runtime.device.value)
-            PartitionedModel(
-                instantiate.build_model(config), config.partition.num_stages, config.partition.chosen(), own=[0]
-            )
+            partition, model = config.partition, instantiate.build_model(config)
+            PartitionedModel(model, partition.num_stages, partition.chosen(), own=[0])
 
 
 def _status(job: Job) -> str:
@@ -165,7 +165,8 @@ def _run_numbered(jobs: Sequence[Job], folder: str, _: Any) -> None:
     list(_run_here([jobs[HydraConfig.get().job.num]], at_once=1))  # the run folder says what became of it
 
 
-def _default_side_by_side(configs: Sequence[RunConfig]) -> int:
+def _default_side_by_side(jobs: Sequence[Job]) -> int:
+    configs = [job.config for job in jobs]
     if any(config.runtime.device is Device.cuda for config in configs):
         return 1  # only the user knows how many runs fit on a GPU
     most = max(c.threads * (c.partition.num_stages if c.runtime.processes else 1) for c in configs)
@@ -182,8 +183,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
