@@ -14,7 +14,6 @@ from adl_dist.cli.config.compose import Parser, compose_run
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Costs, describe, figures, speed
 from adl_dist.schedule.table import tick_words
-from adl_dist.schedule.timing import Speed
 
 EXAMPLE = "--costs '{forward: 1, backward: 2, update: 0.1, link: 0.2}'"
 COST_KEYS = ("forward", "backward", "update", "link")
@@ -52,8 +51,16 @@ def schedule(arguments: list[str]) -> None:
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         lines = [describe(pipeline, num_micro_batches=num, width=width)]
-        lines += [] if predicted is None else [_speed_lines(predicted)]
-        lines += [] if flags.out is None else [f"\npicture  {flags.out}"]
+        if predicted is not None:
+            lines += [
+                "\nwith these costs, once the pipeline is full",
+                f"time per update  {predicted.time_per_update:.6g}",
+                f"bubble           {predicted.bubble:.1%}",
+                f"speed-up         {predicted.speed_up:.3g} over backpropagation",
+                "busy             " + "  ".join(f"stage {k} {share:.1%}" for k, share in enumerate(predicted.busy)),
+            ]
+        if flags.out is not None:
+            lines.append(f"\npicture  {flags.out}")
         text = "\n".join(lines)
     sys.stdout.write(text + "\n")
 
@@ -108,14 +115,3 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
         if not all(type(v) in (int, float) and 0 <= v < float("inf") for v in numbers):
             raise ConfigError(f"{source}: {key}={value!r} must be a number of at least 0, or a list of such numbers")
     return Costs(**lists)
-
-
-def _speed_lines(predicted: Speed) -> str:
-    busy = "  ".join(f"stage {k} {share:.1%}" for k, share in enumerate(predicted.busy))
-    return (
-        "\nwith these costs, once the pipeline is full\n"
-        f"time per update  {predicted.time_per_update:.6g}\n"
-        f"bubble           {predicted.bubble:.1%}\n"
-        f"speed-up         {predicted.speed_up:.3g} over backpropagation\n"
-        f"busy             {busy}"
-    )

@@ -25,6 +25,7 @@ from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.launch.local import launch_local
 from adl_dist.report import final_table, say, tell
 from adl_dist.report.files import write_atomically
+from adl_dist.training.options import Monitoring
 from adl_dist.training.trainer import Trainer
 
 
@@ -67,7 +68,9 @@ def train(overrides: list[str]) -> None:
             shuffle=config.data.get("shuffle", True),
             num_workers=config.data.get("num_workers", 0),
             checkpoints=config.runtime.checkpoints,
-            monitoring=config.runtime.monitoring,
+            monitoring=Monitoring(
+                tensorboard=config.runtime.tensorboard, trace=config.runtime.trace, memory=config.runtime.memory
+            ),
             config=plain,
         )
     except DivergedError as error:

@@ -11,13 +11,7 @@ PICTURES = (".svg", ".png", ".pdf")
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield an unfinished file next to ``path``, of the same suffix; rename it to ``path`` at the end of the block.
-
-    If the block raises, it is removed and ``path`` stays as it was.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Yield a file next to ``path``, of its suffix; rename it to ``path`` at the end, or remove it if the block raises."""
     unfinished = path.with_name(f".{path.stem}.saving{path.suffix}")
     try:
         yield unfinished

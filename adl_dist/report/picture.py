@@ -84,8 +84,8 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
 
     width, height = length * inches, pipeline.num_stages * LANE
     figure = Figure(figsize=(LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM))
-    figure_width, figure_height = figure.get_size_inches()
-    axes = figure.add_axes((LEFT / figure_width, BOTTOM / figure_height, width / figure_width, height / figure_height))
+    wide, high = figure.get_size_inches()
+    axes = figure.add_axes((LEFT / wide, BOTTOM / high, width / wide, height / high))
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     _lanes(axes, pipeline, width, shows_staleness)
@@ -163,18 +163,12 @@ def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span]
 
 
 def _arrow(axes: Axes, tail: Span, head: Span, inches: float, color: str) -> None:
-    down = 1 if head.stage > tail.stage else -1
-    inset = 0.04
-    axes.annotate(
-        "",
-        xytext=(tail.end * inches - inset, _middle(tail.stage) + down * BOX / 2),
-        xy=(head.start * inches + inset, _middle(head.stage) - down * BOX / 2),
-        arrowprops={
-            **{"arrowstyle": "-|>,head_length=0.35,head_width=0.14", "color": color, "linewidth": 0.9},
-            **{"linestyle": "-" if color == ACT else DASHES, "shrinkA": 0, "shrinkB": 0},
-        },
-        zorder=3,
-    )
+    half, inset = BOX / 2 if head.stage > tail.stage else -BOX / 2, 0.04
+    begins = tail.end * inches - inset, _middle(tail.stage) + half
+    ends = head.start * inches + inset, _middle(head.stage) - half
+    line = {"color": color, "linewidth": 0.9, "linestyle": "-" if color == ACT else DASHES, "shrinkA": 0, "shrinkB": 0}
+    arrow = {"arrowstyle": "-|>,head_length=0.35,head_width=0.14", **line}
+    axes.annotate("", xytext=begins, xy=ends, arrowprops=arrow, zorder=3)
 
 
 def _box(axes: Axes, box: Span, inches: float, label: int | None, update: Span | None) -> None:

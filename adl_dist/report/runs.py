@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -143,7 +143,6 @@ class Measure:
     name: str
     unit: str
     scale: float
-    best: Callable[..., float]
 
     @property
     def key(self) -> str:
@@ -159,8 +158,8 @@ class Measure:
         return f"{value:.2f}" if self.scale == 100 else f"{value:.4f}"
 
 
-ACCURACY = Measure(name="validation/accuracy", unit=" %", scale=100, best=max)
-LOSS = Measure(name="validation/loss", unit="", scale=1, best=min)
+ACCURACY = Measure(name="validation/accuracy", unit=" %", scale=100)
+LOSS = Measure(name="validation/loss", unit="", scale=1)
 
 
 def measure_of(runs: Sequence[Run]) -> Measure:

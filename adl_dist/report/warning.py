@@ -9,10 +9,7 @@ logger = logging.getLogger("adl_dist")
 
 
 def tell(stream: IO[str] | None, text: str) -> None:
-    """Write ``text`` to ``stream``, in one piece. Any thread may call it.
-
-    An output that is gone (a pipe whose reader has ended, a full disk, no stream at all) must not end a run.
-    """
+    """Write ``text`` whole; an output that is gone must not end a run (no stream, no reader, a full disk).."""
     with suppress(OSError, ValueError):
         if stream is not None:
             stream.write(text)  # one write: lines of several threads do not mix

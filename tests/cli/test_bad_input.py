@@ -152,7 +152,7 @@ BEFORE_WRITING = [
     ("model.depth=9", ["model.depth=9", "6n+2", "8 and 14"]),
     ("data.in_channels=0", ["model.in_channels must be at least 1", "got 10 and 0"]),
     (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
-    (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "no nn.Module"]),
+    (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "expected a torch.nn.Module"]),
     (
         "partition.num_stages=6",
         ["partition.num_stages=6", "has 5", "partition.num_stages=5, or partition.granularity=layer"],

@@ -10,7 +10,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import check_lengths, micro_batch_size_of
-from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
+from adl_dist.training.options import PartitionSpec, ProcessOptions
 
 MOST_THREADS = 1024  # per process; torch ends without a message if there are very many
 LARGEST_SEED = 2**63 - 1  # the largest that torch takes
@@ -140,11 +140,6 @@ class RuntimeConfig:
             keep_best=self.keep_best,
             background=self.async_save,
         )
-
-    @property
-    def monitoring(self) -> Monitoring:
-        """What is recorded."""
-        return Monitoring(tensorboard=self.tensorboard, trace=self.trace, memory=self.memory)
 
     @property
     def process_options(self) -> ProcessOptions:

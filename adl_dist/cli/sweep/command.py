@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from adl_dist.checkpoint.run_dir import RunFolder, lock, make_folder
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import config_folder, readable
-from adl_dist.cli.config.schema import Device
+from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.subprocesses import POLL_SECONDS, Child, end_all, how_it_ended, start
 from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.distributed.affinity import num_cores
@@ -38,11 +38,7 @@ LAUNCHER_FOLDER = ".launcher"  # what a launcher of Hydra writes, inside the fol
 
 
 def run(sweep: Sweep) -> int:
-    """Run what is not complete yet, if all can be run, and compare.
-
-    Returns:
-        The exit code: 0, or 1 if a run failed. A run that diverged is a result.
-    """
+    """Run what is not complete, and compare; return the exit code: 1 if a run failed. One that diverged is a result."""
     _check(sweep)
     with _locked(sweep.run_dir):
         waiting = [job for job in sweep.jobs if _status(job) == "unfinished"]
@@ -56,7 +52,7 @@ def run(sweep: Sweep) -> int:
                 say(f"{sweep.launcher[0]} said: {message}; see {sweep.run_dir / LAUNCHER_FOLDER}")
         else:
             started = time.monotonic()
-            at_once = sweep.side_by_side or _default_side_by_side(sweep.jobs)
+            at_once = sweep.side_by_side or _default_side_by_side([job.config for job in sweep.jobs])
             for number, (job, code) in enumerate(_run_here(waiting, at_once=at_once), start=1):
                 left = (len(waiting) - number) * (time.monotonic() - started) / number
                 say(f"{number}/{len(waiting)}  {job.name}: {_outcome(job, code)}; about {left / 60:.0f} min left")
@@ -113,9 +109,9 @@ def _run_here(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, int]]
                 threads = {"OMP_NUM_THREADS": str(job.config.threads)}  # numpy's would compete with torch's
                 running.append((job, start(Child(command=command, log=job.folder / LOG, environment=threads))))
             ended = [(job, process) for job, process in running if process.poll() is not None]
-            for entry in ended:
-                running.remove(entry)
-                yield entry[0], entry[1].returncode
+            for job, process in ended:
+                running.remove((job, process))
+                yield job, process.returncode
             if not ended:
                 time.sleep(POLL_SECONDS)  # no portable call waits for several processes
     finally:
@@ -123,24 +119,13 @@ def _run_here(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, int]]
 
 
 def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
-    """Hand ``jobs`` to a launcher of Hydra, like submitit's, and wait; return the error of a run or of the launcher.
-
-    Raises:
-        ConfigError: there is no such launcher or setting, or no run came to its end.
-    """
+    """Hand ``jobs`` to a launcher of Hydra, like submitit's, and wait; return the error of a run or of the launcher."""
     folder = str((sweep.run_dir / LAUNCHER_FOLDER).resolve()).replace("'", "\\'")
-    overrides = [
-        *sweep.launcher,
-        f"hydra.sweep.dir='{folder}'",
-        "hydra.sweep.subdir=${hydra.job.num}",
-        "hydra.output_subdir=null",
-        "hydra.job.name=adl-dist",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    silent = "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"
+    numbered = f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=${hydra.job.num}", "hydra.job.name=adl-dist"
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3", job_name="adl-dist"):
-            config = compose("config", overrides=overrides, return_hydra_config=True)
+            config = compose("config", overrides=[*sweep.launcher, *numbered, *silent], return_hydra_config=True)
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
             HydraConfig.instance().set_config(config)
@@ -165,8 +150,7 @@ def _run_numbered(jobs: Sequence[Job], folder: str, _: Any) -> None:
     list(_run_here([jobs[HydraConfig.get().job.num]], at_once=1))  # the run folder says what became of it
 
 
-def _default_side_by_side(jobs: Sequence[Job]) -> int:
-    configs = [job.config for job in jobs]
+def _default_side_by_side(configs: Sequence[RunConfig]) -> int:
     if any(config.runtime.device is Device.cuda for config in configs):
         return 1  # only the user knows how many runs fit on a GPU
     most = max(c.threads * (c.partition.num_stages if c.runtime.processes else 1) for c in configs)
