@@ -11,7 +11,7 @@ PICTURES = (".svg", ".png", ".pdf")
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a file next to ``path``, of its suffix; rename it to ``path`` at the end, or remove it if the block raises."""
+    """Yield a file next to ``path``, of its suffix; at the end rename it to ``path``, or remove it after an error."""
     unfinished = path.with_name(f".{path.stem}.saving{path.suffix}")
     try:
         yield unfinished

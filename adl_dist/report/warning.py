@@ -9,7 +9,7 @@ logger = logging.getLogger("adl_dist")
 
 
 def tell(stream: IO[str] | None, text: str) -> None:
-    """Write ``text`` whole; an output that is gone must not end a run (no stream, no reader, a full disk).."""
+    """Write ``text`` in one piece, from any thread; an output that is gone or full must not end a run."""
     with suppress(OSError, ValueError):
         if stream is not None:
             stream.write(text)  # one write: lines of several threads do not mix

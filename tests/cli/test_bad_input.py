@@ -80,7 +80,7 @@ NONSENSE = [
     ("method.weights=foo", ["method.weights: there is no 'foo'", "stash, latest"]),
     # out of range
     ("method.accumulation_steps=0", ["method.accumulation_steps must be at least 1, got 0"]),
-    ("partition.num_stages=0", ["partition.num_stages must be at least 1, got 0"]),
+    ("partition.num_stages=0", ["partition.num_stages (K) must be at least 1, got 0"]),
     ("train.epochs=0", ["train.epochs must be at least 1, got 0"]),
     ("train.max_updates=0", ["train.max_updates must be at least 1, got 0"]),
     ("train.clip_norm=0", ["train.clip_norm must be finite and above 0, got 0"]),

@@ -105,7 +105,7 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
     dead = {key: value for key, value in OTHERS.items() if key not in METHODS[name].options}
     for key, value in dead.items():
         with pytest.raises(ConfigError, match=rf"method.{key}=.* means nothing to method={name}"):
-            MethodConfig(name=name, **{key: value})
+            MethodConfig(name=name, **{key: value}).chosen()
     key = next(iter(dead))
     with pytest.raises(ConfigError, match=rf"method.{key}={dead[key]} means nothing to method={name}"):
         compose_run([f"method={name}", f"method.{key}={dead[key]}"])

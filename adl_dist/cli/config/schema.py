@@ -47,9 +47,6 @@ class MethodConfig:
     buffer_reuse: int | None = None
     stage_speeds: list[float] | None = None
 
-    def __post_init__(self) -> None:
-        self.chosen()
-
     def chosen(self) -> Method:
         """Return the method itself, checked."""
         return Method(**vars(self))
@@ -63,10 +60,6 @@ class PartitionConfig:
     balance: Any = "even"
     granularity: Granularity | None = None
     speeds: list[float] | None = None
-
-    def __post_init__(self) -> None:
-        _at_least("partition.num_stages", self.num_stages, 1)
-        self.chosen()
 
     def chosen(self) -> PartitionSpec:
         """Return the value that the trainer takes, checked."""
@@ -183,6 +176,7 @@ class RunConfig:
             raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
         if type(num_workers) is not int or num_workers < 0:
             raise ConfigError(f"data.num_workers must be a whole number of at least 0, got {num_workers!r}")
+        self.partition.chosen()
         micro_batch_size_of(self.train.batch_size, self.pipeline.micro_batches_per_update)
 
     @property
