@@ -24,6 +24,7 @@ from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.report import tell, warn
 from adl_dist.report.files import write_atomically
+from adl_dist.report.runs import flatten
 from adl_dist.schedule.run_plan import Plan
 
 logger = logging.getLogger("adl_dist")
@@ -268,14 +269,6 @@ def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
     if saved := layout.complete(path / "checkpoints"):
         return saved[-1]
     raise CheckpointError(f"{path} holds no complete checkpoint; train first: adl-dist train run_dir={path}")
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
 
 
 def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:

@@ -10,12 +10,10 @@ from typing import Any
 
 import yaml
 
-from adl_dist.cli.arguments import Parser
-from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.compose import Parser, compose_run
 from adl_dist.errors import ConfigError
-from adl_dist.schedule import Costs, Pipeline, describe, figures, speed
+from adl_dist.schedule import Costs, describe, figures, speed
 from adl_dist.schedule.table import tick_words
-from adl_dist.schedule.timing import Speed
 
 EXAMPLE = "--costs '{forward: 1, backward: 2, update: 0.1, link: 0.2}'"
 COST_KEYS = ("forward", "backward", "update", "link")
@@ -39,12 +37,30 @@ def schedule(arguments: list[str]) -> None:
 
         draw(pipeline, flags.out, num_micro_batches=num, costs=costs)
     if flags.json:
-        text = json.dumps(_facts(pipeline, num, costs, predicted))
+        facts: dict[str, Any] = {
+            "method": {**pipeline.method.settings, "summary": pipeline.spec.summary},
+            "num_stages": pipeline.num_stages,
+            "accumulation_steps": pipeline.micro_batches_per_update,
+            "num_micro_batches": num,
+            "stages": [asdict(f) for f in figures(pipeline)],
+            "ticks": tick_words(pipeline, num_micro_batches=num),
+        }
+        if costs is not None and predicted is not None:
+            facts |= {"costs": asdict(costs), "speed": asdict(predicted)}
+        text = json.dumps(facts)
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         lines = [describe(pipeline, num_micro_batches=num, width=width)]
-        lines += [] if predicted is None else [_speed_lines(predicted)]
-        lines += [] if flags.out is None else [f"\npicture  {flags.out}"]
+        if predicted is not None:
+            lines += [
+                "\nwith these costs, once the pipeline is full",
+                f"time per update  {predicted.time_per_update:.6g}",
+                f"bubble           {predicted.bubble:.1%}",
+                f"speed-up         {predicted.speed_up:.3g} over backpropagation",
+                "busy             " + "  ".join(f"stage {k} {share:.1%}" for k, share in enumerate(predicted.busy)),
+            ]
+        if flags.out is not None:
+            lines.append(f"\npicture  {flags.out}")
         text = "\n".join(lines)
     sys.stdout.write(text + "\n")
 
@@ -99,28 +115,3 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
         if not all(type(v) in (int, float) and 0 <= v < float("inf") for v in numbers):
             raise ConfigError(f"{source}: {key}={value!r} must be a number of at least 0, or a list of such numbers")
     return Costs(**lists)
-
-
-def _facts(pipeline: Pipeline, num: int, costs: Costs | None, predicted: Speed | None) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "method": {**pipeline.method.settings, "summary": pipeline.spec.summary},
-        "num_stages": pipeline.num_stages,
-        "accumulation_steps": pipeline.micro_batches_per_update,
-        "num_micro_batches": num,
-        "stages": [asdict(f) for f in figures(pipeline)],
-        "ticks": tick_words(pipeline, num_micro_batches=num),
-    }
-    if costs is not None and predicted is not None:
-        facts |= {"costs": asdict(costs), "speed": asdict(predicted)}
-    return facts
-
-
-def _speed_lines(predicted: Speed) -> str:
-    busy = "  ".join(f"stage {k} {share:.1%}" for k, share in enumerate(predicted.busy))
-    return (
-        "\nwith these costs, once the pipeline is full\n"
-        f"time per update  {predicted.time_per_update:.6g}\n"
-        f"bubble           {predicted.bubble:.1%}\n"
-        f"speed-up         {predicted.speed_up:.3g} over backpropagation\n"
-        f"busy             {busy}"
-    )

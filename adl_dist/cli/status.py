@@ -33,29 +33,19 @@ def stop(arguments: list[str]) -> None:
 
 def table(answer: Mapping[str, Any]) -> str:
     """Format the answer to ``status``, one line per stage."""
-    rows = [HEAD, *(_row(stage) for stage in answer["stages"])]
+    rows: list[Sequence[object]] = [HEAD]
+    for stage in answer["stages"]:
+        now = f"{stage['doing']} since {stage['seconds']:.1f} s"
+        if stage["saving"]:
+            now += f"; {stage['saving']} a checkpoint"
+        if stage["silent_seconds"]:
+            now = f"no answer since {stage['silent_seconds']:.1f} s; before: {now}"
+        staleness = "-" if stage["staleness_mean"] is None else f"{stage['staleness_mean']:.2f}"
+        micro_batch = "-" if stage["micro_batch"] is None else stage["micro_batch"]
+        where = stage["stage"], f"{stage['host']}:{stage['pid']}", stage["epoch"] + 1, stage["update"], micro_batch
+        speed, memory = f"{stage['images_per_second']:,.0f}", f"{stage['memory_bytes'] / 2**20:,.0f} MiB"
+        rows.append((*where, speed, f"{stage['busy_share']:.0%}", staleness, memory, now))
     return "\n".join([*text_table(rows), f"coordinator  {answer['coordinator']}"])
-
-
-def _row(stage: Mapping[str, Any]) -> Sequence[object]:
-    now = f"{stage['doing']} since {stage['seconds']:.1f} s"
-    if stage["saving"]:
-        now += f"; {stage['saving']} a checkpoint"
-    if stage["silent_seconds"]:
-        now = f"no answer since {stage['silent_seconds']:.1f} s; before: {now}"
-    staleness, micro_batch = stage["staleness_mean"], stage["micro_batch"]
-    return (
-        stage["stage"],
-        f"{stage['host']}:{stage['pid']}",
-        stage["epoch"] + 1,
-        stage["update"],
-        "-" if micro_batch is None else micro_batch,
-        f"{stage['images_per_second']:,.0f}",
-        f"{stage['busy_share']:.0%}",
-        "-" if staleness is None else f"{staleness:.2f}",
-        f"{stage['memory_bytes'] / 2**20:,.0f} MiB",
-        now,
-    )
 
 
 def _run_dir(command: str, arguments: Sequence[str], *, more: str = "") -> Path:

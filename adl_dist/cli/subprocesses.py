@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from adl_dist.distributed.parent_process import LAUNCHER
 
@@ -23,27 +24,16 @@ class ChildFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """A command to run.
+    """A command to run."""
 
-    Attributes:
-        command: the program and its arguments.
-        log: file that its output is appended to.
-        environment: variables in addition to this process's.
-        ends_with_us: whether it looks for our process id and ends with us; not where another command stands between.
-    """
-
-    command: Sequence[str]
-    log: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    ends_with_us: bool = True
+    command: Sequence[str]  # the program and its arguments
+    log: Path  # file that its output is appended to
+    environment: Mapping[str, str] = field(default_factory=dict)  # in addition to this process's
+    ends_with_us: bool = True  # it looks for our process id and ends with us; not where another command stands between
 
 
 def run_together(children: Sequence[Child], *, timeout_seconds: float | None = None) -> None:
-    """Run ``children`` side by side to their ends. Whatever happens, none is left.
-
-    Raises:
-        ChildFailed: one of them did, or they did not end in time.
-    """
+    """Run ``children`` side by side to their ends, and leave none; raise ChildFailed if one fails or is late."""
     running: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + (timeout_seconds or float("inf"))
     try:
@@ -87,13 +77,11 @@ def start(child: Child) -> subprocess.Popen[bytes]:
     """Start ``child`` in a session of its own: a Ctrl-C at the terminal reaches only this process, which ends it."""
     child.log.parent.mkdir(parents=True, exist_ok=True)
     ours = {LAUNCHER: str(os.getpid())} if child.ends_with_us else {}
-    environment = {**os.environ, **child.environment, **ours}
-    nothing, errors = subprocess.DEVNULL, subprocess.STDOUT
     with child.log.open("ab") as out:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
+        environment = {**os.environ, **child.environment, **ours}
         try:
-            return subprocess.Popen(
-                child.command, stdin=nothing, stdout=out, stderr=errors, env=environment, start_new_session=True
-            )
+            return subprocess.Popen(child.command, **streams, env=environment, start_new_session=True)
         except OSError as error:
             raise ChildFailed(f"{child.command[0]} cannot be started: {error.strerror}") from error
 

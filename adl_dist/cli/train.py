@@ -23,8 +23,9 @@ from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
 from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.launch.local import launch_local
-from adl_dist.report import final_table, tell
+from adl_dist.report import final_table, say, tell
 from adl_dist.report.files import write_atomically
+from adl_dist.training.options import Monitoring
 from adl_dist.training.trainer import Trainer
 
 
@@ -45,20 +46,16 @@ def train(overrides: list[str]) -> None:
     num_stages, stands_alone = config.partition.num_stages, not parent_process.is_part_of_more()
     if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
         check_named_interfaces()
+        command, restarts = ["train", *overrides], config.runtime.max_restarts
         try:
             raise SystemExit(
-                launch_local(
-                    ["train", *overrides],
-                    num_processes=num_stages,
-                    max_restarts=config.runtime.max_restarts,
-                    passes_stops_on=stands_alone,
-                )
+                launch_local(command, num_processes=num_stages, max_restarts=restarts, passes_stops_on=stands_alone)
             )
         finally:
             remove_stale(folder.path)
     trainer = instantiate.trainer(config, handle_signals=stands_alone)
     print_turn.announce(printed=False)
-    train_data, val_data = instantiate.build_data(config) if trainer.needs_data else (None, None)
+    train_data, val_data = instantiate.build_data(config.data) if trainer.needs_data else (None, None)
     try:
         summary = trainer.fit(
             train_data,
@@ -71,14 +68,16 @@ def train(overrides: list[str]) -> None:
             shuffle=config.data.get("shuffle", True),
             num_workers=config.data.get("num_workers", 0),
             checkpoints=config.runtime.checkpoints,
-            monitoring=config.runtime.monitoring,
+            monitoring=Monitoring(
+                tensorboard=config.runtime.tensorboard, trace=config.runtime.trace, memory=config.runtime.memory
+            ),
             config=plain,
         )
     except DivergedError as error:
         folder.write_divergence(error)
         raise
     if launched_rank() == 0:
-        _say(_ending(summary, config.run_dir))
+        say(_ending(summary, config))
     if "stopped" in summary:
         _end_stopped(summary["stopped"])
 
@@ -86,11 +85,11 @@ def train(overrides: list[str]) -> None:
 def evaluate(arguments: list[str]) -> None:
     """``adl-dist evaluate``: a checkpoint, uncut, in this process."""
     config, path, trainer = _restored(_options("evaluate", arguments, required={"run_dir": "runs/NAME"}))
-    _, val_data = instantiate.build_data(config)
+    _, val_data = instantiate.build_data(config.data)
     micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size)
     shown = [f"{n.replace('_', ' ')} {v:{'.2%' if n.endswith('accuracy') else '.4f'}}" for n, v in metrics.items()]
-    _say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
+    say(f"{path}: {', '.join(shown)}, {len(val_data)} samples")  # type: ignore[arg-type]
 
 
 def export(arguments: list[str]) -> None:
@@ -114,7 +113,7 @@ def export(arguments: list[str]) -> None:
     except OSError as error:
         raise CheckpointError(f"out={out} cannot be written: {error.strerror}; choose another place") from error
     loader = "safetensors.torch.load_file" if is_safetensors else "torch.load"
-    _say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
+    say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
 
 
 def _options(command: str, arguments: Sequence[str], *, required: Mapping[str, str]) -> dict[str, str]:
@@ -150,34 +149,25 @@ def _restored(options: Mapping[str, str]) -> tuple[RunConfig, Path, Trainer]:
 def _end_stopped(stopped: Mapping[str, Any]) -> None:
     """Say where the run has stopped; exit with a code that says so, unless a launcher would take that for a failure."""
     if launched_rank() == 0:
+        where = f"stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}"
         note = (
             "; the pipeline was emptied in mid-epoch, so values will differ from those of a run that was not stopped "
             "(runtime.checkpoint_every_updates avoids that)"
-        )
-        tell(
-            sys.stderr,
-            f"adl-dist: stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}; saved "
-            f"{stopped['checkpoint']}; the same command resumes it{note if stopped['drain_changed_result'] else ''}\n",
-        )
+        ) * stopped["drain_changed_result"]
+        saved = f"saved {stopped['checkpoint']}; the same command resumes it{note}"
+        tell(sys.stderr, f"adl-dist: {where}; {saved}\n")
     if launched_world_size() is None:
         raise SystemExit(parent_process.STOPPED_CODE)
     parent_process.flag_stopped()
 
 
-def _ending(summary: Mapping[str, Any], run_dir: str) -> str:
+def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
+    lines, run_dir = [final_table(summary)], config.run_dir
     if "stopped" in summary:
-        return final_table(summary)
-    nothing = f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir="
-    lines = [
-        *([] if summary["stages"] else [nothing]),
-        final_table(summary),
-        "",
-        f"run folder       {run_dir}",
-        "learning curves  tensorboard --logdir runs",
-        f"plain weights    adl-dist export run_dir={run_dir} out=model.pt",
-    ]
-    return "\n".join(lines)
-
-
-def _say(text: str) -> None:
-    tell(sys.stdout, text + "\n")
+        return lines[0]
+    if not summary["stages"]:
+        lines.insert(0, f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir=")
+    lines += ["", f"run folder       {run_dir}"]
+    if config.runtime.tensorboard:
+        lines.append("learning curves  tensorboard --logdir runs")
+    return "\n".join([*lines, f"plain weights    adl-dist export run_dir={run_dir} out=model.pt"])

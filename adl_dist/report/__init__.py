@@ -2,6 +2,6 @@
 
 from adl_dist.report.progress import Progress, final_table
 from adl_dist.report.recorder import Recorder
-from adl_dist.report.warning import tell, warn
+from adl_dist.report.warning import say, tell, warn
 
-__all__ = ["Progress", "Recorder", "final_table", "tell", "warn"]
+__all__ = ["Progress", "Recorder", "final_table", "say", "tell", "warn"]

@@ -24,7 +24,12 @@ def write_comparison(folder: Path, runs: Sequence[Run], *, command: str) -> str:
 
     measure = measure_of(runs)
     runs = sorted(runs, key=lambda run: run.method["name"] != REFERENCE)  # stable: otherwise as given
-    text = "\n\n".join([_table(runs, measure), *_memory_table(runs), _origin(runs, command)]) + "\n"
+    origin = (
+        f"Command: `{command}`\n\n{len(runs)} runs, seeds {', '.join(map(str, sorted({run.seed for run in runs})))}; "
+        f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
+        "Each run: `comparison.csv`; learning curves: `curves.svg`."
+    )
+    text = "\n\n".join([_table(runs, measure), *_memory_table(runs), origin]) + "\n"
     with write_atomically(folder / "comparison.md") as unfinished:
         unfinished.write_text(text)
     rows = [_csv_row(run) for run in runs]
@@ -103,22 +108,12 @@ def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measur
     return f"{MINUS if difference < 0 else '+'}{measure.text(abs(difference))}"
 
 
-def _origin(runs: Sequence[Run], command: str) -> str:
-    seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
-    return (
-        f"Command: `{command}`\n\n"
-        f"{len(runs)} runs, seeds {seeds}; compared with Python {platform.python_version()}, torch {version('torch')}, "
-        f"adl_dist {__version__}. Each run: `comparison.csv`; learning curves: `curves.svg`."
-    )
-
-
 def _csv_row(run: Run) -> dict[str, Any]:
     """Return the row of one run; times and staleness are those since its last start, missing figures stay empty."""
     summary = run.summary
     stages = summary.get("stages", [])
-    accuracies, losses = ([value for _, value in run.curve(measure.name)] for measure in (ACCURACY, LOSS))
+    accuracies, losses = ([value for _, value in run.curves.get(measure.name, [])] for measure in (ACCURACY, LOSS))
     tensor_bytes = [stage["peak_tensor_bytes"] for stage in stages if "peak_tensor_bytes" in stage]
-    copied = ("epochs", "updates", "seconds", "samples_per_second")
     return {
         "label": run.label,
         "num_stages": run.num_stages,
@@ -133,7 +128,7 @@ def _csv_row(run: Run) -> dict[str, Any]:
         "best_validation_accuracy": max(accuracies, default=None),
         "validation_loss": summary.get(LOSS.key),
         "best_validation_loss": min(losses, default=None),
-        **{name: summary.get(name) for name in copied},
+        **{name: summary.get(name) for name in ("epochs", "updates", "seconds", "samples_per_second")},
         "stage0_staleness_mean": stages[0]["staleness_mean"] if stages else None,
         "peak_memory_bytes": max((stage["peak_memory_bytes"] for stage in stages), default=None),
         "peak_tensor_bytes": max(tensor_bytes, default=None),

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from adl_dist.report.runs import REFERENCE, Measure, Run
+from adl_dist.report.runs import ACCURACY, REFERENCE, Measure, Run
 
 # Okabe and Ito's colours, which the colour-blind tell apart, in as many styles as it takes; black is the reference.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -39,7 +39,10 @@ def draw_curves(runs: Sequence[Run], measure: Measure) -> Figure:
     """Draw the median over seeds as a line and their range as a band; each diverged run on its own, up to a cross."""
     labels = list(dict.fromkeys(run.label for run in runs))
     references = [run for run in runs if run.method["name"] == REFERENCE]
-    looks = _looks(labels, {run.label for run in references})
+    black = [{"color": "black", "linestyle": style, "linewidth": 2.0} for style in STYLES]
+    bright = [{"color": c, "linestyle": style, "linewidth": 1.4} for style in STYLES for c in COLOURS]
+    kinds = {True: itertools.cycle(black), False: itertools.cycle(bright)}
+    looks = {label: next(kinds[any(run.label == label for run in references)]) for label in labels}
     # The result of the reference does not depend on K: it needs no panel of its own and is drawn in all others.
     stages = sorted({run.num_stages for run in runs if run not in references} or {run.num_stages for run in runs})
     columns = min(len(stages), MOST_COLUMNS)
@@ -79,13 +82,6 @@ def save_figure(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _looks(labels: Sequence[str], references: set[str]) -> dict[str, dict[str, Any]]:
-    black = [{"color": "black", "linestyle": style, "linewidth": 2.0} for style in STYLES]
-    bright = [{"color": c, "linestyle": style, "linewidth": 1.4} for style in STYLES for c in COLOURS]
-    kinds = {True: itertools.cycle(black), False: itertools.cycle(bright)}
-    return {label: next(kinds[label in references]) for label in labels}
-
-
 def _draw_panel(axes: Axes, runs: Sequence[Run], looks: Mapping[str, Mapping[str, Any]], measure: Measure) -> None:
     for place, label in enumerate(reversed([label for label in looks if any(r.label == label for r in runs)])):
         look, shown = looks[label], [run for run in runs if run.label == label]
@@ -105,7 +101,7 @@ def _draw_diverged(axes: Axes, run: Run, look: Mapping[str, Any], measure: Measu
     curve = _scaled(run, measure)
     axes.plot(list(curve), list(curve.values()), zorder=2.9, **{**look, "linewidth": 1.0, "alpha": 0.8})
     low, high = axes.get_ylim()
-    worst = low if measure.best is max else high
+    worst = low if measure is ACCURACY else high
     # The cross of a run that ended before its first validation, or outside the panel, is on the edge.
     end = max(curve, default=run.divergence.get("epoch", 0) + 1)
     value = min(max(curve.get(end, worst), low), high)
@@ -113,7 +109,7 @@ def _draw_diverged(axes: Axes, run: Run, look: Mapping[str, Any], measure: Measu
 
 
 def _scaled(run: Run, measure: Measure) -> dict[int, float]:
-    return {epoch: value * measure.scale for epoch, value in run.curve(measure.name)}
+    return {epoch: value * measure.scale for epoch, value in run.curves.get(measure.name, [])}
 
 
 def _set_range(axes: Axes, runs: Sequence[Run], measure: Measure) -> None:

@@ -1,19 +1,17 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and the names that pictures may have."""
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from adl_dist.errors import ConfigError
+
+PICTURES = (".svg", ".png", ".pdf")
+
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield an unfinished file next to ``path``, of the same suffix; rename it to ``path`` at the end of the block.
-
-    If the block raises, it is removed and ``path`` stays as it was.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Yield a file next to ``path``, of its suffix; at the end rename it to ``path``, or remove it after an error."""
     unfinished = path.with_name(f".{path.stem}.saving{path.suffix}")
     try:
         yield unfinished
@@ -22,3 +20,11 @@ def write_atomically(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+
+
+def check_out(path: Path) -> None:
+    """Refuse ``--out path`` by a ConfigError unless it names a picture in a folder that exists."""
+    if path.suffix not in PICTURES:
+        raise ConfigError(f"--out {path} must end in {', '.join(PICTURES)}; for example --out picture.svg")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--out {path} cannot be written: folder {path.parent} does not exist; make it first")

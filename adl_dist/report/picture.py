@@ -6,7 +6,7 @@ To be imported late: matplotlib takes half a second.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.artist import Artist
@@ -17,13 +17,12 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from adl_dist.errors import ConfigError
-from adl_dist.report.files import write_atomically
+from adl_dist.report.files import check_out, write_atomically
 from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.table import figures, title
-from adl_dist.schedule.timing import Costs, actions_of_all, simulate, ticks
+from adl_dist.schedule.timing import Costs, Span, actions_of_all, simulate, ticks
 
-SUFFIXES = (".svg", ".png", ".pdf")
 MOST_TICKS = 400  # more cannot be read
 
 # Okabe and Ito's colours, which colour-blind people tell apart: face, text.
@@ -48,25 +47,13 @@ LETTER = 0.0092  # width of a digit per point of its size
 WIDEST = 300.0
 
 
-class Box(NamedTuple):
-    """One piece of work where it is drawn."""
-
-    stage: int
-    action: Action
-    start: float
-    end: float
-
-
 def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs | None = None) -> None:
     """Draw a segment into a file, the same bytes for the same schedule; the axis counts ``costs`` or, without, ticks.
 
     Raises:
         ConfigError: another kind of file, too many ticks, or a place that cannot be written.
     """
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--out {path} must end in {', '.join(SUFFIXES)}; for example --out schedule.svg")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--out {path} cannot be written: folder {path.parent} does not exist; make it first")
+    check_out(path)
     # No random ids, no dates; letters as shapes, which look the same everywhere.
     with rc_context({"svg.hashsalt": "adl_dist", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
         figure = picture(pipeline, num_micro_batches=num_micro_batches, costs=costs)
@@ -85,22 +72,20 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
     table = ticks(lists)
     num_ticks = max((max(row) + 1 for row in table if row), default=0)
     if num_ticks > MOST_TICKS:
-        raise ConfigError(
-            f"a picture of {num_ticks} ticks cannot be read; expected at most {MOST_TICKS}: lower --micro-batches, "
-            f"which is {num_micro_batches}"
-        )
-    if costs is None:
-        boxes = list(_boxes_of_ticks(table))
-    else:
-        boxes = [Box(*span) for span in simulate(lists, costs) if span.action.op in STYLES]
+        fewer = f"lower --micro-batches, which is {num_micro_batches}"
+        raise ConfigError(f"a picture of {num_ticks} ticks cannot be read; expected at most {MOST_TICKS}: {fewer}")
+    spans = _spans_of_ticks(table) if costs is None else simulate(lists, costs)
+    boxes = [span for span in spans if span.action.op in STYLES]
     length = max(box.end for box in boxes)
-    inches = min(_inches_per_unit(boxes, num_micro_batches), WIDEST / length)
+    # At this scale the usual forward has room for its number.
+    usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS]) or length / len(boxes)
+    inches = min(max(0.26, LETTER * 9 * len(str(num_micro_batches - 1)) + 0.1) / usual, WIDEST / length)
     shows_staleness = any(f.staleness_max for f in figures(pipeline))
 
     width, height = length * inches, pipeline.num_stages * LANE
     figure = Figure(figsize=(LEFT + max(width, NARROWEST) + RIGHT, TOP + height + BOTTOM))
-    figure_width, figure_height = figure.get_size_inches()
-    axes = figure.add_axes((LEFT / figure_width, BOTTOM / figure_height, width / figure_width, height / figure_height))
+    wide, high = figure.get_size_inches()
+    axes = figure.add_axes((LEFT / wide, BOTTOM / high, width / wide, height / high))
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     _lanes(axes, pipeline, width, shows_staleness)
@@ -115,7 +100,7 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
     return figure
 
 
-def _boxes_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Box]:
+def _spans_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Span]:
     replays = any(a.op is Op.RECOMPUTE for row in table for actions in row.values() for a in actions)
     parts = 4 if replays else 3
     for stage, row in enumerate(table):
@@ -127,14 +112,7 @@ def _boxes_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Box]:
                 elif action.op is Op.BACKWARD:
                     end = tick + 1 - 2 / parts
                 start, end = end, end + PARTS.get(action.op, 0) / parts
-                yield Box(stage, action, start, end)
-
-
-def _inches_per_unit(boxes: Sequence[Box], num_micro_batches: int) -> float:
-    """Return a scale at which the usual forward has room for its number."""
-    usual = median([box.end - box.start for box in boxes if box.action.op in FORWARDS])
-    usual = usual or max(box.end for box in boxes) / len(boxes)
-    return max(0.26, LETTER * 9 * len(str(num_micro_batches - 1)) + 0.1) / usual
+                yield Span(stage, action, start, end)
 
 
 def _middle(stage: int) -> float:
@@ -169,7 +147,7 @@ def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None) -> No
         axes.axvline(tick * inches, color="#C8C8C8", linewidth=0.6, zorder=0.5)
 
 
-def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Box], inches: float) -> None:
+def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span], inches: float) -> None:
     """Draw an arrow from the work that made a message to the work that needs it."""
     ends = (*FORWARDS, Op.BACKWARD)
     made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
@@ -184,22 +162,16 @@ def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Box],
                 _arrow(axes, made[stage + 1, False, number], made[stage, False, number], inches, GRAD)
 
 
-def _arrow(axes: Axes, tail: Box, head: Box, inches: float, color: str) -> None:
-    down = 1 if head.stage > tail.stage else -1
-    inset = 0.04
-    axes.annotate(
-        "",
-        xytext=(tail.end * inches - inset, _middle(tail.stage) + down * BOX / 2),
-        xy=(head.start * inches + inset, _middle(head.stage) - down * BOX / 2),
-        arrowprops={
-            **{"arrowstyle": "-|>,head_length=0.35,head_width=0.14", "color": color, "linewidth": 0.9},
-            **{"linestyle": "-" if color == ACT else DASHES, "shrinkA": 0, "shrinkB": 0},
-        },
-        zorder=3,
-    )
+def _arrow(axes: Axes, tail: Span, head: Span, inches: float, color: str) -> None:
+    half, inset = BOX / 2 if head.stage > tail.stage else -BOX / 2, 0.04
+    begins = tail.end * inches - inset, _middle(tail.stage) + half
+    ends = head.start * inches + inset, _middle(head.stage) - half
+    line = {"color": color, "linewidth": 0.9, "linestyle": "-" if color == ACT else DASHES, "shrinkA": 0, "shrinkB": 0}
+    arrow = {"arrowstyle": "-|>,head_length=0.35,head_width=0.14", **line}
+    axes.annotate("", xytext=begins, xy=ends, arrowprops=arrow, zorder=3)
 
 
-def _box(axes: Axes, box: Box, inches: float, label: int | None, update: Box | None) -> None:
+def _box(axes: Axes, box: Span, inches: float, label: int | None, update: Span | None) -> None:
     face, ink, _ = STYLES[box.action.op]
     left, right, middle = box.start * inches, box.end * inches, _middle(box.stage)
     if box.action.op is Op.UPDATE:
@@ -225,7 +197,7 @@ def _write(axes: Axes, x: float, y: float, text: str, room: float, size: float, 
 
 
 def _legend(
-    figure: Figure, pipeline: Pipeline, boxes: Sequence[Box], num_micro_batches: int, shows_staleness: bool
+    figure: Figure, pipeline: Pipeline, boxes: Sequence[Span], num_micro_batches: int, shows_staleness: bool
 ) -> None:
     name, facts = title(pipeline, num_micro_batches=num_micro_batches).rsplit(": ", 1)
     height, left = figure.get_figheight(), LEFT / figure.get_figwidth()

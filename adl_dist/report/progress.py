@@ -16,8 +16,7 @@ class Progress:
 
     def __init__(self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None) -> None:
         """Show to ``out`` (standard output), or nothing if ``quiet``."""
-        self._out = out or sys.stdout
-        self._quiet = quiet
+        self._out, self._quiet = out or sys.stdout, quiet
         # Only a terminal can overwrite a line; a log file gets the line of each epoch.
         self._live = not quiet and _is_terminal(self._out)
         self._staleness: list[float | None] = [None] * num_stages
@@ -44,9 +43,9 @@ class Progress:
                 self._staleness[record["stage"]] = record["value"]
             case "train/loss":
                 self._update = record["update"] + 1
-                self._samples += record["num_samples"]
-                self._loss_sum += record["value"] * record["num_samples"]
                 self._last_size = record["num_samples"]
+                self._samples += self._last_size
+                self._loss_sum += record["value"] * self._last_size
                 self._seconds = record["elapsed_seconds"]
                 self._rate = self._samples / max(self._seconds_before + self._seconds, 1e-9)
             case "train/accuracy":

@@ -2,9 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +21,12 @@ Status = Literal["complete", "diverged", "unfinished"]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run folder, with the content of its config.yaml. Runs that differ only in K and seed share a label."""
+    """One run folder. Runs that differ only in K and seed share a label.
+
+    ``config`` is the content of config.yaml, ``summary`` of summary.json, or {} unless the run is complete,
+    ``divergence`` of diverged.json, or {} unless it has diverged; ``curves``: for names like ``validation/loss``, pairs
+    of the number of whole epochs and the value then, if it is finite.
+    """
 
     folder: Path
     config: Mapping[str, Any]
@@ -32,30 +36,9 @@ class Run:
     seed: int
     status: Status
     label: str
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """Content of summary.json, or {} unless the run is complete."""
-        return read_json(self.folder / "summary.json") if self.status == "complete" else {}
-
-    @cached_property
-    def divergence(self) -> dict[str, Any]:
-        """Content of diverged.json, or {} unless the run has diverged."""
-        return read_json(self.folder / "diverged.json") if self.status == "diverged" else {}
-
-    def curve(self, name: str) -> list[tuple[int, float]]:
-        """Return the finite values of ``name``, like ``validation/loss``, each with the number of whole epochs."""
-        return [(epoch + 1, value) for epoch, value in self._curves.get(name, []) if math.isfinite(value)]
-
-    @cached_property
-    def _curves(self) -> dict[str, list[tuple[int, float]]]:
-        curves: dict[str, list[tuple[int, float]]] = {}
-        path = self.folder / METRICS
-        for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
-            if '"validation/' in line and line.endswith("\n"):
-                record = json.loads(line)
-                curves.setdefault(record["name"], []).append((record["epoch"], record["value"]))
-        return curves
+    summary: Mapping[str, Any]
+    divergence: Mapping[str, Any]
+    curves: Mapping[str, Sequence[tuple[int, float]]]
 
 
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
@@ -82,7 +65,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
                 f"{folder}: expected the folder of a run made by adl-dist train, got a config.yaml that does not "
                 f"describe one ({type(error).__name__}: {error}); give run folders"
             ) from error
-    flat = [dict(_flattened(run.config)) for run in runs]
+    flat = [flatten(run.config) for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
     telling = [key for key in keys if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, flat)]
     return [
@@ -103,6 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _read(folder: Path) -> Run:
     config = yaml.safe_load((folder / "config.yaml").read_text())
     train, chosen = config["train"], config["method"]
+    status = status_of(folder, epochs=train["epochs"], max_updates=train["max_updates"])
     return Run(
         folder=folder,
         config=config,
@@ -110,9 +94,22 @@ def _read(folder: Path) -> Run:
         accumulation_steps=int(chosen["accumulation_steps"]),
         method=chosen,
         seed=int(config["seed"]),
-        status=status_of(folder, epochs=train["epochs"], max_updates=train["max_updates"]),
+        status=status,
         label=_method_label(chosen),
+        summary=read_json(folder / "summary.json") if status == "complete" else {},
+        divergence=read_json(folder / "diverged.json") if status == "diverged" else {},
+        curves=_validation_curves(folder / METRICS),
     )
+
+
+def _validation_curves(path: Path) -> dict[str, list[tuple[int, float]]]:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
+        if '"validation/' in line and line.endswith("\n"):
+            record = json.loads(line)
+            if math.isfinite(record["value"]):
+                curves.setdefault(record["name"], []).append((record["epoch"] + 1, record["value"]))
+    return curves
 
 
 def _method_label(chosen: Mapping[str, Any]) -> str:
@@ -131,12 +128,12 @@ def _tells_apart(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
     return len(values) > len({first for first, _ in values})
 
 
-def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with dotted names."""
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flattened(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +143,6 @@ class Measure:
     name: str
     unit: str
     scale: float
-    best: Callable[..., float]
 
     @property
     def key(self) -> str:
@@ -162,10 +158,10 @@ class Measure:
         return f"{value:.2f}" if self.scale == 100 else f"{value:.4f}"
 
 
-ACCURACY = Measure(name="validation/accuracy", unit=" %", scale=100, best=max)
-LOSS = Measure(name="validation/loss", unit="", scale=1, best=min)
+ACCURACY = Measure(name="validation/accuracy", unit=" %", scale=100)
+LOSS = Measure(name="validation/loss", unit="", scale=1)
 
 
 def measure_of(runs: Sequence[Run]) -> Measure:
     """Return the accuracy if any run has one, else the loss."""
-    return ACCURACY if any(run.curve(ACCURACY.name) for run in runs) else LOSS
+    return ACCURACY if any(ACCURACY.name in run.curves for run in runs) else LOSS

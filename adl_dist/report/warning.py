@@ -1,4 +1,4 @@
-"""Warnings that must reach the user although training continues."""
+"""Write to the user and the log without ending what runs."""
 
 import logging
 import sys
@@ -9,14 +9,16 @@ logger = logging.getLogger("adl_dist")
 
 
 def tell(stream: IO[str] | None, text: str) -> None:
-    """Write ``text`` to ``stream``, in one piece. Any thread may call it.
-
-    An output that is gone (a pipe whose reader has ended, a full disk, no stream at all) must not end a run.
-    """
+    """Write ``text`` in one piece, from any thread; an output that is gone or full must not end a run."""
     with suppress(OSError, ValueError):
         if stream is not None:
             stream.write(text)  # one write: lines of several threads do not mix
             stream.flush()
+
+
+def say(text: str) -> None:
+    """Write ``text`` as a line to standard output."""
+    tell(sys.stdout, text + "\n")
 
 
 def warn(text: str) -> None:

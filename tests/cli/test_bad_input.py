@@ -15,16 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from adl_dist.cli import train
 from adl_dist.launch import local
-from tests.support.commands import (
-    ADL_DIST,
-    ROOT,
-    as_command,
-    in_process,
-    left_behind,
-    shows,
-    snapshot,
-    words,
-)
+from tests.support.commands import ADL_DIST, ROOT, as_command, in_process, left_behind, shows, snapshot, words
+from tests.support.tiers import slow
 
 USER = "tests.support.user_code"
 SMALL = f"model._target_={USER}.good"
@@ -45,27 +37,20 @@ def refused(*command, code=2):
 NONSENSE = [
     # unknown and misspelt keys
     ("train.epoch=2", ["there is no key 'train.epoch'", "did you mean 'train.epochs'?", "adl-dist train --help"]),
-    ("method.acumulation_steps=2", ["'method.acumulation_steps'", "did you mean 'method.accumulation_steps'?"]),
     ("batch_size=2", ["there is no key 'batch_size'", "did you mean 'train.batch_size'?"]),
-    ("nosuch.key=1", ["there is no key 'nosuch.key'", "adl-dist train --help lists all keys"]),
     ("+train.foo=1", ["there is no key 'train.foo'", "adl-dist train --help"]),
     ("++foo=1", ["there is no key 'foo'", "adl-dist train --help"]),
     ("runtime={foo:1}", ["there is no key 'runtime.foo'", "adl-dist train --help"]),
     ("hydra.run.dir=x", ["there is no key 'hydra.run.dir'", "adl-dist train --help"]),
     # unknown choices
     ("model=resnet21", ["there is no model=resnet21", "choose one of", "resnet18, resnet20", "custom"]),
-    ("data=mnist", ["there is no data=mnist", "choose one of cifar10, cifar100, custom, digits"]),
     ("method=foo", ["there is no method=foo", "choose one of 1f1b, 2bw, adl"]),
-    ("optimizer=sdg", ["there is no optimizer=sdg", "choose one of adamw, custom, sgd"]),
     ("model=null", ["model=null is no choice of model", "choose one of", "resnet8"]),
-    ("model=[resnet8,resnet20]", ["is no choice of model", "choose one of", "resnet8"]),
     ("method.name=adll", ["method.name=adll", "choose a method by method=NAME"]),
     # wrong types
     ("train.batch_size=abc", ["train.batch_size=abc", "'abc'", "Integer"]),
     ("train.epochs=1.5", ["train.epochs=1.5", "Integer"]),
     ("train.epochs=null", ["train.epochs=null", "not Optional"]),
-    ("train.epochs=", ["train.epochs=", "Integer"]),
-    ("seed=abc", ["seed=abc", "Integer"]),
     ("train=5", ["train=5", "TrainConfig"]),
     ("runtime.processes=maybe", ["runtime.processes=maybe", "bool"]),
     ("data.shuffle=maybe", ["data.shuffle", "true or false", "'maybe'"]),
@@ -76,11 +61,10 @@ NONSENSE = [
     ("optimizer.lr=abc", ["optimizer", "torch.optim.SGD refuses", "'lr': 'abc'"]),
     # choices of a value
     ("dtype=float16", ["dtype=float16", "float32, float64"]),
-    ("runtime.device=tpu", ["runtime.device=tpu", "cpu, cuda"]),
     ("method.weights=foo", ["method.weights: there is no 'foo'", "stash, latest"]),
     # out of range
     ("method.accumulation_steps=0", ["method.accumulation_steps must be at least 1, got 0"]),
-    ("partition.num_stages=0", ["partition.num_stages must be at least 1, got 0"]),
+    ("partition.num_stages=0", ["partition.num_stages (K) must be at least 1, got 0"]),
     ("train.epochs=0", ["train.epochs must be at least 1, got 0"]),
     ("train.max_updates=0", ["train.max_updates must be at least 1, got 0"]),
     ("train.clip_norm=0", ["train.clip_norm must be finite and above 0, got 0"]),
@@ -92,7 +76,6 @@ NONSENSE = [
     ("runtime.threads=0", ["runtime.threads must be at least 1, got 0"]),
     ("runtime.threads=100000", ["runtime.threads must be at most", "got 100000"]),
     ("runtime.timeout_seconds=0", ["runtime.timeout_seconds must be above 0", "got 0"]),
-    ("runtime.timeout_seconds=-1", ["runtime.timeout_seconds must be above 0", "got -1"]),
     ("runtime.timeout_seconds=inf", ["runtime.timeout_seconds must be above 0 and at most", "got inf"]),
     ("runtime.timeout_seconds=nan", ["runtime.timeout_seconds must be above 0", "got nan"]),
     ("runtime.keep_checkpoints=0", ["runtime.keep_checkpoints must be at least 1, got 0"]),
@@ -104,8 +87,6 @@ NONSENSE = [
     ("lr_schedule.warmup_epochs=-1", ["lr_schedule.warmup_epochs must be at least 0, got -1"]),
     # no KEY=VALUE at all
     ("train", ["'train' cannot be read", "KEY=VALUE"]),
-    ("--verbose", ["'--verbose' cannot be read", "KEY=VALUE"]),
-    ("train.epochs==3", ["'train.epochs==3' cannot be read", "KEY=VALUE"]),
     ("train.epochs=[1", ["'train.epochs=[1' cannot be read", "KEY=VALUE", "quote"]),
     ("=3", ["'=3' names no key", "KEY=VALUE"]),
     ("train.epochs=1,2", ["train.epochs=1,2 gives several values", "one run", "[1,2]"]),
@@ -113,11 +94,8 @@ NONSENSE = [
     # open nodes: what they name, and its arguments
     ("model.dept=3", ["there is no key 'model.dept'", "did you mean 'model.depth'?", "takes depth, num_classes"]),
     ("optimizer.momentumm=0.1", ["'optimizer.momentumm'", "did you mean 'optimizer.momentum'?", "torch.optim.SGD"]),
-    ("data.foo=1", ["there is no key 'data.foo'", "adl_dist.data.synthetic takes num_samples"]),
-    ("lr_schedule.foo=1", ["there is no key 'lr_schedule.foo'", "adl_dist.optim.cosine takes"]),
     ("loss.foo=1", ["there is no key 'loss.foo'", "torch.nn.CrossEntropyLoss takes weight"]),
     ("model=custom", ["model._target_ must be given", "model._target_=VALUE"]),
-    ("data=custom", ["data._target_ must be given", "data._target_=VALUE"]),
     ("data=imagefolder", ["data.root must be given", "data.root=VALUE"]),
     ("model._target_=", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
     ("model._target_=5", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
@@ -129,19 +107,15 @@ NONSENSE = [
     ("loss._target_=builtins.print", ["builtins.print returned NoneType", "expected a callable that takes (output"]),
     (
         "lr_schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
-        ["ReduceLROnPlateau follows a metric", "use multistep or cosine"],
+        ["follows a metric", "use multistep or cosine"],
     ),
     # the cut
     ("partition.balance=3", ["partition.balance=3", "none of 'auto', 'even'", "like [3,2]"]),
-    ("partition.balance=evn", ["partition.balance='evn'", "none of 'auto', 'even'", "like [3,2]"]),
     ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "none of 'auto', 'even'"]),
     ("partition.granularity=atom", ["partition.granularity", "atom", "layer, block"]),
     ("partition.speeds=[1,2]", ["partition.speeds weighs a measured cut", "partition.balance=auto"]),
     # where from and where to
-    (
-        "resume=alwyas",
-        ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"],
-    ),
+    ("resume=alwyas", ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"]),
     (f"resume={ROOT}", [f"{ROOT} is not a checkpoint", "it has no manifest.json", "runs/NAME/checkpoints/update-"]),
     ("run_dir=''", ["run_dir is empty", "run_dir=runs/NAME"]),
 ]
@@ -152,16 +126,11 @@ BEFORE_WRITING = [
     ("model.depth=9", ["model.depth=9", "6n+2", "8 and 14"]),
     ("data.in_channels=0", ["model.in_channels must be at least 1", "got 10 and 0"]),
     (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
-    (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "no nn.Module"]),
-    (
-        "partition.num_stages=6",
-        ["partition.num_stages=6", "has 5", "partition.num_stages=5, or partition.granularity=layer"],
-    ),
+    (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "expected a torch.nn.Module"]),
+    ("partition.num_stages=6", ["has 5", "partition.num_stages=5, or partition.granularity=layer"]),
     ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
-    ("partition.balance=[2,2,1]", ["balance=[2, 2, 1]", "expected 2 numbers", "got 3 that add up to 5"]),
     ("partition.balance=[5,0]", ["balance=[5, 0]", "each at least 1"]),
     ("partition.balance=[a,b]", ["there is no unit or block 'a'; near it are stem"]),
-    ("partition.balance=[layer1_0,layer2_0]", ["balance=[layer1_0, layer2_0]", "expected 1 names"]),
     (
         f"model._target_={USER}.Branching",
         ["Branching cannot be traced", "user_code.py:", "if x.sum() > 0", "torch.fx.wrap", "nn.Sequential of units"],
@@ -169,7 +138,6 @@ BEFORE_WRITING = [
     (f"model._target_={USER}.tied", ["'0.2.weight' and '3.0.weight' are one and the same tensor", "0 place"]),
     ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
     ("data=cifar10", ["CIFAR-10", "data.download=true", "data.root=FOLDER", "cifar-10-batches-py", NOWHERE]),
-    ("data=cifar100", ["CIFAR-100", "data.download=true", "data.root=FOLDER", "cifar-100-python", NOWHERE]),
     ("data=imagefolder", ["train", "one folder for each class", "data.root", NOWHERE]),
 ]
 
@@ -196,16 +164,10 @@ def test_a_mistake_is_reported_before_anything_is_written(override, parts, tmp_p
     assert snapshot(tmp_path) == {}
 
 
-def test_the_words_that_mistakes_are_added_to_are_no_mistakes(tmp_path):
-    for name, overrides in {"a": [], "b": [SMALL], "c": [f"data._target_={USER}.images"]}.items():
-        outcome = in_process(*words(tmp_path / name, *overrides))
-        assert (outcome.code, outcome.err) == (0, "")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on")
-@pytest.mark.parametrize("processes", [True, False])
-def test_a_missing_gpu_is_reported_before_any_process_starts(processes, tmp_path):
-    line = refused(*words(tmp_path / "run", "runtime.device=cuda", processes=processes))
+def test_a_missing_gpu_is_reported_before_any_process_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "launch_local", no_process)
+    line = refused(*words(tmp_path / "run", "runtime.device=cuda", processes=True))
     shows(line, ["runtime.device=cuda", "no CUDA device", "use runtime.device=cpu"])
     assert snapshot(tmp_path) == {}
 
@@ -215,13 +177,10 @@ def test_a_missing_gpu_is_reported_before_any_process_starts(processes, tmp_path
     [
         (["trian"], ["there is no command 'trian'", "choose one of train, evaluate, export"]),
         (["schedule", "partition.num_stage=3"], ["'partition.num_stage'", "did you mean 'partition.num_stages'?"]),
-        (["schedule", "method.accumulation_steps=0"], ["method.accumulation_steps must be at least 1, got 0"]),
         (["evaluate"], ["adl-dist evaluate needs run_dir=", "for example run_dir=runs/NAME"]),
-        (["evaluate", "run_dir="], ["adl-dist evaluate needs run_dir="]),
         (["evaluate", "rundir=x"], ["does not know 'rundir=x'", "it takes run_dir=, checkpoint="]),
         (["evaluate", "train.epochs=2"], ["does not know 'train.epochs=2'", "it takes run_dir="]),
         (["export", "run_dir=x"], ["adl-dist export needs out=", "for example out=model.safetensors"]),
-        (["export", "out=x.pt"], ["adl-dist export needs run_dir="]),
     ],
     ids=" ".join,
 )
@@ -229,10 +188,12 @@ def test_an_unknown_or_incomplete_command_lists_what_there_is(command, parts):
     shows(refused(*command), parts)
 
 
-def test_adl_dist_refuses_with_one_line_and_finds_a_local_target(tmp_path):
+@pytest.mark.parametrize("processes", [False, slow(True)])
+def test_adl_dist_refuses_with_one_line_and_finds_a_local_target(processes, tmp_path):
     """Logging and torch's own voice are those of a fresh process only here, and so is the import path."""
     (tmp_path / "mine.py").write_text("def make():\n    raise LookupError('no such weights')\n")
-    outcome = as_command(ADL_DIST, *words(tmp_path / "run", "model._target_=mine.make", processes=True), cwd=tmp_path)
+    command = words(tmp_path / "run", "model._target_=mine.make", processes=processes)
+    outcome = as_command(ADL_DIST, *command, cwd=tmp_path)
     assert outcome.refusal() == "model: mine.make failed: LookupError: no such weights"
     assert outcome.out == ""
     assert left_behind(tmp_path) == []
@@ -254,25 +215,21 @@ MISFITS = [
     (["loss.reduction=none"], ["the loss has shape [2]", "expected one number"]),
     ([IMAGES, "data.num_samples=0"], ["training dataset", *NO_SAMPLES]),
     ([IMAGES, "data.num_validation=0"], ["validation dataset", *NO_SAMPLES]),
-    (
-        [IMAGES, "data.num_samples=15"],
-        ["training dataset", "at least 16 samples", "Images has 15", "train.batch_size=15 or less"],
-    ),
+    ([IMAGES, "data.num_samples=15"], ["training dataset", "at least 16 samples", "Images has 15", "=15 or less"]),
     ([f"data._target_={USER}.one_dataset"], [f"{USER}.one_dataset returned Images", "expected a pair (training"]),
     ([f"data._target_={USER}.a_list"], ["sample ", "expected a pair (input, target), got int", "__getitem__"]),
     (["data.num_samples=0"], ["data.num_samples must be at least 1, got 0"]),
 ]
 IS_NO_CLASS = ["the model has 10 outputs", "[0, 10)", "data.num_classes"]
 DIVERGES = ["optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_steps"]
-BAD_VALIDATION = f"data._target_={USER}.bad_validation_target"
-VALIDATION = ["validation dataset", "micro-batch 1", "target 10", *IS_NO_CLASS]
 # What shows at some micro-batch: nothing is saved.
 IN_TRAINING = [
     ([IMAGES, "data.last_target=10"], ["training dataset", "of epoch 0", "target 10", *IS_NO_CLASS]),
     ([IMAGES, "data.last_target=-1"], ["training dataset", "of epoch 0", "target -1", *IS_NO_CLASS]),
-    ([IMAGES, "data.last_target=10", ONE_STAGE], ["training dataset", "of epoch 0", "target 10", *IS_NO_CLASS]),
-    ([BAD_VALIDATION], VALIDATION),
-    ([BAD_VALIDATION, ONE_STAGE], VALIDATION),
+    (
+        [f"data._target_={USER}.bad_validation_target"],
+        ["validation dataset", "micro-batch 1", "target 10", *IS_NO_CLASS],
+    ),
     (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 0)", *DIVERGES]),
     (["optimizer.lr=1e20", ONE_STAGE], ["stage 0: the loss is nan at update 1 (epoch 0)", *DIVERGES]),
     ([f"loss._target_={USER}.InfiniteLoss"], ["stage 1: the loss is inf at update 0 (epoch 0)", *DIVERGES]),
@@ -332,30 +289,28 @@ def run_dir(finished, tmp_path):
         (["optimizer.lr=1"], ["belongs to another run", "optimizer.lr is 0.1 there and 1 here"]),
         (["resume=never"], ["already holds a run", NEWEST, "would write over it", "resume=auto", "another run_dir"]),
         (
-            ["model=resnet8", "seed=3", "train.batch_size=8"],
-            ["belongs to another run", "model.depth is None there and 8 here", " more; choose another run_dir"],
+            ["model=resnet8", "seed=3"],
+            ["belongs to another run", "model.depth is None there and 8 here", " more; choose"],
         ),
     ],
     ids=["seed", "optimizer.lr", "resume=never", "model"],
 )
-@pytest.mark.parametrize("processes", [True, False])
-def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, processes, run_dir, monkeypatch):
+def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, run_dir, monkeypatch):
     monkeypatch.setattr(train, "launch_local", no_process)
     before = snapshot(run_dir)
     model = [] if any(word.startswith("model") for word in overrides) else [SMALL]
-    line = refused(*words(run_dir, *model, "train.epochs=3", *overrides, processes=processes))
+    line = refused(*words(run_dir, *model, "train.epochs=3", *overrides, processes=True))
     shows(line, [f"run_dir={run_dir}", *parts])
     assert snapshot(run_dir) == before
 
 
-@pytest.mark.parametrize("processes", [True, False])
-def test_a_run_folder_that_cannot_be_made_says_why(processes, tmp_path, monkeypatch):
+def test_a_run_folder_that_cannot_be_made_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "launch_local", no_process)
     (tmp_path / "file").write_text("not a folder")
     before = snapshot(tmp_path)
     reasons = {"file/run": "is a file", "file": "is a file", "r" * 300: "File name too long"}
     for name, reason in reasons.items():
-        line = refused(*words(tmp_path / name, processes=processes))
+        line = refused(*words(tmp_path / name, processes=True))
         shows(line, [f"run_dir={tmp_path / name} cannot be made", reason, "choose another run_dir"])
     assert snapshot(tmp_path) == before
 
@@ -366,12 +321,11 @@ def test_a_start_that_fails_does_not_block_the_corrected_command(tmp_path):
     assert (outcome.code, outcome.err) == (0, "")
 
 
-def test_a_checkpoint_of_another_model_does_not_block_the_fix(foreign, tmp_path):
-    """A checkpoint of another model does not stand in the way of the corrected command."""
-    line = refused(*words(tmp_path / "run", SMALL, f"resume={foreign[0]}"))
-    shows(line, [f"{foreign[0]} is of another model"])
-    outcome = in_process(*words(tmp_path / "run", f"resume={foreign[0]}"))
-    assert (outcome.code, outcome.err) == (0, "")
+def test_curves_are_named_only_where_tensorboard_writes_them(run_dir):
+    for written in (True, False):
+        out = in_process(*words(run_dir, SMALL, "train.epochs=2", f"runtime.tensorboard={written}")).out
+        shows(out, ["nothing left to train", "run folder ", "plain weights "])
+        assert ("tensorboard --logdir" in out) is written
 
 
 def test_resuming_from_an_older_checkpoint_keeps_the_newer_one(run_dir):
@@ -393,27 +347,25 @@ def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
     assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
 
 
-LAUNCHES = {
-    "torchrun": ({"TORCHELASTIC_RUN_ID": "first"}, {"TORCHELASTIC_RUN_ID": "second"}),
-    "torchrun without --rdzv-id": ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none"}),
-    "slurm.sbatch": ({"ADL_DIST_LAUNCH_ID": "12"}, {"ADL_DIST_LAUNCH_ID": "13"}),
-}
-
-
-@pytest.mark.parametrize(("launch", "another"), LAUNCHES.values(), ids=list(LAUNCHES))
-def test_a_resume_is_refused_to_attempts_of_another_launch(launch, another, foreign, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("variable", "launch", "another"),
+    [
+        slow("TORCHELASTIC_RUN_ID", "first", "second", id="torchrun"),
+        pytest.param("TORCHELASTIC_RUN_ID", "none", "none", id="torchrun without --rdzv-id"),
+        pytest.param("ADL_DIST_LAUNCH_ID", "12", "13", id="slurm.sbatch"),
+    ],
+)
+def test_a_resume_is_refused_to_attempts_of_another_launch(variable, launch, another, foreign, tmp_path, monkeypatch):
     """All attempts get the words of the first; torchrun counts from 0 where an agent or a job takes another's place."""
     run_dir = tmp_path / "run"
-    for name, value in launch.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(variable, launch)
     for resumed_from, updates in ((foreign[0], 2), (run_dir / "checkpoints" / OLDER, 3)):
         outcome = in_process(*words(run_dir, f"train.max_updates={updates}", f"resume={foreign[0]}"))
         assert (outcome.code, outcome.err) == (0, "")
         shows(outcome.out, [f"resumed from {resumed_from}"])
     before = snapshot(run_dir)
     monkeypatch.setattr(os, "getppid", os.getpid)  # of another torchrun
-    for name, value in another.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(variable, another)
     for count, resume in (("0", "never"), ("1", foreign[0])):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         shows(refused(*words(run_dir, "train.max_updates=4", f"resume={resume}")), ["would write over"])
@@ -421,37 +373,32 @@ def test_a_resume_is_refused_to_attempts_of_another_launch(launch, another, fore
 
 
 @pytest.mark.parametrize(
-    ("resume", "saved_before", "resumed_from"),
-    [
-        ("never", ["train.max_updates=1"], "{run_dir}/checkpoints/update-00000001"),
-        ("{foreign}", None, "{foreign}"),
-    ],
-    ids=["never", "a checkpoint"],
+    ("resume", "saves_before"), [("never", True), ("a checkpoint", False)], ids=["never", "a checkpoint"]
 )
-def test_our_own_launcher_restarts_a_run_where_it_was(
-    resume, saved_before, resumed_from, foreign, tmp_path, monkeypatch
-):
+def test_our_own_launcher_restarts_a_run_where_it_was(resume, saves_before, foreign, tmp_path, monkeypatch):
     """The ranks are played by this process; the first attempt ends after its first checkpoint, or before."""
     attempts = []
-    names = {"foreign": foreign[0], "run_dir": tmp_path / "run"}
+    resume = resume if saves_before else foreign[0]
+    resumed_from = tmp_path / "run/checkpoints/update-00000001" if saves_before else foreign[0]
 
     def play_ranks(arguments, num_processes, stopping):
         assert num_processes == 2
         os.environ.pop("ADL_DIST_LAUNCHER", None)  # this process is no child of its own
-        more = saved_before if not attempts else []
-        attempts.append(in_process(*arguments, *more, "runtime.processes=false") if more is not None else None)
+        more = [] if attempts else ["train.max_updates=1"]
+        runs = saves_before or attempts
+        attempts.append(in_process(*arguments, *more, "runtime.processes=false") if runs else None)
         if len(attempts) == 1:
             failure = ProcessFailure(local_rank=0, pid=os.getpid(), exitcode=1, error_file="<N/A>")
             raise ChildFailedError("adl_dist", {0: failure})
 
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # the launcher sets it, and leaves it set
     monkeypatch.setattr(local, "_run_ranks", play_ranks)
-    more = [f"resume={resume.format(**names)}", "train.max_updates=2", "runtime.max_restarts=1"]
+    more = [f"resume={resume}", "train.max_updates=2", "runtime.max_restarts=1"]
     outcome = in_process(*words(tmp_path / "run", *more, processes=True))
     assert outcome.code == 0
     shows(outcome.err, ["restart 1 of 1"])
     assert (attempts[1].code, attempts[1].err) == (0, "")
-    shows(attempts[1].out, [f"resumed from {resumed_from.format(**names)}"])
+    shows(attempts[1].out, [f"resumed from {resumed_from}"])
 
 
 def cut(path):
@@ -471,23 +418,15 @@ def edited(**changes):
 
 
 DATA, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
-NO_CHECKSUM = "does not have the checksum"
 DAMAGES = {
     "cut data": (DATA, cut, [f"{DATA} should hold", "bytes, found"]),
     "no data": (DATA, Path.unlink, [f"{DATA} should hold", "found no such file"]),
-    "cut index": (INDEX, cut, [f"{INDEX} should hold", "bytes, found"]),
-    "garbled data": (DATA, garble, [f"{DATA} should have the SHA-256"]),
     "garbled index": (INDEX, garble, [f"{INDEX} should have the SHA-256"]),
     "cut manifest": ("manifest.json", cut, ["its manifest.json cannot be read"]),
-    "garbled manifest": ("manifest.json", garble, ["its manifest.json cannot be read"]),
     "empty manifest": ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
-    "no manifest": ("manifest.json", Path.unlink, ["it has no manifest.json"]),
     "no update": ("manifest.json", edited(update=None), ["its manifest.json", "'update'"]),
     "a word for the update": ("manifest.json", edited(update="two"), ["its manifest.json", "update"]),
-    "no metrics": ("manifest.json", edited(metrics=None), ["its manifest.json", "'metrics'"]),
-    "another update": ("manifest.json", edited(update=3), ["its manifest.json", NO_CHECKSUM]),
-    "another format": ("manifest.json", edited(format=4), ["its manifest.json", NO_CHECKSUM]),
-    "other files": ("manifest.json", edited(files={"../x": {}}), ["its manifest.json", NO_CHECKSUM]),
+    "another format": ("manifest.json", edited(format=4), ["its manifest.json", "does not have the checksum"]),
 }
 
 
@@ -541,6 +480,8 @@ def test_a_checkpoint_of_another_model_names_the_difference(run_dir, foreign, tm
     shows(refused("export", f"run_dir={run_dir}", f"checkpoint={foreign[0]}", f"out={out}"), parts)
     assert not out.exists()
     assert (snapshot(run_dir / "checkpoints"), snapshot(foreign[0])) == before
+    outcome = in_process(*words(tmp_path / "new", f"resume={foreign[0]}"))
+    assert (outcome.code, outcome.err) == (0, ""), "nothing stands in the way of the corrected command"
 
 
 @pytest.mark.parametrize("garbage", ["a: [1", "- 1", "\udcff", "foo: 1", ""])
@@ -586,14 +527,13 @@ def test_export_never_writes_over_what_is_there(run_dir, tmp_path):
     ("content", "parts"),
     [
         (b"", ["cannot be read", "expected a state_dict saved by torch.save"]),
-        (b"hello", ["cannot be read", "expected a state_dict saved by torch.save"]),
         ("cut", ["cannot be read", "expected a state_dict saved by torch.save"]),
         ([1, 2], ["holds a list", "expected a state_dict"]),
         (torch.nn.Linear(1, 1), ["cannot be read", "expected a state_dict saved by torch.save"]),
         ({"model": {}}, ["of another model", "0.1.weight is [8, 192] in this model and missing in the file"]),
         ("foreign", ["of another model", "0.1.weight is [8, 192] in this model and missing in the file"]),
     ],
-    ids=["empty", "text", "cut", "list", "whole module", "nested", "another model"],
+    ids=["empty", "cut", "list", "whole module", "nested", "another model"],
 )
 def test_initial_weights_that_do_not_fit_say_what_the_file_holds(content, parts, foreign, tmp_path):
     path = tmp_path / "state.pt"

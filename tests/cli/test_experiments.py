@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import compose_run, composed_of, config_folder
+from adl_dist.cli.config.compose import checked, compose_run, composed_of, config_folder
 from adl_dist.cli.sweep.request import requested
 from adl_dist.partition import cut
 from adl_dist.schedule import METHODS
@@ -21,7 +22,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "experiments.md"
 BLOCK = re.compile(r"layer\d+[._]\d+")  # as names of parameters begin
 PAPER = sorted(name for name in FILES if name.startswith("table"))
 # The same network and recipe as another one, with another cut; composing their runs takes seconds.
-LIKE_OTHERS = [f"table2b_resnet{name}" for name in ("56_k2", "56_k3", "56_k4", "56_k8", "98_k8", "110_k8")]
+CUTS = ("56_k2", "56_k3", "56_k4", "56_k8", "98_k8", "110_k2", "110_k8", "164_k10")
+LIKE_OTHERS = [f"table2b_resnet{name}" for name in CUTS]
 
 
 def cases(names):
@@ -92,6 +94,13 @@ SEEDS = "0,1,2"
 RECIPES = {"cifar10": (0.1, 5e-4, 300, [150, 225, 275]), "imagenet": (0.05, 1e-4, 90, [30, 60, 80])}
 
 
+@functools.cache
+def alone(experiment):
+    """What the experiment sweeps, and its settings as plain values, without what it sweeps."""
+    composed = composed_of([f"experiment={experiment}"])
+    return dict(composed.hydra.sweeper.params or {}), checked(composed, [])[1]
+
+
 def header(experiment):
     return re.match(r"# @package _global_\n((?:#.*\n)+)", FILES[experiment].read_text())[1]
 
@@ -118,9 +127,20 @@ def test_an_experiment_is_the_runs_of_its_table(experiment):
     stages = [run.config.partition.num_stages for run in request.jobs]
     ran = [(m.name, m.micro_batches_per_update, K) for m, K in zip(methods, stages, strict=True)]
     assert sorted(ran) == sorted(table.runs)
-    params = composed_of([f"experiment={experiment}"]).hydra.sweeper.params or {}
-    assert params.get("seed") == (SEEDS if "table2" in experiment else None)
+    assert alone(experiment)[0].get("seed") == (SEEDS if "table2" in experiment else None)
     assert str(request.run_dir) == f"runs/{experiment}-{table.of}"
+
+
+@pytest.mark.parametrize("experiment", FILES)
+def test_what_an_experiment_says_holds(experiment):
+    own, plain = yaml.safe_load(FILES[experiment].read_text()), alone(experiment)[1]
+    recipes = [yaml.safe_load(FILES[each].read_text()) for each in own.get("defaults", []) if isinstance(each, str)]
+    said: dict[tuple[str, str], object] = {}
+    for text in [*recipes, own]:
+        nodes = {node: keys for node, keys in text.items() if node in plain and isinstance(keys, dict)}
+        said |= {(node, key): value for node, keys in nodes.items() for key, value in keys.items()}
+    assert said
+    assert {(node, key): plain[node][key] for node, key in said} == said
 
 
 def test_other_methods_memory_is_measured_as_table_4_says():
@@ -152,12 +172,8 @@ def test_the_cut_of_an_experiment_is_that_of_the_authors_code(experiment):
             assert isinstance(partition.balance, list)
             with torch.device("meta"):
                 model = instantiate.build_model(run.config)
-            stages = cut(
-                model,
-                num_stages=partition.num_stages,
-                balance=partition.balance,
-                granularity=partition.granularity.value,
-            )
+            chosen = {"balance": partition.balance, "granularity": partition.granularity.value}
+            stages = cut(model, num_stages=partition.num_stages, **chosen)
             blocks = [{found[0] for name in stage.state_dict() if (found := BLOCK.match(name))} for stage in stages]
             cuts[partition.num_stages] = [len(names) for names in blocks]
     assert cuts == TABLES[experiment].cuts
@@ -181,8 +197,3 @@ def test_the_header_of_an_experiment_gives_working_commands(experiment):
         numbers = re.findall(r"\d+\.\d+", re.search(r"# Paper: (.*?)# Run:", head, re.DOTALL)[1])
         assert sorted(numbers) == sorted(re.findall(r"\d+\.\d+", entry))
         assert "# Ours:  " in head
-
-
-def test_two_networks_of_torchvision_have_their_own_run_folders():
-    names = [compose_run(["model=torchvision", f"model.name={name}"])[0].run_dir for name in ("resnet18", "vgg11")]
-    assert names == [f"runs/digits-torchvision-{name}-adl-k2-m4-seed0" for name in ("resnet18", "vgg11")]

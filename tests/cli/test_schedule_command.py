@@ -55,9 +55,6 @@ def test_out_writes_a_picture_and_names_it(tmp_path):
     path = tmp_path / "a.svg"
     assert str(path) in done(*SMALL, "--out", str(path))
     assert path.read_text().startswith("<?xml")
-
-
-def test_json_stays_alone_on_standard_output(tmp_path):
     json.loads(done(*SMALL, "--json", "--out", str(tmp_path / "a.png")))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,13 +1,12 @@
 """Several runs in one command: interrupted, continued, compared; what cannot be run is refused before any starts."""
 
-import contextlib
 import csv
-import io
 import json
 import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -36,7 +35,7 @@ needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="finds processes
 
 @dataclass(frozen=True)
 class Swept:
-    """A sweep whose first run was there, interrupted in its third, and the same command again."""
+    """A sweep two of whose runs were there, interrupted in the third, and the same command again."""
 
     run_dir: Path
     words: list[str]
@@ -55,7 +54,9 @@ class Swept:
 def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     run_dir = folder / "run"
-    assert in_process("train", *SETTINGS, "method=bp", "seed=0", f"run_dir={run_dir / FIRST}").code == 0
+    done = {FIRST: (["method=bp"], 0), "wild/k2-seed0": (["method=fdg", "optimizer.lr=1e6"], 2)}
+    for name, (method, code) in done.items():
+        assert in_process("train", *SETTINGS, *method, "seed=0", f"run_dir={run_dir / name}").code == code
     (folder / HOLD).touch()  # the other bp run comes as far as its third epoch
     with Command(WORDS, folder=folder) as command:
         assert command.run_dir == run_dir
@@ -65,7 +66,7 @@ def swept(tmp_path_factory):
         code, message = command.finish(seconds=20), command.err
     (folder / HOLD).unlink()
     left = left_behind(folder, seconds=1)
-    before = {name: snapshot(run_dir / name) for name in (FIRST, "wild/k2-seed0")}
+    before = {name: snapshot(run_dir / name) for name in done}
     words = ["train", *WORDS, "sweep.jobs=2", f"run_dir={run_dir}"]
     return Swept(run_dir, words, code, message, left, before, in_process(*words))
 
@@ -192,15 +193,15 @@ def test_a_sweep_that_cannot_run_is_refused_before_any_run(words, parts, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_words_replace_what_the_experiment_sweeps():
-    def asked(*words):
-        runs = requested(["experiment=claim", *words]).jobs
-        return [(run.folder.parent.name, run.config.partition.num_stages, run.config.seed) for run in runs]
+def row_of(job):
+    return job.folder.parent.name, job.config.partition.num_stages, job.config.seed
 
+
+def test_words_replace_what_the_experiment_sweeps():
     bp, others = ("bp-M1", "bp-M4"), ("fdg", "fdg-latest", "ddg", "adl-M4", "adl-M4-latest")
     expected = [[*((name, 1, seed) for name in bp), *((name, 2, seed) for name in others)] for seed in (5, 6)]
-    assert asked("seed=range(5,7)", "partition.num_stages=2") == [*expected[0], *expected[1]]
-    assert {(K, seed) for _, K, seed in asked("seed=3")} == {(1, 3), (16, 3), (8, 3)}
+    jobs = requested(["experiment=claim", "seed=range(5,7)", "partition.num_stages=2"]).jobs
+    assert [row_of(job) for job in jobs] == [*expected[0], *expected[1]]
 
 
 def test_one_run_of_an_experiment_that_sweeps_can_be_asked_for():
@@ -209,45 +210,27 @@ def test_one_run_of_an_experiment_that_sweeps_can_be_asked_for():
         assert isinstance(config, RunConfig)
 
 
-class Refusing:
-    """A launcher of Hydra whose cluster takes no job, or the first one only."""
-
-    def __init__(self, run=None):
-        self._run = run
-
-    def instance(self):
-        return self
-
-    def instantiate_launcher(self, **_):
-        return self
-
-    def launch(self, *_, **__):
-        if self._run is not None:
-            self._run()
-        raise RuntimeError("Invalid account\nor partition")
-
-
-def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch):
+def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     words = ["train", "-m", "hydra/launcher=basic", "seed=0,1", "runtime.processes=false", f"run_dir={tmp_path}"]
     asked = replace(requested(words[1:]), launcher=["hydra/launcher=basic"])
     first, second = (job.folder for job in asked.jobs)
 
-    def outcome(**options):
-        monkeypatch.setattr(sweep, "Plugins", Refusing(**options))
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            return sweep.run(asked), out.getvalue()
+    def launch(*_, **__):
+        """Play a cluster that takes no job, or the first one if its folder is there."""
+        if first.is_dir():
+            (first / "summary.json").write_text(json.dumps({"epochs": 20, "validation_accuracy": 0.5}))
+        raise RuntimeError("Invalid account\nor partition")
 
+    launcher = SimpleNamespace(launch=launch)
+    plugins = SimpleNamespace(instance=lambda: SimpleNamespace(instantiate_launcher=lambda **_: launcher))
+    monkeypatch.setattr(sweep, "Plugins", plugins)
     with pytest.raises(ConfigError, match=r"=basic has brought none .* to an end: Invalid account or partition"):
-        outcome()
-
-    def completes():
-        first.mkdir(parents=True)
-        (first / "summary.json").write_text(json.dumps({"epochs": 20, "validation_accuracy": 0.5}))
-
-    code, said = outcome(run=completes)
-    assert code == 1
+        sweep.run(asked)
+    first.mkdir(parents=True)
+    capsys.readouterr()
+    assert sweep.run(asked) == 1
+    said = capsys.readouterr().out
     shows(said, ["seed0: accuracy 50.00%\n", f"failed (see {second / sweep.LOG})"])
     shows(said, ["said: Invalid account or partition", str(tmp_path / ".launcher")])
 
@@ -262,6 +245,5 @@ def test_two_sweeps_in_one_folder_are_refused(tmp_path):
 def test_a_variant_that_fixes_k_meets_the_seeds_not_other_ks():
     words = ["--multirun", "partition.num_stages=2,3", "seed=0,1", "runtime.processes=false"]
     words += ['++sweep.variants.bp=["method=bp","partition.num_stages=1"]', '++sweep.variants.fdg=["method=fdg"]']
-    jobs = requested(words).jobs
-    ran = [(job.folder.parent.name, job.config.partition.num_stages, job.config.seed) for job in jobs]
+    ran = [row_of(job) for job in requested(words).jobs]
     assert sorted(ran) == sorted([("bp", 1, 0), ("bp", 1, 1), *(("fdg", K, seed) for K in (2, 3) for seed in (0, 1))])

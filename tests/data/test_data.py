@@ -621,7 +621,7 @@ def built(*overrides):
     from adl_dist.cli.config.instantiate import build_data
 
     config, _ = compose_run([*overrides])
-    return build_data(config)
+    return build_data(config.data)
 
 
 @pytest.mark.parametrize(("image_size", "default"), [(24, CIFAR10S), (96, IMAGENETS)])

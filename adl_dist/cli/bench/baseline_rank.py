@@ -92,7 +92,7 @@ def rank_batches(
     if kind in PIPELINES and rank > 0:
         return None
     samples, shuffle = config.train.batch_size, config.data.get("shuffle", True)
-    train: Any = instantiate.build_data(config)[0]
+    train: Any = instantiate.build_data(config.data)[0]
     batch_size = samples
     if kind == "loop":
         batch_size = samples // config.method.chosen().micro_batches_per_update

@@ -23,12 +23,11 @@ import torch
 
 import adl_dist
 from adl_dist.checkpoint.run_dir import make_folder
-from adl_dist.cli.arguments import Parser
 from adl_dist.cli.bench.entries import DEFAULT, NAMES, Entry, ModelSurvey, entries, survey
 from adl_dist.cli.bench.report import Row, draw, report, rows
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.compose import Parser, compose_run
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from adl_dist.cli.config.methods import method_named
+from adl_dist.cli.config.compose import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import link_figures
 from adl_dist.cli.plan.profiler import Profiler

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Subset
 from adl_dist.checkpoint.run_dir import SUMMARY
 from adl_dist.cli.bench.entries import Entry, ModelSurvey
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.methods import method_words
+from adl_dist.cli.config.compose import method_words
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.distributed.network import GLOO, loopback
@@ -114,7 +114,7 @@ def stretched(bench_target: str, bench_samples: int, **arguments: Any) -> tuple[
     Those are ``bench_samples`` for training, repeated or thinned out, so that one epoch is the whole run, and a single
     one for validation. The other ``arguments`` are for ``bench_target``, the user's own target.
     """
-    train, validation = instantiate.datasets({"_target_": bench_target, **arguments})
+    train, validation = instantiate.build_data({"_target_": bench_target, **arguments})
     size = len(train)  # type: ignore[arg-type]  # check_dataset has seen that it has a length
     return Subset(train, [i * size // bench_samples for i in range(bench_samples)]), Subset(validation, [0])
 

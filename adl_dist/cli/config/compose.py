@@ -1,12 +1,14 @@
 """From the arguments of a command line to a checked :class:`RunConfig`. Every mistake is a ConfigError of one line."""
 
+import argparse
 import difflib
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -17,9 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from adl_dist.checkpoint.run_dir import flatten
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import ConfigError
+from adl_dist.report.runs import flatten
+from adl_dist.schedule import METHODS, Method
 
 LAUNCHER = "hydra/launcher"
 # Nodes that name a callable and hold its arguments, whatever these are.
@@ -47,6 +50,14 @@ class Composed(RunConfig):
 ConfigStore.instance().store(name="schema", node=Composed)
 
 
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that refuses as the project does: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line by a ConfigError."""
+        raise ConfigError(f"{self.prog}: {message}; {self.prog} --help lists what it takes")
+
+
 def config_folder() -> Path:
     """Return ``conf/``: inside the package in a wheel, next to it in a checkout."""
     package = Path(__file__).parents[2]
@@ -59,7 +70,7 @@ def compose_run(overrides: Sequence[str]) -> tuple[RunConfig, Plain]:
 
 
 def checked(composed: DictConfig, overrides: Sequence[str]) -> tuple[RunConfig, Plain]:
-    """Return what :func:`compose_run` does, from what Hydra has made of ``overrides``, which it changes."""
+    """Check what Hydra has made of ``overrides``, changing it; return what :func:`compose_run` does."""
     choices = composed.hydra.runtime.choices
     try:
         OmegaConf.set_struct(composed, False)
@@ -94,6 +105,24 @@ def known_run(run_dir: Path) -> RunConfig:
     assert isinstance(config, RunConfig)
     config.init_from = None  # its checkpoints hold what became of that
     return config
+
+
+def method_words(method: Method) -> list[str]:
+    """Return the arguments of a command line that make ``method``."""
+    usual = {**Method(name=method.name).settings, "accumulation_steps": None}
+    special = {key: value for key, value in method.settings.items() if usual.get(key) != value}
+    return [f"method={method.name}", *(f"method.{key}={json.dumps(value)}" for key, value in special.items())]
+
+
+def method_named(name: str, config: RunConfig, *, flag: str) -> Method:
+    """Return the method ``name`` next to the configured one: with the configured M, unless it is one that has none."""
+    if name not in METHODS:
+        raise ConfigError(f"{flag}: there is no method '{name}'; choose of {', '.join(METHODS)}")
+    chosen = config.method.chosen()
+    if name == chosen.name:
+        return chosen
+    steps = None if METHODS[name].accumulation_steps == 1 else chosen.accumulation_steps
+    return Method(name=name, accumulation_steps=steps)
 
 
 def composed_of(overrides: Sequence[str]) -> DictConfig:

@@ -1,7 +1,4 @@
-"""From the open nodes of a configuration to the objects they name.
-
-What cannot be built is refused by a ConfigError; a cut by a PartitionError, initial weights by a CheckpointError.
-"""
+"""Make what the open nodes of a configuration name; what cannot be made is refused by an AdlError of one line."""
 
 import difflib
 import inspect
@@ -29,7 +26,7 @@ from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.trainer import Trainer
 
-# Keys of data.* that speak to us; the two that describe the data reach its target only if that takes them.
+# Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
 OF_THE_LOADER, OF_THE_MODEL = ("shuffle", "num_workers"), ("num_classes", "in_channels")
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it also raises
@@ -63,14 +60,15 @@ def train_spec(config: RunConfig) -> TrainSpec:
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     """Return what a :class:`Trainer` and a :class:`TrainSpec` take alike."""
-    gradients = GradientPolicy(
-        clip_norm=config.train.clip_norm, non_finite=config.train.non_finite.value, max_skipped=config.train.max_skipped
-    )
     return {
         "loss_fn": build_loss(config),
         "optimizer": build_optimizer(config),
         "precision": precision(config),
-        "gradients": gradients,
+        "gradients": GradientPolicy(
+            clip_norm=config.train.clip_norm,
+            non_finite=config.train.non_finite.value,
+            max_skipped=config.train.max_skipped,
+        ),
         "seed": config.seed,
     }
 
@@ -92,35 +90,22 @@ def build_model(config: RunConfig) -> nn.Module:
     """Build the uncut model, the same on every rank and for every K."""
     torch.manual_seed(config.seed)
     model = _call("model", config.model)
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model._target_={config.model['_target_']} returned {type(model).__name__}, no nn.Module")
+    _expect(isinstance(model, nn.Module), "model", config.model, model, "a torch.nn.Module")
     if config.init_from is not None:
         _load_state(model, Path(config.init_from))
-    return model
+    return model  # type: ignore[no-any-return]
 
 
-def build_data(config: RunConfig) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Build the training and validation datasets."""
-    return datasets(config.data)
-
-
-def datasets(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
-    """Build the datasets that a data node describes; see :func:`build_data`."""
+def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Build the training and validation datasets that a data node describes."""
     pair = _call("data", data_arguments(node))
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        raise ConfigError(
-            f"data._target_={node['_target_']} returned {type(pair).__name__}; expected a pair "
-            "(training dataset, validation dataset)"
-        )
-    return pair
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    _expect(is_pair, "data", node, pair, "a pair (training dataset, validation dataset)")
+    return pair  # type: ignore[no-any-return]
 
 
 def check_targets(config: RunConfig) -> None:
-    """Check all that can be checked without building the model or reading data.
-
-    The arguments of all open nodes are checked against their targets' signatures; optimizer and schedule are tried out
-    on a parameter of no run.
-    """
+    """Check arguments against signatures, and try optimizer and schedule out; no model is built, no data read."""
     for name, node in (("data", data_arguments(config.data)), ("model", config.model), ("loss", config.loss)):
         _bind(name, node)
     optimizer = train_spec(config).optimizer([nn.Parameter(torch.zeros(1))])
@@ -139,29 +124,23 @@ def data_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
 def build_loss(config: RunConfig) -> LossFn:
     """Build the loss, from (output, target) to its mean over the samples."""
     loss_fn = _call("loss", config.loss)
-    if not callable(loss_fn):
-        raise ConfigError(
-            f"loss._target_={config.loss['_target_']} returned {type(loss_fn).__name__}; expected a callable that "
-            "takes (output, target), like torch.nn.CrossEntropyLoss"
-        )
+    expected = "a callable that takes (output, target), like torch.nn.CrossEntropyLoss"
+    _expect(callable(loss_fn), "loss", config.loss, loss_fn, expected)
     return loss_fn  # type: ignore[no-any-return]
 
 
 def build_optimizer(config: RunConfig) -> OptimizerFactory:
     """Return what makes the optimizer of some parameters."""
     target, arguments = _bind("optimizer", config.optimizer, "params")
-    name = config.optimizer["_target_"]
 
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         try:
             optimizer = target(parameters, **arguments)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"optimizer: {name} refuses {arguments}: {error}") from error
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"optimizer._target_={name} returned {type(optimizer).__name__}; expected a torch.optim.Optimizer"
-            )
-        return optimizer
+            raise ConfigError(f"optimizer: {config.optimizer['_target_']} refuses {arguments}: {error}") from error
+        is_optimizer = isinstance(optimizer, Optimizer)
+        _expect(is_optimizer, "optimizer", config.optimizer, optimizer, "a torch.optim.Optimizer")
+        return optimizer  # type: ignore[no-any-return]
 
     return make
 
@@ -172,6 +151,11 @@ def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
     supplied = taken & {"optimizer", "updates_per_epoch", "total_updates"}
     target, arguments = _bind("lr_schedule", config.lr_schedule, *supplied)
     return partial(target, **arguments)
+
+
+def _expect(is_right: bool, name: str, node: Mapping[str, Any], made: object, expected: str) -> None:
+    if not is_right:
+        raise ConfigError(f"{name}._target_={node['_target_']} returned {type(made).__name__}; expected {expected}")
 
 
 def _call(name: str, node: Mapping[str, Any]) -> Any:
@@ -264,7 +248,10 @@ def _load_state(model: nn.Module, path: Path) -> None:
         ) from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"init_from={path} holds a {type(state).__name__}; expected a state_dict")
-    here, there = ({n: _shape(v) for n, v in tensors.items()} for tensors in (model.state_dict(), state))
+    here, there = (
+        {name: list(value.shape) if isinstance(value, Tensor) else type(value).__name__ for name, value in each.items()}
+        for each in (model.state_dict(), state)
+    )
     for name in {**here, **there}:
         if here.get(name) != there.get(name):
             raise CheckpointError(
@@ -272,7 +259,3 @@ def _load_state(model: nn.Module, path: Path) -> None:
                 f"{there.get(name, 'missing')} in the file; use the model= and data= that it was made with"
             )
     model.load_state_dict(dict(state))
-
-
-def _shape(value: object) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__

@@ -10,7 +10,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import check_lengths, micro_batch_size_of
-from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
+from adl_dist.training.options import PartitionSpec, ProcessOptions
 
 MOST_THREADS = 1024  # per process; torch ends without a message if there are very many
 LARGEST_SEED = 2**63 - 1  # the largest that torch takes
@@ -47,9 +47,6 @@ class MethodConfig:
     buffer_reuse: int | None = None
     stage_speeds: list[float] | None = None
 
-    def __post_init__(self) -> None:
-        self.chosen()
-
     def chosen(self) -> Method:
         """Return the method itself, checked."""
         return Method(**vars(self))
@@ -63,10 +60,6 @@ class PartitionConfig:
     balance: Any = "even"
     granularity: Granularity | None = None
     speeds: list[float] | None = None
-
-    def __post_init__(self) -> None:
-        _at_least("partition.num_stages", self.num_stages, 1)
-        self.chosen()
 
     def chosen(self) -> PartitionSpec:
         """Return the value that the trainer takes, checked."""
@@ -142,11 +135,6 @@ class RuntimeConfig:
         )
 
     @property
-    def monitoring(self) -> Monitoring:
-        """What is recorded."""
-        return Monitoring(tensorboard=self.tensorboard, trace=self.trace, memory=self.memory)
-
-    @property
     def process_options(self) -> ProcessOptions:
         """How the stages are run."""
         return ProcessOptions(
@@ -188,6 +176,7 @@ class RunConfig:
             raise ConfigError(f"data.shuffle must be true or false, got {shuffle!r}")
         if type(num_workers) is not int or num_workers < 0:
             raise ConfigError(f"data.num_workers must be a whole number of at least 0, got {num_workers!r}")
+        self.partition.chosen()
         micro_batch_size_of(self.train.batch_size, self.pipeline.micro_batches_per_update)
 
     @property

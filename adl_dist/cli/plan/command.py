@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from adl_dist.cli.arguments import Parser
 from adl_dist.cli.config import instantiate
-from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.config.methods import method_named, method_words
+from adl_dist.cli.config.compose import Parser, compose_run, method_named, method_words
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import GPU_LINK, link_figures
 from adl_dist.cli.plan.profiler import Profiler
@@ -28,7 +26,7 @@ from adl_dist.partition import Machine, UnitCost, checked_sizes
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Alternative, Prediction, advise, alternative, predict
-from adl_dist.report.costs import check_suffix, draw_costs
+from adl_dist.report.files import check_out
 from adl_dist.report.tables import text_table
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
@@ -80,7 +78,10 @@ def plan(words: list[str]) -> None:
     advice = advise(predictions, other)
     line = None if advice.choice is None else line_to_paste(advice.choice, granularity, flags.overrides)
     if flags.out is not None:
-        _draw(flags.out, profile, advice.choice, config)
+        from adl_dist.cli.plan.figure import draw_costs  # imported late: matplotlib takes a second
+
+        per_stage = [] if advice.choice is None else advice.choice.balance.sizes
+        draw_costs(flags.out, profile, sizes=per_stage, model=config.model["_target_"])
     if flags.json:
         facts = {
             "profile": asdict(profile),
@@ -172,7 +173,7 @@ def _bytes(text: str) -> int:
 def _check(flags: argparse.Namespace) -> None:
     """Refuse now what would otherwise be found only after measuring."""
     if flags.out is not None:
-        check_suffix(flags.out)
+        check_out(flags.out)
     for name, least in (("devices", 1), ("neighbours", 0)):
         number = getattr(flags, name)
         if number is not None and number < least:
@@ -187,21 +188,6 @@ def _machine(flags: argparse.Namespace, config: RunConfig) -> Machine:
     link = {**GPU_LINK, **given} if given else link_figures(device)
     memory = device_memory(torch.device(device.value)) if flags.memory is None else flags.memory
     return Machine(memory_bytes=memory, **link)
-
-
-def _draw(path: Path, profile: Profile, choice: Prediction | None, config: RunConfig) -> None:
-    units = profile.costs(1)
-    sizes = choice.balance.sizes if choice is not None else []
-    draw_costs(
-        path,
-        names=[unit.name for unit in units],
-        forward=[unit.forward for unit in units],
-        backward=[unit.backward for unit in units],
-        activation_bytes=[unit.activation_bytes for unit in units],
-        crossing_bytes=[unit.act_bytes for unit in units],
-        cuts=[sum(sizes[: k + 1]) - 1 for k in range(len(sizes) - 1)],
-        title=f"{config.model['_target_']}, micro-batches of {profile.of['micro_batch_size']}, {profile.of['device']}",
-    )
 
 
 def report(

@@ -181,7 +181,7 @@ def device_loader(
 ) -> DeviceLoader:
     """Return micro-batches as our first stage gets them; ``dataset`` None: of the training data."""
     return make_loader(
-        instantiate.build_data(config)[0] if dataset is None else dataset,
+        instantiate.build_data(config.data)[0] if dataset is None else dataset,
         "training",
         seed=config.seed,
         shuffle=shuffle,

@@ -28,6 +28,7 @@ from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError
+from adl_dist.report import say
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import read_json, read_runs, status_of
 from adl_dist.training.partitioned_model import PartitionedModel
@@ -37,30 +38,26 @@ LAUNCHER_FOLDER = ".launcher"  # what a launcher of Hydra writes, inside the fol
 
 
 def run(sweep: Sweep) -> int:
-    """Run what is not complete yet, if all can be run, and compare.
-
-    Returns:
-        The exit code: 0, or 1 if a run failed. A run that diverged is a result.
-    """
+    """Run what is not complete, and compare; return the exit code: 1 if a run failed. One that diverged is a result."""
     _check(sweep)
     with _locked(sweep.run_dir):
         waiting = [job for job in sweep.jobs if _status(job) == "unfinished"]
         note = "; the same command continues what has not come to its end"
-        _say(f"{len(sweep.jobs)} runs in {sweep.run_dir}, {len(waiting)} of them to do{note}")
+        say(f"{len(sweep.jobs)} runs in {sweep.run_dir}, {len(waiting)} of them to do{note}")
         if sweep.launcher and waiting:
             message = _submit(waiting, sweep)
             for job in waiting:
-                _say(f"{job.name}: {_outcome(job)}")
+                say(f"{job.name}: {_outcome(job)}")
             if message:
-                _say(f"{sweep.launcher[0]} said: {message}; see {sweep.run_dir / LAUNCHER_FOLDER}")
+                say(f"{sweep.launcher[0]} said: {message}; see {sweep.run_dir / LAUNCHER_FOLDER}")
         else:
             started = time.monotonic()
             at_once = sweep.side_by_side or _default_side_by_side([job.config for job in sweep.jobs])
             for number, (job, code) in enumerate(_run_here(waiting, at_once=at_once), start=1):
                 left = (len(waiting) - number) * (time.monotonic() - started) / number
-                _say(f"{number}/{len(waiting)}  {job.name}: {_outcome(job, code)}; about {left / 60:.0f} min left")
+                say(f"{number}/{len(waiting)}  {job.name}: {_outcome(job, code)}; about {left / 60:.0f} min left")
         if folders := [job.folder for job in sweep.jobs if RunFolder(job.folder).is_claimed]:
-            _say(f"\n{write_comparison(sweep.run_dir, read_runs(folders), command=sweep.command)}")
+            say(f"\n{write_comparison(sweep.run_dir, read_runs(folders), command=sweep.command)}")
     return 1 if any(_status(job) == "unfinished" for job in sweep.jobs) else 0
 
 
@@ -77,9 +74,8 @@ def _check(sweep: Sweep) -> None:
             instantiate.check_targets(config)
             if not sweep.launcher:  # which GPUs there are elsewhere is not known here
                 check_device(config.runtime.device.value)
-            PartitionedModel(
-                instantiate.build_model(config), config.partition.num_stages, config.partition.chosen(), own=[0]
-            )
+            partition, model = config.partition, instantiate.build_model(config)
+            PartitionedModel(model, partition.num_stages, partition.chosen(), own=[0])
 
 
 def _status(job: Job) -> str:
@@ -113,9 +109,9 @@ def _run_here(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, int]]
                 threads = {"OMP_NUM_THREADS": str(job.config.threads)}  # numpy's would compete with torch's
                 running.append((job, start(Child(command=command, log=job.folder / LOG, environment=threads))))
             ended = [(job, process) for job, process in running if process.poll() is not None]
-            for entry in ended:
-                running.remove(entry)
-                yield entry[0], entry[1].returncode
+            for job, process in ended:
+                running.remove((job, process))
+                yield job, process.returncode
             if not ended:
                 time.sleep(POLL_SECONDS)  # no portable call waits for several processes
     finally:
@@ -123,24 +119,13 @@ def _run_here(jobs: Sequence[Job], *, at_once: int) -> Iterator[tuple[Job, int]]
 
 
 def _submit(jobs: Sequence[Job], sweep: Sweep) -> str:
-    """Hand ``jobs`` to a launcher of Hydra, like submitit's, and wait; return the error of a run or of the launcher.
-
-    Raises:
-        ConfigError: there is no such launcher or setting, or no run came to its end.
-    """
+    """Hand ``jobs`` to a launcher of Hydra, like submitit's, and wait; return the error of a run or of the launcher."""
     folder = str((sweep.run_dir / LAUNCHER_FOLDER).resolve()).replace("'", "\\'")
-    overrides = [
-        *sweep.launcher,
-        f"hydra.sweep.dir='{folder}'",
-        "hydra.sweep.subdir=${hydra.job.num}",
-        "hydra.output_subdir=null",
-        "hydra.job.name=adl-dist",
-        "hydra/job_logging=none",
-        "hydra/hydra_logging=none",
-    ]
+    silent = "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"
+    numbered = f"hydra.sweep.dir='{folder}'", "hydra.sweep.subdir=${hydra.job.num}", "hydra.job.name=adl-dist"
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3", job_name="adl-dist"):
-            config = compose("config", overrides=overrides, return_hydra_config=True)
+            config = compose("config", overrides=[*sweep.launcher, *numbered, *silent], return_hydra_config=True)
             hydra = GlobalHydra.instance().hydra
             assert hydra is not None
             HydraConfig.instance().set_config(config)
@@ -182,8 +167,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

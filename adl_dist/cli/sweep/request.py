@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # as other sweepers of Hydra do
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from adl_dist.cli.config import compose
@@ -41,21 +41,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Several runs.
+    """Several runs."""
 
-    Attributes:
-        jobs: the runs, those of the first seed first, so that an interrupted sweep has something of everything.
-        run_dir: the folder of all of them.
-        side_by_side: how many to run at the same time; None: as many as there are cores for.
-        launcher: overrides about the launcher of Hydra that starts the runs; empty: this command does.
-        command: the user's command line.
-    """
-
-    jobs: Sequence[Job]
-    run_dir: Path
-    side_by_side: int | None
-    launcher: Sequence[str]
-    command: str
+    jobs: Sequence[Job]  # those of the first seed first, so that an interrupted sweep has something of everything
+    run_dir: Path  # the folder of all of them
+    side_by_side: int | None  # how many to run at the same time; None: as many as there are cores for
+    launcher: Sequence[str]  # overrides about the launcher of Hydra that starts the runs; empty: this command does
+    command: str  # the user's command line
 
 
 def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
@@ -65,15 +57,14 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     ``hydra.sweeper.params`` are then swept as well; ``hydra.mode=RUN`` asks for one run with its settings.
     """
     command = shlex.join(["adl-dist", "train", *arguments])
-    mode = ["hydra.mode=MULTIRUN"] if any(each in FLAGS for each in arguments) else []
     overrides = [each for each in arguments if each not in FLAGS]
     parsed = {override: parse(override, several=True) for override in overrides}
+    keys_of = {override: each.key_or_group for override, each in parsed.items()}
     single = [override for override in overrides if not parsed[override].is_sweep_override()]
+    mode = ["hydra.mode=MULTIRUN"] if len(overrides) < len(arguments) else []
     composed = compose.composed_of([*single, *mode])
-    launcher = [override for override in single if compose.is_of_launcher(parsed[override].key_or_group)]
-    of_sweep = [
-        override for override in single if parsed[override].key_or_group.partition(".")[0] == "sweep"
-    ] + launcher
+    launcher = [override for override in single if compose.is_of_launcher(keys_of[override])]
+    of_sweep = [*(override for override in single if keys_of[override].partition(".")[0] == "sweep"), *launcher]
     if composed.hydra.mode != RunMode.MULTIRUN:
         for override in overrides:
             parse(override)  # refuses several values
@@ -82,11 +73,17 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
         return compose.checked(composed, overrides)
     if launched_world_size() is not None:
         raise ConfigError("several runs are processes of their own; start adl-dist train --multirun without torchrun")
-    config = _sweep_config(composed, overrides)
-    typed = {each.key_or_group for each in parsed.values()}
+    try:
+        config = OmegaConf.to_object(composed.sweep)
+    except OmegaConfBaseException as error:
+        raise ConfigError(compose.readable(error, overrides)) from error
+    assert isinstance(config, SweepConfig)
+    if config.jobs is not None and config.jobs < 1:
+        raise ConfigError(f"sweep.jobs must be at least 1, got {config.jobs}")
+    typed = set(keys_of.values())
     params = [f"{k}={v}" for k, v in (composed.hydra.sweeper.params or {}).items() if k not in typed]
     swept = [*params, *(override for override in overrides if override not in single)]
-    common = [w for w in single if w not in of_sweep and parsed[w].key_or_group not in ("hydra.mode", "run_dir")]
+    common = [w for w in single if w not in of_sweep and keys_of[w] not in ("hydra.mode", "run_dir")]
     choices, keys = composed.hydra.runtime.choices, {_key(override) for override in swept}
     nodes = [compose.named(node, composed, choices) for node in ("data", "model") if node not in keys]
     run_dir = Path(composed.run_dir or f"runs/{'-'.join([choices.experiment or 'sweep', *nodes])}")
@@ -107,17 +104,6 @@ def requested(arguments: Sequence[str]) -> Sweep | tuple[RunConfig, Plain]:
     )
 
 
-def _sweep_config(composed: DictConfig, overrides: Sequence[str]) -> SweepConfig:
-    try:
-        config = OmegaConf.to_object(composed.sweep)
-    except OmegaConfBaseException as error:
-        raise ConfigError(compose.readable(error, overrides)) from error
-    assert isinstance(config, SweepConfig)
-    if config.jobs is not None and config.jobs < 1:
-        raise ConfigError(f"sweep.jobs must be at least 1, got {config.jobs}")
-    return config
-
-
 def _product(label: str, variant: Sequence[str], swept: Sequence[str], *, fixed: set[str]) -> list[list[str]]:
     """Return all combinations of the swept values; a variant that settles on one K meets those of the other keys."""
     with naming(f"sweep.variants, '{label}'"):
@@ -130,9 +116,8 @@ def _product(label: str, variant: Sequence[str], swept: Sequence[str], *, fixed:
         return BasicSweeper.split_arguments(parsed, None)[0]
     except HydraException:
         culprit = next(o for o in parsed if o.is_sweep_override() and not o.is_discrete_sweep())
-        raise ConfigError(
-            f"{culprit.input_line} cannot be enumerated; list its values: {culprit.key_or_group}=A,B"
-        ) from None
+        way_on = f"list its values: {culprit.key_or_group}=A,B"
+        raise ConfigError(f"{culprit.input_line} cannot be enumerated; {way_on}") from None
 
 
 def _job(run_dir: Path, label: str, overrides: Sequence[str], values: Sequence[str], command: str) -> Job:
