@@ -5,10 +5,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from adl_dist.checkpoint.async_save import PartReport
-from adl_dist.control.messages import Abort, Command, Failure, Finish, Record, Report, Result, command_name
+from adl_dist.control.messages import Abort, Command, Failure, Finish, Record, Report, Reporter, Result, command_name
 from adl_dist.control.rpc import ControlPlane
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.rpc_errors import Call
@@ -56,15 +56,12 @@ class WorkerGroup:
 class LocalWorkerGroup(WorkerGroup):
     """All stages in this process."""
 
-    def __init__(
-        self, worker: LocalWorker, record: Callable[[Record], None], part: Callable[[PartReport], None]
-    ) -> None:
-        """Hand the records of ``worker`` to ``record``, and its reports on parts of a save to ``part``."""
+    def __init__(self, worker: LocalWorker, reporter: Reporter) -> None:
         super().__init__()
-        self._worker, self.record, self.part = worker, record, part
+        self._worker, self._reporter = worker, reporter
 
     def _carry_out(self, command: Command) -> list[Result]:
-        return self._worker.execute(command, self)
+        return self._worker.execute(command, self._reporter)
 
 
 class RpcWorkerGroup(WorkerGroup):
@@ -117,6 +114,5 @@ class RpcWorkerGroup(WorkerGroup):
             logger.error("rank %s failed:\n%s", one.rank, one.traceback)
         cause = min(failures, key=lambda one: one.is_victim)
         if cause.is_victim and (name := self.held_up_by()):
-            text = f"{name}; {cause.text}"
-            return Failure(rank=cause.rank, text=text, exit_code=cause.exit_code, is_gone=True)
+            return replace(cause, text=f"{name}; {cause.text}", is_victim=False, is_gone=True)
         return cause
