@@ -164,8 +164,7 @@ class Coordinator:
     def _resume(self) -> None:
         path = None
         if self._saving is not None:
-            candidates = self._saving.folder.open(resume=self._saving.resume)
-            if candidates:
+            if candidates := self._saving.folder.open(resume=self._saving.resume):
                 path = self._load_newest(candidates, self._saving)
             # Only now that all stages agree and the checkpoint has been read: a start that failed must not stand in
             # the way of the corrected command. A run that is over keeps the settings that it was made with.
@@ -267,8 +266,7 @@ class Coordinator:
             )
 
     def _write_trace(self, run_dir: Path, origin: Instant) -> None:
-        command = messages.Trace(str(run_dir), origin)
-        results = self._workers.call(command, dict)
+        results = self._workers.call(messages.Trace(str(run_dir), origin), dict)
         try:
             path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
         except OSError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport
 from adl_dist.control.coordinator import Coordinator
-from adl_dist.control.group import CAUSE_SECONDS, LocalWorkerGroup, RpcWorkerGroup, WorkerGroup
+from adl_dist.control.group import CAUSE_SECONDS, RpcWorkerGroup, WorkerGroup
 from adl_dist.control.messages import Abort, Failure, Finish, Report, Summary
 from adl_dist.control.requests import Ask
 from adl_dist.control.rpc import ControlPlane, JobEndpoint, open_endpoint
@@ -77,7 +77,7 @@ class Job:
             endpoint.stop.is_wanted = lambda: self.requests.any_open
             endpoint.stop.announce = plane.announce
         if not self._world.is_distributed:
-            local = LocalWorkerGroup(worker, coordinator)
+            local = WorkerGroup(lambda command: worker.execute(command, coordinator))
             with self._supervised(local, worker.activity, coordinator):
                 return act(local)
         try:
@@ -148,20 +148,17 @@ class Job:
             on_end=lambda: None if live is None else live.close(),
         )
         heartbeat.activate(activity)
-        has_failed = True
         watchdog.start()
         try:
             if live is not None:
                 live.start()
             yield watchdog
-            has_failed = False
         finally:
             watchdog.stop()  # before anything that may fail: there is nothing left to look after
             watchdog.join()
             if live is not None:
                 live.close()
-            if not (has_failed and self._world.is_distributed):  # else others may yet ask what it failed at
-                heartbeat.deactivate()
+        heartbeat.deactivate()  # not after an error: others may yet ask what it failed at
 
     def _run_on_other_rank(self, worker: LocalWorker) -> Summary:
         """Answer rank 0's watchdog meanwhile, and end this process if that asks no more."""
