@@ -272,8 +272,7 @@ class Coordinator:
         except OSError as error:
             warn(f"{run_dir / TRACE} could not be written: {error}; the run itself is complete and saved")
             return
-        left_out = {result["stage"]: result["events_left_out"] for result in results if result["events_left_out"]}
-        if left_out:
+        if left_out := {result["stage"]: result["events_left_out"] for result in results if result["events_left_out"]}:
             self._note(
                 f"{path} holds the first events only; left out by stage: {left_out}. summary.json counts all of them"
             )
