@@ -14,7 +14,7 @@ from adl_dist.checkpoint.run_dir import RunFolder, check_identity, identity_of, 
 from adl_dist.control import messages
 from adl_dist.control.group import WorkerGroup
 from adl_dist.control.messages import Done, EvaluateResult, Record, Summary, TrainResult
-from adl_dist.control.requests import Ask, Request, Requests
+from adl_dist.control.requests import Ask, Requests
 from adl_dist.errors import DivergedError, SaveError, StageFailed
 from adl_dist.monitor.trace import TRACE, Instant, merge_parts
 from adl_dist.report import Progress, Recorder, warn
@@ -24,7 +24,7 @@ logger = logging.getLogger("adl_dist")
 Trained = tuple[int, float, list[TrainResult]]  # of one segment: samples, seconds, the results of all stages
 
 LEAVES_TRACE = (
-    "the pipeline was emptied for it in mid-epoch: the gradients after it are less stale, and values those of a run "
+    "; the pipeline was emptied for it in mid-epoch: the gradients after it are less stale, and values those of a run "
     "that ended with train.max_updates={update} and was continued"
 )
 
@@ -63,7 +63,7 @@ class Coordinator:
         self._requests, self._drain_changes_result = requests or Requests(), drain_changes_result
         # The position of the run: whole epochs done, samples of the next one done, updates done.
         self._epoch = self._sample = self._update = 0
-        self._last_epoch = self._last_stage = 0
+        self._last_epoch = 0
         self._saved_at: int | None = None
         self._failure_recorded: str | None = None
         self._metrics: dict[str, Any] = {}
@@ -81,12 +81,12 @@ class Coordinator:
                 self._saving.saver.wait(1.0 if is_lost else LAST_SAVE_SECONDS)
             raise
 
-    def take_record(self, record: Record) -> None:
+    def record(self, record: Record) -> None:
         """Write down a record of a stage, and show it; called in the thread that trains."""
         self._recorder.write(record)
         self._progress.update(record)
 
-    def take_part(self, part: PartReport) -> None:
+    def part(self, part: PartReport) -> None:
         """Hand the report of a process on its part of a save to the save; called by any thread."""
         if self._saving is not None:
             self._saving.saver.take_part(part)
@@ -100,7 +100,6 @@ class Coordinator:
                 self._train_one()
                 if self._is_over or self._sample == 0:
                     self._evaluate()
-                    self._refuse_divergence()
                 if self._is_over or self._is_to_be_saved:
                     self._save()
                 stopped = self._carry_out_requests()
@@ -142,13 +141,19 @@ class Coordinator:
             return None
         why = [request.why for request in asked if request.what is Ask.STOP]
         drain_changed_result = not self._is_over and self._drain_changes_result and not self._plan.ends_at(self._sample)
+        trace = LEAVES_TRACE.format(update=self._update) if drain_changed_result else ""
         if drain_changed_result and not why:
             self._record("checkpoint/drain_changed_result", 1.0)
-            self._note(f"a checkpoint was asked for; {LEAVES_TRACE.format(update=self._update)}")
+            self._note(f"a checkpoint was asked for{trace}")
         if self._saved_at != self._update:
             self._save()
-        path = None if self._saving is None else self._finish_saving(self._saving.saver)
-        self._answer(asked, path, drain_changed_result=drain_changed_result)
+        path, text = None, "nothing is saved: the run has no run_dir"
+        if self._saving is not None:
+            path = self._finish_saving(self._saving.saver)
+            text = f"{path}{trace}" if path is not None else self._saving.saver.failure or "nothing is saved"
+        for request in asked:  # a run without a folder has stopped all the same
+            has_failed = path is None and (self._saving is not None or request.what is Ask.CHECKPOINT)
+            request.answer(text, failed=has_failed)
         if why and self._saving is not None:
             self._finish_last_save(self._saving.saver, "the run was to stop, and what it learned since is lost")
         if self._is_over or not why:
@@ -156,22 +161,10 @@ class Coordinator:
         where = {"update": self._update, "epoch": self._epoch, "checkpoint": None if path is None else str(path)}
         return {"why": why[0], **where, "drain_changed_result": drain_changed_result}
 
-    def _answer(self, asked: Sequence[Request], path: Path | None, *, drain_changed_result: bool) -> None:
-        more = f"; {LEAVES_TRACE.format(update=self._update)}" if drain_changed_result else ""
-        for request in asked:
-            if path is not None:
-                self._requests.answer([request], f"{path}{more}")
-            elif self._saving is not None:
-                self._requests.answer([request], self._saving.saver.failure or "nothing is saved", failed=True)
-            else:  # such a run has stopped all the same
-                nothing = "nothing is saved: the run has no run_dir"
-                self._requests.answer([request], nothing, failed=request.what is Ask.CHECKPOINT)
-
     def _resume(self) -> None:
         path = None
         if self._saving is not None:
-            candidates = self._saving.folder.open(resume=self._saving.resume)
-            if candidates:
+            if candidates := self._saving.folder.open(resume=self._saving.resume):
                 path = self._load_newest(candidates, self._saving)
             # Only now that all stages agree and the checkpoint has been read: a start that failed must not stand in
             # the way of the corrected command. A run that is over keeps the settings that it was made with.
@@ -221,20 +214,17 @@ class Coordinator:
             return
         command = messages.Evaluate(self._plan.num_validation, self._plan.micro_batch_size)
         last = self._workers.call(command, EvaluateResult)[-1]
-        self._last_stage = last.stage
         assert last.num_samples == self._plan.num_validation, "every sample is evaluated exactly once"
-        self._metrics = {"validation_loss": last.loss_sum / last.num_samples}
+        loss = last.loss_sum / last.num_samples
+        self._metrics = {"validation_loss": loss}
         if last.num_correct is not None:
             self._metrics["validation_accuracy"] = last.num_correct / last.num_samples
         for name, value in self._metrics.items():
             self._record(name.replace("_", "/"), value)
-        self._progress.end(self._metrics["validation_loss"], self._metrics.get("validation_accuracy"))
-
-    def _refuse_divergence(self) -> None:
+        self._progress.end(loss, self._metrics.get("validation_accuracy"))
         # The loss of training is that of the weights before the update; these here must not be saved either.
-        loss = self._metrics.get("validation_loss", 0.0)
-        if not math.isfinite(loss):
-            where = {"stage": self._last_stage, "update": self._update - 1, "epoch": self._last_epoch}
+        if self._trained and not math.isfinite(loss):
+            where = {"stage": last.stage, "update": self._update - 1, "epoch": self._last_epoch}
             raise DivergedError(f"the validation loss is {loss}", **where)
 
     def _save(self) -> None:
@@ -276,15 +266,13 @@ class Coordinator:
             )
 
     def _write_trace(self, run_dir: Path, origin: Instant) -> None:
-        command = messages.Trace(str(run_dir), origin)
-        results = [result.part for result in self._workers.call(command, messages.TraceResult)]
+        results = self._workers.call(messages.Trace(str(run_dir), origin), dict)
         try:
             path = merge_parts(run_dir, results, {"updates": self._update, "epochs": self._epoch})
         except OSError as error:
             warn(f"{run_dir / TRACE} could not be written: {error}; the run itself is complete and saved")
             return
-        left_out = {result["stage"]: result["events_left_out"] for result in results if result["events_left_out"]}
-        if left_out:
+        if left_out := {result["stage"]: result["events_left_out"] for result in results if result["events_left_out"]}:
             self._note(
                 f"{path} holds the first events only; left out by stage: {left_out}. summary.json counts all of them"
             )

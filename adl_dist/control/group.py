@@ -1,16 +1,16 @@
 """The stages as the coordinator sees them: a group that carries out one command after the other, wherever they are."""
 
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from adl_dist.checkpoint.async_save import PartReport
 from adl_dist.control.messages import Abort, Command, Failure, Finish, Record, Report, Result, command_name
 from adl_dist.control.rpc import ControlPlane
-from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.rpc_errors import Call
 from adl_dist.monitor.status import CoordinatorStatus, user_frame
 
@@ -24,7 +24,9 @@ CAUSE_SECONDS = 1.0  # seconds that the report of a failure that follows from an
 class WorkerGroup:
     """All stages. It remembers the last command, for status queries and the watchdog."""
 
-    def __init__(self) -> None:
+    def __init__(self, carry_out: Callable[[Command], list[Result]]) -> None:
+        """Have every stage carry out a command by ``carry_out``, which returns their results."""
+        self._carry_out = carry_out
         self.thread = threading.get_ident()  # the coordinator's
         self._now = ("", False, time.monotonic())
 
@@ -49,30 +51,13 @@ class WorkerGroup:
         at = user_frame(self.thread) if closely else ""
         return CoordinatorStatus(command, is_waiting, time.monotonic() - since, at)
 
-    def _carry_out(self, command: Command) -> list[Result]:
-        raise NotImplementedError
-
-
-class LocalWorkerGroup(WorkerGroup):
-    """All stages in this process."""
-
-    def __init__(
-        self, worker: LocalWorker, record: Callable[[Record], None], part: Callable[[PartReport], None]
-    ) -> None:
-        """Hand the records of ``worker`` to ``record``, and its reports on parts of a save to ``part``."""
-        super().__init__()
-        self._worker, self.record, self.part = worker, record, part
-
-    def _carry_out(self, command: Command) -> list[Result]:
-        return self._worker.execute(command, self)
-
 
 class RpcWorkerGroup(WorkerGroup):
     """One stage in each process; used by the coordinator's thread on rank 0."""
 
     def __init__(self, plane: ControlPlane, record: Callable[[Record], None]) -> None:
         """Hand the records of all processes to ``record``."""
-        super().__init__()
+        super().__init__(self._carry_out_by_rpc)
         self._plane, self._record = plane, record
         self.held_up_by: Callable[[], str | None] = lambda: None  # the process that others wait for in vain, if any
 
@@ -82,7 +67,7 @@ class RpcWorkerGroup(WorkerGroup):
             if (error := call.answer_or_error()) is not None:
                 logger.info("a process has not heard the end of the job: %s", error)
 
-    def _carry_out(self, command: Command) -> list[Result]:
+    def _carry_out_by_rpc(self, command: Command) -> list[Result]:
         self._send(command)
         results: dict[int, list[Result]] = {}
         while len(results) < self._plane.world.size:
@@ -107,16 +92,13 @@ class RpcWorkerGroup(WorkerGroup):
         deadline = time.monotonic() + CAUSE_SECONDS
         failures = [failure]
         while failures[-1].is_victim and (left := deadline - time.monotonic()) > 0:
-            try:
+            with contextlib.suppress(queue.Empty):  # and no time is left
                 report = self._take_report(left)
-            except queue.Empty:
-                break
-            if report.failure is not None:
-                failures.append(report.failure)
+                if report.failure is not None:
+                    failures.append(report.failure)
         for one in failures:
             logger.error("rank %s failed:\n%s", one.rank, one.traceback)
         cause = min(failures, key=lambda one: one.is_victim)
         if cause.is_victim and (name := self.held_up_by()):
-            text = f"{name}; {cause.text}"
-            return Failure(rank=cause.rank, text=text, exit_code=cause.exit_code, is_gone=True)
+            return replace(cause, text=f"{name}; {cause.text}", is_victim=False, is_gone=True)
         return cause

@@ -6,14 +6,14 @@ Meanwhile it is supervised: on rank 0 by the watchdog, and over the run's socket
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport
 from adl_dist.control.coordinator import Coordinator
-from adl_dist.control.group import CAUSE_SECONDS, LocalWorkerGroup, RpcWorkerGroup, WorkerGroup
-from adl_dist.control.messages import Abort, Asked, Failure, Finish, Report, Summary
+from adl_dist.control.group import CAUSE_SECONDS, RpcWorkerGroup, WorkerGroup
+from adl_dist.control.messages import Abort, Failure, Finish, Report, Summary
 from adl_dist.control.requests import Ask
 from adl_dist.control.rpc import ControlPlane, JobEndpoint, open_endpoint
 from adl_dist.control.run_socket import LiveControl
@@ -24,7 +24,7 @@ from adl_dist.distributed.world import COORDINATOR_RANK, World, disconnect
 from adl_dist.errors import StageFailed
 from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.heartbeat import HeartbeatMonitor
-from adl_dist.monitor.status import RankStatus
+from adl_dist.monitor.status import RankStatus, StageStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.watchdog import Watchdog
 
@@ -48,12 +48,9 @@ class Job:
         If one is gone, nothing will come of it. One that does not answer in time is there: it may be busy. Rank 0 looks
         for all others; these look for rank 0 alone, because between two of them there is no way.
         """
+        calls = [self._plane.call(COORDINATOR_RANK, JobEndpoint.ask, what, why, seconds=ASK_SECONDS)]
         if self._world.rank == COORDINATOR_RANK:
-            self.requests.ask(what, why)
-            others = self._plane.others
-            calls = [self._plane.call(rank, JobEndpoint.ping, seconds=ASK_SECONDS) for rank in others]
-        else:
-            calls = [self._plane.send(COORDINATOR_RANK, Asked(what, why), seconds=ASK_SECONDS)]
+            calls += [self._plane.call(rank, JobEndpoint.ping, seconds=ASK_SECONDS) for rank in self._plane.others]
         errors = [error for call in calls if (error := call.answer_or_error()) is not None]
         for error in errors:
             logger.warning("asked by %s: %s", why, error)
@@ -75,21 +72,24 @@ class Job:
             AdlError: this one did, or the coordinator.
         """
         plane, endpoint = self._plane, self._plane.endpoint
-        worker.stop, endpoint.on_part = endpoint.stop, coordinator.take_part
-        if self._world.rank != COORDINATOR_RANK:
-            with _disconnected_on_error(), self._seen_by_rank_0(worker.activity):
-                return serve(worker, plane)
-        if stops_early:
+        worker.stop, endpoint.on_part = endpoint.stop, coordinator.part
+        if stops_early and self._world.rank == COORDINATOR_RANK:
             endpoint.stop.is_wanted = lambda: self.requests.any_open
             endpoint.stop.announce = plane.announce
         if not self._world.is_distributed:
-            local = LocalWorkerGroup(worker, coordinator.take_record, coordinator.take_part)
+            local = WorkerGroup(lambda command: worker.execute(command, coordinator))
             with self._supervised(local, worker.activity, coordinator):
                 return act(local)
-        group = RpcWorkerGroup(plane, coordinator.take_record)
-        with _disconnected_on_error(), self._supervised(group, worker.activity, coordinator) as watchdog:
-            group.held_up_by = watchdog.cause
-            return self._run_on_rank_0(worker, group, act, watchdog)
+        try:
+            if self._world.rank != COORDINATOR_RANK:
+                return self._run_on_other_rank(worker)
+            group = RpcWorkerGroup(plane, coordinator.record)
+            with self._supervised(group, worker.activity, coordinator) as watchdog:
+                group.held_up_by = watchdog.cause
+                return self._run_on_rank_0(worker, group, act, watchdog)
+        except BaseException:
+            disconnect(in_order=False)
+            raise
 
     def _run_on_rank_0(
         self, worker: LocalWorker, group: RpcWorkerGroup, act: Callable[[WorkerGroup], Summary], watchdog: Watchdog
@@ -130,11 +130,11 @@ class Job:
             """Report, in place of ``rank``, that it is gone: to the coordinator, and to a save that waits for it."""
             failure = Failure(rank=rank, text=text, traceback=text, is_gone=True)
             self._plane.endpoint.take(Report(rank=rank, failure=failure))
-            coordinator.take_part(PartReport(rank=rank, failure=text, is_gone=True))
+            coordinator.part(PartReport(rank=rank, failure=text, is_gone=True))
 
         def status() -> dict[str, Any]:
-            now = group.status()
-            stages = stage_rows(watchdog.statuses(closely=False))
+            now, known = group.status(), watchdog.statuses(closely=False)
+            stages = [_stage_row(one, stage) for one in known if one.seen is not None for stage in one.seen.stages]
             return {"coordinator": f"{now.doing} since {now.seconds:.1f} s", "stages": stages}
 
         live = None if self._run_dir is None else LiveControl(self._run_dir, status, self.requests)
@@ -148,55 +148,36 @@ class Job:
             on_end=lambda: None if live is None else live.close(),
         )
         heartbeat.activate(activity)
-        has_failed = True
         watchdog.start()
         try:
             if live is not None:
                 live.start()
             yield watchdog
-            has_failed = False
         finally:
             watchdog.stop()  # before anything that may fail: there is nothing left to look after
             watchdog.join()
             if live is not None:
                 live.close()
-            if not (has_failed and self._world.is_distributed):  # else others may yet ask what it failed at
-                heartbeat.deactivate()
+        heartbeat.deactivate()  # not after an error: others may yet ask what it failed at
 
-    @contextlib.contextmanager
-    def _seen_by_rank_0(self, activity: ActivityLog) -> Iterator[None]:
-        """Answer rank 0's watchdog while inside, and end this process if that asks no more; on other ranks."""
+    def _run_on_other_rank(self, worker: LocalWorker) -> Summary:
+        """Answer rank 0's watchdog meanwhile, and end this process if that asks no more."""
         heartbeat = self._plane.endpoint.heartbeat
-        heartbeat.activate(activity)
+        heartbeat.activate(worker.activity)
         monitor = HeartbeatMonitor(heartbeat, self._world.rank, self._timeouts)
         monitor.start()
         try:
-            yield
+            result = serve(worker, self._plane)
         finally:
             monitor.stop()
             monitor.join()
         heartbeat.deactivate()
+        return result
 
 
-@contextlib.contextmanager
-def _disconnected_on_error() -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        disconnect(in_order=False)
-        raise
-
-
-def stage_rows(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
-    """Return what ``adl-dist status`` shows of each stage."""
+def _stage_row(known: RankStatus, stage: StageStatus) -> dict[str, Any]:
+    """Return what ``adl-dist status`` shows of ``stage``."""
     of_stage = ("stage", "epoch", "update", "micro_batch", "images_per_second", "busy_share", "staleness_mean")
-    return [
-        {
-            **{name: getattr(stage, name) for name in (*of_stage, "doing", "seconds")},
-            **{name: getattr(seen, name) for name in ("host", "pid", "memory_bytes", "saving")},
-            "silent_seconds": known.silent_seconds,
-        }
-        for known in statuses
-        if (seen := known.seen) is not None
-        for stage in seen.stages
-    ]
+    row = {name: getattr(stage, name) for name in (*of_stage, "doing", "seconds")}
+    row |= {name: getattr(known.seen, name) for name in ("host", "pid", "memory_bytes", "saving")}
+    return {**row, "silent_seconds": known.silent_seconds}

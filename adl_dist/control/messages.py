@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from adl_dist.checkpoint.async_save import PartReport
-from adl_dist.control.requests import Ask
 from adl_dist.errors import AdlError, ChannelError, StageFailed, describe
 from adl_dist.monitor.trace import Instant
 from adl_dist.schedule import Segment
@@ -60,14 +59,6 @@ class Stop:
     """The decision that the running segment ends after ``after_update`` updates of the run, on all stages."""
 
     after_update: int
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request from outside that has reached another process than rank 0."""
-
-    what: Ask
-    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +145,7 @@ class Done:
     rank: int
 
 
-@dataclass(frozen=True)
-class TraceResult:
-    """One stage's part of the trace; ``part`` is what :func:`~adl_dist.monitor.trace.write_part` returned."""
-
-    part: dict[str, Any]
-
-
-Result = TrainResult | EvaluateResult | Done | TraceResult
+Result = TrainResult | EvaluateResult | Done | dict[str, Any]  # the last: one stage of monitor.trace.write_part
 
 
 @dataclass(frozen=True, kw_only=True)

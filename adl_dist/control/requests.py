@@ -2,7 +2,6 @@
 
 import enum
 import threading
-from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -28,6 +27,13 @@ class Request:
     why: str  # its origin, for messages: SIGTERM, adl-dist stop
     done: "Future[str]" = field(default_factory=Future)  # the saved checkpoint's path, or NotDoneError
 
+    def answer(self, text: str, *, failed: bool = False) -> None:
+        """Answer it; ``failed``: it has not been carried out, and ``text`` says why."""
+        if failed:
+            self.done.set_exception(NotDoneError(text))
+        else:
+            self.done.set_result(text)
+
 
 class Requests:
     """The open requests of one job: put by any thread, taken by the coordinator where the pipeline is empty."""
@@ -46,7 +52,7 @@ class Requests:
             if not (closed := self._closed):
                 self._open.append(request)
         if closed:
-            self.answer([request], closed, failed=True)
+            request.answer(closed, failed=True)
         return request.done
 
     @property
@@ -66,13 +72,6 @@ class Requests:
         with self._lock:
             self._closed = why
         self.take()
-        self.answer([request for request in self._taken if not request.done.done()], why, failed=True)
-
-    @staticmethod
-    def answer(taken: Iterable[Request], text: str, *, failed: bool = False) -> None:
-        """Answer requests; ``failed``: they have not been carried out, and ``text`` says why."""
-        for request in taken:
-            if failed:
-                request.done.set_exception(NotDoneError(text))
-            else:
-                request.done.set_result(text)
+        for request in self._taken:
+            if not request.done.done():
+                request.answer(why, failed=True)

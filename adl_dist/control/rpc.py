@@ -14,8 +14,8 @@ import torch.distributed.rpc as rpc
 import torch.futures
 
 from adl_dist.checkpoint.async_save import PartReport
-from adl_dist.control.messages import Abort, Asked, Command, Finish, Report, Stop
-from adl_dist.control.requests import Requests
+from adl_dist.control.messages import Abort, Command, Finish, Report, Stop
+from adl_dist.control.requests import Ask, Requests
 from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.rpc_errors import Call, PeerError
 from adl_dist.distributed.world import World, name_of
@@ -23,7 +23,7 @@ from adl_dist.monitor.heartbeat import ANSWER_SECONDS, Heartbeat, end_because
 from adl_dist.monitor.status import ProcessStatus
 
 T = TypeVar("T")
-Message = Command | Finish | Abort | Stop | Report | PartReport | Asked
+Message = Command | Finish | Abort | Stop | Report | PartReport
 
 
 class JobEndpoint:
@@ -47,8 +47,6 @@ class JobEndpoint:
                 self.reports.put(message)
             case PartReport():
                 self.on_part(message)
-            case Asked():
-                self.requests.ask(message.what, message.why)
             case _:
                 self.commands.put(message)
 
@@ -59,6 +57,10 @@ class JobEndpoint:
     def abort(self, why: str) -> None:
         """End this process, after the answer to this."""
         end_because(why)
+
+    def ask(self, what: Ask, why: str) -> None:
+        """Take a request from outside, which may have reached any process."""
+        self.requests.ask(what, why)
 
     def ping(self) -> None:
         """Answer, which shows that this process is there."""

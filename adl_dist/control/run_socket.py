@@ -170,35 +170,29 @@ def ask_run(run_dir: Path, ask: str) -> dict[str, Any]:
     Raises:
         ConfigError: no run listens there, or it refuses.
     """
-    path, limit = run_dir / SOCKET, CONNECT_SECONDS
+    path = run_dir / SOCKET
     try:
         with contextlib.closing(socket.socket(socket.AF_UNIX)) as client, short_address(path) as address:
-            client.settimeout(limit)
+            client.settimeout(CONNECT_SECONDS)
             client.connect(address)
-            client.settimeout(limit if ask == "status" else None)
+            client.settimeout(CONNECT_SECONDS if ask == "status" else None)
             client.sendall(json.dumps({"ask": ask}).encode() + b"\n")
             line = client.makefile("rb").readline()
-    except PermissionError:
-        raise ConfigError(f"run_dir={run_dir}: only the user who started the run may control it") from None
-    except TimeoutError:
-        raise ConfigError(
-            f"run_dir={run_dir}: a run is there, but did not answer in {limit:g} s; logs/rank0.log in it and its "
-            "standard error may say why"
-        ) from None
     except OSError as error:
-        raise ConfigError(
-            f"run_dir={run_dir}: no run is training there on this machine ({_reason(path, error)}); check the path, or "
-            "ask on the machine of its rank 0"
-        ) from None
-    if not line:
-        raise ConfigError(f"run_dir={run_dir}: {ENDED}")
-    answer: dict[str, Any] = json.loads(line)
+        raise ConfigError(f"run_dir={run_dir}: {_reason(path, error)}") from None
+    answer: dict[str, Any] = json.loads(line) if line else {"error": ENDED}
     if "error" in answer:
         raise ConfigError(f"run_dir={run_dir}: {answer['error']}")
     return answer
 
 
 def _reason(path: Path, error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return "only the user who started the run may control it"
+    if isinstance(error, TimeoutError):
+        waited = f"a run is there, but did not answer in {CONNECT_SECONDS:g} s"
+        return f"{waited}; logs/rank0.log in it and its standard error may say why"
+    why = f"there is no {SOCKET}" if isinstance(error, FileNotFoundError) else f"{SOCKET}: {error.strerror or error}"
     if not path.parent.is_dir():
-        return "there is no such folder"
-    return f"there is no {SOCKET}" if isinstance(error, FileNotFoundError) else f"{SOCKET}: {error.strerror or error}"
+        why = "there is no such folder"
+    return f"no run is training there on this machine ({why}); check the path, or ask on the machine of its rank 0"

@@ -38,8 +38,7 @@ class RpcReporter:
 
     def part(self, part: PartReport) -> None:
         """Report how this process's part of a save has ended; called by the thread that writes it."""
-        error = self._plane.send(COORDINATOR_RANK, part).answer_or_error()
-        if error is not None:
+        if (error := self._plane.send(COORDINATOR_RANK, part).answer_or_error()) is not None:
             logger.warning("could not report the end of this process's part of a save: %s", error)
 
     def results(self, results: list[Result]) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from adl_dist.control.messages import Stop
 from adl_dist.engine import StageContext
 from adl_dist.schedule import Action, Op, Pipeline, Segment, shorten, updates_that_load
-from adl_dist.transport.process import POSTED_AHEAD
 
 
 class EarlyStop:
@@ -33,14 +32,13 @@ class EarlyStop:
         pipeline: Pipeline,
         contexts: Mapping[int, StageContext],
         *,
-        is_distributed: bool,
+        posted_ahead: int,
     ) -> Iterator[tuple[int, Action]]:
         """Hand ``order`` through; shorten the lists that it is drawn from as soon as there is a decision.
 
         ``order`` are the actions of this process, drawn from ``contexts[k].work.actions`` of stages that are opened for
-        ``segment``. If ``is_distributed``, receives are posted ahead.
+        ``segment``; ``posted_ahead`` receives are posted before they are needed.
         """
-        ahead = POSTED_AHEAD if is_distributed else 0
 
         def apply() -> bool:
             """Shorten the lists if there is a decision for this segment, rather than for one before it."""
@@ -55,7 +53,7 @@ class EarlyStop:
         is_applied = apply()  # stage 0 may have decided before this process began the segment
         for k, action in order:
             if action.op is Op.LOAD and not is_applied and self.is_wanted():
-                num_updates = updates_that_load(segment.group_sizes, action.number + 1 + ahead)
+                num_updates = updates_that_load(segment.group_sizes, action.number + 1 + posted_ahead)
                 if num_updates < segment.num_updates:
                     stop = Stop(segment.first_update + num_updates)
                     self.announce(stop)

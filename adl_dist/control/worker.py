@@ -22,21 +22,10 @@ from adl_dist.monitor.activity import FINISHING, ActivityLog
 from adl_dist.monitor.memory import MemoryMeter, forget_peak, peak_memory_bytes
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
-from adl_dist.schedule import (
-    Action,
-    Op,
-    Pipeline,
-    Segment,
-    StageWork,
-    downstream_first,
-    evaluation_work,
-    replay,
-    training_work,
-)
+from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
-
-Choose = Callable[[Any], int]
+from adl_dist.transport.process import POSTED_AHEAD
 
 
 @dataclass
@@ -50,7 +39,7 @@ class LocalWorker:
     contexts: Mapping[int, StageContext]  # this process's stages with their channels, by stage
     train_loader: BatchSource | None = None  # on stage 0's process only
     validation_loader: BatchSource | None = None  # likewise
-    pick_next: Choose = downstream_first  # which of several local stages is next; any choice gives the same values
+    pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
     meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
     activity: ActivityLog = field(init=False)
@@ -81,8 +70,7 @@ class LocalWorker:
                     part.write(Path(command.path), tensors, token=command.token, background=command.background)
                 case messages.Trace():
                     folder, stages = Path(command.run_dir), sorted(self.contexts)
-                    parts = write_part(self.activity, self.world, folder, stages, origin=command.origin)
-                    return [messages.TraceResult(part) for part in parts]
+                    return [*write_part(self.activity, self.world, folder, stages, origin=command.origin)]
         return [messages.Done(self.world.rank)]
 
     def _train(self, segment: Segment, emit: Callable[[Record], None]) -> list[TrainResult]:
@@ -91,7 +79,7 @@ class LocalWorker:
         seed = stream_seed(self.seed, "turns", segment.epoch, segment.first_sample)
         work = training_work(self.pipeline, segment, stages=self.contexts, seed=seed)
         start = time.perf_counter()
-        reports = _UpdateReports(self.contexts, segment, emit, is_on_gpu=self.world.device.type == "cuda")
+        reports = _UpdateReports(self, segment, emit)
         self._run(work, segment, self.train_loader, reports)
         seconds = time.perf_counter() - start
         return [
@@ -139,12 +127,6 @@ class LocalWorker:
                 done = update if stage.lr_updates is None else min(update, stage.lr_updates)
                 fast_forward(stage.lr_schedule, done)
 
-    def _order(self, work: Mapping[int, StageWork]) -> Iterator[tuple[int, Action]]:
-        """Return the actions in order: an interleaving of all stages' lists, or the one stage's own."""
-        if len(work) == self.pipeline.num_stages:
-            return replay([work[k].actions for k in sorted(work)], pick_next=self.pick_next)
-        return ((k, action) for k, own in work.items() for action in own.actions)
-
     def _run(
         self,
         work: Mapping[int, StageWork],
@@ -153,15 +135,7 @@ class LocalWorker:
         reports: "_UpdateReports | None" = None,
     ) -> None:
         """Carry out ``work``, and report each update; None: this is evaluation."""
-        training = reports is not None
-
-        def after_update(stage: int, group: int) -> None:
-            if self.meter is not None:
-                self.meter.count_update()
-            if reports is not None:
-                reports.add(stage, group)
-
-        batches = None
+        training, batches = reports is not None, None
         if feed is not None:
             batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
             self.contexts[0].batches = batches
@@ -175,12 +149,15 @@ class LocalWorker:
                     context.loss_grads = [made[w] for w in weights]
                     context.open(work[k], training=training)
                 self.activity.open(self.contexts, segment, training=training)
-                order = self._order(work)
+                if len(work) == self.pipeline.num_stages:
+                    order = replay([work[k].actions for k in sorted(work)], pick_next=self.pick_next)
+                else:
+                    order = ((k, action) for k, own in work.items() for action in own.actions)
                 if training:
-                    ahead = self.world.is_distributed
-                    order = self.stop.applied(order, segment, self.pipeline, self.contexts, is_distributed=ahead)
+                    ahead = POSTED_AHEAD if self.world.is_distributed else 0
+                    order = self.stop.applied(order, segment, self.pipeline, self.contexts, posted_ahead=ahead)
                 with self.meter.segment(self.stages[0]) if training and self.meter else contextlib.nullcontext():
-                    engine.run(order, self.contexts, self.activity, after_update)
+                    engine.run(order, self.contexts, self.activity, reports.add if reports is not None else None)
                 if reports is not None:
                     reports.send(keep=0)
                 self.activity.enter(FINISHING)
@@ -197,17 +174,17 @@ class LocalWorker:
 class _UpdateReports:
     """The records of each update: its loss, its gradient's norm, its staleness."""
 
-    def __init__(
-        self, contexts: Mapping[int, StageContext], segment: Segment, emit: Callable[[Record], None], *, is_on_gpu: bool
-    ) -> None:
-        self._contexts, self._segment, self._emit = contexts, segment, emit
+    def __init__(self, worker: LocalWorker, segment: Segment, emit: Callable[[Record], None]) -> None:
+        self._contexts, self._meter, self._segment, self._emit = worker.contexts, worker.meter, segment, emit
         self._start = time.perf_counter()
         self._pending: deque[tuple[Iterator[Record], Record]] = deque()
         # A GPU's figures are read an update later: reading them at once would wait for all that is launched.
-        self._lag = len(contexts) if is_on_gpu else 0
+        self._lag = len(worker.contexts) if worker.world.device.type == "cuda" else 0
 
     def add(self, k: int, group: int) -> None:
         """Take the figures of stage ``k``'s update with ``group``, and let it begin to count the next one's."""
+        if self._meter is not None:
+            self._meter.count_update()
         stage, stats = self._contexts[k].stage, self._contexts[k].stage.tally
         stage.tally = StepStats()
         where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}

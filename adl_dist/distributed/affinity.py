@@ -23,10 +23,8 @@ def tune_malloc() -> None:
     again, 4 KiB at a time: a sixth of the time of a small ResNet on a CPU. Nothing changes where the user has chosen
     (``MALLOC_*_``, ``GLIBC_TUNABLES=glibc.malloc...``) or where there is no glibc.
     """
-    has_chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
-        n.startswith("MALLOC_") for n in os.environ
-    )
-    if sys.platform != "linux" or has_chosen:
+    has_chosen = any(name.startswith("MALLOC_") for name in os.environ)
+    if sys.platform != "linux" or has_chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):  # musl
@@ -34,11 +32,7 @@ def tune_malloc() -> None:
     libc.mallopt(M_MMAP_MAX, 0)  # no block gets pages of its own
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # the heap never shrinks
     libc.mallopt(M_TOP_PAD, HEAP_STEP)
-    _advise_huge_pages(libc)
-
-
-def _advise_huge_pages(libc: ctypes.CDLL) -> None:
-    """Enlarge the heap once, by addresses, and ask for huge pages wherever it will be used."""
+    # Enlarge the heap once, by addresses, and ask for huge pages wherever it will be used.
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":  # addresses count as memory there
         return
     libc.malloc.restype = ctypes.c_void_p

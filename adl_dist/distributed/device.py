@@ -42,11 +42,7 @@ def edge_backend(device: torch.device, rank: int, size: int, store: dist.Store) 
 
     All ranks take the same, since an edge may join a node that has GPUs enough with one that has not.
     """
-    store.set(f"backend/{rank}", _own_backend(device, size))
-    return "nccl" if all(store.get(f"backend/{one}") == b"nccl" for one in range(size)) else "gloo"
-
-
-def _own_backend(device: torch.device, size: int) -> str:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     has_own_gpu = device.type != "cpu" and local_ranks <= torch.cuda.device_count()
-    return "nccl" if has_own_gpu and dist.is_nccl_available() else "gloo"
+    store.set(f"backend/{rank}", "nccl" if has_own_gpu and dist.is_nccl_available() else "gloo")
+    return "nccl" if all(store.get(f"backend/{one}") == b"nccl" for one in range(size)) else "gloo"

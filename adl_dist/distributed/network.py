@@ -40,18 +40,17 @@ def is_one_node(size: int) -> bool:
 def check_named_interfaces() -> None:
     """Raise ConfigError for a named interface that is not there; gloo would complain about an empty name."""
     here = interfaces()
-    for variable in (GLOO, RPC):
-        for name in _names(variable):
-            if name not in here:
-                raise ConfigError(
-                    f"{variable}={os.environ[variable]}, but {socket.gethostname()} has no network interface {name}; "
-                    f"it has {', '.join(here)}"
-                )
+    for variable, name in _named():
+        if name not in here:
+            raise ConfigError(
+                f"{variable}={os.environ[variable]}, but {socket.gethostname()} has no network interface {name}; "
+                f"it has {', '.join(here)}"
+            )
 
 
 def named_interface() -> str | None:
     """Return the interface that the user has named for gloo, or for RPC."""
-    return next((names[0] for variable in (GLOO, RPC) if (names := _names(variable))), None)
+    return next((name for _, name in _named()), None)
 
 
 def interfaces() -> list[str]:
@@ -125,5 +124,6 @@ def interface_towards(first: str) -> str:
     )
 
 
-def _names(variable: str) -> list[str]:
-    return [name for name in os.environ.get(variable, "").split(",") if name]
+def _named() -> list[tuple[str, str]]:
+    """Return each variable of the user's that names interfaces, with each of them."""
+    return [(variable, name) for variable in (GLOO, RPC) for name in os.environ.get(variable, "").split(",") if name]

@@ -64,16 +64,15 @@ def is_part_of_more() -> bool:
     return os.environ.get(PART_OF_COMMAND) == str(os.getpid())
 
 
-def set_flag(name: str, text: str = "") -> None:
-    """Set a flag for our own launcher, if there is one; only rank 0 does."""
-    if folder := _folder_of_rank_0():
-        write_flag(folder, name, text)
-
-
-def clear_flag(name: str) -> None:
-    """Remove a flag; only rank 0 does."""
-    if folder := _folder_of_rank_0():
-        (folder / name).unlink(missing_ok=True)
+def set_flag(name: str, text: str | None = "") -> None:
+    """Set a flag for our own launcher, if there is one, or remove it (None); only rank 0 does."""
+    folder = os.environ.get(RENDEZVOUS_FOLDER)
+    if not folder or os.environ.get("RANK", "0") != "0":
+        return
+    if text is None:
+        Path(folder, name).unlink(missing_ok=True)
+    else:
+        write_flag(Path(folder), name, text)
 
 
 def flag_stopped() -> None:
@@ -98,8 +97,3 @@ def write_flag(folder: Path, name: str, text: str) -> None:
     with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it; the disk is full
         unfinished.write_text(text)
         unfinished.rename(folder / name)
-
-
-def _folder_of_rank_0() -> Path | None:
-    folder = os.environ.get(RENDEZVOUS_FOLDER)
-    return Path(folder) if folder and os.environ.get("RANK", "0") == "0" else None

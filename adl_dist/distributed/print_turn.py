@@ -4,6 +4,7 @@ torchrun, and our own launcher, end all ranks as soon as one has ended. So a ran
 for a limited time, until a store says that it is printed.
 """
 
+import contextlib
 import datetime
 import os
 from pathlib import Path
@@ -21,11 +22,9 @@ def announce(*, printed: bool) -> None:
     """Let the other ranks know that an error is printed or, on rank 0, that the set-up, which all share, has none."""
     if launched_world_size() is None or (launched_rank() != 0 and not printed) or (store := _store()) is None:
         return
-    try:
+    with contextlib.suppress(RuntimeError):  # the store has ended; the other ranks find that out, too
         store.set(KEY, "printed" if printed else "none")
         store.get(KEY)  # an answer: the store has it, though this process may end now
-    except RuntimeError:  # the store has ended; the other ranks find that out, too
-        return
 
 
 def arose_here() -> bool:
@@ -42,9 +41,7 @@ def is_mine() -> bool:
     if world is not None and not world.is_rank_0_informed:
         return True
     try:
-        if (store := _store()) is None:
-            return True
-        if knows_first_hand and store.add(TURNS, 1) == 1:
+        if (store := _store()) is None or (knows_first_hand and store.add(TURNS, 1) == 1):
             return True
         store.wait([KEY], LIMIT)
         return store.get(KEY) == b"none"

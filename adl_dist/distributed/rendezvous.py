@@ -51,8 +51,8 @@ def rendezvous(rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.
                 "not say where they meet; start them with torchrun, or unset RANK and WORLD_SIZE"
             ) from None
         host = network.LOOPBACK if network.is_one_node(size) else reachable(host)
-        listener = listen_at(host, port) if rank == 0 else None
-        if listener is not None:
+        if rank == 0:
+            listener = listen_at(host, port)
             shared = store_on(listener, timeout)
         else:
             shared = dist.TCPStore(host, port, size, is_master=False, timeout=timeout)

@@ -57,7 +57,6 @@ def make_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
                 parameters.local_addr = network.address_of(interface)
     except ConfigError as error:
         sys.stderr.write(f"adl-dist: error: {error}\n")
-        sys.stderr.flush()
         raise SystemExit(2) from None
     return create_handler(store, Backend(store, parameters.run_id), parameters)
 

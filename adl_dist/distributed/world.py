@@ -64,8 +64,7 @@ class World:
 
     def connect_more(self, links: Iterable[str]) -> None:
         """Make the edges of ``links`` that are not there yet; every rank calls it with the same."""
-        missing = [link for link in links if link not in self._links]
-        if not missing:
+        if not (missing := [link for link in links if link not in self._links]):
             return
         try:
             if self.listener is not None:
@@ -169,11 +168,7 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
 
 
 def disconnect(*, in_order: bool = True) -> None:
-    """Leave the world; never waits for a peer that is gone.
-
-    Args:
-        in_order: all ranks leave now, so wait for the last of them before closing the connections.
-    """
+    """Leave the world, and wait for no peer that is gone; ``in_order``: all leave now, so wait for the last of them."""
     global _world
     if _world is None or _world.has_left:
         return
@@ -205,7 +200,10 @@ def _join(rank: int, size: int, device: torch.device, timeout_seconds: float) ->
     edges = connect_edges(size, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
     with blocking_new():
         _start_rpc(rank, size, store, timeout_seconds)
-    cores = _share_of_cores(rank, size, store)
+    store.set(f"cores/{rank}", json.dumps(cores_here()))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    of_node = range(rank - local_rank, rank - local_rank + local_size)
+    cores = own_cores([json.loads(store.get(f"cores/{one}")) for one in of_node], local_rank)
     if backend == "nccl":  # which may connect to the store again
         listener = None
     if listener is not None:
@@ -221,14 +219,6 @@ def _report_open_ports(rank: int) -> None:
             f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let "
             "only those reach it whom you trust (SECURITY.md)"
         )
-
-
-def _share_of_cores(rank: int, size: int, store: dist.Store) -> list[int] | None:
-    """Of this process, if all processes of its node may use the same ones."""
-    store.set(f"cores/{rank}", json.dumps(cores_here()))
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    first = rank - local_rank
-    return own_cores([json.loads(store.get(f"cores/{first + place}")) for place in range(local_size)], local_rank)
 
 
 def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) -> None:
@@ -254,12 +244,8 @@ def _start_rpc(rank: int, size: int, store: dist.Store, timeout_seconds: float) 
         warnings.filterwarnings("ignore", message="You are using a Backend")
         rpc.init_rpc(name_of(rank), rank=rank, world_size=size, rpc_backend_options=options)
     for other in range(size) if rank == 0 else [0]:
-        rpc.rpc_sync(name_of(other), _be_greeted)
+        rpc.rpc_sync(name_of(other), os.getpid)  # a first call, of whatever it is, makes the connection
     dist.barrier()
-
-
-def _be_greeted() -> None:
-    """For a first call, which makes the connection."""
 
 
 def name_of(rank: int) -> str:

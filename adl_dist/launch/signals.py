@@ -65,7 +65,7 @@ def signal_handler(ask: Callable[[str], bool]) -> Iterator[None]:
         parent_process.set_flag(parent_process.LISTENS, str(os.getpid()))
         yield
     finally:
-        parent_process.clear_flag(parent_process.LISTENS)
+        parent_process.set_flag(parent_process.LISTENS, None)
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)

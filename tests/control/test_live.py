@@ -137,7 +137,7 @@ def test_checkpoint_and_stop_print_what_became_of_the_request(tmp_path, ask, fai
     def coordinate():
         (request,) = taken(requests)
         assert (request.what, request.why) == (ask, f"adl-dist {ask.value}")
-        requests.answer([request], "the disk is full" if fails else "runs/a/checkpoints/u7", failed=fails)
+        request.answer("the disk is full" if fails else "runs/a/checkpoints/u7", failed=fails)
 
     with listening(tmp_path, requests):
         coordinator = threading.Thread(target=coordinate)
@@ -161,7 +161,7 @@ def test_a_run_that_ends_tells_whether_it_has_answered(tmp_path):
         with listening(tmp_path, requests) as control:
 
             def carry_out(requests=requests, control=control):
-                requests.answer(taken(requests), "saved")
+                taken(requests)[0].answer("saved")
                 control.close()
 
             thread = threading.Thread(target=carry_out)

@@ -196,7 +196,7 @@ def test_each_request_is_answered_once_however_the_run_ends():
     requests = Requests()
     taken, cancelled = requests.ask(Ask.CHECKPOINT, "a test"), requests.ask(Ask.STOP, "a test")
     assert not cancelled.cancel()
-    requests.answer(requests.take()[1:], "saved")
+    requests.take()[1].answer("saved")
 
     class EndsTheRun:
         """Closes the requests right after the next one is put among them."""

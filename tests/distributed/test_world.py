@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from adl_dist.control.messages import Finish, Report
 from adl_dist.control.rpc import JobEndpoint
-from adl_dist.distributed import device
 from adl_dist.distributed.device import edge_backend
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
@@ -29,11 +28,13 @@ UPDATES = math.ceil(math.ceil(NUM_SAMPLES / MICRO_BATCH) / 2)  # of an epoch wit
     ("of_ranks", "agreed"), [(["nccl", "nccl"], "nccl"), (["nccl", "gloo"], "gloo"), (["gloo", "nccl"], "gloo")]
 )
 def test_edges_use_nccl_on_every_rank_or_on_none(of_ranks, agreed, monkeypatch):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     for rank in range(2):
         store = dist.HashStore()
         store.set(f"backend/{1 - rank}", of_ranks[1 - rank])
-        monkeypatch.setattr(device, "_own_backend", lambda *args, own=of_ranks[rank]: own)
-        assert edge_backend(torch.device("cpu"), rank, 2, store) == agreed
+        num_gpus = 2 if of_ranks[rank] == "nccl" else 1  # two ranks share it
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
+        assert edge_backend(torch.device("cuda"), rank, 2, store) == agreed
 
 
 def test_a_users_process_group_without_the_cpu_is_refused(monkeypatch):
