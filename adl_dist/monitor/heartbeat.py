@@ -22,17 +22,12 @@ LOOKS_PER_STALL = 4
 
 
 class Heartbeat:
-    """The answers of one process to the watchdog on rank 0.
-
-    Attributes:
-        asked_at: when rank 0 has asked last, or the stages were built; on ``time.monotonic``.
-        asker: rank 0 as it was then; None: it has not asked yet.
-    """
+    """The answers of one process to the watchdog on rank 0."""
 
     def __init__(self) -> None:
         self._activity = ActivityLog(1)  # until the stages are built
-        self.asked_at = time.monotonic()
-        self.asker: ProcessStatus | None = None
+        self.asked_at = time.monotonic()  # when rank 0 has asked last, or the stages were built
+        self.asker: ProcessStatus | None = None  # rank 0 as it was then; None: it has not asked yet
 
     def answer(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
         """Return what this process does now; ``asker``: rank 0."""
