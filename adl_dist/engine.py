@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import RECEIVES
 from adl_dist.stage import Stage
-from adl_dist.transport import Receiver, Sender
+from adl_dist.transport.channel import Receiver, Sender
 
 Tensors = tuple[Tensor, ...]
 Batches = Generator[tuple[Tensor, Tensor], None, None]

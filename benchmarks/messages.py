@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adl_dist.transport import ProcessReceiver, ProcessSender, Specs, TensorSpec
-from adl_dist.transport.process import Edge, connect_edges
+from adl_dist.transport.process import Edge, ProcessReceiver, ProcessSender, connect_edges
+from adl_dist.transport.spec import Specs, TensorSpec
 
 NUM_MESSAGES = {8: 2000, 64 << 10: 1000, 2 << 20: 200}  # bytes -> there and back, so often
 CPU = torch.device("cpu")

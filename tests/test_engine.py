@@ -18,7 +18,7 @@ from adl_dist.schedule.replay import at_random
 from adl_dist.stage import Stage
 from adl_dist.training.build import edges_of
 from adl_dist.training.shape_inference import dry_run
-from adl_dist.transport import Specs, TensorSpec
+from adl_dist.transport.spec import Specs, TensorSpec
 from tests.support.runs import sgd
 from tests.support.tiers import slow
 from tests.support.values import spec_of

@@ -19,7 +19,7 @@ from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
 from adl_dist.monitor.activity import FINISHING, ActivityLog
-from adl_dist.monitor.memory import MemoryMeter, forget_peak, peak_memory_bytes
+from adl_dist.monitor.memory import MemoryMeter, peak_memory_bytes
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
 from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
@@ -47,7 +47,8 @@ class LocalWorker:
     def __post_init__(self) -> None:
         on_device = self.world.is_distributed and self.world.backend == "nccl"
         self.activity = ActivityLog(self.pipeline.num_stages, device=self.world.device, runs_ahead=on_device)
-        forget_peak(self.world.device)
+        if self.world.device.type == "cuda":  # measuring the model, or an earlier run, may have taken more
+            torch.cuda.reset_peak_memory_stats(self.world.device)
 
     @property
     def stages(self) -> list[Stage]:

@@ -214,7 +214,7 @@ def _join(rank: int, size: int, device: torch.device, timeout_seconds: float) ->
 
 def _report_open_ports(rank: int) -> None:
     """Warn on one process of each node if its kernel cannot block ports: training needs no blocked port."""
-    if int(os.environ.get("LOCAL_RANK", rank)) == 0 and (why := port_filter.error()) is not None:
+    if int(os.environ.get("LOCAL_RANK", rank)) == 0 and (why := port_filter.error) is not None:
         warn(
             f"the ports of {socket.gethostname()} stay open: its kernel takes no socket filter ({why.strerror}); let "
             "only those reach it whom you trust (SECURITY.md)"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from adl_dist.distributed import parent_process
+from adl_dist.report import tell
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: what SLURM is usually told to send
 ECHO_SECONDS = 1.0
@@ -93,10 +94,8 @@ def _watch(reader: int, numbers: set[int], ask: Callable[[str], bool]) -> None:
 
 def _end(number: int, how: str) -> None:
     if "RANK" not in os.environ:  # of several ranks their launcher prints it
-        sys.stderr.write(
-            f"\nadl-dist: {how} by {signal.Signals(number).name}; the same command resumes from the last checkpoint\n"
-        )
+        why = f"{how} by {signal.Signals(number).name}"
+        tell(sys.stderr, f"\nadl-dist: {why}; the same command resumes from the last checkpoint\n")
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+        tell(stream, "")
     os._exit(128 + number)  # the main thread may wait for a message that never comes

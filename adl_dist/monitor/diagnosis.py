@@ -72,7 +72,9 @@ def cause_of(statuses: Sequence[RankStatus], coordination: CoordinatorStatus) ->
     stages = {s.stage: _Stage(known.rank, known.seen, s) for known in statuses if known.seen for s in known.seen.stages}
     if lost := _lost_message(stages):
         return lost
-    waits_for = {k: _waits_for(stage, stages) for k, stage in stages.items()}
+    # A neighbour that has done its part takes what is sent to it without doing anything.
+    waits_for = {k: [n for n in s.status.waits_for if n == COORDINATOR or n in stages] for k, s in stages.items()}
+    waits_for |= {k: [COORDINATOR] for k, stage in stages.items() if stage.process.phase == FAILED}
     savers = {} if coordination.is_waiting else _savers(statuses)
     waits_for[COORDINATOR] = [*savers]
     if coordination.is_waiting:
@@ -109,13 +111,6 @@ def _why_busy(stage: _Stage) -> str:
     else:
         why = f"still at work: {status.doing} {since}"
     return f"{name}: {why}{_at(seen.at)}"
-
-
-def _waits_for(stage: _Stage, stages: Mapping[int, _Stage]) -> list[int]:
-    if stage.process.phase == FAILED:
-        return [COORDINATOR]
-    # A neighbour that has done its part takes what is sent to it without doing anything.
-    return [n for n in stage.status.waits_for if n == COORDINATOR or n in stages]
 
 
 def _savers(statuses: Sequence[RankStatus]) -> dict[int, Cause]:

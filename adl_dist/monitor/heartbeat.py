@@ -22,17 +22,12 @@ LOOKS_PER_STALL = 4
 
 
 class Heartbeat:
-    """The answers of one process to the watchdog on rank 0.
-
-    Attributes:
-        asked_at: when rank 0 has asked last, or the stages were built; on ``time.monotonic``.
-        asker: rank 0 as it was then; None: it has not asked yet.
-    """
+    """The answers of one process to the watchdog on rank 0."""
 
     def __init__(self) -> None:
         self._activity = ActivityLog(1)  # until the stages are built
-        self.asked_at = time.monotonic()
-        self.asker: ProcessStatus | None = None
+        self.asked_at = time.monotonic()  # when rank 0 has asked last, or the stages were built
+        self.asker: ProcessStatus | None = None  # rank 0 as it was then; None: it has not asked yet
 
     def answer(self, asker: ProcessStatus, *, closely: bool) -> ProcessStatus:
         """Return what this process does now; ``asker``: rank 0."""
@@ -58,9 +53,10 @@ class Heartbeat:
 class Lookout(threading.Thread):
     """A thread that looks at regular times whether the job still moves, until it is stopped."""
 
-    def __init__(self, name: str, timeouts: WatchdogTimeouts) -> None:
+    def __init__(self, name: str, timeouts: WatchdogTimeouts, *, distributed: bool) -> None:
         super().__init__(name=name, daemon=True)
-        self._timeouts = timeouts
+        self._stall_seconds = timeouts.stall_seconds
+        self._abort_seconds = timeouts.abort_after(distributed=distributed)
         self._interval = min(MAX_INTERVAL_SECONDS, timeouts.stall_seconds / LOOKS_PER_STALL)
         self._over = threading.Event()
         self._looked_at = time.monotonic()
@@ -103,21 +99,21 @@ class HeartbeatMonitor(Lookout):
 
     def __init__(self, heartbeat: Heartbeat, rank: int, timeouts: WatchdogTimeouts) -> None:
         """Look for ``rank``, with the timeouts of the watchdog; rank 1 also reports a stall."""
-        super().__init__("heartbeat monitor", timeouts)
+        super().__init__("heartbeat monitor", timeouts, distributed=True)
         self._heartbeat, self._rank, self._began = heartbeat, rank, time.monotonic()
 
     def look(self) -> None:
         """See whether rank 0 has asked in time."""
-        now, abort_seconds = time.monotonic(), self._timeouts.abort_after
+        now = time.monotonic()
         if self.was_held(now):
             self._began = now
         silent = now - max(self._heartbeat.asked_at, self._began)
-        if abort_seconds is not None and silent >= abort_seconds + ANSWER_SECONDS:
+        if self._abort_seconds is not None and silent >= self._abort_seconds + ANSWER_SECONDS:
             print_bounded(f"adl-dist: error: rank {self._rank} ends itself: {self._cause(silent)}", logging.ERROR)
             if self._heartbeat.asker is not None:
                 kill(self._heartbeat.asker)
             end()
-        elif silent < self._timeouts.stall_seconds:
+        elif silent < self._stall_seconds:
             self._has_reported = False
         elif not self._has_reported and self._rank == 1:
             self._has_reported = True

@@ -96,12 +96,6 @@ class MemoryMeter:
             profiler.stop()
 
 
-def forget_peak(device: torch.device) -> None:
-    """Let a GPU count its peak from now on: measuring the model, or an earlier run, may have taken more."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def peak_memory_bytes() -> int:
     """Return the most this process has held: resident, or on the GPU if it computes there, since the run began."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():

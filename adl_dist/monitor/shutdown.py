@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from adl_dist.report import tell
 
@@ -58,5 +57,4 @@ def _flush() -> None:
     for handler in logger.handlers:
         handler.flush()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
+        tell(stream, "")

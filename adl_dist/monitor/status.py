@@ -23,7 +23,7 @@ from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.distributed.world import launched_rank
 from adl_dist.monitor.activity import FAILED, FINISHING, IDLE, KINDS, ActivityLog, SegmentActivity
 from adl_dist.schedule import Op
-from adl_dist.schedule.actions import LINKS, RECEIVES, receiver
+from adl_dist.schedule.actions import LINKS, RECEIVES, receiver, sender
 
 COORDINATOR = -1  # the peer that an idle stage waits for
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY, Op.PREDICT)
@@ -119,7 +119,10 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
     """Return the status of this process, from any thread; ``closely``: also where it is in its program."""
     now = time.perf_counter()
     # Each read once, because the main thread changes them meanwhile.
-    (phase, since), doing, segment, saver = log.phase, log.doing, log.present, _saver()
+    (phase, since), doing, segment = log.phase, log.doing, log.present
+    threads = {thread.name: thread for thread in threading.enumerate()}
+    saver = threads.get(SAVING) or threads.get(COMMITTING)  # the one that writes, else the one that waits for all
+    loaders = multiprocessing.active_children() if closely and doing is not None and doing[1].op is Op.LOAD else []
     stages = []
     for k in sorted(segment.stages) if segment is not None else [launched_rank()]:
         figures = _figures(segment, k, is_over=phase in (IDLE, FAILED), now=now) if segment is not None else {}
@@ -138,7 +141,7 @@ def process_status(log: ActivityLog, *, closely: bool = False) -> ProcessStatus:
         mark=f"{since} {doing[2] if doing else ''} {progress.num_pieces}",
         stages=stages,
         at=user_frame(threading.main_thread().ident) if closely else "",
-        loaders=_loaders() if closely and doing is not None and doing[1].op is Op.LOAD else [],
+        loaders=sorted((child.pid, state_of(child.pid)) for child in loaders if child.pid is not None),
         memory_bytes=_memory_bytes(log.device),
         saving=saver.name if saver else "",
         saving_at=user_frame(saver.ident) if closely and saver else "",
@@ -154,8 +157,7 @@ def _present(k: int, op: Op, number: int, num_stages: int) -> dict[str, Any]:
         peers = [receiver(op, k, num_stages=num_stages)]
         text += f" to stage {peers[0]}"
     elif op in RECEIVES:
-        hop = RECEIVES[op].hop
-        peers = [0 if hop is None else k - hop]
+        peers = [sender(op, k)]
         text += f" from stage {peers[0]}"
     return {"doing": text, "op": op, "number": number, "waits_for": peers}
 
@@ -188,18 +190,6 @@ def _figures(segment: SegmentActivity, k: int, *, is_over: bool, now: float) -> 
         "busy_share": 0.0 if is_over else activity.busy_seconds / elapsed,
         "staleness_mean": activity.staleness_sum / num_backwards if num_backwards else None,
     }
-
-
-def _loaders() -> list[tuple[int, str]]:
-    """Return the process id and state of each child process, which load data."""
-    children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-    return [(pid, state_of(pid)) for pid in sorted(children)]
-
-
-def _saver() -> threading.Thread | None:
-    """Return the thread that saves during training: the one that writes, else the one that waits for all to write."""
-    by_name = {thread.name: thread for thread in threading.enumerate()}
-    return by_name.get(SAVING) or by_name.get(COMMITTING)
 
 
 def _is_debugged() -> bool:

@@ -1,6 +1,6 @@
 """The times after which a job that makes no progress is reported, and ended. No torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from adl_dist.errors import ConfigError
 
@@ -29,14 +29,8 @@ class WatchdogTimeouts:
                 f"got {self.abort_seconds}"
             )
 
-    def settled(self, *, distributed: bool) -> "WatchdogTimeouts":
-        """Return the limits with a number, or None, for ``auto``."""
-        if self.abort_seconds != "auto":
-            return self
-        return replace(self, abort_seconds=max(600.0, 2 * self.stall_seconds) if distributed else None)
-
-    @property
-    def abort_after(self) -> float | None:
-        """Seconds until the process ends; None: never. Of settled limits only."""
-        assert not isinstance(self.abort_seconds, str), "settled() replaces auto"
-        return self.abort_seconds
+    def abort_after(self, *, distributed: bool) -> float | None:
+        """Return the seconds until the process ends; None: never."""
+        if not isinstance(self.abort_seconds, str):
+            return self.abort_seconds
+        return max(600.0, 2 * self.stall_seconds) if distributed else None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from adl_dist.distributed.procfs import machine
 from adl_dist.distributed.world import World
-from adl_dist.monitor.activity import KINDS, ActivityLog, Event
+from adl_dist.monitor.activity import KINDS, ActivityLog
 from adl_dist.schedule import Op
 
 TRACE = "trace.json"
@@ -98,27 +98,23 @@ def merge_parts(run_dir: Path, results: Sequence[dict[str, Any]], about: dict[st
 
 def _lines(log: ActivityLog, world: World, k: int, origin: float) -> Iterator[dict[str, Any]]:
     """Yield the names of stage ``k``, then its events."""
-    for name, arguments in (
+    for name, value in (
         ("process_name", {"name": f"stage {k}"}),
         ("process_sort_index", {"sort_index": k}),
         ("thread_name", {"name": f"rank {world.rank}, {world.device}"}),
     ):
-        yield {"ph": "M", "pid": k, "tid": 0, "name": name, "args": arguments}
+        yield {"ph": "M", "pid": k, "tid": 0, "name": name, "args": value}
     for event in log.events[k]:
         # Whole nanoseconds first: rounded one by one, neighbours could overlap.
         begin, end = (round((at - origin) * 1e9) for at in (event.begin, event.end))
-        share, name = KINDS[event.action.op]
+        (op, number), segment = event.action, event.segment.segment
+        share, kind = KINDS[op]
+        counted = {Op.UPDATE: "group", Op.WEIGHTS: "updates_in_segment"}.get(op, "micro_batch")
+        arguments: dict[str, Any] = {counted: number, "action": str(event.action), "version": event.version}
+        if op is Op.UPDATE:
+            arguments["update"] = segment.first_update + number
+        if event.forward_version is not None:
+            arguments["forward_version"] = event.forward_version
+        arguments |= {"epoch": segment.epoch} if event.segment.training else {"evaluation": True}
         times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
-        name = f"{name} {event.action.number}"
-        yield {"ph": "X", "pid": k, "tid": 0, "name": name, "cat": share, **times, "args": _arguments(event)}
-
-
-def _arguments(event: Event) -> dict[str, Any]:
-    (op, number), segment = event.action, event.segment.segment
-    counted = {Op.UPDATE: "group", Op.WEIGHTS: "updates_in_segment"}.get(op, "micro_batch")
-    arguments = {counted: number, "action": str(event.action), "version": event.version}
-    if op is Op.UPDATE:
-        arguments["update"] = segment.first_update + number
-    if event.forward_version is not None:
-        arguments["forward_version"] = event.forward_version
-    return arguments | ({"epoch": segment.epoch} if event.segment.training else {"evaluation": True})
+        yield {"ph": "X", "pid": k, "tid": 0, "name": f"{kind} {number}", "cat": share, **times, "args": arguments}

@@ -31,11 +31,9 @@ class Peers(Protocol):
         self, limits: Mapping[int, float], asker: ProcessStatus, *, closely: bool
     ) -> dict[int, ProcessStatus | PeerError]:
         """Ask the processes of ``limits``, each of which may take so many seconds, what they do now."""
-        ...
 
     def abort(self, why: str) -> Callable[[], None]:
         """Have all of them end; the function returned waits until they have heard or are late."""
-        ...
 
 
 class Watchdog(Lookout):
@@ -57,7 +55,7 @@ class Watchdog(Lookout):
         ``coordination`` returns what the coordinator does, with ``closely=True`` also where in its program; ``on_gone``
         takes the rank of a process that is gone, and a line that names it; ``on_end`` is called right before an end.
         """
-        super().__init__("watchdog", timeouts)
+        super().__init__("watchdog", timeouts, distributed=num_processes > 1)
         self._peers, self._activity, self._coordination = peers, activity, coordination
         self._on_gone, self._on_end = on_gone, on_end
         self._asking = threading.Lock()
@@ -112,23 +110,22 @@ class Watchdog(Lookout):
                 print_bounded(f"adl-dist: continuing after {now - self._changed_at:.0f} s without progress")
             self._marks, self._changed_at, self._has_reported = marks, now, False
             return
-        still, abort_seconds = now - self._changed_at, self._timeouts.abort_after
+        still = now - self._changed_at
         # If a stage has failed, let its save end first and its error surface.
         has_failed = any(known.seen and known.seen.phase == FAILED for known in statuses)
         grace = LAST_SAVE_SECONDS + MARGIN_SECONDS if has_failed else 0.0
-        if abort_seconds is not None and still >= abort_seconds + grace:
+        if self._abort_seconds is not None and still >= self._abort_seconds + grace:
             self._end(still)
-        elif still >= self._timeouts.stall_seconds and not self._has_reported:
+        elif still >= self._stall_seconds and not self._has_reported:
             self._has_reported = True
             self._report_stall(still)
 
     def _report_stall(self, still: float) -> None:
         statuses, coordination = self.statuses(closely=True), self._coordination(closely=True)
-        cause, abort_seconds = cause_of(statuses, coordination), self._timeouts.abort_after
-        then = f"; after {abort_seconds:g} s the job is ended" if abort_seconds is not None else ""
+        then = f"; after {self._abort_seconds:g} s the job is ended" if self._abort_seconds is not None else ""
         print_bounded(
-            f"adl-dist: no progress in {still:.1f} s (runtime.stall_seconds={self._timeouts.stall_seconds:g}){then}\n"
-            f"{picture(statuses, coordination)}\nlikely cause: {cause.text}"
+            f"adl-dist: no progress in {still:.1f} s (runtime.stall_seconds={self._stall_seconds:g}){then}\n"
+            f"{picture(statuses, coordination)}\nlikely cause: {cause_of(statuses, coordination).text}"
         )
 
     def _end(self, still: float) -> None:
@@ -137,7 +134,7 @@ class Watchdog(Lookout):
             return  # a user wants to look around there
         exit_deadline()
         cause = cause_of(statuses, self._coordination(closely=True))
-        why = f"no progress in {still:.1f} s (runtime.abort_seconds={self._timeouts.abort_after:g}): {cause.text}"
+        why = f"no progress in {still:.1f} s (runtime.abort_seconds={self._abort_seconds:g}): {cause.text}"
         print_bounded(f"adl-dist: error: {why}; the same command resumes from the last checkpoint", logging.ERROR)
         wait_until_heard = self._peers.abort(why)
         for known in statuses[1:]:

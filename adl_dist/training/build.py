@@ -21,7 +21,9 @@ from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
 from adl_dist.training.input import DeviceLoader, common_sample
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.shape_inference import Agreed, check_consistent, infer_shapes
-from adl_dist.transport import LocalChannel, ProcessReceiver, ProcessSender, Specs, TensorSpec
+from adl_dist.transport.channel import LocalChannel
+from adl_dist.transport.process import ProcessReceiver, ProcessSender
+from adl_dist.transport.spec import Specs, TensorSpec
 
 GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
 

@@ -13,7 +13,7 @@ from adl_dist.data import Loader, check_dataset
 from adl_dist.engine import Batches
 from adl_dist.errors import DataError
 from adl_dist.stage import Precision
-from adl_dist.transport import TensorSpec
+from adl_dist.transport.spec import TensorSpec
 from adl_dist.transport.staging import to_device
 
 CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)

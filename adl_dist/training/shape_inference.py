@@ -20,7 +20,7 @@ from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import packed, takes_gradient, unpacked
 from adl_dist.stage.heads import check_outs
-from adl_dist.transport import Specs, TensorSpec
+from adl_dist.transport.spec import Specs, TensorSpec
 
 SIZES = "sizes"  # the key of a cut that rank 0 has measured
 NUM_SAMPLES = 2  # of the dry run

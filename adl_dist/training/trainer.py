@@ -102,7 +102,7 @@ class Trainer:
             raise ConfigError(f"seed must be >= 0, got {seed}")
         self._processes = processes or ProcessOptions()
         self._distributed = _is_distributed(self._processes, num_stages)
-        self._timeouts = (timeouts or WatchdogTimeouts()).settled(distributed=self._distributed)
+        self._timeouts = timeouts or WatchdogTimeouts()
         self._spec = TrainSpec(
             pipeline=pipeline,
             loss_fn=loss_fn,

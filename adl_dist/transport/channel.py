@@ -37,7 +37,6 @@ class Receiver(Protocol):
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for the tensors of one micro-batch; the caller owns them."""
-        ...
 
 
 class LocalChannel:

@@ -21,12 +21,12 @@ RETURN_CONSTANT = 0x06
 
 OPEN_FILES = Path("/proc/self/fd")  # on Linux, which filters sockets; elsewhere the ports stay open
 
-_error: OSError | None = None
+error: OSError | None = None  # why ports of this process that were to be blocked are open; None: they are not
 
 
 def block(listener: socket.socket) -> None:
-    """Drop new connections, unless the kernel takes no filter (gVisor's, or one behind seccomp): see :func:`error`."""
-    global _error
+    """Drop new connections, unless the kernel takes no filter (gVisor's, or one behind seccomp): see ``error``."""
+    global error
     if sys.platform == "linux":
         # struct sock_filter {code, jt, jf, k}, which keeps 0 bytes; struct sock_fprog {length, pointer to filters}
         keep_nothing = ctypes.create_string_buffer(struct.pack("HBBI", RETURN_CONSTANT, 0, 0, 0))
@@ -34,12 +34,7 @@ def block(listener: socket.socket) -> None:
         try:
             listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
         except OSError as caught:
-            _error = caught
-
-
-def error() -> OSError | None:
-    """Return why ports of this process that were to be blocked are open; None if they are not."""
-    return _error
+            error = caught
 
 
 def unblock(listener: socket.socket) -> None:

@@ -30,9 +30,7 @@ from adl_dist.transport.staging import to_device, to_host
 POSTED_AHEAD = 2
 ON_CPU = ("target", "label", "go")  # small, and their receivers want them on the CPU
 Issue = Callable[..., dist.Work | None]  # isend or irecv
-Message = list[
-    tuple[dist.Work | None, Tensor]
-]  # of each tensor: a Work, kept with the buffer that it uses; None: empty
+Message = list[tuple[dist.Work | None, Tensor]]  # a Work, kept with the buffer that it uses; None: an empty tensor
 
 
 class Edge(NamedTuple):

@@ -20,7 +20,7 @@ from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.schedule import Pipeline
-from adl_dist.transport import TensorSpec
+from adl_dist.transport.spec import TensorSpec
 from tests.support import commands
 from tests.support.commands import as_command, in_process, left_behind, shows
 

@@ -109,7 +109,7 @@ def test_a_kernel_that_shuts_no_port_is_reported_once_per_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A kernel that shuts no port ends no training and is reported by one process of each node."""
-    monkeypatch.setattr(port_filter, "_error", None)
+    monkeypatch.setattr(port_filter, "error", None)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with listening() as listener:
         block(listener)

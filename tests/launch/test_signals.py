@@ -1,6 +1,7 @@
 """Signals that ask a process to stop, and those that end it."""
 
 import errno
+import functools
 import os
 import signal
 import subprocess
@@ -31,41 +32,34 @@ with signal_handler(ask):
 
 
 INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+PLAIN_INT = functools.partial(signal.signal, INT, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
     ("arguments", "asking", "last", "said"),
     [
         ([], [USR1, USR1, INT], INT, "ended by SIGINT; the same command resumes from the last checkpoint"),
-        (
-            ["alone"],
-            [],
-            TERM,
-            "a process of the run is gone; ended by SIGTERM; the same command resumes from the last ",
-        ),
+        (["alone"], [], TERM, "a process of the run is gone; ended by SIGTERM; the same command resumes from "),
+        (["alone"], [], TERM, None),
     ],
-    ids=["asks at one and ends at two", "ends at one, as a peer is gone"],
+    ids=["asks at one and ends at two", "ends at one, as a peer is gone", "standard error is gone"],
 )
 def test_a_process_that_waits_in_c_gets_signals(arguments, asking, last, said):
-    process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={k: v for k, v in os.environ.items() if k != "RANK"},
-        preexec_fn=lambda: signal.signal(INT, signal.SIG_DFL),
-    )
-    try:
-        assert process.stdout.readline() == "ready\n"
-        for number in asking:
-            process.send_signal(number)
-            assert process.stdout.readline() == f"{number.name}\n"
-        process.send_signal(last)
-        _, err = process.communicate(timeout=10)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + last
-    assert err.strip().startswith(f"adl-dist: {said}")
+    command, pipe = [sys.executable, "-c", STUCK, *arguments], subprocess.PIPE
+    alone = {k: v for k, v in os.environ.items() if k != "RANK"}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=alone, preexec_fn=PLAIN_INT) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            for number in asking:
+                process.send_signal(number)
+                assert process.stdout.readline() == f"{number.name}\n"
+            if said is None:
+                process.stderr.close()
+            process.send_signal(last)
+            assert process.wait(timeout=10) == 128 + last
+            assert said is None or process.stderr.read().strip().startswith(f"adl-dist: {said}")
+        finally:
+            process.kill()
 
 
 def wait_for(asked):

@@ -234,7 +234,7 @@ def test_limits_that_cannot_be_are_refused(stall, abort, said):
     [("auto", False, None), ("auto", True, 600), (None, True, None), (90.0, False, 90)],
 )
 def test_a_shared_process_is_ended_only_if_asked_for(abort, distributed, settled):
-    assert WatchdogTimeouts(abort_seconds=abort).settled(distributed=distributed).abort_after == settled
+    assert WatchdogTimeouts(abort_seconds=abort).abort_after(distributed=distributed) == settled
 
 
 def test_a_background_save_that_is_slow_is_no_standstill(tmp_path, monkeypatch, capfd):

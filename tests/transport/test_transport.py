@@ -7,7 +7,8 @@ from torch import nn
 import adl_dist
 from adl_dist.errors import ChannelError
 from adl_dist.partition import cut
-from adl_dist.transport import LocalChannel, Specs, TensorSpec
+from adl_dist.transport.channel import LocalChannel
+from adl_dist.transport.spec import Specs, TensorSpec
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.toys import FixedImages, batch_norm_net, tuple_net

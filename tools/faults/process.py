@@ -22,7 +22,7 @@ from adl_dist.control.requests import Ask
 from adl_dist.engine import StageContext
 from adl_dist.schedule import Action
 from adl_dist.training import build
-from adl_dist.transport import LocalChannel
+from adl_dist.transport.channel import LocalChannel
 from tools.faults.disk import Died, Disk, DiskFault
 from tools.faults.jobs import Job
 from tools.faults.plan import Attempt, StageBroke, Step, StepFault, Weather

@@ -28,7 +28,7 @@ from adl_dist.monitor.memory import peak_memory_bytes
 from adl_dist.optim import build_lr_schedule
 from adl_dist.partition import cut
 from adl_dist.stage import to_channels_last
-from adl_dist.transport import TensorSpec
+from adl_dist.transport.spec import TensorSpec
 
 PIPELINES = ("gpipe", "1f1b")
 

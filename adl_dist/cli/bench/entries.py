@@ -19,7 +19,7 @@ from adl_dist.partition.predict import best_cut, predict
 from adl_dist.schedule import METHODS, Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.training.shape_inference import dry_run
-from adl_dist.transport import Specs, TensorSpec
+from adl_dist.transport.spec import Specs, TensorSpec
 
 Kind = Literal["loop", "ddp", "gpipe", "1f1b", "ours"]
 

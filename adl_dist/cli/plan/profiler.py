@@ -28,7 +28,7 @@ from adl_dist.stage import to_channels_last
 from adl_dist.training.input import DeviceLoader, common_sample, make_loader
 from adl_dist.training.partitioned_model import micro_batch, take_profile
 from adl_dist.training.shape_inference import dry_run
-from adl_dist.transport import Specs, TensorSpec
+from adl_dist.transport.spec import Specs, TensorSpec
 
 
 class Profiler:
