@@ -14,10 +14,7 @@ from tests.support.runs import nan_inputs
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # float64 on both sides: the sums of a GPU kernel come in another order, which costs a few last digits per update.
 TOLERANCE = 1e-9

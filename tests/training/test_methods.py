@@ -22,16 +22,7 @@ from tests.support.equations import (
     run,
 )
 from tests.support.oracle import train_greedily
-from tests.support.runs import (
-    EPOCHS,
-    LR,
-    MOMENTUM,
-    WEIGHT_DECAY,
-    toy_trainer,
-    train,
-    warm_up,
-    warm_up_schedule,
-)
+from tests.support.runs import EPOCHS, LR, MOMENTUM, WEIGHT_DECAY, toy_trainer, train, warm_up, warm_up_schedule
 from tests.support.tiers import covering, grid
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import QUIET
@@ -48,8 +39,7 @@ def test_every_method_has_its_equations_here():
 
 
 @pytest.mark.parametrize(
-    ("name", "K", "M"),
-    grid(EQUATIONS, range(1, 5), range(1, 5), default=[(n, *k) for n in EQUATIONS for k in SIZES]),
+    ("name", "K", "M"), grid(EQUATIONS, range(1, 5), range(1, 5), default=[(n, *k) for n in EQUATIONS for k in SIZES])
 )
 def test_a_method_follows_its_equations_to_1e_12(name, K, M):
     """Uneven last micro-batch, uneven last group, BatchNorm, momentum, weight decay, another rate at each update."""
