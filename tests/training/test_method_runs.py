@@ -59,7 +59,7 @@ class Watching:
             kept = context.stage.in_flight.values()
             graphs = sum(m.grad_edges is not None for m in kept)
             inputs = sum(m.grad_edges is None for m in kept) + len(context.buffer)
-            now = graphs, inputs, context.stage._policy.num_copies if context.stage._policy else 0
+            now = graphs, inputs, len(getattr(context.stage._policy, "_older", ()))
             self.most[k] = [max(pair) for pair in zip(self.most[k], now, strict=True)]
         return downstream_first(runnable)
 
