@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from adl_dist.errors import ConfigError
 from adl_dist.stage.spec import LossFn
 
-Shape = tuple[int, ...]
 # Share of the similarity loss in predsim (Nokland and Eidnes 2019, section 3.3).
 SIMILARITY_SHARE = 0.99
 
@@ -109,7 +108,7 @@ NORMALISES_SAMPLES = ("mlp_sr", "mlp", "cnn")
 OF_IMAGES = ("mlp_sr", "cnn")
 
 
-def check_outs(name: str, stage: int, shapes: Sequence[Shape]) -> None:
+def check_outs(name: str, stage: int, shapes: Sequence[tuple[int, ...]]) -> None:
     """Check that the head called ``name`` can be put on what ``stage`` sends on.
 
     Raises:
@@ -128,7 +127,7 @@ def check_outs(name: str, stage: int, shapes: Sequence[Shape]) -> None:
         )
 
 
-def build_head(name: str, shape: Shape, *, num_classes: int, seed: int) -> LocalLoss:
+def build_head(name: str, shape: tuple[int, ...], *, num_classes: int, seed: int) -> LocalLoss:
     """Build the head called ``name``, a key of ``CLASSIFIERS`` or ``predsim``, on outputs of ``shape``.
 
     Its weights are drawn by ``seed`` and nothing else.

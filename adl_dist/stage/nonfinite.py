@@ -55,9 +55,8 @@ class NonFiniteCheck:
         """
         if not self._guard.skips:
             if tally.losses or tally.gradient_norm is not None:
-                is_underway = tally.fetch()
                 self._unseen.append((update, epoch, tally))
-                self.check(except_last=1 if is_underway else 0)
+                self.check(except_last=1 if tally.fetch() else 0)
             return None
         norms, self._sent = self._sent, []
         if not self._is_last and any(grad.numel() > 0 and bool(grad.isnan().all()) for grad in arrived):

@@ -145,16 +145,10 @@ class Stage:
             self._policy.use(self._forward_version, newest=self.version)
 
     def forward(self, micro_batch: int, acts: Tensors, target: Tensor | None, *, keep_graph: bool = True) -> Tensors:
-        """Forward one micro-batch and keep its graph.
+        """Forward one micro-batch; return what goes downstream, cut off from the graph, or () on the last stage.
 
-        Args:
-            micro_batch: its index within the segment.
-            acts: tensors [B, ...] from upstream, or the input from the data.
-            target: [B, ...] where there is a loss, else None.
-            keep_graph: keep the graph; else what came in, for :meth:`recompute`.
-
-        Returns:
-            What goes downstream, cut off from the graph; nothing on the last stage.
+        ``acts`` [B, ...] come from upstream or the data; ``target`` is [B, ...] where there is a loss, else None. The
+        graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
         """
         leaves = acts
         if self.index > 0:
@@ -194,13 +188,9 @@ class Stage:
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
 
-        Args:
-            micro_batch: its index within the segment.
-            grads: one for each tensor that takes one and went downstream; where there is a loss, the weight of
-                this micro-batch in its group, which scales every gradient that follows from it.
-
-        Returns:
-            Gradients of the floating-point acts, for upstream; empty on stage 0 and where stages learn locally.
+        ``grads`` has one for each tensor that takes one and went downstream; where there is a loss, the weight of this
+        micro-batch in its group, which scales every gradient that follows from it. Return the gradients of the
+        floating-point acts, for upstream; none on stage 0 and where stages learn locally.
         """
         kept = self.in_flight.pop(micro_batch)
         assert kept.grad_edges is not None, "the schedule recomputes before it goes backward"

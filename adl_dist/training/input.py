@@ -67,10 +67,8 @@ class DeviceLoader:
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.
                 input_ = to_device(input_, self._device)
-            if input_.is_floating_point():
-                input_ = input_.to(self._precision.dtype)
-            if target.is_floating_point():
-                target = target.to(self._precision.dtype)
+            dtype = self._precision.dtype
+            input_, target = (x.to(dtype) if x.is_floating_point() else x for x in (input_, target))
             if self._precision.channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target

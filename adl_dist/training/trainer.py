@@ -96,20 +96,19 @@ class Trainer:
             ConfigError: the number of processes is not K, a value is out of range, or the method does not fit K.
             PartitionError: the model cannot be cut like that.
         """
-        pipeline = Pipeline(method or Method(), num_stages)
         if seed < 0:
             raise ConfigError(f"seed must be >= 0, got {seed}")
-        self._processes = processes or ProcessOptions()
-        self._distributed = _is_distributed(self._processes, num_stages)
-        self._timeouts = (timeouts or WatchdogTimeouts()).settled(distributed=self._distributed)
         self._spec = TrainSpec(
-            pipeline=pipeline,
+            pipeline=Pipeline(method or Method(), num_stages),
             loss_fn=loss_fn,
             optimizer=optimizer,
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
             seed=seed,
         )
+        self._processes = processes or ProcessOptions()
+        self._distributed = _is_distributed(self._processes, num_stages)
+        self._timeouts = (timeouts or WatchdogTimeouts()).settled(distributed=self._distributed)
         self._lr_schedule = lr_schedule
         self._partitioned = PartitionedModel(
             model.to(self._spec.precision.dtype),
@@ -261,8 +260,8 @@ class Trainer:
     ) -> tuple[job.Job, LocalWorker, Plan]:
         """Join the other ranks, open the data, build this process's worker, and make the plan for so much data.
 
-        ``datasets`` are by name, ``training`` and ``validation``; one of them is None only where no data is needed.
-        ``min_samples`` and ``shuffle`` are for training. An error of one rank reaches the others through the store.
+        ``datasets`` are ``training`` and ``validation``, for the first of which ``min_samples`` and ``shuffle`` are.
+        An error of one rank reaches the others through the store.
         """
         tune_malloc()
         world = self._join()
