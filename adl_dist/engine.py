@@ -12,9 +12,9 @@ from torch.profiler import record_function
 from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import RECEIVES
 from adl_dist.stage import Stage
+from adl_dist.stage.calls import Tensors
 from adl_dist.transport.channel import Receiver, Sender
 
-Tensors = tuple[Tensor, ...]
 Batches = Generator[tuple[Tensor, Tensor], None, None]
 
 
@@ -93,12 +93,8 @@ def run(
     """Execute (stage, action) in the order given: one stage's actions, or an interleaving of several stages.
 
     If a torch profiler runs when this begins, each action is a range in its timeline, which also shows what a GPU does.
-
-    Args:
-        order: each action with its stage.
-        contexts: the stages by number, opened.
-        log: records when each action begins and ends.
-        on_update: called with (stage, group) after each update, before the next action.
+    ``contexts`` are the stages, opened. ``on_update`` is called with (stage, group) after each update, before the next
+    action.
     """
     begin, end = (log.begin, log.end) if log is not None else (lambda stage, action: None, lambda: None)
     carry_out = _profiled_step if _profiler_enabled() else step

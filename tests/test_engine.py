@@ -1,20 +1,19 @@
 """The engine under thousands of interleavings, with symbols in place of tensors: exact, and fast enough for so many."""
 
 import math
+import random
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from adl_dist import engine
 from adl_dist.engine import StageContext
 from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, training_work
-from adl_dist.schedule.replay import at_random
+from adl_dist.schedule.replay import at_random, downstream_first
 from adl_dist.stage import Stage
 from adl_dist.training.build import edges_of
 from adl_dist.training.shape_inference import dry_run
@@ -116,14 +115,15 @@ def final_weights(chosen, K, group_sizes, pick_next):
     return [contexts[k].stage.weights for k in range(K)]
 
 
-@pytest.mark.parametrize("per_case", [250, slow(2500)])
-def test_random_interleavings_give_the_same_values(per_case):
-    """Of 1,000 by default, 10,000 in make test-slow."""
-    cases = [(2, 2, [2, 2, 1]), (3, 1, [1] * 6), (4, 3, [3, 3, 1]), (5, 2, [2, 2])]
-    for K, M, group_sizes in cases:
-        adl = method("adl", accumulation_steps=M)
-        expected = final_weights(adl, K, group_sizes, at_random(0))
-        for seed in range(per_case):
+@pytest.mark.parametrize("per_size", [25, slow(250)])
+def test_random_interleavings_give_the_same_values(per_size):
+    """Of 1,000 by default, 10,000 in make test-slow; of 40 sizes that are drawn at random, too."""
+    draw = random.Random(0)
+    for _ in range(40):
+        K, M = draw.randint(2, 6), draw.randint(1, 4)
+        adl, group_sizes = method("adl", accumulation_steps=M), [M] * draw.randint(0, 4) + [draw.randint(1, M)]
+        expected = final_weights(adl, K, group_sizes, downstream_first)
+        for seed in range(per_size):
             assert final_weights(adl, K, group_sizes, at_random(seed)) == expected, f"K={K} {group_sizes} seed={seed}"
 
 
@@ -158,14 +158,6 @@ def test_every_method_gives_the_same_values_in_any_order(name, options):
         assert final_weights(chosen, 4, [3, 3, 3, 1], at_random(seed)) == expected, f"seed={seed}"
 
 
-@settings(max_examples=100)
-@given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 5), st.data())
-def test_any_interleaving_of_hypothesis_gives_the_same_values(K, M, num_groups, data):
-    adl, sizes = method("adl", accumulation_steps=M), [M] * (num_groups - 1) + [data.draw(st.integers(1, M))]
-    got = final_weights(adl, K, sizes, lambda runnable: data.draw(st.sampled_from(list(runnable))))
-    assert got == final_weights(adl, K, sizes, at_random(0))
-
-
 # --- One stage, by hand ------------------------------------------------------------------------------------
 
 
@@ -183,41 +175,6 @@ def training_stage(*of_stage, epoch=0, **options):
     stage = Stage(*of_stage, **options)
     stage.begin(epoch, training=True)
     return stage
-
-
-@pytest.mark.parametrize("weights", ["stash", "latest"])
-def test_a_delayed_backward_uses_the_weights_of_its_policy(weights):
-    """Two convolutions differentiated by hand: old activations, and W of the forward (stash) or of now (latest)."""
-    stage = conv_stage(weights)
-    generator = torch.Generator().manual_seed(1)
-    x = [torch.randn(2, 2, 5, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
-    dy = [torch.randn(2, 2, 5, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
-    first, _, second = stage.module
-    old = [first.weight.detach().clone(), second.weight.detach().clone()]
-    for b in range(3):
-        stage.forward(b, (x[b],), None)
-    stage.backward(0, (dy[0],))
-    stage.update()
-    new = [p.detach().clone() for p in stage.module.parameters()]
-    assert not torch.equal(old[1], new[1])
-    (dx,) = stage.backward(1, (dy[1],))
-    got = [g for g in (p.grad for p in stage.module.parameters()) if g is not None]
-
-    h = torch.conv2d(x[1], old[0], padding=1)  # what the forward saw, whatever the policy
-    used = old[1] if weights == "stash" else new[1]
-    dh = torch.nn.grad.conv2d_input(h.shape, used, dy[1], padding=1) * (h > 0)
-    expected_dx = torch.nn.grad.conv2d_input(x[1].shape, old[0] if weights == "stash" else new[0], dh, padding=1)
-    expected = [
-        torch.nn.grad.conv2d_weight(x[1], old[0].shape, dh, padding=1),
-        torch.nn.grad.conv2d_weight(h.relu(), old[1].shape, dy[1], padding=1),
-    ]
-    torch.testing.assert_close(dx, expected_dx, rtol=1e-12, atol=1e-12)
-
-    # The gradients are applied to the newest weights, whichever tensors they were collected on.
-    stage.update()
-    for p, w, g in zip(stage.module.parameters(), new, expected, strict=True):
-        torch.testing.assert_close(p.detach(), w - 0.5 * g, rtol=1e-12, atol=1e-12)
-    assert weights == "stash" or len(got) == 2
 
 
 def test_without_a_policy_autograd_refuses_the_delayed_backward():
@@ -253,16 +210,6 @@ def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive(K, M):
                 note(versions, stage)
         most = max(most, sum(ref() is not None for ref in versions.values()))
     assert most == math.ceil(delay / M) + 1
-
-
-def test_nothing_is_copied_where_nothing_is_in_flight():
-    stage = conv_stage("stash")
-    before = list(stage.module.parameters())
-    for b in range(3):
-        stage.forward(b, (X,), None)
-        stage.backward(b, (X,))
-        stage.update()
-    assert all(a is b for a, b in zip(before, stage.module.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])

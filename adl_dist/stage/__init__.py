@@ -5,12 +5,5 @@ from adl_dist.stage.stage import Stage
 from adl_dist.stage.stats import StepStats
 
 __all__ = [
-    "GradientPolicy",
-    "LossFn",
-    "OptimizerFactory",
-    "Precision",
-    "Stage",
-    "StepStats",
-    "TrainSpec",
-    "to_channels_last",
-]
+    "GradientPolicy", "LossFn", "OptimizerFactory", "Precision", "Stage", "StepStats", "TrainSpec", "to_channels_last",
+]  # fmt: skip

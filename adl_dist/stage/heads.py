@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from adl_dist.errors import ConfigError
 from adl_dist.stage.spec import LossFn
 
-Shape = tuple[int, ...]
 # Share of the similarity loss in predsim (Nokland and Eidnes 2019, section 3.3).
 SIMILARITY_SHARE = 0.99
 
@@ -64,17 +63,18 @@ def similarities(x: Tensor) -> Tensor:
     return cosines.clamp(-1, 1)
 
 
-def mlp_sr(channels: int, size: int, num_classes: int) -> nn.Module:
+def mlp_sr(channels: int, size: int, num_classes: int, *, num_convolutions: int = 3) -> nn.Module:
     """MLP-SR of DGL (Belilovsky et al. 2020): reduce the image, three 1x1 convolutions, three layers, a classifier."""
-    convolutions = [_conv(channels, kernel_size=1) for _ in range(3)]
-    return nn.Sequential(_reduce(size), *convolutions, *_mlp(channels), nn.Linear(4 * channels, num_classes))
+    convolutions = [_conv(channels, kernel_size=1) for _ in range(num_convolutions)]
+    layers = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), *_layers(4 * channels), nn.Linear(4 * channels, num_classes)]
+    return nn.Sequential(nn.AdaptiveAvgPool2d(math.ceil(size / 4)), *convolutions, *layers)
 
 
 def mlp(channels: int, size: int, num_classes: int) -> nn.Module:
     """MLP of DGL: as ``mlp_sr`` without the convolutions; on features the layers alone."""
     if size == 0:
         return nn.Sequential(*_layers(channels), nn.Linear(channels, num_classes))
-    return nn.Sequential(_reduce(size), *_mlp(channels), nn.Linear(4 * channels, num_classes))
+    return mlp_sr(channels, size, num_classes, num_convolutions=0)
 
 
 def cnn(channels: int, size: int, num_classes: int) -> nn.Module:
@@ -92,17 +92,9 @@ def linear(channels: int, size: int, num_classes: int) -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(channels * side**2, num_classes))
 
 
-def _reduce(size: int) -> nn.Module:
-    return nn.AdaptiveAvgPool2d(math.ceil(size / 4))
-
-
 def _conv(channels: int, *, kernel_size: int) -> nn.Module:
     convolution = nn.Conv2d(channels, channels, kernel_size, padding=kernel_size // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU())
-
-
-def _mlp(channels: int) -> list[nn.Module]:
-    return [nn.AdaptiveAvgPool2d(2), nn.Flatten(), *_layers(4 * channels)]
 
 
 def _layers(width: int) -> list[nn.Module]:
@@ -116,7 +108,7 @@ NORMALISES_SAMPLES = ("mlp_sr", "mlp", "cnn")
 OF_IMAGES = ("mlp_sr", "cnn")
 
 
-def check_outs(name: str, stage: int, shapes: Sequence[Shape]) -> None:
+def check_outs(name: str, stage: int, shapes: Sequence[tuple[int, ...]]) -> None:
     """Check that the head called ``name`` can be put on what ``stage`` sends on.
 
     Raises:
@@ -135,7 +127,7 @@ def check_outs(name: str, stage: int, shapes: Sequence[Shape]) -> None:
         )
 
 
-def build_head(name: str, shape: Shape, *, num_classes: int, seed: int) -> LocalLoss:
+def build_head(name: str, shape: tuple[int, ...], *, num_classes: int, seed: int) -> LocalLoss:
     """Build the head called ``name``, a key of ``CLASSIFIERS`` or ``predsim``, on outputs of ``shape``.
 
     Its weights are drawn by ``seed`` and nothing else.

@@ -47,23 +47,16 @@ class NonFiniteCheck:
     def judge(self, tally: StepStats, arrived: Tensors, *, update: int, epoch: int) -> str | None:
         """Judge a group whose gradients are complete, before the last one goes upstream.
 
-        Args:
-            tally: the group's figures, with its loss and the norm of its gradient.
-            arrived: the last gradients that came from downstream for it.
-            update: index of the update that the group is for.
-            epoch: its epoch.
-
-        Returns:
-            Why the group is skipped; None: it is applied.
+        ``tally`` has its loss and the norm of its gradient; ``arrived`` are the last gradients that came from
+        downstream for it. Return why it is skipped; None: it is applied.
 
         Raises:
             DivergedError: something of this update, or of the one before, is not finite and cannot be skipped.
         """
         if not self._guard.skips:
             if tally.losses or tally.gradient_norm is not None:
-                is_underway = tally.fetch()
                 self._unseen.append((update, epoch, tally))
-                self.check(except_last=1 if is_underway else 0)
+                self.check(except_last=1 if tally.fetch() else 0)
             return None
         norms, self._sent = self._sent, []
         if not self._is_last and any(grad.numel() > 0 and bool(grad.isnan().all()) for grad in arrived):
@@ -74,29 +67,22 @@ class NonFiniteCheck:
         if fault is None:
             self._num_in_a_row = 0
             return None
-        if not self._is_last:
-            what = f"{fault}, though the stages downstream, which have applied theirs by now, sent finite ones;"
-            raise self._diverged(f"{what} train.non_finite=skip skips what shows in the last stage", update, epoch)
-        self._num_in_a_row += 1
-        if self._num_in_a_row > self._guard.max_skipped:
-            what = f"{fault}, and train.max_skipped={self._guard.max_skipped} updates in a row have been skipped"
-            raise self._diverged(what, update, epoch)
-        return fault
+        if self._is_last:
+            self._num_in_a_row += 1
+            if self._num_in_a_row <= self._guard.max_skipped:
+                return fault
+            fault += f", and train.max_skipped={self._guard.max_skipped} updates in a row have been skipped"
+        else:
+            fault += ", though the stages downstream, which have applied theirs by now, sent finite ones; "
+            fault += "train.non_finite=skip skips what shows in the last stage"
+        raise DivergedError(fault, stage=self._stage, update=update, epoch=epoch)
 
     def check(self, *, except_last: int = 0) -> None:
         """Raise DivergedError if an update not checked yet is not finite, except the last ``except_last``."""
         while len(self._unseen) > except_last:
             update, epoch, tally = self._unseen.popleft()
             if (fault := _fault(tally)) is not None:
-                raise self._diverged(fault, update, epoch)
-
-    def _diverged(self, what: str, update: int, epoch: int) -> DivergedError:
-        return DivergedError(what, stage=self._stage, update=update, epoch=epoch)
-
-
-def skip_marker(grads: Tensors) -> Tensors:
-    """Return what goes upstream in place of ``grads`` when their group is skipped."""
-    return tuple(torch.full_like(grad, math.nan) for grad in grads)
+                raise DivergedError(fault, stage=self._stage, update=update, epoch=epoch)
 
 
 @contextmanager

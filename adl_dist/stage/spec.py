@@ -144,13 +144,8 @@ class GradientPolicy:
 class TrainSpec:
     """Everything about a training that is the same in all stages and on all ranks, except the model and its cut.
 
-    Attributes:
-        pipeline: the method and K.
-        loss_fn: (output, target) to the mean loss over the samples.
-        optimizer: makes the optimizer of one stage from its parameters.
-        precision: how stages compute.
-        gradients: what is done to gradients before they are applied.
-        seed: seeds data order, augmentation and dropout.
+    ``loss_fn`` is (output, target) to the mean loss over the samples; ``optimizer`` makes that of one stage from its
+    parameters; ``seed`` seeds data order, augmentation and dropout.
 
     Raises:
         ConfigError: a value is out of range, or does not fit the method.

@@ -1,5 +1,6 @@
 """One piece of the network and everything it must remember between a forward and its backward."""
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.stage.calls import DropoutStreams, Tensors, call_of, packed, takes_gradient, unpacked
-from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite, skip_marker
+from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.weights import TwoVersions, weight_policy
@@ -100,11 +101,6 @@ class Stage:
         return self.is_last or self.head is not None
 
     @property
-    def learning_rate(self) -> float | None:
-        """The learning rate of the next update, of the first parameter group; None without parameters."""
-        return float(self.optimizer.param_groups[0]["lr"]) * self._lr_factor if self.optimizer else None
-
-    @property
     def head_prefix(self) -> str:
         """The prefix of the names of the head's tensors; no name of a module has a colon."""
         return f"head{self.index}:"
@@ -149,16 +145,10 @@ class Stage:
             self._policy.use(self._forward_version, newest=self.version)
 
     def forward(self, micro_batch: int, acts: Tensors, target: Tensor | None, *, keep_graph: bool = True) -> Tensors:
-        """Forward one micro-batch and keep its graph.
+        """Forward one micro-batch; return what goes downstream, cut off from the graph, or () on the last stage.
 
-        Args:
-            micro_batch: its index within the segment.
-            acts: tensors [B, ...] from upstream, or the input from the data.
-            target: [B, ...] where there is a loss, else None.
-            keep_graph: keep the graph; else what came in, for :meth:`recompute`.
-
-        Returns:
-            What goes downstream, cut off from the graph; nothing on the last stage.
+        ``acts`` [B, ...] come from upstream or the data; ``target`` is [B, ...] where there is a loss, else None. The
+        graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
         """
         leaves = acts
         if self.index > 0:
@@ -198,13 +188,9 @@ class Stage:
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
 
-        Args:
-            micro_batch: its index within the segment.
-            grads: one for each tensor that takes one and went downstream; where there is a loss, the weight of
-                this micro-batch in its group, which scales every gradient that follows from it.
-
-        Returns:
-            Gradients of the floating-point acts, for upstream; empty on stage 0 and where stages learn locally.
+        ``grads`` has one for each tensor that takes one and went downstream; where there is a loss, the weight of this
+        micro-batch in its group, which scales every gradient that follows from it. Return the gradients of the
+        floating-point acts, for upstream; none on stage 0 and where stages learn locally.
         """
         kept = self.in_flight.pop(micro_batch)
         assert kept.grad_edges is not None, "the schedule recomputes before it goes backward"
@@ -238,7 +224,7 @@ class Stage:
         gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
         self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None
         self.tally.skipped = self.faults.judge(self.tally, arrived, update=self.version, epoch=self._epoch)
-        return skip_marker(leaving) if self.tally.skipped else leaving
+        return tuple(torch.full_like(grad, math.nan) for grad in leaving) if self.tally.skipped else leaving
 
     def update(self) -> None:
         """Apply the gradients of the group and move on to the next weight version and learning rate.
@@ -246,8 +232,8 @@ class Stage:
         A group that is skipped leaves weights and optimizer as they are; versions and learning rates advance.
         """
         skip = self.tally.skipped is not None
-        self.tally.learning_rate = self.learning_rate
-        if self._policy is not None:
+        if self._policy is not None and self.optimizer is not None:
+            self.tally.learning_rate = float(self.optimizer.param_groups[0]["lr"]) * self._lr_factor
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
             graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
@@ -255,7 +241,9 @@ class Stage:
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
-            _step_schedule(self.lr_schedule, skipped=skip)
+            # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.
+            with warnings.catch_warnings(action="ignore", category=UserWarning) if skip else nullcontext():
+                self.lr_schedule.step()
 
     @torch.no_grad()
     def predict(self, acts: Tensors, target: Tensor | None) -> Tensors:
@@ -291,22 +279,12 @@ def _grad_edges_of(outs: Tensors) -> GradEdges:
 
 
 @contextmanager
-def _scaled_learning_rates(optimizer: Optimizer | None, factor: float) -> Iterator[None]:
+def _scaled_learning_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
     # Around the step, not once and for all: some schedules set the learning rate, whatever it was.
-    groups = optimizer.param_groups if optimizer and factor != 1.0 else []
+    groups = optimizer.param_groups if factor != 1.0 else []
     before = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = group["lr"] * factor
     yield
     for group, rate in zip(groups, before, strict=True):
         group["lr"] = rate
-
-
-def _step_schedule(schedule: LRScheduler, *, skipped: bool) -> None:
-    if not skipped:
-        schedule.step()
-        return
-    with warnings.catch_warnings():
-        # True, and meant, where the very first update is skipped.
-        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
-        schedule.step()

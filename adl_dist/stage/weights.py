@@ -18,8 +18,6 @@ from adl_dist.errors import ConfigError
 class _Policy:
     """What all policies share: the optimizer, and that nothing is copied."""
 
-    num_copies = 0  # weight versions alive in addition to the newest
-
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
@@ -74,12 +72,7 @@ class Stash(_Policy):
             for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
             if id(p) in place
         ]
-        self._older: dict[int, list[nn.Parameter]] = {}
-
-    @property
-    def num_copies(self) -> int:  # type: ignore[override]
-        """The number of weight versions alive next to the newest."""
-        return len(self._older)
+        self._older: dict[int, list[nn.Parameter]] = {}  # the versions alive next to the newest
 
     def gather(self) -> list[nn.Parameter]:
         """Move the gradients of older versions to the newest, and return the parameters that have some."""

@@ -134,8 +134,8 @@ def connect_stages(
     """
     edges = edges_of(pipeline)
     contexts = {k: StageContext(stage) for k, stage in stages.items()}
-    most = max_pending_of(pipeline) if world.is_distributed else {}
     if world.is_distributed:
+        most = max_pending_of(pipeline)
         world.connect_more(sorted({what for what, _, _ in edges}))
     for what, source, to in edges:
         if source not in stages and to not in stages:

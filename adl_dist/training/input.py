@@ -20,17 +20,34 @@ CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 class DeviceLoader:
-    """Wraps a :class:`Loader`; yields (input on the device, target on the CPU)."""
+    """Loads a dataset for stage 0; yields (input on the device, target on the CPU)."""
 
-    def __init__(self, loader: Loader, *, device: torch.device, precision: Precision, name: str) -> None:
-        self._loader, self._device, self._precision, self._name = loader, device, precision, name
+    def __init__(
+        self,
+        dataset: Dataset[Any] | None,
+        name: str,
+        *,
+        seed: int,
+        shuffle: bool,
+        num_workers: int,
+        device: torch.device,
+        precision: Precision,
+        min_samples: int = 1,
+    ) -> None:
+        """Open ``dataset``, the ``training`` or ``validation`` dataset by its ``name``.
+
+        Raises:
+            DataError: it is None, has fewer than ``min_samples``, or is not a map-style dataset.
+        """
+        if dataset is None:
+            raise DataError(f"the {name} dataset is None on the rank that feeds the pipeline, rank 0; pass it there")
+        check_dataset(dataset, name=name, min_samples=min_samples)
+        pinned = device.type == "cuda"
+        self._loader = Loader(dataset, seed=seed, shuffle=shuffle, num_workers=num_workers, pin_memory=pinned)
+        self.num_samples = self._loader.num_samples
+        self._device, self._precision, self._name = device, precision, name
         self._num_classes: int | None = None
         self._ignore_index = -100
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the dataset."""
-        return self._loader.num_samples
 
     def expect_classes(self, loss_fn: Callable[[Tensor, Tensor], Tensor], num_outputs: int) -> None:
         """Check targets against the number of outputs from now on, if ``loss_fn`` wants class indices."""
@@ -50,10 +67,8 @@ class DeviceLoader:
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.
                 input_ = to_device(input_, self._device)
-            if input_.is_floating_point():
-                input_ = input_.to(self._precision.dtype)
-            if target.is_floating_point():
-                target = target.to(self._precision.dtype)
+            dtype = self._precision.dtype
+            input_, target = (x.to(dtype) if x.is_floating_point() else x for x in (input_, target))
             if self._precision.channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target
@@ -78,34 +93,10 @@ class DeviceLoader:
         wrong = (target != self._ignore_index) & ((target < 0) | (target >= num_classes))
         if bool(wrong.any()):
             raise DataError(
-                f"{self._name}: {where} has target {int(target[wrong][0])}, but the model has {num_classes} outputs, "
-                f"so targets must be in [0, {num_classes}); set data.num_classes (model.num_classes) to the number of "
-                "classes, or correct the targets"
+                f"{self._name} dataset: {where} has target {int(target[wrong][0])}, but the model has {num_classes} "
+                f"outputs, so targets must be in [0, {num_classes}); set data.num_classes (model.num_classes) to the "
+                "number of classes, or correct the targets"
             )
-
-
-def make_loader(
-    dataset: Dataset[Any] | None,
-    name: str,
-    *,
-    seed: int,
-    shuffle: bool,
-    num_workers: int,
-    device: torch.device,
-    precision: Precision,
-    min_samples: int = 1,
-) -> DeviceLoader:
-    """Build the source of micro-batches of ``dataset``, the ``training`` or ``validation`` dataset by its ``name``.
-
-    Raises:
-        DataError: it is None, has fewer than ``min_samples``, or is not a map-style dataset.
-    """
-    if dataset is None:
-        raise DataError(f"the {name} dataset is None on the rank that feeds the pipeline, rank 0; pass it there")
-    check_dataset(dataset, name=name, min_samples=min_samples)
-    pinned = device.type == "cuda"
-    loader = Loader(dataset, seed=seed, shuffle=shuffle, num_workers=num_workers, pin_memory=pinned)
-    return DeviceLoader(loader, device=device, precision=precision, name=f"{name} dataset")
 
 
 def common_sample(*loaders: DeviceLoader | None) -> tuple[Tensor, Tensor] | None:

@@ -35,19 +35,14 @@ class PartitionSpec:
                 f"partition.balance={self.balance!r} is none of 'auto', 'even', a list of units per stage, like [3,2], "
                 "and a list of the units where stages 1.. begin, like [layer2.0]"
             )
-        if self.speeds is not None and not self.is_measured:
+        if self.speeds is not None and self.balance != "auto":
             raise ConfigError("partition.speeds weighs a measured cut; it needs partition.balance=auto")
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether units are measured before the cut is made."""
-        return self.balance == "auto"
 
     @property
     def units(self) -> str:
         """The granularity, settled: ``layer`` or ``block``."""
-        by_name = not isinstance(self.balance, str) and isinstance(self.balance[0], str)
-        return self.granularity or ("layer" if self.is_measured or by_name else "block")
+        by_name = self.balance == "auto" or (self.balance != "even" and isinstance(self.balance[0], str))
+        return self.granularity or ("layer" if by_name else "block")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,9 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +22,7 @@ from adl_dist.stage import TrainSpec
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.shape_inference import SIZES, read
+from adl_dist.transport import TensorSpec
 
 PROFILE = "profile.json"
 SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, and for fragments
@@ -64,11 +63,11 @@ class PartitionedModel:
             self._cut([1])
             return
         self._chain = linearise(model, granularity=spec.units)
-        if not isinstance(balance, str):
-            self._cut(checked_sizes(self._chain, num_stages, balance))
-            return
-        sizes = even_sizes(self._chain, num_stages)  # shows that it can be cut at all
-        if not spec.is_measured:
+        if isinstance(balance, str):
+            sizes = even_sizes(self._chain, num_stages)  # also before a measurement: shows that it can be cut at all
+        else:
+            sizes = checked_sizes(self._chain, num_stages, balance)
+        if balance != "auto":
             self._cut(sizes)
 
     def full_state_dict(self, *, distributed: bool) -> dict[str, Tensor]:
@@ -119,7 +118,7 @@ class PartitionedModel:
             sample=sample,
             micro_batch_size=micro_batch_size,
             kept_in=folder / PROFILE if folder is not None else None,
-            load=partial(feed.seconds_to_load, micro_batch_size),
+            feed=feed,
         )
         machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(device))
         balance = best_cut(profile, spec.pipeline, machine=machine)
@@ -149,19 +148,34 @@ def take_profile(
     sample: tuple[Tensor, Tensor],
     micro_batch_size: int,
     kept_in: Path | None,
-    load: Callable[[], float] | None = None,
+    feed: DeviceLoader | None,
 ) -> Profile:
     """Measure the cost of each unit of ``model``, or read a measurement of the same thing.
 
     Its units are those of ``chain``; it is on the device of the ``sample``: input [1, ...] and target [1, ...], which
-    are repeated to a micro-batch. ``kept_in`` is the file of the measurement. ``load`` measures how long stage 0 loads
-    a micro-batch; None: it does not.
+    are repeated to a micro-batch. ``kept_in`` is the file of the measurement. ``feed`` is what stage 0 loads
+    micro-batches from; None: it loads none.
 
     Raises:
         PartitionError: that file is not a profile.
     """
     device, precision = sample[0].device, spec.precision
-    of = _measured_thing(model, chain, spec, granularity, sample[0], micro_batch_size)
+    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
+    of = {  # what a measurement that was kept is recognised by
+        "units": len(chain.units),
+        "granularity": granularity,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
+        "optimizer": type(spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
+        **precision.settings,
+        "micro_batch_size": micro_batch_size,
+        "input": list(sample[0].shape[1:]),
+        "channels_last": TensorSpec.of(sample[0]).channels_last,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+    }
     if kept_in is not None and kept_in.is_file():
         kept = Profile.load(kept_in)
         if kept.of == of:
@@ -178,34 +192,11 @@ def take_profile(
         within=precision.autocasting(device),
         wire_dtype=precision.wire_dtype,
     )
-    if load is not None:
-        profile = replace(profile, loading=load())
+    if feed is not None:
+        profile = replace(profile, loading=feed.seconds_to_load(micro_batch_size))
     if kept_in is not None:
         profile.save(kept_in)
     return profile
-
-
-def _measured_thing(
-    model: nn.Module, chain: Chain, spec: TrainSpec, granularity: str, input_: Tensor, micro_batch_size: int
-) -> dict[str, Any]:
-    """Return the plain values by which a measurement that was kept is recognised."""
-    device = input_.device
-    shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
-    return {
-        "units": len(chain.units),
-        "granularity": granularity,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
-        "optimizer": type(spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
-        **spec.precision.settings,
-        "micro_batch_size": micro_batch_size,
-        "input": list(input_.shape[1:]),
-        "channels_last": _is_channels_last(input_),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": str(torch.__version__),
-    }
 
 
 def device_memory(device: torch.device) -> int | None:
@@ -215,16 +206,8 @@ def device_memory(device: torch.device) -> int | None:
 
 def micro_batch(sample: tuple[Tensor, Tensor], size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return input [size, ...] and target [size, ...] of one sample, repeated."""
-
-    def repeated(tensor: Tensor) -> Tensor:
-        memory_format = torch.channels_last if _is_channels_last(tensor) else torch.contiguous_format
-        return tensor.expand(size, *tensor.shape[1:]).contiguous(memory_format=memory_format).to(device)
-
-    return repeated(sample[0]), repeated(sample[1])
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.ndim == 4 and not tensor.is_contiguous()
+    input_, target = (TensorSpec.of(tensor).empty(size, device).copy_(tensor) for tensor in sample)
+    return input_, target
 
 
 def _plain(tensor: Tensor) -> Tensor:

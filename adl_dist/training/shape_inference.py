@@ -9,6 +9,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -98,15 +99,11 @@ def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mappi
         theirs = read(store, f"fingerprint/{other}", other)
         if theirs != mine:
             name = next(n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n))
+            here, there = (shorten(str(job.get(name)), 60, placeholder="...") for job in (mine, theirs))
             raise ConfigError(
-                f"rank {rank} and rank {other} were not given the same job: {name} is "
-                f"{_short(mine.get(name))} here and {_short(theirs.get(name))} there; start all ranks with one command"
+                f"rank {rank} and rank {other} were not given the same job: {name} is {here} here and {there} there; "
+                "start all ranks with one command"
             )
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def publish_error(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
@@ -208,7 +205,9 @@ def dry_run(
         for mode, specs in enumerate(arriving):
             module.train(mode == 0)
             gets = f"stage {stage} ({_units(module)}) gets {', '.join(map(str, specs))}"
-            acts = _zeros(specs, device, with_gradient=stage > 0)
+            # Clones: autograd would refuse an operation in place on a leaf, and those are to be found.
+            leaves = [spec.empty(NUM_SAMPLES, device).zero_() for spec in specs]
+            acts = [leaf.requires_grad_(stage > 0 and takes_gradient(leaf)).clone() for leaf in leaves]
             with within():
                 out, overwrites = _run(module, acts, gets, device)
             outs = _specs_of(out, gets)
@@ -226,12 +225,6 @@ def dry_run(
         module.train(was_training)
     training, evaluation = results
     return DryRunResult(Specs(training[0], evaluation[0]), (training[1], evaluation[1]), (training[2], evaluation[2]))
-
-
-def _zeros(specs: Sequence[TensorSpec], device: torch.device, *, with_gradient: bool) -> list[Tensor]:
-    # Clones: autograd would refuse an operation in place on a leaf, and those are to be found.
-    acts = [spec.empty(NUM_SAMPLES, device).zero_() for spec in specs]
-    return [a.requires_grad_(with_gradient and takes_gradient(a)).clone() for a in acts]
 
 
 def _run(module: nn.Module, acts: Sequence[Tensor], gets: str, device: torch.device) -> tuple[Any, list[bool]]:

@@ -42,7 +42,7 @@ from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training import build, shape_inference
-from adl_dist.training.input import make_loader
+from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
 
@@ -97,20 +97,19 @@ class Trainer:
             ConfigError: the number of processes is not K, a value is out of range, or the method does not fit K.
             PartitionError: the model cannot be cut like that.
         """
-        pipeline = Pipeline(method or Method(), num_stages)
         if seed < 0:
             raise ConfigError(f"seed must be >= 0, got {seed}")
-        self._processes = processes or ProcessOptions()
-        self._distributed = _is_distributed(self._processes, num_stages)
-        self._timeouts = timeouts or WatchdogTimeouts()
         self._spec = TrainSpec(
-            pipeline=pipeline,
+            pipeline=Pipeline(method or Method(), num_stages),
             loss_fn=loss_fn,
             optimizer=optimizer,
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
             seed=seed,
         )
+        self._processes = processes or ProcessOptions()
+        self._distributed = _is_distributed(self._processes, num_stages)
+        self._timeouts = timeouts or WatchdogTimeouts()
         self._lr_schedule = lr_schedule
         self._partitioned = PartitionedModel(
             model.to(self._spec.precision.dtype),
@@ -168,7 +167,16 @@ class Trainer:
             SaveError: the last checkpoint could not be written.
         """
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
-        make_plan = self._plan(epochs, max_updates, batch_size, checkpoints)
+        check_lengths(epochs=epochs, max_updates=max_updates)
+        steps = self._spec.pipeline.micro_batches_per_update
+        make_plan = partial(
+            Plan,
+            epochs=epochs,
+            max_updates=max_updates,
+            checkpoint_every_updates=checkpoints.every_updates,
+            micro_batch_size=micro_batch_size_of(batch_size, steps),
+            accumulation_steps=steps,
+        )
         self._check_outputs(run_dir, resume, monitoring)
         if config is None:
             config = {**build.settings_of(self._spec, self._partitioned), "batch_size": batch_size, "shuffle": shuffle}
@@ -228,20 +236,6 @@ class Trainer:
         for module in self._partitioned.modules.values():
             state.load_weights(Path(path), module)
 
-    def _plan(
-        self, epochs: int, max_updates: int | None, batch_size: int, checkpoints: CheckpointPolicy
-    ) -> Callable[..., Plan]:
-        check_lengths(epochs=epochs, max_updates=max_updates)
-        steps = self._spec.pipeline.micro_batches_per_update
-        return partial(
-            Plan,
-            epochs=epochs,
-            max_updates=max_updates,
-            checkpoint_every_updates=checkpoints.every_updates,
-            micro_batch_size=micro_batch_size_of(batch_size, steps),
-            accumulation_steps=steps,
-        )
-
     def _check_outputs(self, run_dir: str | os.PathLike[str] | None, resume: str, monitoring: Monitoring) -> None:
         if run_dir is None and resume != "auto":
             raise ConfigError(
@@ -267,22 +261,19 @@ class Trainer:
     ) -> tuple[job.Job, LocalWorker, Plan]:
         """Join the other ranks, open the data, build this process's worker, and make the plan for so much data.
 
-        ``datasets`` are by name, ``training`` and ``validation``; one of them is None only where no data is needed.
-        ``min_samples`` and ``shuffle`` are for training. An error of one rank reaches the others through the store.
+        ``datasets`` are ``training`` and ``validation``, for the first of which ``min_samples`` and ``shuffle`` are.
+        An error of one rank reaches the others through the store.
         """
         tune_malloc()
         world = self._join()
         store = world.fresh_store()
-        reporting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._distributed:
-            stages = range(self._spec.pipeline.num_stages + 1)
-            reporting = shape_inference.propagate_errors(store, stages=stages, rank=world.rank)
-        with self._applied(), reporting:
+        stages = range(self._spec.pipeline.num_stages + 1)
+        with self._applied(), shape_inference.propagate_errors(store, stages=stages, rank=world.rank):
             path = folder.path if folder is not None else None
             running = job.Job(world, self._timeouts, path)
             self.requests = running.requests
             loaders = {
-                name: make_loader(
+                name: DeviceLoader(
                     dataset,
                     name,
                     seed=self._spec.seed,
@@ -299,9 +290,8 @@ class Trainer:
             plan = make_plan(num_samples=lengths.get("training", 0), num_validation=lengths.get("validation", 0))
             if "training" in loaders:
                 build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
-            with self._bound(
-                world
-            ):  # with the threads that the first forward starts, but no loader, whose workers are not
+            # With the threads that the first forward starts, but without the loaders: their workers are not bound.
+            with self._bound(world):
                 worker = build.build_worker(
                     self._spec,
                     self._partitioned,
@@ -373,11 +363,10 @@ class Trainer:
             requests=running.requests,
             drain_changes_result=drain_changes_result,
         )
-        handler: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._processes.handle_signals:
-            handler = signals.signal_handler(lambda name: running.ask(Ask.STOP, name))
         try:
-            with self._applied(), self._bound(world), handler:
+            with self._applied(), self._bound(world), contextlib.ExitStack() as stack:
+                if self._processes.handle_signals:
+                    stack.enter_context(signals.signal_handler(lambda name: running.ask(Ask.STOP, name)))
                 return running.run(worker, coordinator, coordinator.train, stops_early=stops_early)
         finally:
             forget_actions()
@@ -399,11 +388,7 @@ class Trainer:
 
 
 def _is_distributed(processes: ProcessOptions, num_stages: int) -> bool:
-    """Return whether each stage has a process of its own.
-
-    Raises:
-        ConfigError: the number of processes that were started is not K, or 1.
-    """
+    """Return whether each stage has a process of its own; raise ConfigError if neither K nor 1 were started."""
     wanted, started = processes.one_per_stage, launched_world_size()
     distributed = (started is not None if wanted is None else wanted) and num_stages > 1
     if distributed and started is None:

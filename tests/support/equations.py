@@ -97,9 +97,3 @@ def assert_close(got, expected, tolerance=1e-12):
     assert got.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
-
-
-def assert_same_bits(got, expected):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(got[name], expected[name]), name

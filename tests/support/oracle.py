@@ -18,7 +18,7 @@ from tests.support.toys import Block
 
 def train_by_the_equations(
     modules, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, delays=None, weights="stash", shrink=1.0,
-    reduction="mean", lr_of=None, lr_factors=None, clip_norm=None, skipped=(), unseen=(),
+    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=(),
 ):  # fmt: skip
     """Train and return all parameters and buffers, by name.
 
@@ -37,7 +37,6 @@ def train_by_the_equations(
         shrink: beta of FDG.
         reduction: mean: a gradient is the mean over the samples of its group; sum: over micro-batches the sum.
         lr_of: the learning rate of (module k, update s), instead of ``lr``.
-        lr_factors: by how much the learning rate of module 1..K is multiplied.
         clip_norm: the norm that the gradient of each module, by itself, is scaled down to if it is longer.
         skipped: groups of every epoch that leave weights and momentum as they are; the update index moves on.
         unseen: micro-batches of theirs that no running statistic remembers.
@@ -108,8 +107,7 @@ def train_by_the_equations(
                     if clip_norm is not None:
                         theta[k].clip(clip_norm)
                     s = theta[k].updates
-                    gamma = lr[s] if lr_of is None else lr_of(k + 1, s)
-                    theta[k].update(gamma if lr_factors is None else gamma * lr_factors[k])
+                    theta[k].update(lr[s] if lr_of is None else lr_of(k + 1, s))
 
     return state_of(modules, theta)
 

@@ -79,13 +79,7 @@ def toy_trainer(
 
 
 def trainer_of(model, **options):
-    return adl_dist.Trainer(
-        model,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        num_stages=2,
-        **values(threads=1, **options),
-    )
+    return toy_trainer(M=4, model=model, optimizer=functools.partial(torch.optim.SGD, lr=LR), **options)
 
 
 # --- Faults for ``plant`` ---------------------------------------------------------------------------------------

@@ -51,6 +51,20 @@ class FixedImages(Dataset):
         return self.images[index], self.labels[index]
 
 
+class Unplugged(FixedImages):
+    """Data that are gone after so many samples."""
+
+    def __init__(self, num_samples, *, after):
+        super().__init__(num_samples)
+        self.left = after
+
+    def __getitem__(self, index):
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("unplugged")
+        return super().__getitem__(index)
+
+
 class UNet(nn.Module):
     """Skips over two stages and more, [B, 2, 6, 6] to [B, 5]; what crosses a cut depends on where it is."""
 

@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader
 
 from adl_dist.partition import cut
 from adl_dist.schedule.replay import at_random
-from tests.support.equations import assert_close, assert_same_bits, by_the_equations, differ, micro_batches, run
+from tests.support.commands import assert_same
+from tests.support.equations import assert_close, by_the_equations, differ, micro_batches, run
 from tests.support.runs import BALANCE, EPOCHS, MICRO_BATCH, NUM_SAMPLES, sgd, train, warm_up_schedule
 from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
@@ -38,7 +39,7 @@ def test_one_stage_equals_a_plain_torch_loop_bit_for_bit(M, dtype):
             optimizer.zero_grad()
             schedule.step()
     state, _ = train(1, M, dtype)
-    assert_same_bits(state, model.state_dict())
+    assert_same(state, model.state_dict())
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
@@ -56,18 +57,13 @@ def test_one_stage_equals_the_loop_of_every_torch_tutorial(clip_norm):
             optimizer.step()
             schedule.step()
     state, _ = train(1, 1, torch.float32, clip_norm=clip_norm)
-    assert_same_bits(state, model.state_dict())
+    assert_same(state, model.state_dict())
 
 
 @pytest.mark.parametrize("K", [2, 3, 4])
 def test_staleness_changes_the_values(K):
     """The equality tests would pass for a synchronous pipeline if it did not."""
     assert differ(run(K, 2, "adl"), run(1, 2, "adl")) > 1e-3
-
-
-@pytest.mark.parametrize("K", [2, 4])
-def test_latest_and_stash_are_two_different_things(K):
-    assert differ(run(K, 2, "adl"), run(K, 2, "adl", weights="latest")) > 1e-6
 
 
 @pytest.mark.parametrize("num_orders", [10, slow(40)])
@@ -77,7 +73,7 @@ def test_the_order_of_events_does_not_change_a_bit(weights, num_orders):
     options = {"options": {"weights": weights}, "dropout": 0.3, "epochs": 1}
     expected, _ = train(4, 2, torch.float32, **options)
     for seed in range(num_orders):
-        assert_same_bits(train(4, 2, torch.float32, **options, pick_next=at_random(seed))[0], expected)
+        assert_same(train(4, 2, torch.float32, **options, pick_next=at_random(seed))[0], expected)
 
 
 @pytest.mark.parametrize("K", [2, 3])

@@ -9,15 +9,13 @@ import torch
 from adl_dist.errors import DivergedError
 from adl_dist.schedule import METHODS
 from tests.support import equations, runs
+from tests.support.commands import assert_same
 from tests.support.ranks import run_ranks
 from tests.support.runs import nan_inputs
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 # float64 on both sides: the sums of a GPU kernel come in another order, which costs a few last digits per update.
 TOLERANCE = 1e-9
@@ -41,13 +39,10 @@ def train(K, device, **options):
     return trained(K, device, **options)[0]
 
 
-def train_on_one_gpu(options):
-    """On a machine with several, too: the processes then share it, and go through pinned host memory."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-    return train(2, "cuda", **options)
-
-
-def train_on_all_gpus(K, options):
+def train_as_a_rank(K, shares_one_gpu, options):
+    """On one GPU of several, too: the processes then share it, and go through pinned host memory."""
+    if shares_one_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     return train(K, "cuda", **options)
 
 
@@ -73,14 +68,12 @@ def test_every_method_on_one_gpu_equals_the_cpu(name, options):
 
 
 def test_recomputation_on_the_gpu_replays_dropout():
-    plain = train(3, "cuda", dropout=0.3, name="gpipe")
     replayed = train(3, "cuda", dropout=0.3, name="gpipe", recompute="always")
-    assert all(torch.equal(plain[n], replayed[n]) for n in plain)
+    assert_same(replayed, train(3, "cuda", dropout=0.3, name="gpipe"))
 
 
 def test_dropout_on_the_gpu_is_repeated_bit_for_bit():
-    first, second = train(2, "cuda", dropout=0.3), train(2, "cuda", dropout=0.3)
-    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert_same(train(2, "cuda", dropout=0.3), train(2, "cuda", dropout=0.3))
 
 
 ACROSS = [
@@ -91,19 +84,15 @@ ACROSS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "tolerance"), ACROSS, ids=["plain", "channels_last", "narrow wire", "autocast"])
-def test_two_processes_that_share_a_gpu_equal_one(options, tolerance):
-    expected = train(2, "cuda", **options)
-    for state in run_ranks(2, train_on_one_gpu, options, timeout_seconds=110):
-        assert_close(state, expected, tolerance=tolerance)
+NCCL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NCCL")
+@pytest.mark.parametrize("shares_one_gpu", [True, pytest.param(False, marks=NCCL)], ids=["one GPU", "a GPU each"])
 @pytest.mark.parametrize(("options", "tolerance"), ACROSS, ids=["plain", "channels_last", "narrow wire", "autocast"])
-def test_processes_with_a_gpu_each_equal_one_with_all_stages(options, tolerance):
-    K = min(4, torch.cuda.device_count())
+def test_processes_on_gpus_equal_one_with_all_stages(options, tolerance, shares_one_gpu):
+    K = 2 if shares_one_gpu else min(4, torch.cuda.device_count())
     expected = train(K, "cuda", **options)
-    for state in run_ranks(K, train_on_all_gpus, K, options, timeout_seconds=110):
+    for state in run_ranks(K, train_as_a_rank, K, shares_one_gpu, options, timeout_seconds=110):
         assert_close(state, expected, tolerance=tolerance)
 
 

@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from adl_dist.errors import ConfigError
 from adl_dist.partition import cut
+from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations
 from tests.support.runs import BALANCE, toy_trainer, train, warm_up_schedule
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
@@ -59,8 +60,7 @@ def test_stages_under_autocast_equal_the_equations_bit_for_bit(K, weights):
     expected = modules_by_the_equations(modules, 2, None, weights, dtype=torch.float32, loss_fn=loss_fn)
     state, _ = train(K, 2, torch.float32, options={"weights": weights}, **LOWERED)
     plain, _ = train(K, 2, torch.float32, options={"weights": weights})
-    for name in expected:
-        assert torch.equal(state[name], expected[name]), name
+    assert_same(state, expected)
     assert differ(state, plain) > 0, "a cast in another place would show: without autocast they differ by 1e-2"
 
 

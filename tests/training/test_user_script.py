@@ -1,9 +1,6 @@
 """The Python API and the command line as users start them: plainly, and under torchrun."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,26 +8,19 @@ import torch
 from adl_dist.data import digits
 from adl_dist.models import cifar_resnet
 from tests.support import user_script
-from tests.support.commands import in_process
+from tests.support.commands import TORCHRUN, as_command, in_process
 from tests.support.ranks import command_on_ranks
 
 pytestmark = pytest.mark.ranks
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def run(*command, cwd):
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 def test_a_users_script_gives_the_same_bits_under_torchrun(tmp_path, capsys):
     user_script.main(str(tmp_path / "plain"))
     plain = json.loads(capsys.readouterr().out)
-    under_torchrun = json.loads(run(*TORCHRUN, user_script.__file__, "torchrun", cwd=tmp_path).stdout)
-    assert under_torchrun == plain
+    command = (*TORCHRUN, "--standalone", "--nproc-per-node=2", user_script.__file__, "torchrun")
+    done = as_command(*command, cwd=tmp_path, timeout_seconds=100)
+    assert done.code == 0, done.err
+    assert json.loads(done.out) == plain
     assert plain["accuracy"] >= 0.9
     assert plain["keys"][0] == "0.0.weight"
     assert {p.name for p in (tmp_path / "torchrun" / "logs").iterdir()} == {"rank0.log", "rank1.log"}
@@ -56,10 +46,3 @@ def test_the_digits_are_learnt_and_export_and_evaluate_agree(tmp_path):
     model.eval()
     correct = int((model(torch.stack(x)).argmax(1) == torch.tensor(y)).sum())
     assert correct == round(summary["validation_accuracy"] * 360)
-
-
-def test_the_schedule_command_prints_the_tick_table(tmp_path):
-    shown = run(sys.executable, "-m", "adl_dist", "schedule", "partition.num_stages=3", cwd=tmp_path).stdout
-    assert "stage 0  F0" in shown
-    assert "F4 B0" in shown
-    assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
 from adl_dist.stage import to_channels_last
-from adl_dist.training.input import DeviceLoader, common_sample, make_loader
+from adl_dist.training.input import DeviceLoader, common_sample
 from adl_dist.training.partitioned_model import micro_batch, take_profile
 from adl_dist.training.shape_inference import dry_run
 from adl_dist.transport.spec import Specs, TensorSpec
@@ -146,7 +146,7 @@ class Profiler:
             return replace(alone, loaded=self._profile(micro_batch_size))
 
     def _profile(self, size: int) -> Profile:
-        kept_in, loader = self._kept_in, self._loader
+        kept_in = self._kept_in
         if kept_in is not None:
             kept_in = kept_in.with_stem(f"{kept_in.stem}-{size}{'-loaded' if self._is_loaded else ''}")
         self._say(f"measuring {len(self.chain.units)} units with {size} samples")
@@ -159,7 +159,7 @@ class Profiler:
                 sample=self._sample,
                 micro_batch_size=size,
                 kept_in=kept_in,
-                load=None if loader is None else partial(loader.seconds_to_load, size),
+                feed=self._loader,
             )
 
     def pace(self, samples: int) -> Throughput:
@@ -180,7 +180,7 @@ def device_loader(
     config: RunConfig, device: torch.device, *, shuffle: bool, dataset: Dataset[Any] | None = None
 ) -> DeviceLoader:
     """Return micro-batches as our first stage gets them; ``dataset`` None: of the training data."""
-    return make_loader(
+    return DeviceLoader(
         instantiate.build_data(config.data)[0] if dataset is None else dataset,
         "training",
         seed=config.seed,
