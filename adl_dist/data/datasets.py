@@ -154,18 +154,16 @@ def imagefolder(
     """
     small = image_size <= LARGEST_SMALL_IMAGE
     statistics = CIFAR10_STATISTICS if small else IMAGENET_STATISTICS
-    if mean is not None or std is not None:
-        for name, values, least in (("mean", mean, -math.inf), ("std", std, 0)):
+    own: Any = mean, std
+    if own != (None, None):
+        for name, values, least, above in (("mean", mean, -math.inf, ""), ("std", std, 0, " above 0")):
             is_list = isinstance(values, list | tuple) and len(values) == 3
             if not is_list or not all(isinstance(v, int | float) and least < v < math.inf for v in values or ()):
-                above = " above 0" if name == "std" else ""
                 raise ConfigError(
                     f"data.{name}={values}: expected three numbers{above}, of red, green and blue; data.mean and "
                     f"data.std go together, for example data.mean={list(statistics[0])} data.std={list(statistics[1])}"
                 )
-        assert mean is not None
-        assert std is not None
-        statistics = mean, std
+        statistics = own
     return _open(root, statistics, small=small, augment=augment, image_size=image_size, cache=cache)
 
 

@@ -32,13 +32,8 @@ _NOT_FOR_WORKERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _FOR_SAMPLES = np.random.MT19937(0)
 
 
-def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """Return the order in which ``epoch`` visits the samples: a permutation of its own, or 0 to n-1."""
-    order: list[int] = _order(num_samples, seed=seed, epoch=epoch, shuffle=shuffle).tolist()
-    return order
-
-
-def _order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+    """Return the order [n] in which ``epoch`` visits the samples: a permutation of its own, or 0 to n-1."""
     # An array, here and for the seeds: as Python numbers a million samples take a tenth of a gigabyte.
     if not shuffle:
         return np.arange(num_samples)
@@ -84,14 +79,10 @@ class Loader:
         self, dataset: Dataset[Any], *, seed: int, shuffle: bool, num_workers: int = 0, pin_memory: bool = False
     ) -> None:
         self._dataset, self._seed, self._shuffle, self._pin_memory = dataset, seed, shuffle, pin_memory
+        self.num_samples: int = len(dataset)  # type: ignore[arg-type]
         self.num_workers = num_workers  # processes that load; 0: the caller's own
         # Those of the process, not of the thread that will ask for batches: that one may be bound to a few.
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples of the dataset."""
-        return len(self._dataset)  # type: ignore[arg-type]
 
     def batches(
         self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0
@@ -111,7 +102,7 @@ class Loader:
             DataError: too few samples for ``sizes``, a sample that is not a pair of tensors or numbers, or two samples
                 of a micro-batch that differ in shape or dtype. What the dataset itself raises passes through.
         """
-        order = _order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)[first_sample:]
+        order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)[first_sample:]
         if sum(sizes) > len(order) or min(sizes, default=1) < 1:
             raise DataError(
                 f"epoch {epoch}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "

@@ -2,7 +2,6 @@
 
 import difflib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -12,10 +11,6 @@ from adl_dist.errors import ConfigError
 # Networks with auxiliary heads, in training only: their output then is a tuple, which cross-entropy does not take.
 # Of their initialisation torchvision warns that it will change, unless it is asked for.
 _WITH_HEADS = ("googlenet", "inception_v3")
-_FOR_THEM = {"aux_logits": False, "init_weights": True}
-# The class of these swallows any option; these their builders do read before.
-_MOBILENET_V3 = ("mobilenet_v3_large", "mobilenet_v3_small")
-_FOR_MOBILENET_V3 = ["width_mult", "reduced_tail", "dilated"]
 # What builders take to download weights.
 _WEIGHTS = ("weights", "pretrained", "progress")
 
@@ -34,13 +29,28 @@ def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.
     Raises:
         ConfigError: an unknown name, the name of another kind of network, an option that the builder refuses.
     """
-    builder = builder_of(name)
+    from torchvision import models  # late: it takes a second
+
+    known = models.list_models(module=models)
+    if name not in known and name in models.list_models():
+        kind = models.get_model_builder(name).__module__.split(".")[2]
+        raise ConfigError(
+            f"model.name={name} is one of torchvision.models.{kind}; only classification builders are taken, those "
+            "of torchvision.models itself, like resnet50"
+        )
+    if name not in known:
+        close = difflib.get_close_matches(str(name).lower(), known)
+        hint = f"did you mean {' or '.join(close)}?" if close else "see torchvision.models.list_models()"
+        message = f"model.name={name} is not one of torchvision's {len(known)} classification builders; {hint}"
+        raise ConfigError(message)
+    builder = models.get_model_builder(name)
     if num_classes < 1:
         raise ConfigError(f"model.num_classes must be at least 1, got {num_classes}")
     # A builder's own signature says nothing: it hands the options to the class that it returns.
     parameters = inspect.signature(inspect.signature(builder).return_annotation).parameters.values()
     taken = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
-    taken += _FOR_MOBILENET_V3 if name in _MOBILENET_V3 else []
+    if name.startswith("mobilenet_v3"):  # their class swallows any option; these the builders do read before
+        taken += ["width_mult", "reduced_tail", "dilated"]
     for option in options:
         if option in _WEIGHTS:
             raise ConfigError(
@@ -51,27 +61,9 @@ def torchvision_model(name: str, num_classes: int = 1000, **options: Any) -> nn.
             close = difflib.get_close_matches(option, taken, n=1)
             hint = f"; did you mean 'model.{close[0]}'?" if close else ""
             raise ConfigError(f"there is no key 'model.{option}'{hint}; torchvision's {name} takes {', '.join(taken)}")
-    ours = _FOR_THEM if name in _WITH_HEADS else {}
+    ours = {"aux_logits": False, "init_weights": True} if name in _WITH_HEADS else {}
     try:
-        return builder(weights=None, num_classes=num_classes, **{**ours, **options})
+        return builder(weights=None, num_classes=num_classes, **{**ours, **options})  # type: ignore[no-any-return]
     except Exception as error:  # torchvision's own code can raise anything
         arguments = ", ".join(f"model.{key}={value}" for key, value in options.items()) or "its arguments"
         raise ConfigError(f"torchvision's {name} refuses {arguments}: {type(error).__name__}: {error}") from error
-
-
-def builder_of(name: str) -> Callable[..., nn.Module]:
-    """Return the function of torchvision that builds ``name``; raise a ConfigError if no classifier is called so."""
-    from torchvision import models  # late: it takes a second
-
-    known = models.list_models(module=models)
-    if name in known:
-        return models.get_model_builder(name)  # type: ignore[no-any-return]
-    if name in models.list_models():
-        kind = models.get_model_builder(name).__module__.split(".")[2]
-        raise ConfigError(
-            f"model.name={name} is one of torchvision.models.{kind}; only classification builders are taken, those "
-            "of torchvision.models itself, like resnet50"
-        )
-    close = difflib.get_close_matches(str(name).lower(), known)
-    hint = f"did you mean {' or '.join(close)}?" if close else "see torchvision.models.list_models()"
-    raise ConfigError(f"model.name={name} is not one of torchvision's {len(known)} classification builders; {hint}")

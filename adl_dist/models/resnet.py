@@ -103,24 +103,23 @@ def conv3x3(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d:
 
 
 def assemble(
-    stem: nn.Module,
+    stem: Mapping[str, nn.Module],
     channels: Sequence[int],
     num_blocks: Sequence[int],
     block: Callable[[int, int, int], nn.Module],
     *,
     num_classes: int,
-    stem_width: int | None = None,
     before_head: Mapping[str, nn.Module] | None = None,
     pool_size: int | None = None,
 ) -> nn.Sequential:
     """Put the units in a row: ``stem``, ``layer1_0``, ``layer1_1``, ..., ``head``; return the network.
 
     Each layer has ``num_blocks`` blocks of ``channels``, made by ``block`` (channels in, out, stride); each layer but
-    the first halves the image. ``stem_width``: channels that the stem puts out, None: those of the first layer;
-    ``before_head``: the head's layers before pooling.
+    the first halves the image. ``stem`` holds one convolution, ``conv``; ``before_head``: the head's layers before
+    pooling.
     """
-    units: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
-    width = stem_width or channels[0]
+    units: OrderedDict[str, nn.Module] = OrderedDict(stem=nn.Sequential(OrderedDict(stem)))
+    width: int = stem["conv"].out_channels  # type: ignore[assignment]
     for layer, (out, count) in enumerate(zip(channels, num_blocks, strict=True), start=1):
         for index in range(count):
             units[f"layer{layer}_{index}"] = block(width, out, 2 if layer > 1 and index == 0 else 1)
@@ -209,7 +208,7 @@ def _cifar(
     # The ReLU is not in place: as the end of a stage it would hand out what autograd may still read.
     stem = OrderedDict(conv=conv3x3(in_channels, width, 1), bn=nn.BatchNorm2d(width), relu=nn.ReLU())
     block = partial(BasicBlock, shortcut=shortcut)
-    model = assemble(nn.Sequential(stem), channels, num_blocks, block, num_classes=num_classes, pool_size=pool_size)
+    model = assemble(stem, channels, num_blocks, block, num_classes=num_classes, pool_size=pool_size)
     return he_init(model) if init == "he" else model
 
 
@@ -252,12 +251,11 @@ def wide_resnet(
         raise ConfigError(f"model.widen_factor must be at least 1, got {widen_factor}")
     if not 0 <= dropout < 1:
         raise ConfigError(f"model.dropout must be at least 0 and below 1, got {dropout}")
-    stem = nn.Sequential(OrderedDict(conv=conv3x3(in_channels, 16, 1)))
+    stem = {"conv": conv3x3(in_channels, 16, 1)}
     channels = [16 * widen_factor, 32 * widen_factor, 64 * widen_factor]
     block = partial(PreActivationBlock, dropout=dropout)
     activation = OrderedDict(bn=nn.BatchNorm2d(channels[-1]), relu=nn.ReLU(inplace=True))
-    options = {"num_classes": num_classes, "stem_width": 16}
-    return he_init(assemble(stem, channels, [num_blocks] * 3, block, before_head=activation, **options))
+    return he_init(assemble(stem, channels, [num_blocks] * 3, block, num_classes=num_classes, before_head=activation))
 
 
 class SqueezeExcitation(nn.Module):
@@ -303,5 +301,4 @@ def se_resnet18(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
         relu=nn.ReLU(inplace=True),
         pool=nn.MaxPool2d(3, stride=2, padding=1),
     )
-    channels = [64, 128, 256, 512]
-    return he_init(assemble(nn.Sequential(stem), channels, [2] * 4, SEBasicBlock, num_classes=num_classes))
+    return he_init(assemble(stem, [64, 128, 256, 512], [2] * 4, SEBasicBlock, num_classes=num_classes))

@@ -10,12 +10,13 @@ last stage to the first, in K n^2 steps for K stages and n units:
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.errors import PartitionError
 from adl_dist.partition.costs import Floats, Machine, StageFootprint, UnitCost, link_time, stage_bytes, stage_seconds
 
 UNIFORM = Machine()  # equal devices, no limits
@@ -57,7 +58,8 @@ def best_balance(
             f"be cut in {len(places)} places only (after: {names}); use at most "
             f"partition.num_stages={len(places) + 1}, or a model of more blocks"
         )
-    speeds = _speeds(machine, num_stages)
+    evaluated = partial(evaluate_balance, units, held=held, machine=machine, optimizer_copies=optimizer_copies)
+    speeds = machine.speeds_of(num_stages)
     limit = math.inf if machine.memory_bytes is None else machine.memory_bytes
     has_units = np.tri(len(units), dtype=bool).T
 
@@ -73,18 +75,11 @@ def best_balance(
     bottleneck, _ = _best(num_stages, seconds, links, np.maximum)
     if bottleneck == math.inf:
         _, sizes = _best(num_stages, needed, np.where(may_cut, -math.inf, math.inf), np.maximum)
-        needs = evaluate_balance(
-            units, sizes, held=held, machine=machine, optimizer_copies=optimizer_copies
-        ).stage_bytes
-        raise _too_large(sizes, needs, machine, held)
+        raise _too_large(evaluated(sizes), machine, held)
     bytes_sent = np.array([unit.act_bytes + unit.grad_bytes for unit in units[:-1]])
-    _, sizes = _best(
-        num_stages,
-        lambda k: np.where(seconds(k) <= bottleneck, 0.0, math.inf),
-        np.where(links <= bottleneck, bytes_sent, math.inf),
-        np.add,
-    )
-    return evaluate_balance(units, sizes, held=held, machine=machine, optimizer_copies=optimizer_copies)
+    sent = np.where(links <= bottleneck, bytes_sent, math.inf)
+    _, sizes = _best(num_stages, lambda k: np.where(seconds(k) <= bottleneck, 0.0, math.inf), sent, np.add)
+    return evaluated(sizes)
 
 
 def evaluate_balance(
@@ -101,7 +96,6 @@ def evaluate_balance(
         PartitionError: a cut where none is possible.
         ConfigError: not one speed for each stage.
     """
-    speeds = _speeds(machine, len(sizes))
     borders = [0, *accumulate(sizes)]
     last_units = [units[border - 1] for border in borders[1:-1]]
     for unit in last_units:
@@ -111,7 +105,7 @@ def evaluate_balance(
                 "move that cut, or use partition.balance=auto"
             )
     seconds, needs = [], []
-    for (start, stop), footprint, speed in zip(pairwise(borders), held, speeds, strict=True):
+    for (start, stop), footprint, speed in zip(pairwise(borders), held, machine.speeds_of(len(sizes)), strict=True):
         place = start, stop - 1
         seconds.append(float(stage_seconds(units, held=footprint, speed=speed, machine=machine)[place]))
         needs.append(int(stage_bytes(units, held=footprint, optimizer_copies=optimizer_copies)[place]))
@@ -146,22 +140,14 @@ def _best(
     return float(rest[0]), [stop - start for start, stop in pairwise([*borders, len(rest)])]
 
 
-def _speeds(machine: Machine, num_stages: int) -> Sequence[float]:
-    if machine.speeds is not None and len(machine.speeds) != num_stages:
-        num = len(machine.speeds)
-        raise ConfigError(f"machine.speeds={machine.speeds} has {num} entries, but there are {num_stages} stages")
-    return machine.speeds or [1.0] * num_stages
-
-
-def _too_large(
-    sizes: Sequence[int], needs: Sequence[int], machine: Machine, held: Sequence[StageFootprint]
-) -> PartitionError:
+def _too_large(balance: Balance, machine: Machine, held: Sequence[StageFootprint]) -> PartitionError:
+    needs = balance.stage_bytes
     k = needs.index(max(needs))
     ways_out = ["more stages (partition.num_stages)", "smaller micro-batches (train.batch_size)"]
     if not any(h.recomputes for h in held):
         ways_out.append("method.weights=recompute")
     return PartitionError(
-        f"no cut into {len(needs)} stages fits into memory: partition.balance={sizes}, which exceeds it least, "
+        f"no cut into {len(needs)} stages fits into memory: partition.balance={balance.sizes}, which exceeds it least, "
         f"needs {needs[k]:,} bytes on stage {k} (micro-batches with all activations: {held[k].graphs}, "
         f"versions of its weights: {1 + held[k].weight_copies}), whose device has {machine.memory_bytes:,}; use "
         f"{' or '.join(ways_out)}"

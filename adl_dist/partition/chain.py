@@ -5,7 +5,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise, product
 from operator import attrgetter
-from typing import Protocol
 
 from torch import fx, nn
 
@@ -15,18 +14,7 @@ from adl_dist.partition.trace import Trace, is_light, read
 from adl_dist.partition.tracer import has_hooks
 
 
-class Chain(Protocol):
-    """Units of a model that run one after the other."""
-
-    units: list[str]  # names, in the order they run
-    forbidden: dict[int, str]  # cuts that cannot be made, by the unit before them, each with the reason
-
-    def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
-        """Return the stages that hold ``sizes`` units each, and together exactly the model's modules."""
-        ...
-
-
-def linearise(model: nn.Module, *, granularity: str = "block") -> Chain:
+def linearise(model: nn.Module, *, granularity: str = "block") -> "Chain":
     """Read ``model``, any module that torch.fx can trace, with one tensor as its input, as a chain of units.
 
     At granularity ``layer`` units are single layers and operations, also in residual blocks; at ``block`` they are what
@@ -47,12 +35,11 @@ class SequentialChain:
     def __init__(self, model: nn.Module) -> None:
         self._children = [(name, child) for name, child in model._modules.items() if child is not None]
         self.units = [name for name, _ in self._children]
-        self.forbidden = _torn(
-            use for unit, (name, child) in enumerate(self._children) for use in _uses_of(unit, name, child)
-        )
+        uses = (use for unit, (name, child) in enumerate(self._children) for use in _uses_of(unit, name, child))
+        self.forbidden = _torn(uses)
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
-        """Return a Sequential for each stage."""
+        """Return a Sequential of ``sizes`` units for each stage."""
         bounds = pairwise(accumulate(sizes, initial=0))
         return [nn.Sequential(OrderedDict(self._children[start:stop])) for start, stop in bounds]
 
@@ -77,7 +64,7 @@ class TracedChain:
                     self.forbidden.setdefault(cut, f"'{node.name}', which does not depend on the input, would cross it")
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
-        """Return a module for each stage, with its units' graphs for training and evaluation."""
+        """Return a module for each stage, with the graphs of its ``sizes`` units for training and evaluation."""
         training, evaluation = self._modes[0], self._modes[-1]
         unlike = training.trace.unlike, evaluation.trace.unlike
         pieces = []
@@ -91,6 +78,11 @@ class TracedChain:
             if name not in held:
                 home.get(id(tensor), pieces[-1]).adopt(self._model, name)
         return list(pieces)
+
+
+# ``units``: their names, in the order they run; ``forbidden``: cuts that cannot be made, by the unit before them, each
+# with the reason; ``pieces(sizes)``: stages that together hold exactly the model's modules.
+Chain = SequentialChain | TracedChain
 
 
 class _Mode:

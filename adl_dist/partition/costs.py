@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,13 @@ class Machine:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"machine.{name} must be finite and at least 0, got {getattr(self, name)}")
 
+    def speeds_of(self, num_stages: int) -> Sequence[float]:
+        """Return the speed of each stage's device; raise a ConfigError if there are not K."""
+        if self.speeds is not None and len(self.speeds) != num_stages:
+            num = len(self.speeds)
+            raise ConfigError(f"machine.speeds={self.speeds} has {num} entries, but there are {num_stages} stages")
+        return self.speeds or [1.0] * num_stages
+
 
 def link_time(unit: UnitCost, machine: Machine) -> float:
     """Return the seconds for which a link after ``unit`` is occupied by one micro-batch, in its busier direction.
@@ -146,14 +153,12 @@ def stage_seconds(units: Sequence[UnitCost], *, held: StageFootprint, speed: flo
     right, never as a difference of two sums that start elsewhere, so equal costs tie to the last bit.
     """
     work = _of_stages(np.add, [unit.forward * (1 + held.recomputes) + unit.backward + unit.update for unit in units])
-
-    def busy(unit: UnitCost) -> float:
-        num_messages = unit.num_tensors * (2 if unit.grad_bytes else 1)
-        return (
-            machine.seconds_per_byte * (unit.act_bytes + unit.grad_bytes) + machine.seconds_per_message * num_messages
-        )
-
-    return work / speed + _at_starts(units, busy) + _at_stops(units, busy)
+    busy = [
+        machine.seconds_per_byte * (unit.act_bytes + unit.grad_bytes)
+        + machine.seconds_per_message * unit.num_tensors * (2 if unit.grad_bytes else 1)
+        for unit in units
+    ]
+    return work / speed + _at_starts(busy) + _at_stops(busy)
 
 
 def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_copies: float) -> Floats:
@@ -167,28 +172,26 @@ def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_co
     # A graph that is replayed has made outputs of its own. One message at least: the newest, before it is kept.
     in_graphs = 0 if held.recomputes else min(held.acts_sent, held.graphs)
     in_buffers = max(1, held.acts_sent - in_graphs)
-    came_in = _at_starts(units, lambda unit: unit.act_bytes + unit.widened_bytes)
-    messages = _at_starts(units, lambda unit: RECEIVED * unit.act_bytes + held.grads_sent * unit.grad_bytes)
-    messages = messages + _at_stops(
-        units, lambda unit: RECEIVED * unit.grad_bytes + in_graphs * unit.held_before + in_buffers * unit.act_bytes
-    )
-    activations = _of_stages(np.add, [unit.activation_bytes for unit in units]) + _at_starts(
-        units, lambda unit: unit.held_behind
-    )
+    came_in = _at_starts([unit.act_bytes + unit.widened_bytes for unit in units])
+    before = [RECEIVED * unit.act_bytes + held.grads_sent * unit.grad_bytes for unit in units]
+    after = [RECEIVED * u.grad_bytes + in_graphs * u.held_before + in_buffers * u.act_bytes for u in units]
+    messages = _at_starts(before) + _at_stops(after)
+    activations = _of_stages(np.add, [unit.activation_bytes for unit in units])
+    activations = activations + _at_starts([unit.held_behind for unit in units])
     work = _of_stages(np.maximum, [unit.work_bytes for unit in units])
     copies = 1 + 1 + optimizer_copies + held.weight_copies + held.gradient_copies  # weights and gradients first
     parameters = copies * _of_stages(np.add, [unit.parameter_bytes for unit in units])
     return np.ceil(held.graphs * activations + held.inputs * came_in + parameters + messages + work)
 
 
-def _at_starts(units: Sequence[UnitCost], of: Callable[[UnitCost], float]) -> Floats:
-    """Return ``of`` the unit before each stage's first [n, 1]; 0 at the model's beginning."""
-    return np.array([0.0, *(float(of(unit)) for unit in units[:-1])])[:, None]
+def _at_starts(values: Sequence[float]) -> Floats:
+    """Return the value of the unit before each stage's first [n, 1]; 0 at the model's beginning."""
+    return np.array([0.0, *values[:-1]])[:, None]
 
 
-def _at_stops(units: Sequence[UnitCost], of: Callable[[UnitCost], float]) -> Floats:
-    """Return ``of`` each stage's last unit [n]; 0 at the end of the model."""
-    return np.array([*(float(of(unit)) for unit in units[:-1]), 0.0])
+def _at_stops(values: Sequence[float]) -> Floats:
+    """Return the value of each stage's last unit [n]; 0 at the end of the model."""
+    return np.array([*values[:-1], 0.0])
 
 
 def _of_stages(join: np.ufunc, values: Sequence[float]) -> Floats:

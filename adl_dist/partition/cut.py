@@ -49,7 +49,7 @@ def even_balance(num_units: int, num_stages: int) -> list[int]:
 def even_sizes(chain: Chain, num_stages: int) -> list[int]:
     """Return the units of each stage, as equal as can be where the chain can be cut; raise a PartitionError if not."""
     sizes = even_balance(len(chain.units), num_stages)
-    if chain.forbidden.keys().isdisjoint(_cuts(sizes)):
+    if chain.forbidden.keys().isdisjoint(stop - 1 for stop in accumulate(sizes[:-1])):
         return sizes
     num_places = len(chain.units) - 1 - len(chain.forbidden)
     if num_places < num_stages - 1:
@@ -88,10 +88,10 @@ def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequen
             f"partition.balance={sizes} does not fit: expected {num_stages} numbers, each at least 1, that add up to "
             f"the model's {num_units} units ({some}), got {len(sizes)} that add up to {sum(sizes)}"
         )
-    for unit in _cuts(sizes):
-        if unit in chain.forbidden:
+    for stop in accumulate(sizes[:-1]):
+        if stop - 1 in chain.forbidden:
             raise PartitionError(
-                f"the model cannot be cut after {units[unit]}: {chain.forbidden[unit]}; choose a "
+                f"the model cannot be cut after {units[stop - 1]}: {chain.forbidden[stop - 1]}; choose a "
                 "partition.balance that keeps both on one stage, or untie them"
             )
     return sizes
@@ -108,7 +108,3 @@ def _unit_named(name: str, units: Sequence[str]) -> int:
         f"partition.balance: there is no unit or block '{name}'; near it are {', '.join(dict.fromkeys(close))}; "
         "adl-dist plan lists them all"
     )
-
-
-def _cuts(sizes: Sequence[int]) -> list[int]:
-    return [stop - 1 for stop in accumulate(sizes[:-1])]

@@ -44,11 +44,11 @@ def measure(
     measurement; ``wire_dtype``: dtype in which wider floating-point tensors cross a cut, None: their own.
     """
     pieces = chain.pieces([1] * len(chain.units))
+    # Before anything else: more tensors in memory would make its allocations cheaper than in training.
+    forward, backward = pace(model, input_, target, loss_fn, within)
     with _restored(model, input_), torch.enable_grad():
         for module in (model, *pieces):
             module.train()
-        # Before anything else: more tensors in memory would make its allocations cheaper than in training.
-        forward, backward = _whole(model, input_, target, loss_fn, within)
         bench = _Bench(pieces, input_, target, loss_fn, within)
         units = bench.look(model, chain, wire_dtype)
         rounds = _repeated(bench.run)
@@ -67,8 +67,19 @@ def pace(
     model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, within: Within = nullcontext
 ) -> tuple[float, float]:
     """Return the mean seconds of forward and backward of the whole model. Its state is as before."""
+
+    def once() -> tuple[float, float]:
+        start = _now(input_.device)
+        with within():
+            loss = loss_fn(model(input_), target)
+        middle = _now(input_.device)
+        loss.backward()
+        return middle - start, _now(input_.device) - middle
+
     with _restored(model, input_), torch.enable_grad():
-        return _whole(model.train(), input_, target, loss_fn, within)
+        model.train()
+        forwards, backwards = zip(*_repeated(once), strict=True)
+    return statistics.fmean(forwards), statistics.fmean(backwards)
 
 
 @contextmanager
@@ -96,21 +107,6 @@ def _repeated(measured: Callable[[], Figures]) -> list[Figures]:
     while len(figures) < WARMUP + FEWEST or (len(figures) < WARMUP + MOST and time.perf_counter() - start < SECONDS):
         figures.append(measured())
     return figures[WARMUP:]
-
-
-def _whole(model: nn.Module, input_: Tensor, target: Tensor, loss_fn: LossFn, within: Within) -> tuple[float, float]:
-    """Return the mean seconds of forward and backward of the whole model."""
-
-    def once() -> tuple[float, float]:
-        start = _now(input_.device)
-        with within():
-            loss = loss_fn(model(input_), target)
-        middle = _now(input_.device)
-        loss.backward()
-        return middle - start, _now(input_.device) - middle
-
-    forwards, backwards = zip(*_repeated(once), strict=True)
-    return statistics.fmean(forwards), statistics.fmean(backwards)
 
 
 @dataclass
@@ -227,10 +223,9 @@ def _backward(
     within one graph are not leaves.
     """
     leaf_ids = {id(leaf) for leaf in leaves}
-    passed = {id(out): g for out, g in zip(outs, grads, strict=True) if g is not None and id(out) in leaf_ids}
-    roots = [
-        (o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o.requires_grad and id(o) not in passed
-    ]
+    arrived = [(out, grad) for out, grad in zip(outs, grads, strict=True) if grad is not None]
+    passed = {id(out): grad for out, grad in arrived if id(out) in leaf_ids}
+    roots = [(out, grad) for out, grad in arrived if out.requires_grad and id(out) not in passed]
     wanted = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
     parameters = [p for p in piece.parameters() if p.requires_grad]
     computed: Sequence[Tensor | None] = [None] * (len(wanted) + len(parameters))

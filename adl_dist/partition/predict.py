@@ -90,8 +90,8 @@ def predict(
 def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine) -> Costs:
     """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
     forward, backward, update = [], [], []
-    for k, (start, stop) in enumerate(pairwise([0, *accumulate(balance.sizes)])):
-        rate = machine.speeds[k] if machine.speeds else 1.0
+    bounds, speeds = pairwise([0, *accumulate(balance.sizes)]), machine.speeds_of(len(balance.sizes))
+    for (start, stop), rate in zip(bounds, speeds, strict=True):
         inside, before = units[start:stop], units[:start][-1:]
         ends = [*before, *(inside[-1:] if stop < len(units) else [])]
         messages = sum(machine.seconds_per_message * unit.num_tensors for unit in ends)
@@ -154,15 +154,12 @@ def alternative(
     )
 
 
-class Advice(NamedTuple):
-    """A recommendation: the prediction to follow (None: no pipeline), and why in a sentence or two."""
+def advise(predictions: Sequence[Prediction], other: Alternative) -> tuple[Prediction | None, str]:
+    """Choose, of runs that fit into memory, the fastest that is not too stale, and of nearly equals the least stale.
 
-    choice: Prediction | None
-    reason: str
-
-
-def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
-    """Choose, of runs that fit into memory, the fastest that is not too stale, and of nearly equals the least stale."""
+    Returns:
+        The prediction to follow (None: no pipeline), and why in a sentence or two.
+    """
     n = other.num_devices
     usable = [p for p in predictions if p.pipeline.num_stages <= n and p.convergence_factor <= MOST_FACTOR]
     alone = "one device" if other.single >= other.ddp else "DDP"
@@ -175,7 +172,7 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
             (False, False): "neither a cut nor the whole model fits: use more devices, a smaller batch, or FSDP, which "
             "also shards parameters",
         }
-        return Advice(None, reasons[n == 1, other.fits])
+        return None, reasons[n == 1, other.fits]
     fastest = max(usable, key=lambda p: p.images_per_second)
     near = [p for p in usable if p.images_per_second >= (1 - AS_GOOD) * fastest.images_per_second]
     choice = min(near, key=lambda p: (p.convergence_factor, p.pipeline.num_stages, -p.images_per_second))
@@ -184,10 +181,10 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> Advice:
         rival = f"{pipeline.method.name} with K = {pipeline.num_stages} makes {speed:,.0f}"
         if other.single >= other.ddp:
             slow_links = f"{rival}, and DDP {other.ddp:,.0f}: the links are too slow"
-            return Advice(None, f"use one device: it makes {other.single:,.0f} images/s, {slow_links}")
+            return None, f"use one device: it makes {other.single:,.0f} images/s, {slow_links}"
         fresh = f"{rival}, and gradients that are not stale"
-        return Advice(None, f"use DDP: {n} replicas make {other.ddp:,.0f} images/s, {fresh}")
+        return None, f"use DDP: {n} replicas make {other.ddp:,.0f} images/s, {fresh}"
     faster = f"{speed / other.best:.2f} times as fast as {alone} would be"
     why = faster if other.fits else "the model does not fit on one device"
     stale = f"gradients of stage 0 are {choice.staleness_mean[0]:.3g} updates old on average"
-    return Advice(choice, f"{why}; {stale if any(choice.staleness_mean) else 'no gradient is stale'}")
+    return choice, f"{why}; {stale if any(choice.staleness_mean) else 'no gradient is stale'}"

@@ -107,7 +107,10 @@ def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
             kinds[node] = "tensor"
         elif node.op == "get_attr" or (kinds_in <= {"constant"} and not _writes(node)):
             kinds[node] = "constant"
-        elif _asks_for_shape(node) or (kinds_in == {"shape"} and _is_python(node)):
+        elif _asks_for_shape(node) or (
+            kinds_in == {"shape"}
+            and (node.op == "call_method" or getattr(node.target, "__module__", None) in _OF_PYTHON)
+        ):
             kinds[node] = "shape"
         else:
             kinds[node] = "tensor"
@@ -143,11 +146,6 @@ def _asks_for_shape(node: fx.Node) -> bool:
         asks = node.target != "type" or len(node.args) + len(node.kwargs) == 1  # with a dtype, it converts
         return asks and node.target in _SHAPE_METHODS and len(node.all_input_nodes) == 1
     return node.op == "call_function" and node.target is getattr and node.args[1] in _SHAPE_ATTRIBUTES
-
-
-def _is_python(node: fx.Node) -> bool:
-    """Return whether ``node``, all of whose inputs are shapes, computes with them in Python alone."""
-    return node.op == "call_method" or getattr(node.target, "__module__", None) in _OF_PYTHON
 
 
 def _steps(graph: fx.Graph, kinds: Mapping[fx.Node, str]) -> list[fx.Node]:

@@ -22,7 +22,7 @@ from adl_dist.stage import TrainSpec
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.shape_inference import SIZES, read
-from adl_dist.transport import TensorSpec
+from adl_dist.transport.spec import TensorSpec
 
 PROFILE = "profile.json"
 SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, and for fragments

@@ -16,7 +16,7 @@ import adl_dist
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError, ConfigError
-from adl_dist.optim.schedules import multistep
+from adl_dist.optim import multistep
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
 from tests.support.commands import in_process, snapshot, words

@@ -63,7 +63,7 @@ def expected():
     """Hashes of the samples of two epochs, each drawn by itself with neither loader nor trainer."""
     dataset, images = Augmented(), []
     for epoch in range(2):
-        for index in epoch_order(NUM_SAMPLES, seed=SEED, epoch=epoch, shuffle=True):
+        for index in epoch_order(NUM_SAMPLES, seed=SEED, epoch=epoch, shuffle=True).tolist():
             seed = stream_seed(SEED, "sample", epoch, index)
             torch.manual_seed(seed)
             random.seed(seed)

@@ -14,7 +14,6 @@ from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
 from adl_dist.errors import ConfigError
 from adl_dist.models import cifar_resnet, cifar_resnet18, cifar_resnet34, se_resnet18, torchvision_model, wide_resnet
-from adl_dist.models.from_torchvision import builder_of
 from adl_dist.models.resnet import OptionA, PreActivationBlock, SqueezeExcitation
 from tests.support.tiers import covering
 
@@ -270,7 +269,7 @@ def test_se_resnet18_with_half_gates_is_torchvisions():
 
 def test_every_classification_builder_of_torchvision_builds():
     names = torchvision.models.list_models(module=torchvision.models)
-    first_of_each_family = {builder_of(name).__module__: name for name in reversed(names)}
+    first_of_each_family = {torchvision.models.get_model_builder(name).__module__: name for name in reversed(names)}
     assert len(names) >= 80
     for family, name in first_of_each_family.items():
         # RegNet computes its widths on tensors and so does not build on the meta device.

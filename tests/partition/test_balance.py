@@ -5,7 +5,6 @@ import math
 import random
 import re
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.balance import best_balance, evaluate_balance
 from adl_dist.partition.costs import Machine, StageFootprint, UnitCost
 from tests.support.tiers import slow
-from tests.test_house import PACKAGE, imported
 
 
 def adl(K, M=1, **options):
@@ -40,12 +38,9 @@ def num_sent(units, sizes):
     return sum(units[stop - 1].act_bytes + units[stop - 1].grad_bytes for _, stop in borders(sizes)[:-1])
 
 
-# --- Brute force -------------------------------------------------------------------------------------------
-
-
 def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
-    """Slowest part, and bytes of each stage, from the definitions; sums in whatever order comes."""
-    parts, needs = [], []
+    """Seconds of each stage and link, and bytes of each stage, from the definitions; sums in whatever order comes."""
+    stages, links, needs = [], [], []
     for k, (start, stop) in enumerate(borders(sizes)):
         upstream, downstream = units[start - 1 : start], units[stop - 1 : stop] * (stop < len(units))
         inside = units[start:stop]
@@ -54,7 +49,7 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
         for end in upstream + downstream:
             busy += (end.act_bytes + end.grad_bytes) * machine.seconds_per_byte
             busy += end.num_tensors * (1 + (end.grad_bytes > 0)) * machine.seconds_per_message
-        parts.append(busy)
+        stages.append(busy)
         need = (2 + optimizer_copies + held[k].weight_copies + held[k].gradient_copies) * sum(
             u.parameter_bytes for u in inside
         )
@@ -71,9 +66,8 @@ def seconds_and_bytes(units, sizes, held, machine, optimizer_copies):
                 need += sum(end.act_bytes for end in downstream)
         need += max(u.work_bytes for u in inside)
         needs.append(math.ceil(need))
-        parts += [end.act_bytes / machine.bandwidth for end in downstream]
-        parts += [end.grad_bytes / machine.bandwidth for end in downstream]
-    return max(parts), needs
+        links += [max(end.act_bytes / machine.bandwidth, end.grad_bytes / machine.bandwidth) for end in downstream]
+    return stages, links, needs
 
 
 def brute_force(units, K, held, machine, optimizer_copies):
@@ -81,18 +75,16 @@ def brute_force(units, K, held, machine, optimizer_copies):
     fitting, excesses = [], []
     for sizes in all_sizes(len(units), K):
         if all(units[stop - 1].may_cut for _, stop in borders(sizes)[:-1]):
-            seconds, needs = seconds_and_bytes(units, sizes, held, machine, optimizer_copies)
+            stages, links, needs = seconds_and_bytes(units, sizes, held, machine, optimizer_copies)
             excesses.append(max(needs) - machine.memory_bytes)
             if excesses[-1] <= 0:
-                fitting.append((seconds, num_sent(units, sizes), sizes))
+                fitting.append((max(stages + links), num_sent(units, sizes), sizes))
     return min(fitting, default=None), min(excesses, default=None)
 
 
 # Whole seconds and bytes, and all that is divided or multiplied by a power of two: floats hold every figure exactly,
 # whatever the order of the sums. So brute force and the balancer must agree to the last bit, and ties are real ties.
 POWERS = [0.25, 0.5, 1.0, 2.0]
-
-
 FOOTPRINTS = {"inputs": (0, 3), "weight_copies": (0, 2), "gradient_copies": (0, 1), "recomputes": (0, 1)}
 FOOTPRINTS |= {"acts_sent": (1, 4), "grads_sent": (1, 6)}
 
@@ -151,7 +143,8 @@ def test_it_finds_what_brute_force_over_all_cuts_finds(num_instances):
             found = best_balance(units, num_stages=K, **arguments)
             assert (found.seconds, found.sizes) == (best[0], best[2])
             assert found == evaluate_balance(units, found.sizes, **arguments)
-            assert found.stage_bytes == seconds_and_bytes(units, found.sizes, held, machine, copies)[1]
+            figures = found.stage_seconds, found.link_seconds, found.stage_bytes
+            assert figures == seconds_and_bytes(units, found.sizes, held, machine, copies)
             outcomes["optimum"] += 1
             return
         with pytest.raises(PartitionError) as refused:
@@ -198,13 +191,8 @@ def test_500_units_are_cut_into_16_stages_in_under_2_seconds():
     assert seconds < 2
 
 
-# --- With a pencil -----------------------------------------------------------------------------------------
-
-
-def sizes(units, K, *, held=None, optimizer_copies=1.0, **machine):
-    return best_balance(
-        units, num_stages=K, held=held or adl(K), machine=Machine(**machine), optimizer_copies=optimizer_copies
-    ).sizes
+def sizes(units, K, *, held=None, **machine):
+    return best_balance(units, num_stages=K, held=held or adl(K), machine=Machine(**machine)).sizes
 
 
 def wide(*widths, **costs):
@@ -224,18 +212,13 @@ SLOW, WIDE = unit(act_bytes=4, grad_bytes=4), unit(0, act_bytes=9)
     [
         ([unit()] * 12, 4, {}, [3, 3, 3, 3]),
         ([unit()] * 5, 2, {}, [2, 3]),  # what is left over goes to the last stages
-        ([unit()] * 3, 3, {}, [1, 1, 1]),
-        ([unit()] * 7, 1, {}, [7]),
         ([unit(1), unit(1), unit(50), unit(1), unit(1)], 3, {}, [2, 1, 2]),  # a huge one gets a stage of its own
         ([unit()] * 12, 3, {"speeds": [1.0, 0.5, 1.5]}, [4, 2, 6]),
         ([unit()] * 7, 2, {"held": RECOMPUTING}, [3, 4]),
         # The first stage holds the most graphs.
-        ([unit(activation_bytes=10)] * 12, 3, {"memory_bytes": 200}, [4, 4, 4]),
         ([unit(activation_bytes=10)] * 12, 3, {"memory_bytes": 120}, [2, 4, 6]),
         ([unit(parameter_bytes=10)] * 6, 2, copies(0), [3, 3]),
         ([unit(parameter_bytes=10)] * 6, 2, copies(3), [2, 4]),
-        ([unit(parameter_bytes=10)] * 6, 2, copies(1) | {"optimizer_copies": 0.0}, [3, 3]),
-        ([unit(parameter_bytes=10)] * 6, 2, copies(2) | {"optimizer_copies": 1.5}, [2, 4]),
         (wide(10, 80, 10, 0), 2, {"bandwidth": 20.0}, [2, 2]),
         (wide(10, 80, 10, 0), 2, {"bandwidth": 8.0}, [1, 3]),  # avoids the wide cut in the middle
         # Bytes go both ways at once: 5 and 5 take less time than 8 and none, though they are more.
@@ -245,45 +228,17 @@ SLOW, WIDE = unit(act_bytes=4, grad_bytes=4), unit(0, act_bytes=9)
         # Of equally fast cuts the one that sends least, and then the earliest.
         ([SLOW, unit(0, act_bytes=5, grad_bytes=2), WIDE, unit()], 2, {}, [2, 2]),
         ([SLOW, unit(0, act_bytes=5, grad_bytes=3), WIDE, unit()], 2, {}, [1, 3]),
-        ([unit(), unit(may_cut=False), unit(may_cut=False), unit()], 2, {}, [1, 3]),
     ],
 )
 def test_the_best_cut_of_a_few_units_is_the_expected_one(units, K, options, expected):
     assert sizes(units, K, **options) == expected
 
 
-def test_the_figures_of_a_given_cut_are_those_of_its_parts():
-    units = [
-        UnitCost(name="a", forward=1, backward=2, update=0.5, parameter_bytes=100, activation_bytes=7, act_bytes=20),
-        UnitCost(name="b", forward=2, backward=3, parameter_bytes=10, activation_bytes=8, act_bytes=6, grad_bytes=40),
-        UnitCost(name="c", forward=1, backward=1, parameter_bytes=1, activation_bytes=9, num_tensors=2),
-    ]
-    machine = Machine(speeds=[1, 2, 4], bandwidth=10, latency=99, seconds_per_byte=0.25, seconds_per_message=0.5)
-    held = [
-        StageFootprint(graphs=5, weight_copies=2),
-        StageFootprint(graphs=1, inputs=3, recomputes=True),
-        StageFootprint(graphs=1),
-    ]
-    told = evaluate_balance(units, [1, 1, 1], held=held, machine=machine, optimizer_copies=2)
-    # a: one act of 20 bytes; b: one act of 6 and one gradient of 40.
-    assert told.stage_seconds == [3.5 + 5.5, 7 / 2 + 5.5 + 12.5, 2 / 4 + 12.5]
-    assert told.link_seconds == [2.0, 4.0]
-    assert told.seconds == 21.5
-    assert told.stage_bytes == [5 * 7 + 6 * 100 + 20, 8 + 3 * 20 + 4 * 10 + 3 * 20 + 3 * 40 + 6, 9 + 4 * 1 + 3 * 6 + 40]
-    machine = replace(machine, speeds=[0.5])
-    whole = evaluate_balance(units, [3], held=[StageFootprint(graphs=1)], machine=machine, optimizer_copies=0.5)
-    assert (whole.stage_seconds, whole.stage_bytes) == ([21.0], [24 + 278])
-
-
-# --- What cannot be ----------------------------------------------------------------------------------------
-
-
 def test_more_stages_than_places_to_cut_are_refused():
     units = [UnitCost(name=name, forward=1, backward=2, may_cut=name in "bd") for name in "abcd"]
     for K in (3, 5):
-        with pytest.raises(
-            PartitionError, match=rf"num_stages={K} needs .* 4 units .* 1 places .*after: b\); .*num_stages=2"
-        ):
+        told = rf"num_stages={K} needs .* 4 units .* 1 places .*after: b\); .*num_stages=2"
+        with pytest.raises(PartitionError, match=told):
             best_balance(units, num_stages=K, held=adl(K))
     with pytest.raises(PartitionError, match=r"19 places only \(after: (unit, ){8}\.\.\.\)"):
         best_balance([unit()] * 20, num_stages=21, held=adl(21))
@@ -292,7 +247,6 @@ def test_more_stages_than_places_to_cut_are_refused():
 
 
 def test_a_limit_that_no_cut_fits_is_refused_with_the_way_out():
-    """A limit that no cut fits is refused with the smallest largest stage and the way out."""
     units = [unit(activation_bytes=1000)] * 6
     told = (
         r"into 2 stages .*balance=\[1, 5\].* needs 5,000 bytes on stage 1 \(micro-batches .*: 1, .* has 4,999; "
@@ -303,9 +257,6 @@ def test_a_limit_that_no_cut_fits_is_refused_with_the_way_out():
     assert sizes(units, 2, memory_bytes=5000) == [1, 5]
     with pytest.raises(PartitionError, match=r"has 4,999; use more stages [^;]* or smaller micro-batches \S+$"):
         sizes(units, 2, held=adl(2, recomputes=True), memory_bytes=4999)
-
-
-def test_a_given_cut_where_none_is_possible_is_refused():
     units = [UnitCost(name="first", forward=1, backward=1, may_cut=False), unit(), unit()]
     with pytest.raises(PartitionError, match=r"balance=\[1, 2\] .* right after 'first', where it cannot be cut"):
         evaluate_balance(units, [1, 2], held=adl(2))
@@ -323,8 +274,3 @@ def test_a_given_cut_where_none_is_possible_is_refused():
 def test_a_machine_that_cannot_be_is_refused(machine, told):
     with pytest.raises(ConfigError, match=told):
         sizes([unit()] * 4, 2, **machine)
-
-
-@pytest.mark.parametrize("file", ["balance.py", "costs.py"])
-def test_the_balancer_itself_needs_no_torch(file):
-    assert not any(name.startswith("torch") for name in imported(PACKAGE / "partition" / file))

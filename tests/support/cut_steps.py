@@ -114,7 +114,7 @@ def uncut_step(model, x):
     loss_fn(model.train()(x), target).backward()
     step = Step(type(loss_fn.out), _left_by_training(model, x, loss_fn.out))
     with torch.no_grad():
-        step.values |= _named("evaluation", model.eval()(x))
+        step.values.update(_named("evaluation", model.eval()(x)))
     return step
 
 
@@ -141,7 +141,7 @@ def cut_step(model, pieces, x):
     acts = (x.detach(),)
     for k in range(len(pieces)):
         acts = stage(k, acts, training=False).predict(acts, target)
-    step.values |= _named("evaluation", loss_fn.out)
+    step.values.update(_named("evaluation", loss_fn.out))
     return step, sent
 
 

@@ -98,7 +98,7 @@ def rank_batches(
         batch_size = samples // config.method.chosen().micro_batches_per_update
     elif kind == "ddp":
         batch_size = samples // size
-        order = epoch_order(len(train), seed=config.seed, epoch=0, shuffle=shuffle)
+        order = epoch_order(len(train), seed=config.seed, epoch=0, shuffle=shuffle).tolist()
         train = Subset(train, [order[i] for i in range(len(order)) if i % samples // batch_size == rank])
         shuffle = False
     loader = device_loader(config, device, shuffle=shuffle, dataset=train)

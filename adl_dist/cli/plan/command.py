@@ -75,12 +75,12 @@ def plan(words: list[str]) -> None:
     profile = profiles[chosen.micro_batches_per_update]
     other = alternative(profile, machine, num_devices=num_devices, whole=whole, share=share)
     predictions, refused = _predict_all(methods, stages, config, profiler.chain, profiles, machine)
-    advice = advise(predictions, other)
-    line = None if advice.choice is None else line_to_paste(advice.choice, granularity, flags.overrides)
+    choice, reason = advise(predictions, other)
+    line = None if choice is None else line_to_paste(choice, granularity, flags.overrides)
     if flags.out is not None:
         from adl_dist.cli.plan.figure import draw_costs  # imported late: matplotlib takes a second
 
-        per_stage = [] if advice.choice is None else advice.choice.balance.sizes
+        per_stage = [] if choice is None else choice.balance.sizes
         draw_costs(flags.out, profile, sizes=per_stage, model=config.model["_target_"])
     if flags.json:
         facts = {
@@ -90,12 +90,12 @@ def plan(words: list[str]) -> None:
             "refused": refused,
             "alternative": asdict(other),
             "recommended": line,
-            "reason": advice.reason,
+            "reason": reason,
         }
         sys.stdout.write(f"{json.dumps(facts)}\n")
         return
     lines = [*report(profile, machine, predictions, refused, other, with_units=flags.units), ""]
-    lines += [f"recommended  {advice.reason}", *([] if line is None else [f"             {line}"])]
+    lines += [f"recommended  {reason}", *([] if line is None else [f"             {line}"])]
     lines += [] if flags.out is None else [f"picture      {flags.out}"]
     sys.stdout.write("\n".join(lines) + "\n")
 
