@@ -19,18 +19,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.errors import CheckpointError, UnusableError
 from tests.support.ranks import run_ranks
 from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, Trap, resealed, saved, shards
-
-DAMAGES = 100
-
-
-def loaded(path):
-    """All tensors that a checkpoint holds, by kind and name."""
-    files = layout.read_manifest(path)["files"]
-    return {
-        (kind, name): value
-        for kind in (storage.MODEL, storage.OPTIMIZER)
-        for name, value in storage.read(storage.scan(path, kind, files)[0])
-    }
+from tests.support.tiers import slow
 
 
 @pytest.fixture
@@ -51,38 +40,25 @@ def assert_passed_over(older, newest, match):
     assert (path, manifest["update"], [bad for bad, _ in rejected]) == (older, 1, [newest])
 
 
-def test_a_good_checkpoint_gives_back_what_was_saved(two):
-    for path, content in zip(two, (shards(), shards(seed=2)), strict=True):
-        assert layout.verify(path)["update"] == int(path.name[-1])
-        given = {(file.partition("-")[0], n): t for file, shard in content.items() for n, t in shard.tensors.items()}
-        got = loaded(path)
-        assert got.keys() == given.keys()
-        assert all(torch.equal(value, given[key]) for key, value in got.items())
-
-
-@pytest.mark.parametrize("damage", ["truncated", "a bit flipped"])
-def test_a_truncated_or_flipped_checkpoint_is_passed_over(damage, two):
+@pytest.mark.parametrize("tries", [100, slow(200)])
+@pytest.mark.parametrize("damage", ["truncated", "a bit flipped", "missing"])
+def test_a_damaged_checkpoint_is_passed_over(damage, tries, two):
     older, newest = two
     files = sorted(newest.iterdir())
     assert len(files) == 5
     seeds = random.Random(0)
-    for number in range(DAMAGES):
+    for number in range(len(files) if damage == "missing" else tries):
         file = files[number % len(files)]
         content = file.read_bytes()
         at = seeds.randrange(len(content))
         flipped = content[:at] + bytes([content[at] ^ 1 << seeds.randrange(8)]) + content[at + 1 :]
-        file.write_bytes(content[:at] if damage == "truncated" else flipped)
+        if damage == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(content[:at] if damage == "truncated" else flipped)
         assert_passed_over(older, newest, match=f"{newest.name} is damaged: .*{file.name}")
         file.write_bytes(content)
     assert newest_good(newest)[0] == newest
-
-
-def test_without_one_of_its_files_a_checkpoint_is_passed_over(two):
-    older, newest = two
-    for file in sorted(newest.iterdir()):
-        elsewhere = file.rename(newest.parent / "elsewhere")
-        assert_passed_over(older, newest, match=file.name)
-        elsewhere.rename(file)
 
 
 @pytest.mark.parametrize("where", ["read_bytes", "stat"])
@@ -177,7 +153,6 @@ BAD_FILES = {
         b"1234",
     ),
     "data of nobody": with_header(b"{}      ", b"1234"),
-    "a pickle": pickle.dumps({"weight": torch.zeros(3, 4)}),
 }
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import adl_dist
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint import state as saved_state
-from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.errors import CheckpointError
 from adl_dist.optim import multistep
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
-from tests.support.commands import in_process, snapshot, words
+from tests.support.commands import assert_same, snapshot
 from tests.support.saved import saved
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import spec_of, values
@@ -118,12 +118,6 @@ class Run:
         self.optimizers.append(optimizer)
         self.rates.append(rates)
         return optimizer
-
-
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    assert [name for name in got if got[name].dtype != expected[name].dtype] == []
-    assert [name for name in got if not torch.equal(got[name], expected[name])] == []
 
 
 # --- What is carried over ---------------------------------------------------------------------------------------------
@@ -235,22 +229,6 @@ def test_a_checkpoint_of_another_folder_is_known_by_its_cut(tmp_path: Path, caps
         assert capsys.readouterr().out.count("(num_stages was 4 and is 2") == told
 
 
-def test_on_the_command_line_the_partition_may_change(tmp_path: Path) -> None:
-    target = "_target_=tests.support.kill."
-    model, data = f"model.{target}net_with_dropout", f"data.{target}held_images"
-
-    def train(*overrides: str) -> str:
-        outcome = in_process(*words(tmp_path / "run", model, data, *overrides))
-        assert (outcome.code, outcome.err) == (0, "")
-        return outcome.out
-
-    train("partition.balance=[5,3]")
-    said = train("partition.balance=[1,3,4]", "partition.num_stages=3", "train.epochs=2")
-    assert "another cut (num_stages was 2 and is 3, balance was [5, 3] and is [1, 3, 4])" in said
-    partition = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["partition"]
-    assert (partition["num_stages"], partition["balance"]) == (3, [1, 3, 4])
-
-
 # --- What does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -273,21 +251,3 @@ def test_local_losses_continue_in_their_places_only(old: Any, new: Any, message:
     # With fewer stages they continue if those that stay end where they did.
     run = Run(2, [old[1][0], 7 - old[1][0]], **greedy).fit(tmp_path, epochs=2)
     assert len(run.rates[0]) == PER_EPOCH
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "message"),
-    [
-        ("adl", {"delay": [6, 4, 2, 0]}, r"method.delay=\[6, 4, 2, 0\] has 4 numbers, but there are 3 stages; give 3"),
-        ("adl", {"lr_factors": [2.0, 1.0, 1.0, 1.0]}, "method.lr_factors=.* has 4 numbers, but there are 3 stages"),
-        ("dsp", {"activation_queue": [1, 2, 1]}, "method.activation_queue=.* has 3 numbers, but 3 stages have 2"),
-    ],
-)
-def test_a_list_per_stage_does_not_fit_another_number_of_stages(
-    method: str, options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    Run(4, method=method, **options).fit(tmp_path, epochs=1)
-    before = snapshot(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        Run(3, method=method, **options).fit(tmp_path, epochs=2)
-    assert snapshot(tmp_path) == before

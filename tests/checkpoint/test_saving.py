@@ -5,18 +5,16 @@ import json
 import os
 import re
 import resource
-import shutil
-from pathlib import Path
+import threading
 
 import pytest
-import torch
 
 import adl_dist
 from adl_dist.checkpoint import async_save, layout
 from adl_dist.checkpoint.async_save import PartReport, PartWriter, Saver
 from adl_dist.checkpoint.run_dir import chosen_checkpoint, log_to, logger
 from adl_dist.report import Recorder
-from tests.support.commands import in_process, snapshot, words
+from tests.support.commands import assert_same, in_process, snapshot, words
 from tests.support.runs import trainer_of
 from tests.support.saved import FIRST, position, saved, shards, writing
 from tests.support.toys import FixedImages, batch_norm_net
@@ -123,18 +121,32 @@ def test_a_named_checkpoint_counts_though_its_folder_cannot_sync(tmp_path, monke
     assert "may not survive a power failure: its folder cannot be synced: Input/output error" in capfd.readouterr().err
 
 
-def test_a_checkpoint_being_removed_is_not_listed_as_complete(tmp_path, monkeypatch):
-    first, second, kept = (saved(tmp_path, update) for update in (1, 2, 3))
-    listed, remove = [], shutil.rmtree
+def test_a_reader_never_sees_half_a_checkpoint(tmp_path):
+    """Two processes write their parts in the background, and older checkpoints are removed meanwhile."""
+    saver, over = Saver(tmp_path, keep=2, keep_best=False, background=True), threading.Event()
+    read, half_made = set(), []
 
-    def look_and_remove(path):
-        listed.append(layout.complete(tmp_path))
-        remove(path)
+    def poll():
+        while not over.is_set():
+            for path in layout.complete(tmp_path):
+                try:
+                    layout.read_manifest(path)
+                    read.add(path.name)
+                except (adl_dist.AdlError, FileNotFoundError) as error:
+                    if path.exists():  # else it has been removed meanwhile, by one rename
+                        half_made.append(str(error))
 
-    monkeypatch.setattr(shutil, "rmtree", look_and_remove)
-    layout.prune(tmp_path, keep=1, keep_best=False)
-    assert listed == [[second, kept], [kept]]
-    assert not first.exists()
+    reader = threading.Thread(target=poll)
+    reader.start()
+    try:
+        for update in range(100):
+            saver.save(writing(saver, shards(), PartWriter(1, saver.take_part).write), position(update))
+        assert saver.wait() == layout.complete(tmp_path)[-1]
+    finally:
+        over.set()
+        reader.join()
+    assert half_made == []
+    assert len(read) > 40, "it read too few of the 100 to say anything"
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
@@ -148,51 +160,46 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
     (tmp_path / "update-00000003" / "manifest.json").write_text("damaged")
     layout.prune(tmp_path, keep=1, keep_best=True)
     assert [path.name[-1] for path in layout.complete(tmp_path)] == ["5"]
+    blind = tmp_path / "without classes"
     for update, loss in ((6, 0.3), (7, 0.2), (8, 0.4)):
-        saved(tmp_path / "without classes", update, validation_loss=loss)
-    layout.prune(tmp_path / "without classes", keep=1, keep_best=True)
-    assert [path.name[-1] for path in layout.complete(tmp_path / "without classes")] == list("78")
+        saved(blind / "checkpoints", update, validation_loss=loss)
+    layout.prune(blind / "checkpoints", keep=1, keep_best=True)
+    assert names(blind) == ["update-00000007", "update-00000008"]
+    assert [chosen_checkpoint(blind, wanted).name[-1] for wanted in ("best", None)] == ["7", "8"]
+    saved(tmp_path / "no validation" / "checkpoints", 1)
+    with pytest.raises(adl_dist.AdlError, match=r"checkpoint=best: .* no checkpoint with a validation loss"):
+        chosen_checkpoint(tmp_path / "no validation", "best")
 
 
 # --- while training --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("fails", "error", "told"),
+    ("place", "name", "error", "reason"),
     [
-        ("write", OSError(errno.EIO, os.strerror(errno.EIO)), "rank 0: .*Input/output error"),
-        ("copy", MemoryError("no more"), "rank 0: MemoryError: no more"),
+        (layout, "write_piece", OSError(errno.EIO, os.strerror(errno.EIO)), "rank 0: .*Input/output error"),
+        (async_save, "_copied", MemoryError("no more"), "rank 0: MemoryError: no more"),
     ],
+    ids=["write", "copy"],
 )
-def test_a_save_that_fails_is_recorded_and_the_run_continues(fails, error, told, tmp_path, monkeypatch, capfd):
-    """A save that fails is reported and recorded and the run ends as if nothing had been."""
-    expected = fit(None)
-    write, copied, num_copied = layout.write_piece, async_save._copied, [0]
+def test_a_save_that_fails_is_recorded_and_the_run_continues(place, name, error, reason, tmp_path, monkeypatch, capfd):
+    """And it ends as if nothing had been."""
+    expected, real = fit(None), getattr(place, name)
 
-    def write_but_the_second(file, data):
-        if Path(file.name).parent.name == f".saving-{2 * UPDATES:08d}":
+    def fails_in_the_second_save(*arguments):
+        if (tmp_path / "checkpoints" / f".saving-{2 * UPDATES:08d}").exists():
             raise error
-        return write(file, data)
+        return real(*arguments)
 
-    def copy_but_the_second(shards):
-        num_copied[0] += 1
-        if num_copied[0] == 2:
-            raise error
-        return copied(shards)
-
-    if fails == "write":
-        monkeypatch.setattr(layout, "write_piece", write_but_the_second)
-    else:
-        monkeypatch.setattr(async_save, "_copied", copy_but_the_second)
-    got = fit(tmp_path)
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    monkeypatch.setattr(place, name, fails_in_the_second_save)
+    assert_same(fit(tmp_path), expected)
     assert names(tmp_path) == ["update-00000002", "update-00000006"]
-    told = f"update 4 could not be saved in .*: {told}"
+    told = f"update 4 could not be saved in .*: {reason}"
     (line,) = capfd.readouterr().err.splitlines()
     assert re.search(f"adl-dist: warning: {told}.*; the checkpoints before it are untouched", line)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    (reason,) = (record["reason"] for record in records if record["name"] == "checkpoint/failed")
-    assert re.search(told, reason)
+    (recorded,) = (record["reason"] for record in records if record["name"] == "checkpoint/failed")
+    assert re.search(told, recorded)
 
 
 @pytest.mark.parametrize("reported_before", [False, True])
@@ -252,17 +259,6 @@ def test_a_second_run_writes_nothing_into_the_first_ones_folder(tmp_path):
     fit(tmp_path / "second", epochs=1)
     assert snapshot(tmp_path / "first") == before
     assert snapshot(tmp_path / "second").keys() == before.keys()
-
-
-def test_the_best_checkpoint_is_evaluated_by_name(tmp_path):
-    run_dir = tmp_path / "run"
-    for update, loss in ((1, 0.5), (2, 0.7)):
-        saved(run_dir / "checkpoints", update, validation_loss=loss)
-    assert chosen_checkpoint(run_dir, "best").name == "update-00000001"
-    assert chosen_checkpoint(run_dir, None).name == "update-00000002"
-    saved(tmp_path / "blind" / "checkpoints", 1)
-    with pytest.raises(adl_dist.AdlError, match=r"checkpoint=best: .* no checkpoint with a validation loss"):
-        chosen_checkpoint(tmp_path / "blind", "best")
 
 
 # --- other files -----------------------------------------------------------------------------------------------------

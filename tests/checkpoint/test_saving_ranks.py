@@ -1,4 +1,4 @@
-"""Each process writes its part alone: a slow or failing disk of one holds up nobody and takes no process down."""
+"""Each process writes its part alone: a slow or failing disk of one neither holds up nor ends another."""
 
 import errno
 import json
@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,22 @@ class Flagging(FixedImages):
         return super().__getitem__(index)
 
 
-def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
-    write, went_on = layout.write_piece, []
+def piecewise(rank: int, before_each_piece: Callable[[int], None]) -> None:
+    """Have ``rank`` do something before each piece that it writes, given the update that is being saved."""
+    write = layout.write_piece
 
-    def by_update(file: Any, data: Any) -> None:
-        update = int(Path(file.name).parent.name.rpartition("-")[2])
+    def written(file: Any, data: Any) -> None:
+        before_each_piece(int(Path(file.name).parent.name.rpartition("-")[2]))
+        write(file, data)
+
+    if launched_rank() == rank:
+        layout.write_piece = written
+
+
+def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
+    went_on = []
+
+    def by_update(update: int) -> None:
         if update == UPDATES:
             deadline = time.monotonic() + 20
             while not (folder / SECOND_EPOCH).exists() and time.monotonic() < deadline:
@@ -53,10 +65,8 @@ def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
             went_on.append((folder / SECOND_EPOCH).exists())
         if update == 2 * UPDATES:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        write(file, data)
 
-    if launched_rank() == 1:
-        layout.write_piece = by_update
+    piecewise(1, by_update)
     options = values(quiet=True, tensorboard=False, keep=9)
     trainer_of(batch_norm_net()).fit(Flagging(folder), epochs=3, batch_size=4, run_dir=folder, **options)
     disconnect()
@@ -83,32 +93,20 @@ def test_a_rank_with_slow_or_failing_saves_does_not_end_the_run(tmp_path: Path) 
 
 
 def the_only_save_fails_on_rank_1(folder: Path) -> tuple[str, int, str]:
-    def full(file: Any, data: Any) -> None:
+    def full(update: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    if launched_rank() == 1:
-        layout.write_piece = full
+    piecewise(1, full)
     return ending(folder, batch_norm_net())
 
 
-def rank_1_is_killed_while_it_writes_its_part(folder: Path, epochs: int) -> None:
-    write = layout.write_piece
-
-    def killed(file: Any, data: Any) -> None:
-        if int(Path(file.name).parent.name.rpartition("-")[2]) == epochs * UPDATES:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(file, data)
-
-    if launched_rank() == 1:
-        layout.write_piece = killed
-    told = ending(folder, batch_norm_net(), epochs)
-    (folder / "ending.json").write_text(json.dumps(told))
+def rank_1_is_killed_while_it_writes_its_part(folder: Path) -> None:
+    piecewise(1, lambda update: os.kill(os.getpid(), signal.SIGKILL) if update == 2 * UPDATES else None)
+    (folder / "ending.json").write_text(json.dumps(ending(folder, batch_norm_net(), epochs=2)))
 
 
 def the_loss_is_nan_while_rank_0_writes(folder: Path) -> tuple[str, int, str]:
-    write = layout.write_piece
-    if launched_rank() == 0:
-        layout.write_piece = lambda file, data: (time.sleep(0.05), write(file, data))[1]
+    piecewise(0, lambda update: time.sleep(0.05))
     return ending(folder, nn.Sequential(*batch_norm_net(), Explodes(after=9)), epochs=3)
 
 
@@ -131,7 +129,7 @@ def test_a_last_save_that_fails_ends_all_with_exit_code_1(tmp_path: Path) -> Non
 def test_a_process_that_dies_in_the_last_save_is_named(tmp_path: Path) -> None:
     """A process that dies while the last save is awaited ends the run by its name."""
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(2, rank_1_is_killed_while_it_writes_its_part, tmp_path, 2, timeout_seconds=40)
+        run_ranks(2, rank_1_is_killed_while_it_writes_its_part, tmp_path, timeout_seconds=40)
     assert str(failed.value) == "rank 1: exit code -9"
     name, code, text = json.loads((tmp_path / "ending.json").read_text())
     assert (name, code) == ("StageFailed", 1)

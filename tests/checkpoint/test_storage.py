@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import yaml
 from torch import nn
 
-import adl_dist
 from adl_dist.checkpoint import layout, state, storage
 from adl_dist.checkpoint.storage import CODES, Shard
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
-from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.errors import ConfigError
 from adl_dist.stage import Stage
-from tests.support.commands import in_process, words
+from tests.support.commands import assert_same, in_process, shows, weights_of, words
 from tests.support.runs import trainer_of
-from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, saved, shards
+from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, saved
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import spec_of, values
 
@@ -56,29 +56,20 @@ def test_text_of_a_file_is_read_back_in_a_fixed_order(tmp_path):
     assert written(tmp_path, {}, **dict(reversed(text.items()))).read_bytes() == first
 
 
-VIEWS = {
-    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "transposed": lambda: torch.randn(3, 4).t(),
-    "expanded": lambda: torch.randn(3, 1).expand(3, 4),
-    "a part": lambda: torch.randn(10)[2:7:2],
-    "conjugated": lambda: torch.randn(3, dtype=torch.complex64).conj(),
-    "negated": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
-    "a parameter": lambda: nn.Parameter(torch.randn(3)),
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_view_is_stored_with_the_values_that_it_shows(view, tmp_path):
-    tensor = VIEWS[view]()
-    loaded = safetensors.torch.load_file(written(tmp_path, {"it": tensor}))["it"]
-    assert loaded.dtype == tensor.dtype
-    assert torch.equal(loaded, tensor)
-
-
-def test_tensors_that_share_memory_are_stored_under_each_name(tmp_path):
+def test_views_and_shared_memory_are_stored_as_the_values_they_show(tmp_path):
+    complex_numbers = torch.randn(3, dtype=torch.complex64)
     one = torch.randn(4)
-    loaded = safetensors.torch.load_file(written(tmp_path, {"one": one, "same": one, "half": one[:2]}))
-    assert all(torch.equal(loaded[name], value) for name, value in (("one", one), ("same", one), ("half", one[:2])))
+    tensors = {
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "transposed": torch.randn(3, 4).t(),
+        "expanded": torch.randn(3, 1).expand(3, 4),
+        "a part": torch.randn(10)[2:7:2],
+        "conjugated": complex_numbers.conj(),
+        "negated": complex_numbers.conj().imag,
+        "a parameter": nn.Parameter(torch.randn(3)),
+        **{"one": one, "the same": one, "half of it": one[:2]},
+    }
+    assert_same(safetensors.torch.load_file(written(tmp_path, tensors)), tensors)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +93,7 @@ def test_the_index_names_the_file_of_each_tensor_of_the_model(tmp_path):
     index = json.loads((path / storage.INDEX).read_text())
     assert index["weight_map"] == {"bias": SECOND, "num_batches_tracked": FIRST, "weight": FIRST}
     assert index["metadata"] == {"total_size": 12 * 4 + 4 * 4 + 8}
-    assert sorted(file.name for file in path.iterdir()) == sorted(
-        [FIRST, SECOND, MOMENTUM, storage.INDEX, layout.MANIFEST]
-    )
+    assert {file.name for file in path.iterdir()} == {FIRST, SECOND, MOMENTUM, storage.INDEX, layout.MANIFEST}
     for name, file in index["weight_map"].items():
         assert list(safetensors.torch.load_file(path / file)[name].shape) == SIGNATURE[name]
 
@@ -174,20 +163,7 @@ def test_the_five_lines_of_the_docs_read_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(program, names)
-    got, expected = names["state"], trainer.full_state_dict()
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(got[name], expected[name]) for name in expected)
-
-
-def test_weights_are_read_back_and_a_damaged_folder_is_refused(tmp_path):
-    path = saved(tmp_path, 1)
-    read = state.read_weights(path)
-    assert read.keys() == SIGNATURE.keys()
-    assert torch.equal(read["weight"], shards()[FIRST].tensors["weight"])
-    (path / SECOND).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=f"{SECOND} should hold"):
-        state.read_weights(path)
-    assert issubclass(CheckpointError, adl_dist.AdlError)
+    assert_same(names["state"], trainer.full_state_dict())
 
 
 def test_a_run_starts_from_an_export_or_a_checkpoint(tmp_path):
@@ -199,14 +175,33 @@ def test_a_run_starts_from_an_export_or_a_checkpoint(tmp_path):
     expected = safetensors.torch.load_file(out)
     (path,) = (run_dir / "checkpoints").iterdir()
     for start in (out, path):
-        loaded = build_model(
-            compose_run([*words(tmp_path / "new")[1:], f"init_from={start}", "seed=1"])[0]
-        ).state_dict()
-        assert loaded.keys() == expected.keys()
-        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+        config, *_ = compose_run([*words(tmp_path / "new")[1:], f"init_from={start}", "seed=1"])
+        assert_same(build_model(config).state_dict(), expected)
     out.write_bytes(out.read_bytes()[:-1])
     (path / storage.INDEX).unlink()
     for start, said in ((out, "cannot be read (SafetensorError: "), (path, "is damaged: model.safetensors.index.json")):
         outcome = in_process(*words(tmp_path / "new", f"init_from={start}"))
         assert outcome.code == 2
         assert f"{start} {said}" in outcome.err
+
+
+def test_evaluate_and_export_use_the_cpu_where_there_is_no_gpu(tmp_path, monkeypatch):
+    """That a run was one on a GPU only its ``config.yaml`` says: the checkpoint would be the same."""
+    run_dir = tmp_path / "run"
+    assert in_process(*words(run_dir, "train.max_updates=1")).code == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    expected = in_process("evaluate", f"run_dir={run_dir}")
+    assert expected.code == 0
+    weights = weights_of(tmp_path)
+
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["runtime"]["device"] = "cuda"
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    evaluated = in_process("evaluate", f"run_dir={run_dir}")
+    exported = in_process("export", f"run_dir={run_dir}", f"out={tmp_path / 'after.pt'}")
+    assert (evaluated.code, exported.code) == (0, 0)
+    assert evaluated.out == expected.out
+    for outcome in (evaluated, exported):
+        assert outcome.err.count("\n") == 1
+        shows(outcome.err, ["runtime.device=cuda", "computing on the CPU"])
+    assert_same(torch.load(tmp_path / "after.pt"), weights)

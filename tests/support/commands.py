@@ -133,9 +133,10 @@ def weights_of(folder, run="run"):
 
 
 def assert_same(found, expected):
-    """The same tensors, to the bit."""
+    """The same tensors, to the bit, and of the same dtype."""
     assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    differing = [n for n, t in expected.items() if found[n].dtype != t.dtype or not torch.equal(found[n], t)]
+    assert differing == []
 
 
 def snapshot(folder):
