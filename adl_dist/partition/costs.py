@@ -19,7 +19,7 @@ RECEIVED = 3  # messages that a stage holds of what it receives: one taken, two 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCost:
-    """The costs of one unit (a layer, or block) of the model for one micro-batch, in seconds and bytes."""
+    """The costs of one unit (a layer, or block) for one micro-batch, in seconds and bytes; ConfigError if below 0."""
 
     name: str
     forward: float
@@ -38,6 +38,11 @@ class UnitCost:
     grad_bytes: int = 0  # the gradients that come back; 0: none do
     num_tensors: int = 1  # tensors that cross it; as many gradients come back
     may_cut: bool = True  # whether it is possible at all
+
+    def __post_init__(self) -> None:
+        for name, cost in vars(self).items():
+            if name != "name" and not (isinstance(cost, int | float) and 0 <= cost < math.inf):
+                raise ConfigError(f"unit '{self.name}': {name} must be finite and at least 0, got {cost}")
 
 
 @dataclass(frozen=True, kw_only=True)

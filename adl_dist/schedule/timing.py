@@ -33,7 +33,7 @@ class Costs:
     """The costs of one micro-batch on each stage, all in one unit of time.
 
     Raises:
-        ConfigError: nothing takes any time.
+        ConfigError: nothing takes any time, or less than none.
     """
 
     forward: Sequence[float]
@@ -46,6 +46,8 @@ class Costs:
         for name, num in (("update", K), ("link", K - 1)):
             object.__setattr__(self, name, getattr(self, name) or [0.0] * num)
         assert (len(self.backward), len(self.update), len(self.link)) == (K, K, K - 1), self
+        if any(not time >= 0 for time in (*self.forward, *self.backward, *self.update, *self.link)):
+            raise ConfigError(f"costs must be at least 0, got {self}")
         if sum(self.forward) + sum(self.backward) == 0:
             raise ConfigError("costs must give each stage's forward and backward time, for example forward=[1,1]")
 

@@ -135,7 +135,7 @@ def _flags(words: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     overrides = "as for adl-dist train: model, data, batch size, M, optimizer"
     add("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
-    stages = "numbers of stages; default: 2, 4, 8 .. up to the number of devices"
+    stages = "numbers of stages, above 1: one device is in every table; default: 2, 4, 8 .. up to that of devices"
     add("--stages", type=partial(_numbers, 2), metavar="K,K", help=stages)
     add("--methods", default=DEFAULT_METHODS, metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS}")
     add("--devices", type=int, metavar="N", help="number of devices; default: the GPUs, or cores, of this machine")
