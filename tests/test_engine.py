@@ -16,8 +16,6 @@ from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, traini
 from adl_dist.schedule.replay import at_random, downstream_first
 from adl_dist.stage import Stage
 from adl_dist.training.build import edges_of
-from adl_dist.training.shape_inference import dry_run
-from adl_dist.transport import Specs, TensorSpec
 from tests.support.runs import sgd
 from tests.support.tiers import slow
 from tests.support.values import spec_of
@@ -268,18 +266,6 @@ def test_dropout_depends_on_seed_epoch_stage_and_micro_batch():
     for other in (masks(1, 0, 1), masks(0, 1, 1), masks(0, 0, 2)):
         assert not torch.equal(other[0], reference[0])
     assert not torch.equal(reference[0], reference[1])
-
-
-def test_a_module_that_starts_in_place_leaves_its_input_alone():
-    module, spec = nn.Sequential(nn.ReLU(inplace=True)), Specs.always([TensorSpec((2,), "float32")])
-    found = dry_run(module, 1, spec, None, nn.CrossEntropyLoss(), torch.device("cpu"))
-    stage = training_stage(module, 1, spec_of(3, sgd), overwrites=found.overwrites)
-    x = torch.tensor([[-1.0, 2.0]])
-    (out,) = stage.forward(0, (x,), None)
-    (dx,) = stage.backward(0, (torch.ones(1, 2),))
-    assert torch.equal(x, torch.tensor([[-1.0, 2.0]]))
-    assert torch.equal(out, torch.tensor([[0.0, 2.0]]))
-    assert torch.equal(dx, torch.tensor([[0.0, 1.0]]))
 
 
 def test_a_parameter_used_twice_in_a_stage_stays_one_parameter():
