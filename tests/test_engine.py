@@ -177,6 +177,41 @@ def training_stage(*of_stage, epoch=0, **options):
     return stage
 
 
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+def test_a_delayed_backward_uses_the_weights_of_its_policy(weights):
+    """Two convolutions differentiated by hand: old activations, and W of the forward (stash) or of now (latest)."""
+    stage = conv_stage(weights)
+    generator = torch.Generator().manual_seed(1)
+    x = [torch.randn(2, 2, 5, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
+    dy = [torch.randn(2, 2, 5, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
+    first, _, second = stage.module
+    old = [first.weight.detach().clone(), second.weight.detach().clone()]
+    for b in range(3):
+        stage.forward(b, (x[b],), None)
+    stage.backward(0, (dy[0],))
+    stage.update()
+    new = [p.detach().clone() for p in stage.module.parameters()]
+    assert not torch.equal(old[1], new[1])
+    (dx,) = stage.backward(1, (dy[1],))
+    got = [g for g in (p.grad for p in stage.module.parameters()) if g is not None]
+
+    h = torch.conv2d(x[1], old[0], padding=1)  # what the forward saw, whatever the policy
+    used = old[1] if weights == "stash" else new[1]
+    dh = torch.nn.grad.conv2d_input(h.shape, used, dy[1], padding=1) * (h > 0)
+    expected_dx = torch.nn.grad.conv2d_input(x[1].shape, old[0] if weights == "stash" else new[0], dh, padding=1)
+    expected = [
+        torch.nn.grad.conv2d_weight(x[1], old[0].shape, dh, padding=1),
+        torch.nn.grad.conv2d_weight(h.relu(), old[1].shape, dy[1], padding=1),
+    ]
+    torch.testing.assert_close(dx, expected_dx, rtol=1e-12, atol=1e-12)
+
+    # The gradients are applied to the newest weights, whichever tensors they were collected on.
+    stage.update()
+    for p, w, g in zip(stage.module.parameters(), new, expected, strict=True):
+        torch.testing.assert_close(p.detach(), w - 0.5 * g, rtol=1e-12, atol=1e-12)
+    assert weights == "stash" or len(got) == 2
+
+
 def test_without_a_policy_autograd_refuses_the_delayed_backward():
     """The reason why policies exist; it would vanish unseen if torch changed."""
     stage = conv_stage("stash")
@@ -210,6 +245,16 @@ def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive(K, M):
                 note(versions, stage)
         most = max(most, sum(ref() is not None for ref in versions.values()))
     assert most == math.ceil(delay / M) + 1
+
+
+def test_nothing_is_copied_where_nothing_is_in_flight():
+    stage = conv_stage("stash")
+    before = list(stage.module.parameters())
+    for b in range(3):
+        stage.forward(b, (X,), None)
+        stage.backward(b, (X,))
+        stage.update()
+    assert all(a is b for a, b in zip(before, stage.module.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])

@@ -4,15 +4,14 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.data import DataLoader
 
 from adl_dist.partition import cut
 from adl_dist.schedule.replay import at_random
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, by_the_equations, differ, micro_batches, run
-from tests.support.runs import BALANCE, EPOCHS, MICRO_BATCH, NUM_SAMPLES, sgd, train, warm_up_schedule
+from tests.support.runs import BALANCE, EPOCHS, sgd, train, warm_up_schedule
 from tests.support.tiers import slow
-from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.toys import batch_norm_net
 
 
 @pytest.mark.parametrize("M", [1, 2, 3, 4])
@@ -21,9 +20,12 @@ def test_k_stages_follow_the_equations_of_the_paper_to_1e_12(K, M):
     assert_close(run(K, M, "adl"), by_the_equations(K, M, None, "stash"))
 
 
-@pytest.mark.parametrize("M", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_stage_equals_a_plain_torch_loop_bit_for_bit(M, dtype):
+PLAIN = [(M, dtype, None) for M in (1, 3) for dtype in (torch.float32, torch.float64)]
+
+
+@pytest.mark.parametrize(("M", "dtype", "clip_norm"), [*PLAIN, (1, torch.float32, 0.3)])
+def test_one_stage_equals_a_plain_torch_loop_bit_for_bit(M, dtype, clip_norm):
+    """With M = 1 this is the loop of every torch tutorial."""
     model = batch_norm_net().to(dtype)
     optimizer = sgd(model.parameters())
     schedule = warm_up_schedule(optimizer)
@@ -34,29 +36,13 @@ def test_one_stage_equals_a_plain_torch_loop_bit_for_bit(M, dtype):
             group = batches[start : start + M]
             for x, target in group:
                 share = len(target) / sum(len(t) for _, t in group)
-                loss_fn(model(x), target).backward(torch.tensor(share, dtype=dtype))
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-    state, _ = train(1, M, dtype)
-    assert_same(state, model.state_dict())
-
-
-@pytest.mark.parametrize("clip_norm", [None, 0.3])
-def test_one_stage_equals_the_loop_of_every_torch_tutorial(clip_norm):
-    """With one micro-batch for each update, bit for bit."""
-    model = batch_norm_net()
-    optimizer = sgd(model.parameters())
-    schedule = warm_up_schedule(optimizer)
-    for _ in range(EPOCHS):
-        for x, target in DataLoader(FixedImages(NUM_SAMPLES), batch_size=MICRO_BATCH):
-            optimizer.zero_grad()
-            nn.CrossEntropyLoss()(model(x), target).backward()
+                loss_fn(model(x), target).backward(torch.tensor(share, dtype=dtype) if M > 1 else None)
             if clip_norm is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             optimizer.step()
+            optimizer.zero_grad()
             schedule.step()
-    state, _ = train(1, 1, torch.float32, clip_norm=clip_norm)
+    state, _ = train(1, M, dtype, clip_norm=clip_norm)
     assert_same(state, model.state_dict())
 
 

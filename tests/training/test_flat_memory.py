@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset
 
 import adl_dist
 from adl_dist import engine
@@ -24,18 +25,6 @@ EVERY = 100  # micro-batches
 MOST_GROWTH = 16.0
 
 
-class Repeated(FixedImages):
-    def __init__(self, num_samples):
-        super().__init__(64)
-        self.num_samples = num_samples
-
-    def __len__(self):
-        return self.num_samples
-
-    def __getitem__(self, index):
-        return super().__getitem__(index % 64)
-
-
 def train_and_watch(run_dir, epochs):
     """Returns resident KiB at every ``EVERY``-th micro-batch, and the most sends that were under way on one edge."""
     resident, pending = [], [0]
@@ -48,7 +37,7 @@ def train_and_watch(run_dir, epochs):
         pending[0] = max(pending[0], *(len(sender._pending) for sender in context.senders.values()))
 
     engine.step = watched
-    data = Repeated(NUM_MICRO_BATCHES * MICRO_BATCH // epochs)
+    data = Subset(FixedImages(64), [sample % 64 for sample in range(NUM_MICRO_BATCHES * MICRO_BATCH // epochs)])
     length = {"epochs": epochs, "batch_size": M * MICRO_BATCH, "checkpoints": adl_dist.CheckpointPolicy(every_epochs=0)}
     trainer = toy_trainer(K, M, optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9))
     trainer.fit(data, **length, run_dir=run_dir, monitoring=SILENT)

@@ -218,7 +218,7 @@ HEADS = {  # None: a head can be there
 
 
 @pytest.mark.parametrize(("model", "head", "data", "message"), HEADS.values(), ids=list(HEADS))
-def test_a_head_that_cannot_be_is_refused(model, head, data, message):
+def test_a_head_is_refused_where_it_cannot_be(model, head, data, message):
     trainer = toy_trainer(2, 1, "dgl", {"head": head}, model=model(), dtype=torch.float64)
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)

@@ -231,35 +231,27 @@ SLOTS = {
     "fr": lambda k, K, b: b + K - k,
     # p = 2, q = 1: batch b arrives 2(k-1) slots later and comes back 3(K-k) slots after that.
     "dsp": lambda k, K, b: b + 2 * (k - 1) + 3 * (K - k),
+    # Mode B: module k < K steps in the slot of its backward, module K at the start of the next.
+    "backward first": lambda k, K, b: b + 2 * K - k - 1 + (k == K),
 }
+LOCK_STEP = [name for name in SLOTS if name != "backward first"]
+SLOT_CASES = grid(LOCK_STEP, [3], [1, 2], default=[(n, 3, 1 + i % 2) for i, n in enumerate(LOCK_STEP)])
 
 
-@pytest.mark.parametrize(("name", "M"), grid(SLOTS, [1, 2], default=[(n, 1 + i % 2) for i, n in enumerate(SLOTS)]))
-def test_the_slot_clock_gives_each_stage_the_rate_of_its_update(name, M):
-    K, options = 3, {"activation_queue": 2} if name == "dsp" else {}
-    delays, weights = EQUATIONS[name]
-    listed = [6, 3, 0] if name == "dsp" else delays(K)
+@pytest.mark.parametrize(("clock", "K", "M"), [*SLOT_CASES, ("backward first", 4, 1), ("backward first", 4, 4)])
+def test_the_slot_clock_gives_each_stage_the_rate_of_its_update(clock, K, M):
+    name, options, listed = {
+        "dsp": ("dsp", {"activation_queue": 2}, [6, 3, 0]),
+        "backward first": ("adl", {"order": "backward_first"}, [5, 3, 1, 0]),
+    }.get(clock) or (clock, {}, EQUATIONS[clock][0](K))
 
     def rate(k, s):
-        return LR * warm_up(min(SLOTS[name](k, K, (s + 1) * M - 1) // M, num_updates))
+        return LR * warm_up(min(SLOTS[clock](k, K, (s + 1) * M - 1) // M, num_updates))
 
     num_updates = EPOCHS * -(-11 // M)  # the schedule ends with the run
     got = run(K, M, name, lr_index="slot", **options)
-    assert_close(got, by_the_equations(K, M, listed, weights, lr_of=rate))
+    assert_close(got, by_the_equations(K, M, listed, EQUATIONS[name][1], lr_of=rate))
     assert differ(got, run(K, M, name, **options)) > 1e-6
-
-
-@pytest.mark.parametrize("M", [1, 4])
-def test_the_slot_clock_of_backward_first_is_that_of_mode_b(M):
-    """Module k < K steps in the slot of its backward, module K at the start of the next."""
-    K = 4
-
-    def rate(k, s):
-        return LR * warm_up(min((SLOTS["adl"](k, K, (s + 1) * M - 1) + (k == K)) // M, num_updates))
-
-    num_updates = EPOCHS * -(-11 // M)
-    got = run(K, M, "adl", lr_index="slot", order="backward_first")
-    assert_close(got, by_the_equations(K, M, [5, 3, 1, 0], "stash", lr_of=rate))
 
 
 def one_cycle(optimizer, total_updates):

@@ -1,8 +1,11 @@
 """The oracle against autograd, torch.optim and sums done by hand: it is the reference of the equality tests."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from adl_dist.partition import cut
 from tests.support.equations import assert_close, differ, micro_batches
@@ -158,6 +161,19 @@ def test_a_batch_meets_the_versions_that_the_delays_name(weights, delays, expect
     assert seen == expected + [tuple(4 + v for v in versions) for versions in expected]
 
 
+def test_2bw_is_serial_sgd_one_step_late():
+    """W^{t+1} = W^t - lr grad f(W^{t-1}), W^{-1} = W^0, in one epoch (PipeDream-2BW, section 3.1)."""
+    model = batch_norm_net().double()
+    before = now = {n: p.detach() for n, p in model.named_parameters()}
+    for start in range(0, len(BATCHES), 2):
+        group = BATCHES[start : start + 2]
+        w = {n: t.clone().requires_grad_() for n, t in before.items()}
+        losses = [LOSS(functional_call(model, w, (x,)), target) * len(target) for x, target in group]
+        gradient = torch.autograd.grad(sum(losses) / sum(len(t) for _, t in group), list(w.values()))
+        before, now = now, {n: t - 0.1 * g for (n, t), g in zip(now.items(), gradient, strict=True)}
+    assert_close(train("2bw", epochs=1, M=2), dict(model.named_buffers()) | now)
+
+
 @pytest.mark.parametrize("weights", POLICIES)
 def test_beta_shrinks_the_gradient_of_module_k_but_no_decay(weights):
     """By beta ** (K - k)."""
@@ -167,6 +183,24 @@ def test_beta_shrinks_the_gradient_of_module_k_but_no_decay(weights):
         for name, w in module.named_parameters():
             step = 0.5 ** (K - k) * (w - plain[name]) + 0.1 * 0.2 * w
             torch.testing.assert_close(w - shrunk[name], step, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("M", [1, 2])
+def test_staleness_tells_all_policies_apart(M):
+    runs = [train(weights, M=M) for weights in POLICIES]
+    runs += [train("stash", M=M, delays=[0] * K)]
+    runs += [train(weights, M=M, delays=[2, 1, 0]) for weights in POLICIES[:3]]
+    for one, other in itertools.combinations(runs, 2):
+        assert differ(one, other) > 1e-6
+
+
+@pytest.mark.parametrize("weights", POLICIES)
+def test_running_statistics_move_once_per_batch(weights):
+    """Also where the forward is replayed. With no update in sight they are those of one pass through the net."""
+    model = batch_norm_net().double()
+    for x, _ in BATCHES:
+        model(x)
+    assert_close(train(weights, epochs=1, lr=[0.0] * 3), model.state_dict())
 
 
 def test_the_sum_of_micro_batches_is_a_mean_at_a_higher_rate():
@@ -230,3 +264,12 @@ def test_greedy_training_is_a_torch_loop_for_every_module(sources):
         if k < K:
             assert_close(of_heads[k - 1], head.state_dict())
     assert len(of_heads) == K - 1
+
+
+def test_what_the_replay_buffers_choose_matters():
+    options = {"M": 3, "loss_fn": LOSS, "lr": [0.1] * 6}
+    downstream_first, _ = train_greedily(modules(), heads(), [BATCHES] * 2, **options)
+    itself, _ = train_greedily(modules(), heads(), [BATCHES] * 2, sources=[{2: range(7)}, {}], **options)
+    reused, _ = train_greedily(modules(), heads(), [BATCHES] * 2, sources=REUSE, **options)
+    assert_close(itself, downstream_first)
+    assert differ(reused, downstream_first) > 1e-3
