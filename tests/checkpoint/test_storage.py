@@ -56,7 +56,7 @@ def test_text_of_a_file_is_read_back_in_a_fixed_order(tmp_path):
     assert written(tmp_path, {}, **dict(reversed(text.items()))).read_bytes() == first
 
 
-def test_views_and_shared_memory_are_stored_as_the_values_they_show(tmp_path):
+def test_views_and_shared_memory_are_stored_by_their_values(tmp_path):
     complex_numbers = torch.randn(3, dtype=torch.complex64)
     one = torch.randn(4)
     tensors = {
