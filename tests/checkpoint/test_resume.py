@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from adl_dist.checkpoint import layout
-from adl_dist.cli import train
 from adl_dist.cli.main import main
-from adl_dist.distributed.world import disconnect
-from tests.support.commands import in_process
-from tests.support.kill import ADL_DIST, HOLD, NUM_SAMPLES, SECONDS_PER_SAMPLE, Command, RunEnd, newest, records
-from tests.support.ranks import RanksFailed, command_on_ranks, run_ranks
+from tests.support.commands import Outcome
+from tests.support.kill import ADL_DIST, HOLD, NUM_SAMPLES, SECONDS_PER_SAMPLE, Command, RunEnd, newest
+from tests.support.ranks import command_on_ranks
 from tests.support.tiers import slow
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")]
@@ -53,14 +51,9 @@ def train_here(folder: Path, *more: str) -> int:
     return int(end.value.code or 0)
 
 
-def train_as_two_ranks(folder: Path, *more: str, **options: Any) -> None:
+def train_as_two_ranks(folder: Path, *more: str) -> Outcome:
     """Train as torchrun's ranks would, without the seconds that it takes to start them."""
-    run_ranks(2, train_as_rank, [*WORDS, f"run_dir={folder / 'run'}", *more], **options)
-
-
-def train_as_rank(words: list[str]) -> None:
-    train.train(words)
-    disconnect()  # a process of its own does so when it ends, one of multiprocessing's does not
+    return command_on_ranks(2, "train", *WORDS, f"run_dir={folder / 'run'}", *more)
 
 
 @contextmanager
@@ -97,7 +90,7 @@ def test_a_killed_run_ends_with_the_same_bits_when_run_again(
     else:
         assert run.finish() == 1
         assert f"adl-dist: rank {victim} was killed by SIGKILL; the same command resumes the run\n" in run.err
-        out = command_on_ranks(2, "train", *WORDS, f"run_dir={run.run_dir}").out
+        out = train_as_two_ranks(tmp_path).out
     assert run.left_in_tmp() == []  # nor what the launcher that was killed had to leave
     assert f"resumed from {saved} (epoch " in out
     assert RunEnd(run.run_dir).differences(uninterrupted) == []
@@ -114,8 +107,12 @@ def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_interrupted_while_ranks_start_a_run_leaves_no_process(tmp_path: Path) -> None:
+    def load_torch() -> bool:
+        ranks = [Path(f"/proc/{pid}/maps") for pid, rank in run.processes().items() if rank is not None]
+        return len(ranks) == 2 and all("libtorch_python" in maps.read_text() for maps in ranks)
+
     with held(tmp_path) as run:
-        run.wait_for("ranks that load torch", lambda: run.ranks_with_library("libtorch_python") == {0, 1})
+        run.wait_for("ranks that load torch", load_torch)
         run.interrupt()
         run.wait_until_gone(seconds=10)
     assert run.finish() == 130
@@ -126,31 +123,23 @@ def test_interrupted_while_ranks_start_a_run_leaves_no_process(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_signal_to_any_process_saves_like_a_planned_stop(tmp_path: Path) -> None:
-    """Asked by a signal to any process a run saves and says so and continues as if it had been planned."""
-    stops = []
+def test_a_signal_to_any_process_stops_saves_and_says_so(tmp_path: Path) -> None:
+    """From the launcher, then from a rank of the run that continues; a loader has a process of its own."""
     for epoch, number, rank in ((0, signal.SIGTERM, None), (1, signal.SIGUSR1, 1)):
-        with held(tmp_path) as run:
+        with held(tmp_path, "data.num_workers=1") as run:
             run.wait_for_update(epoch * UPDATES_PER_EPOCH + 1)
             run.send(number, rank=rank)
             run.wait_until_gone(seconds=20)
         assert run.finish() == 75
         saved = newest(run.run_dir)
-        stops.append(layout.read_manifest(saved)["update"])
+        update = layout.read_manifest(saved)["update"]
+        assert epoch * UPDATES_PER_EPOCH < update < (epoch + 1) * UPDATES_PER_EPOCH
         assert run.err.startswith(
-            f"adl-dist: stopped at update {stops[-1]} (epoch {epoch}) by {number.name}; saved {saved}; the same "
+            f"adl-dist: stopped at update {update} (epoch {epoch}) by {number.name}; saved {saved}; the same "
             "command resumes it; the pipeline was emptied in mid-epoch, so values will differ"
         )
         assert run.err.count("\n") == 1
         assert run.left_in_tmp() == []
-    assert epoch * UPDATES_PER_EPOCH < stops[1] < (epoch + 1) * UPDATES_PER_EPOCH
-
-    planned = tmp_path / "planned"
-    for most in stops:
-        assert train_here(planned, f"train.max_updates={most}") == 0
-    for folder in (tmp_path, planned):
-        assert train_here(folder) == 0
-    assert RunEnd(run.run_dir).newest == RunEnd(planned / "run").newest
 
 
 @pytest.mark.slow
@@ -171,47 +160,23 @@ def test_a_second_signal_ends_a_run_that_cannot_stop(tmp_path: Path, uninterrupt
     assert RunEnd(run.run_dir).differences(uninterrupted) == []
 
 
-@pytest.mark.slow
-def test_ranks_of_torchrun_stop_where_it_leaves_no_trace(tmp_path: Path) -> None:
-    """Torchrun asked to end lets its ranks stop where a traceless stop is planned."""
-    every = ("runtime.checkpoint_every_updates=3", "data.num_workers=1")
-    with held(tmp_path, *every, start=(*TORCHRUN, "-m", "adl_dist")) as run:
-        run.wait_for_update(UPDATES_PER_EPOCH)
-        run.send(signal.SIGTERM, rank=None)
-        run.wait_until_gone(seconds=20)
-    update = layout.read_manifest(newest(run.run_dir))["update"]
-    assert update - UPDATES_PER_EPOCH in (3, 6, 8)
-    assert f"adl-dist: stopped at update {update} (epoch 1) by SIGTERM; saved" in run.err
-    assert "values will differ" not in run.err
-    straight = tmp_path / "straight"
-    for folder in (tmp_path, straight):
-        assert train_here(folder, *every) == 0
-    assert RunEnd(run.run_dir).differences(RunEnd(straight / "run")) == []
+# --- runs that nothing disturbs --------------------------------------------------------------------------------------
 
 
-# --- in one process, and from one mode to the other ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("change", ["processes to one process", "one process to processes"])
-def test_a_run_made_longer_ends_with_the_bits_of_a_long_one(change: str, tmp_path: Path, uninterrupted: RunEnd) -> None:
-    """A run made longer ends with the bits of one that was as long from the start."""
-    if change == "processes to one process":
-        train_as_two_ranks(tmp_path, "train.epochs=2")
-        assert train_here(tmp_path) == 0
-    else:
-        assert train_here(tmp_path, "train.epochs=2") == 0
-        train_as_two_ranks(tmp_path)
+def test_a_run_made_longer_ends_with_the_bits_of_a_long_one(tmp_path: Path, uninterrupted: RunEnd) -> None:
+    """Here one process continues what processes began; the other way round: the next test."""
+    assert train_as_two_ranks(tmp_path, "train.epochs=2").code == 0
+    assert train_here(tmp_path) == 0
     assert RunEnd(tmp_path / "run").differences(uninterrupted) == []
 
 
 def test_processes_read_and_write_checkpoints_of_another_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Processes read a checkpoint of another cut and write one for another as one process does."""
     mixed, alone = tmp_path / "mixed", tmp_path / "alone"
     assert train_here(mixed, "partition.num_stages=3", "train.epochs=1") == 0
     shutil.copytree(mixed, alone)
-    train_as_two_ranks(mixed, "train.epochs=2")
+    assert train_as_two_ranks(mixed, "train.epochs=2").code == 0
     assert train_here(alone, "train.epochs=2") == 0
     for folder in (mixed, alone):
         assert train_here(folder, "partition.num_stages=3", "partition.balance=[1,3,4]", "train.epochs=3") == 0
@@ -219,13 +184,9 @@ def test_processes_read_and_write_checkpoints_of_another_cut(
     assert RunEnd(mixed / "run").differences(RunEnd(alone / "run")) == []
 
 
-# --- runs that are over ----------------------------------------------------------------------------------------------
-
-
 def test_the_command_of_a_finished_run_trains_nothing(
     tmp_path: Path, uninterrupted: RunEnd, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command of a finished run says so trains nothing and writes nothing over."""
     run_dir = shutil.copytree(uninterrupted.run_dir, tmp_path / "run")
 
     def contents() -> dict[Path, Any]:
@@ -236,46 +197,9 @@ def test_the_command_of_a_finished_run_trains_nothing(
     capsys.readouterr()
     assert train_here(tmp_path) == 0
     here = capsys.readouterr().out
-    as_processes = command_on_ranks(2, "train", *WORDS, f"run_dir={run_dir}")
+    as_processes = train_as_two_ranks(tmp_path)
     for said in (here, as_processes.out):
         assert f"nothing left to train: {run_dir} is complete" in said
         assert "epoch 1/4" not in said
     assert as_processes.err == ""
     assert contents() == before
-
-
-def test_with_one_stage_a_stopped_run_resumes_its_epoch(tmp_path: Path) -> None:
-    """With K = 1 nothing is in flight at an update, so a stop by max_updates, exactly there, changes nothing."""
-    stopped, straight = tmp_path / "stopped", tmp_path / "straight"
-    for folder, stops in ((straight, [16]), (stopped, [11, 16])):
-        for most in stops:
-            one_stage = ("partition.num_stages=1", "train.epochs=2", f"train.max_updates={most}")
-            assert train_here(folder, *one_stage) == 0
-            assert layout.read_manifest(newest(folder / "run"))["update"] == most
-            made = [record["update"] for record in records(folder / "run") if record["name"] == "train/loss"]
-            assert made == list(range(most))
-    ends = [RunEnd(folder / "run") for folder in (stopped, straight)]
-    assert ends[0].newest == ends[1].newest
-    losses = [[value for key, value in end.values.items() if key[0] == "train/loss"] for end in ends]
-    assert losses[0] == losses[1]
-
-
-# --- run folders -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_second_command_in_a_training_folder_refuses(tmp_path: Path, uninterrupted: RunEnd) -> None:
-    """A second command in the folder of one that trains refuses and leaves it alone."""
-    with held(tmp_path) as run:
-        run.wait_for_update(1)
-        second = in_process("train", *WORDS, "runtime.processes=false", f"run_dir={run.run_dir}")
-        assert "another process is training here" in second.refusal()
-        (tmp_path / HOLD).unlink()
-        assert run.finish() == 0
-    assert RunEnd(run.run_dir).differences(uninterrupted) == []
-
-
-def test_what_only_rank_0_can_refuse_ends_all_ranks_at_once(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="expected at least 200 samples, but HeldImages has 126") as failed:
-        train_as_two_ranks(tmp_path, "train.batch_size=200", timeout_seconds=10)
-    assert "still ran" not in str(failed.value)

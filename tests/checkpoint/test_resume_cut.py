@@ -20,15 +20,15 @@ from adl_dist.optim import multistep
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
 from tests.support.commands import assert_same, snapshot
+from tests.support.runs import toy_trainer
 from tests.support.saved import saved
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import spec_of, values
+from tests.support.values import SILENT, spec_of
 
 MICRO_BATCH, M = 3, 2
 NUM_SAMPLES, PER_EPOCH = 17, 3  # six micro-batches, the last one of 2: three updates
-Cut = tuple[int, list[int] | None]
 # In the last but one, a stage of nothing but dropout has no parameters.
-CUTS: list[Cut] = [(4, None), (2, None), (3, None), (3, [3, 1, 3]), (1, None)]
+CUTS: list[tuple[int, list[int] | None]] = [(4, None), (2, None), (3, None), (3, [3, 1, 3]), (1, None)]
 SCHEDULE = partial(multistep, milestones=[1.5, 2.5], gamma=0.3, warmup_epochs=1.2)
 
 
@@ -45,7 +45,6 @@ OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
     "two groups": two_groups,
 }
-CASES = [("adamw", torch.float32), ("two groups", torch.float64)]
 
 
 class Stopped(Exception):
@@ -69,24 +68,18 @@ class Run:
         stop_after: int | None = None,
         **options: Any,
     ) -> None:
-        self.model, self.dtype, self.steps = batch_norm_net(seed), dtype, steps
+        self.model, self.dtype, self.batch_size = batch_norm_net(seed), dtype, MICRO_BATCH * steps
         self.optimizers: list[torch.optim.Optimizer] = []  # of each stage that has parameters
         self.rates: list[list[list[float]]] = []  # of each of them, each update, each group
         self._make, self._stop_after = OPTIMIZERS[optimizer], stop_after
-        self.method = adl_dist.method(method, accumulation_steps=steps, **options)
-        self.trainer = adl_dist.Trainer(
-            self.model,
-            loss_fn=nn.CrossEntropyLoss(),
-            optimizer=self._watched,
-            method=self.method,
-            num_stages=K,
-            lr_schedule=lr_schedule,
-            **values(dtype=dtype, threads=1, **{} if balance is None else {"balance": balance}),
-        )
+        of_trainer: dict[str, Any] = {"lr_schedule": lr_schedule, "dtype": dtype}
+        if balance is not None:
+            of_trainer["balance"] = balance
+        self.trainer = toy_trainer(K, steps, method, options, model=self.model, optimizer=self._watched, **of_trainer)
 
-    def fit(self, run_dir: Path, *, num_samples: int = NUM_SAMPLES, quiet: bool = True, **more: Any) -> "Run":
-        data, more = FixedImages(num_samples, dtype=self.dtype), values(quiet=quiet, tensorboard=False, **more)
-        self.trainer.fit(data, batch_size=MICRO_BATCH * self.steps, run_dir=run_dir, **more)
+    def fit(self, run_dir: Path, *, num_samples: int = NUM_SAMPLES, **more: Any) -> "Run":
+        data, more = FixedImages(num_samples, dtype=self.dtype), {"monitoring": SILENT, **more}
+        self.trainer.fit(data, batch_size=self.batch_size, run_dir=run_dir, **more)
         return self
 
     def state(self) -> dict[str, Tensor]:
@@ -123,7 +116,7 @@ class Run:
 # --- What is carried over ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", torch.float32), ("two groups", torch.float64)], ids=str)
 def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer: str, dtype: Any, tmp_path: Path) -> None:
     ended: dict[str, Tensor] | None = None
     options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "lr_schedule": SCHEDULE}
@@ -147,7 +140,8 @@ def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index: str, 
         run = Run(K, stop_after=None if done == 2 else PER_EPOCH + 1, lr_index=lr_index, **options)
         with pytest.raises(Stopped) if done < 2 else nullcontext():  # in the next epoch, which is lost with it
             run.fit(tmp_path / "run", epochs=3)
-        leads = [Pipeline(run.method, K).lr_lead(k) for k in range(K)]
+        pipeline = Pipeline(adl_dist.method("adl", accumulation_steps=M, lr_index=lr_index), K)
+        leads = [pipeline.lr_lead(k) for k in range(K)]
         assert leads[0] == (0 if lr_index == "update" else K - 1)
         for rates, lead in zip(run.rates, leads, strict=True):
             assert len(rates) >= PER_EPOCH
@@ -198,8 +192,6 @@ def test_a_parameter_of_two_names_keeps_its_momentum_in_any_cut(tmp_path: Path) 
 
 
 def test_resuming_with_another_cut_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that continues with another cut says so once and its folder reports the new one."""
-
     def noted(balance: list[int], epochs: int) -> list[str]:
         Run(len(balance), balance).fit(tmp_path, epochs=epochs, monitoring=adl_dist.Monitoring(quiet=False))
         return [line for line in capsys.readouterr().out.splitlines() if "another cut" in line]

@@ -60,9 +60,8 @@ def test_a_disk_full_at_any_byte_keeps_the_old_checkpoint(background, tmp_path, 
     assert saver.wait().name == "update-00000001"
     before = snapshot(tmp_path)
     needed = sum(file.stat().st_size for file in saver.wait().iterdir())
-    tried = range(0, 2 * needed, needed // 12)
     failed = 0
-    for room in tried:
+    for room in range(0, 2 * needed, needed // 12):
         with monkeypatch.context() as patch:
             full_after(patch, room)
             saver.save(writing(saver, shards(seed=room)), position(2))
@@ -95,7 +94,6 @@ def test_a_folder_that_has_gone_is_made_again(tmp_path, capfd):
 
 
 def test_a_save_of_the_same_update_is_replaced_only_if_damaged(tmp_path):
-    """What was saved before at the same update is replaced only if it is damaged."""
     first = saved(tmp_path, 1)
     before = snapshot(tmp_path)
     saved(tmp_path, 1, shards(seed=1))
@@ -107,7 +105,6 @@ def test_a_save_of_the_same_update_is_replaced_only_if_damaged(tmp_path):
 
 
 def test_a_named_checkpoint_counts_though_its_folder_cannot_sync(tmp_path, monkeypatch, capfd):
-    """One that has its name counts as saved though its folder cannot be synced."""
     sync = layout._sync_folder
 
     def refuses_the_last(folder):
@@ -139,14 +136,14 @@ def test_a_reader_never_sees_half_a_checkpoint(tmp_path):
     reader = threading.Thread(target=poll)
     reader.start()
     try:
-        for update in range(100):
+        for update in range(50):
             saver.save(writing(saver, shards(), PartWriter(1, saver.take_part).write), position(update))
         assert saver.wait() == layout.complete(tmp_path)[-1]
     finally:
         over.set()
         reader.join()
     assert half_made == []
-    assert len(read) > 40, "it read too few of the 100 to say anything"
+    assert len(read) > 20, "it read too few of the 50 to say anything"
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path):
@@ -204,8 +201,6 @@ def test_a_save_that_fails_is_recorded_and_the_run_continues(place, name, error,
 
 @pytest.mark.parametrize("reported_before", [False, True])
 def test_a_save_fails_at_once_where_a_process_is_gone(reported_before, tmp_path):
-    """A save fails at once where a process is gone before it has reported its part."""
-
     def dies(path, shards, token, background):
         if reported_before:
             PartWriter(1, saver.take_part).write(path, shards, token=token, background=False)
@@ -253,7 +248,6 @@ def test_a_run_whose_last_save_fails_resumes_from_the_one_before(tmp_path, monke
 
 
 def test_a_second_run_writes_nothing_into_the_first_ones_folder(tmp_path):
-    """A second run in the same process writes nothing into the folder of the first."""
     fit(tmp_path / "first", epochs=1)
     before = snapshot(tmp_path / "first")
     fit(tmp_path / "second", epochs=1)

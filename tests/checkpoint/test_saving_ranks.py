@@ -117,7 +117,6 @@ def ending(folder: Path, model: Any, epochs: int = 1) -> tuple[str, int, str]:
 
 
 def test_a_last_save_that_fails_ends_all_with_exit_code_1(tmp_path: Path) -> None:
-    """Where the last save fails on one rank all end with exit code 1 and the reason."""
     endings = run_ranks(2, the_only_save_fails_on_rank_1, tmp_path)
     assert [ending[:2] for ending in endings] == [("SaveError", 1), ("StageFailed", 1)]
     for _, _, text in endings:
@@ -127,7 +126,6 @@ def test_a_last_save_that_fails_ends_all_with_exit_code_1(tmp_path: Path) -> Non
 
 
 def test_a_process_that_dies_in_the_last_save_is_named(tmp_path: Path) -> None:
-    """A process that dies while the last save is awaited ends the run by its name."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, rank_1_is_killed_while_it_writes_its_part, tmp_path, timeout_seconds=40)
     assert str(failed.value) == "rank 1: exit code -9"

@@ -10,14 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
-import adl_dist.data
 from adl_dist.checkpoint import layout
 from tests.support.toys import FixedImages, batch_norm_net
 
@@ -62,12 +60,6 @@ def net_with_dropout() -> nn.Sequential:
     return nn.Sequential(stem, nn.Dropout(0.2), *rest)
 
 
-def few_digits() -> tuple[Dataset[Any], Dataset[Any]]:
-    """For ``data._target_``: 150 augmented digits to train on and 40 to validate."""
-    train, validation = adl_dist.data.digits(augment=True)
-    return Subset(train, range(150)), Subset(validation, range(40))
-
-
 def held_images() -> tuple[Dataset[Any], Dataset[Any]]:
     """For ``data._target_``: training images that can be held, and others to validate."""
     return HeldImages(NUM_SAMPLES), FixedImages(20, seed=1)
@@ -76,18 +68,12 @@ def held_images() -> tuple[Dataset[Any], Dataset[Any]]:
 class Command:
     """``adl-dist train WORDS run_dir=FOLDER/run`` with a process group, a TMPDIR and output files of its own.
 
-    Leaving it kills whatever of it is still there.
+    Everything is written to ``folder``: a second command there is the same command again. ``start`` stands before
+    ``train``: our own launcher, or torchrun's. ``node``: a folder in ``folder`` for what one of several commands of the
+    same run prints. Leaving it kills whatever of it is still there.
     """
 
     def __init__(self, words: Sequence[str], *, folder: Path, start: Sequence[str] = ADL_DIST, node: str = ".") -> None:
-        """Start it.
-
-        Args:
-            words: the configuration.
-            folder: of everything that it writes; a second command in the same folder is the same command again.
-            start: what stands before ``train``: our own launcher, or torchrun's.
-            node: a folder in ``folder`` for what one of several commands of the same run prints.
-        """
         self.run_dir = folder / "run"
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
@@ -109,9 +95,7 @@ class Command:
     def __enter__(self) -> "Command":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Those that are starting another process may do so before they die.
         while left := [*self.processes(), *([self._process.pid] if self._process.poll() is None else [])]:
             for pid in left:
@@ -121,37 +105,22 @@ class Command:
 
     @property
     def out(self) -> str:
-        """What it has written to standard output."""
         return self._output[0].read_text()
 
     @property
     def err(self) -> str:
-        """What it has written to standard error."""
         return self._output[1].read_text()
 
     def processes(self) -> dict[int, int | None]:
         """All its processes, found by their command line: the rank of each process id, None for the launcher."""
         found: dict[int, int | None] = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
                 words = (entry / "cmdline").read_bytes().split(b"\0")  # empty for what is dead and not yet reaped
                 if f"run_dir={self.run_dir}".encode() in words:
                     variables = (entry / "environ").read_bytes().split(b"\0")
                     ranks = [int(v.removeprefix(b"RANK=")) for v in variables if v.startswith(b"RANK=")]
                     found[int(entry.name)] = ranks[0] if ranks else None
-            except OSError:  # it has ended meanwhile
-                continue
-        return found
-
-    def ranks_with_library(self, name: str) -> set[int]:
-        """The ranks that have loaded a shared library whose path holds ``name``."""
-        found = set()
-        for pid, rank in self.processes().items():
-            with contextlib.suppress(OSError):
-                if rank is not None and name in Path(f"/proc/{pid}/maps").read_text():
-                    found.add(rank)
         return found
 
     def wait_for(self, what: str, condition: Callable[[], bool], *, seconds: float = 240) -> None:
@@ -165,11 +134,9 @@ class Command:
 
     def wait_for_update(self, update: int, *, seconds: float = 60) -> None:
         """Wait until metrics.jsonl holds ``update`` or a later one."""
-
-        def there() -> bool:
-            return any(record["update"] >= update for record in records(self.run_dir))
-
-        self.wait_for(f"update {update}", there, seconds=seconds)
+        self.wait_for(
+            f"update {update}", lambda: any(made["update"] >= update for made in records(self.run_dir)), seconds=seconds
+        )
 
     def wait_until_gone(self, *, seconds: float) -> None:
         """Wait until none of its processes is left."""
@@ -186,11 +153,7 @@ class Command:
         os.killpg(self._process.pid, signal.SIGINT)
 
     def finish(self, *, seconds: float = 240) -> int:
-        """Wait for its end.
-
-        Returns:
-            The exit code; that of a process killed by signal n is -n.
-        """
+        """Wait for its end; return the exit code, which of a process killed by signal n is -n."""
         self._wait("the end", lambda: self._process.poll() is not None, seconds)
         return self._process.wait()
 

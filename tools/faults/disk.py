@@ -24,15 +24,6 @@ class Died(BaseException):
     """The simulated process has been killed; whatever runs after that is not part of it."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something that changes the disk."""
-
-    what: str
-    name: str
-    size: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class DiskFault:
     """What goes wrong at one event.
@@ -56,7 +47,7 @@ class Disk:
     """What happens below ``folder`` while :meth:`watched`.
 
     Attributes:
-        events: all of them, by place.
+        num_events: how many there were, by place.
         struck: the event at which the fault was planted, once it has come.
         failures: every error that it has raised.
         is_dead: whether nothing reaches the disk any more.
@@ -66,8 +57,8 @@ class Disk:
         """Take the ``fault``; ``die`` is called at the moment of death, and what it returns is raised."""
         self._folder, self._fault, self._die = f"{folder}{os.sep}", fault, die
         self.is_dead = False
-        self.events: dict[str, list[Event]] = {place: [] for place in PLACES}
-        self.struck: Event | None = None
+        self.num_events = dict.fromkeys(PLACES, 0)
+        self.struck = ""
         self.failures: list[OSError] = []
 
     @contextmanager
@@ -85,11 +76,11 @@ class Disk:
     def write(self, path: str, data: memoryview, write: Callable[[memoryview], int]) -> int:
         if self.is_dead:
             return len(data)  # some buffer is emptied while the process unwinds
-        event = Event("write", path.removeprefix(self._folder), len(data))
-        if not self._strikes(self._place(path), event):
+        had_struck = bool(self.struck)
+        if not self._strikes(self._place(path), f"write of {len(data)} bytes: {path.removeprefix(self._folder)}"):
             return write(data)
-        if event is self.struck:
-            assert self._fault is not None
+        assert self._fault is not None
+        if not had_struck:
             write(data[: int(self._fault.share * len(data))])
         return self._strike()
 
@@ -103,7 +94,7 @@ class Disk:
     def _sync(self, descriptor: int) -> None:
         if self.is_dead:
             raise Died
-        if self._strikes("checkpoints", Event("fsync", "")):
+        if self._strikes("checkpoints", "fsync"):
             self._strike()
 
     def _changing(self, name: str, change: Callable[..., None]) -> Callable[..., None]:
@@ -116,8 +107,8 @@ class Disk:
                 return
             if self.is_dead:
                 raise Died
-            event = Event(name, os.fspath(path).removeprefix(self._folder))
-            fault = self._fault if self._strikes(place, event) else None
+            strikes = self._strikes(place, f"{name}: {os.fspath(path).removeprefix(self._folder)}")
+            fault = self._fault if strikes else None
             # To remove and to rename takes no room. The process may die before or after it.
             has_room = fault is not None and fault.error == errno.ENOSPC and name != "mkdir"
             if fault is None or has_room or (fault.error is None and fault.share >= 0.5):
@@ -147,7 +138,7 @@ class Disk:
             return FileIO(file, mode, *arguments, **options)
         if self.is_dead:
             raise Died
-        if self._strikes(self._place(path), Event("open", path.removeprefix(self._folder))):
+        if self._strikes(self._place(path), f"open: {path.removeprefix(self._folder)}"):
             self._strike()
         return _File(path, mode, self)
 
@@ -161,16 +152,15 @@ class Disk:
             return ""
         return next((place for place in PLACES if inside.lstrip(".").startswith(place)), "others")
 
-    def _strikes(self, place: str, event: Event) -> bool:
+    def _strikes(self, place: str, event: str) -> bool:
         """Count ``event``; return whether it is to go wrong."""
-        self.events[place].append(event)
-        fault = self._fault
-        if fault is None:
-            return False
-        if self.struck is None and fault.place == place and fault.event == len(self.events[place]) - 1:
+        number, fault = self.num_events[place], self._fault
+        self.num_events[place] += 1
+        if fault is None or self.struck:
+            return fault is not None and fault.lasts
+        if (fault.place, fault.event) == (place, number):
             self.struck = event
-            return True
-        return self.struck is not None and fault.lasts
+        return bool(self.struck)
 
 
 class _File(FileIO):

@@ -45,22 +45,18 @@ class Damage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weather:
-    """How often a stage waits, for a late message or without a reason, and for how many actions of the others at most.
+class Attempt:
+    """What is planted into one start of the run.
 
-    A thread in the background comes as late.
+    Attributes:
+        seed: draws which stage waits when, for a late message or without a reason.
+        share_late: how often one does.
+        most_late: for how many actions of the others at most; a thread in the background comes as late.
     """
 
-    seed: int
+    seed: int = 0
     share_late: float = 0.0
     most_late: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attempt:
-    """What is planted into one start of the run."""
-
-    weather: Weather
     fault: StepFault | DiskFault | None = None
     damage: Damage | None = None
 
@@ -74,11 +70,9 @@ def draw_plan(seed: int, *, num_events: Mapping[str, int], stops: bool) -> list[
     num_faults = rng.choices(range(4), weights=(1, 6, 2, 1))[0]
     return [
         Attempt(
-            weather=Weather(
-                seed=rng.randrange(1 << 30),
-                share_late=rng.choice([0.0, 0.1, 0.5, 1.0]),
-                most_late=rng.choice([1, 10, 100]),
-            ),
+            seed=rng.randrange(1 << 30),
+            share_late=rng.choice([0.0, 0.1, 0.5, 1.0]),
+            most_late=rng.choice([1, 10, 100]),
             fault=_draw_fault(rng, num_events, stops=stops) if start < num_faults else None,
             damage=(
                 Damage(file=rng.random(), place=rng.random(), flips=rng.random() < 0.5)

@@ -25,7 +25,7 @@ from adl_dist.training import build
 from adl_dist.transport.channel import LocalChannel
 from tools.faults.disk import Died, Disk, DiskFault
 from tools.faults.jobs import Job
-from tools.faults.plan import Attempt, StageBroke, Step, StepFault, Weather
+from tools.faults.plan import Attempt, StageBroke, Step, StepFault
 
 
 class Process:
@@ -37,15 +37,14 @@ class Process:
         fault = attempt.fault
         self.disk = Disk(run_dir, fault if isinstance(fault, DiskFault) else None, self._die)
         self._fatal_step: int | None = None
-        self._background = Background(attempt.weather)
-        self.is_dead = False
+        self._background = Background(attempt)
         self.num_steps = 0
 
     def run(self, *, steps_left: int) -> tuple[Trainer, dict[str, Any]]:
         """Train to the end, ``steps_left`` actions from here, more or less; return trainer and summary."""
         if isinstance(self._attempt.fault, StepFault):
             self._fatal_step = int(self._attempt.fault.share * steps_left)
-        turns = Turns(self._attempt.weather)
+        turns = Turns(self._attempt)
         with ExitStack() as stack:
             for place, name, planted in (
                 (engine, "step", self._stepping(engine.step)),
@@ -71,11 +70,11 @@ class Process:
         """Where the fault came; nothing if it did not."""
         if self._fatal_step is not None:
             return f"before action {self._fatal_step}" if self.num_steps > self._fatal_step else ""
-        return str(self.disk.struck or "")
+        return self.disk.struck
 
     def _stepping(self, step: Any) -> Any:
         def stepped(action: Action, context: StageContext) -> None:
-            if self.is_dead:
+            if self.disk.is_dead:
                 raise Died
             self._background.tick()
             self.num_steps += 1
@@ -93,7 +92,7 @@ class Process:
         return stepped
 
     def _die(self) -> Died:
-        self.is_dead = self.disk.is_dead = self._background.is_over = True
+        self.disk.is_dead = self._background.is_over = True
         shutil.copytree(self._run_dir, self._as_it_died)
         return Died()
 
@@ -101,15 +100,15 @@ class Process:
 class Turns:
     """Picks the stage that acts next: of those that can, one that does not wait just now, if there is one."""
 
-    def __init__(self, weather: Weather) -> None:
-        self._weather, self._rng = weather, random.Random(weather.seed)
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt, self._rng = attempt, random.Random(attempt.seed)
         self._now = 0
         self._waits_until: dict[int, int] = {}
 
     def __call__(self, runnable: Sequence[int]) -> int:
         self._now += 1
-        if self._rng.random() < self._weather.share_late:
-            self._waits_until[self._rng.choice(runnable)] = self._now + self._rng.randint(1, self._weather.most_late)
+        if self._rng.random() < self._attempt.share_late:
+            self._waits_until[self._rng.choice(runnable)] = self._now + self._rng.randint(1, self._attempt.most_late)
         return self._rng.choice([k for k in runnable if self._waits_until.get(k, 0) <= self._now] or runnable)
 
 
@@ -134,8 +133,8 @@ class WatchedChannel(LocalChannel):
 class Background:
     """Threads that run in one go, in the order of their starts, some actions later or when they are waited for."""
 
-    def __init__(self, weather: Weather) -> None:
-        self._rng, self._most_late = random.Random(weather.seed), weather.most_late
+    def __init__(self, attempt: Attempt) -> None:
+        self._rng, self._most_late = random.Random(attempt.seed), attempt.most_late
         self._waiting: deque[tuple[int, _Thread]] = deque()  # from which action on it may run
         self._num_actions = 0
         self.is_over = False

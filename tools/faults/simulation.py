@@ -1,7 +1,6 @@
 """One seed: a run that is disturbed, started again as often as it takes, and compared with the undisturbed one."""
 
 import errno
-import logging
 import os
 import shutil
 import tempfile
@@ -16,16 +15,16 @@ import torch
 from torch import Tensor
 
 from adl_dist.checkpoint import layout
+from adl_dist.checkpoint.run_dir import log_to
 from adl_dist.errors import AdlError, CheckpointError
 from tests.support.kill import RunEnd
-from tools.faults.disk import DiskFault
 from tools.faults.jobs import draw_job
-from tools.faults.plan import Attempt, Damage, StageBroke, Step, StepFault, Weather, draw_plan
+from tools.faults.plan import Attempt, Damage, StageBroke, Step, StepFault, draw_plan
 from tools.faults.process import Process
 
 SEEDS_PER_JOB = 10
 MOST_STARTS = 10
-CALM = Attempt(weather=Weather(seed=0))
+CALM = Attempt()
 MEMORY = Path("/dev/shm")
 
 
@@ -64,10 +63,7 @@ def folder() -> Iterator[Path]:
         try:
             yield Path(name)
         finally:
-            logger = logging.getLogger("adl_dist")
-            for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
-                logger.removeHandler(handler)
-                handler.close()
+            log_to(None)
 
 
 class _Simulation:
@@ -77,13 +73,10 @@ class _Simulation:
         number = seed // SEEDS_PER_JOB
         self._job, self._run_dir = draw_job(number), run_dir
         self._weights, self._expected, self._whole = undisturbed(number)
-        num_events = {place: len(events) for place, events in self._whole.disk.events.items()}
-        self._plan = draw_plan(seed, num_events=num_events, stops=self._job.stops_as_planned)
+        self._plan = draw_plan(seed, num_events=self._whole.disk.num_events, stops=self._job.stops_as_planned)
         self._story = Story(seed, [f"seed {seed}: {self._job}"])
         self._is_whole = True  # whether every checkpoint and every record must be there
-        self._spoilt: dict[
-            Path, bytes
-        ] = {}  # files of checkpoints that no run should continue from, and what they hold
+        self._spoilt: dict[Path, bytes] = {}  # damaged files of checkpoints, from which no run should continue
 
     def run(self) -> Story:
         for start in range(MOST_STARTS):
@@ -111,10 +104,10 @@ class _Simulation:
         if process.struck:
             story.struck.append(_kind(attempt))
             story.lines.append(f"    struck: {process.struck}")
-        stopped = summary.get("stopped")
-        how = "killed" if process.is_dead else repr(error) if error else f"stopped: {stopped}" if stopped else "ended"
+        stopped, is_dead = summary.get("stopped"), process.disk.is_dead
+        how = "killed" if is_dead else repr(error) if error else f"stopped: {stopped}" if stopped else "ended"
         story.lines.append(f"    {how}")
-        if process.is_dead:
+        if is_dead:
             process.bury()
         elif error is None and process.disk.failures:
             self._is_whole = False  # and whatever could not be written at the end is due at the next start
@@ -156,14 +149,11 @@ class _Simulation:
 
 
 def _kind(attempt: Attempt) -> str:
-    match attempt.fault:
-        case StepFault(what=what):
-            return f"{what.value} between actions"
-        case DiskFault(error=None, place=place):
-            return f"killed while writing {place}"
-        case DiskFault(error=error, place=place):
-            return f"{errno.errorcode[error]} while writing {place}"
-    raise AssertionError("no fault struck")
+    if isinstance(attempt.fault, StepFault):
+        return f"{attempt.fault.what.value} between actions"
+    assert attempt.fault is not None
+    how = errno.errorcode[attempt.fault.error] if attempt.fault.error else "killed"
+    return f"{how} while writing {attempt.fault.place}"
 
 
 def _is_refusal(error: BaseException, run_dir: Path) -> bool:

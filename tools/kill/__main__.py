@@ -6,6 +6,7 @@ those of a run that was not killed, to the bit, and no process, socket or tempor
 """
 
 import argparse
+import functools
 import os
 import platform
 import shutil
@@ -32,38 +33,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the run under way
     folder = Path(tempfile.mkdtemp(prefix="adl-dist-kills-"))
-    plain = {(starter, 2): undisturbed(folder / f"{starter}-2", starter, 2) for starter in ("adl-dist", "torchrun")}
-    outcomes: list[tuple[Outcome, float]] = []  # with the seconds that were lost
-    for number, killing in enumerate(draw(chosen.kills, seed=chosen.seed, start_seconds=plain["adl-dist", 2][1])):
+    plain = functools.cache(lambda starter, stages: undisturbed(folder / f"{starter}-{stages}", starter, stages))
+    outcomes: list[Outcome] = []
+    for number, killing in enumerate(draw(chosen.kills, seed=chosen.seed, start_seconds=plain("adl-dist", 2)[1])):
         if chosen.only and number not in chosen.only:
             continue
-        key = killing.starter, killing.num_stages
-        if key not in plain:
-            plain[key] = undisturbed(folder / f"{key[0]}-{key[1]}", *key)
-        expected, _, seconds = plain[key]
-        while (outcome := kill(killing, folder / f"{number}", expected)) is None:
+        expected, _, seconds = plain(killing.starter, killing.num_stages)
+        run_folder = folder / f"{number}"
+        while (outcome := kill(killing, run_folder, expected, seconds)) is None:
             print(f"{number}: {killing}: too late, once more and earlier", flush=True)
-            shutil.rmtree(folder / f"{number}")
+            shutil.rmtree(run_folder)
             killing = killing.earlier()
-        outcomes.append((outcome, outcome.seconds - seconds))
+        outcomes.append(outcome)
         where = ", in mid-save" if outcome.was_saving else ""
-        result = f"{outcome.wrong or 'identical'}; {outcome.seconds - seconds:.1f} s lost"
+        result = f"{outcome.wrong or 'identical'}; {outcome.lost_seconds:.1f} s lost"
         print(f"{number}: {killing}{where}: {result}", flush=True)
         if outcome.wrong:
-            print(f"    see {outcome.folder}; python -m tools.kill --seed {chosen.seed} --only {number}", flush=True)
+            print(f"    see {run_folder}; python -m tools.kill --seed {chosen.seed} --only {number}", flush=True)
         else:
-            shutil.rmtree(outcome.folder)
+            shutil.rmtree(run_folder)
     text = report(outcomes, seed=chosen.seed)
     print(f"\n{text}")
     if chosen.out is not None:
         chosen.out.write_text(text)
-    if any(outcome.wrong for outcome, _ in outcomes):
+    if any(outcome.wrong for outcome in outcomes):
         return 1
     shutil.rmtree(folder)
     return 0
 
 
-def report(outcomes: Sequence[tuple[Outcome, float]], *, seed: int) -> str:
+def report(outcomes: Sequence[Outcome], *, seed: int) -> str:
     """The table, in Markdown."""
     ways = (OURS, TORCHRUN, AGAIN)
     lines = [
@@ -84,18 +83,14 @@ def report(outcomes: Sequence[tuple[Outcome, float]], *, seed: int) -> str:
     for kind, name in NAMES.items():
         cells = []
         for way in ways:
-            done = [(o, seconds) for o, seconds in outcomes if (o.killing.kind, o.killing.restart) == (kind, way)]
-            identical = sum(not outcome.wrong for outcome, _ in done)
-            mean = f", {statistics.mean(seconds for _, seconds in done):.1f} s" if done else ""
-            cells.append(f"{identical} of {len(done)}{mean}" if done else "")
+            done = [o for o in outcomes if (o.killing.kind, o.killing.restart) == (kind, way)]
+            mean = statistics.mean(o.lost_seconds for o in done) if done else 0.0
+            cells.append(f"{sum(not o.wrong for o in done)} of {len(done)}, {mean:.1f} s" if done else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    identical = sum(not outcome.wrong for outcome, _ in outcomes)
-    saving = [outcome for outcome, _ in outcomes if outcome.killing.kind == "while saving"]
-    hit = sum(outcome.was_saving for outcome in saving)
-    result = (
-        f"{identical} of {len(outcomes)} identical. {hit} of {len(saving)} that were to be killed while a checkpoint "
-    )
-    return "\n".join([*lines, "", f"{result}is written left it half written.", ""])
+    identical = sum(not outcome.wrong for outcome in outcomes)
+    saving = [outcome.was_saving for outcome in outcomes if outcome.killing.kind == "while saving"]
+    lines += ["", f"{identical} of {len(outcomes)} identical. {sum(saving)} of {len(saving)} that were to be killed"]
+    return "\n".join([*lines, "while a checkpoint is written left it half written.", ""])
 
 
 if __name__ == "__main__":

@@ -2,11 +2,6 @@
 
 import random
 from dataclasses import dataclass, replace
-from typing import Literal
-
-Kind = Literal["stage", "coordinator", "launcher", "while saving", "stopped"]
-Restart = Literal["runtime.max_restarts", "torchrun --max-restarts", "the same command"]
-Starter = Literal["adl-dist", "torchrun"]
 
 NAMES = {
     "stage": "kill -9 of a stage",
@@ -22,7 +17,7 @@ NUM_UPDATES = NUM_EPOCHS * UPDATES_PER_EPOCH
 SAVE_SECONDS = 0.25  # a slowed save takes longer
 
 # (kind, how it is started again, what starts it at first): how many of 100.
-CARDS: dict[tuple[Kind, Restart, Starter], int] = {
+CARDS = {
     ("stage", OURS, "adl-dist"): 12,
     ("stage", TORCHRUN, "torchrun"): 8,
     ("stage", AGAIN, "adl-dist"): 10,
@@ -43,9 +38,9 @@ CARDS: dict[tuple[Kind, Restart, Starter], int] = {
 class Killing:
     """One run that is killed once."""
 
-    kind: Kind
-    restart: Restart
-    starter: Starter
+    kind: str  # of NAMES
+    restart: str
+    starter: str  # adl-dist or torchrun
     num_stages: int  # and as many processes
     rank: int | None  # None: the launcher
     update: int | None  # after which; None: while the processes start
@@ -54,10 +49,8 @@ class Killing:
     def __str__(self) -> str:
         when = "while starting" if self.update is None else f"after update {self.update}"
         who = self.starter if self.rank is None else f"rank {self.rank}"
-        return (
-            f"{NAMES[self.kind]}: {who} of {self.num_stages}, {when} and {self.seconds:.2f} s; {self.restart} "
-            f"({self.starter})"
-        )
+        moment = f"{who} of {self.num_stages}, {when} and {self.seconds:.2f} s"
+        return f"{NAMES[self.kind]}: {moment}; {self.restart} ({self.starter})"
 
     def earlier(self) -> "Killing":
         """The same killing of a run that has ended before it came: an epoch earlier, or sooner after the start."""
@@ -72,7 +65,7 @@ def draw(number: int, *, seed: int, start_seconds: float) -> list[Killing]:
     A run takes ``start_seconds`` from its start to its first update, and saves after each epoch.
     """
     rng = random.Random(seed)
-    cards: list[tuple[Kind, Restart, Starter]] = []
+    cards: list[tuple[str, str, str]] = []
     while len(cards) < number:
         deck = [card for card, times in CARDS.items() for _ in range(times)]
         rng.shuffle(deck)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adl_dist.checkpoint import layout
 from tests.support.kill import ADL_DIST, Command, RunEnd
-from tools.kill.deck import NUM_EPOCHS, OURS, TORCHRUN, UPDATES_PER_EPOCH, Killing, Starter
+from tools.kill.deck import NUM_EPOCHS, OURS, TORCHRUN, UPDATES_PER_EPOCH, Killing
 from tools.kill.slow_saves import SLOW
 
 TIMEOUT_SECONDS = 20.0  # of a message; the processes of one machine also start within it
@@ -34,12 +34,11 @@ class Outcome:
     killing: Killing
     wrong: str  # what is not as it should be; nothing if all is
     was_saving: bool  # whether a checkpoint was half written when it was killed
-    seconds: float  # from its first start to its end, all that was between included
-    folder: Path
+    lost_seconds: float  # from its first start to its end, less a run that was not killed
 
 
 def start(
-    starter: Starter, num_stages: int, restarts: int = 0, *, aborts: bool = False
+    starter: str, num_stages: int, restarts: int = 0, *, aborts: bool = False
 ) -> tuple[Sequence[str], Sequence[str]]:
     """What stands before ``train``, and what after it; ``aborts``: soon after nothing moves any more."""
     words = [*WORDS, f"partition.num_stages={num_stages}"]
@@ -51,7 +50,7 @@ def start(
     return [*torchrun, f"--max-restarts={restarts}", "-m", "adl_dist"], words
 
 
-def undisturbed(folder: Path, starter: Starter, num_stages: int) -> tuple[RunEnd, float, float]:
+def undisturbed(folder: Path, starter: str, num_stages: int) -> tuple[RunEnd, float, float]:
     """Run without disturbance; also return how long it took to the first update, and to the end."""
     folder.mkdir()
     before, words = start(starter, num_stages)
@@ -63,7 +62,7 @@ def undisturbed(folder: Path, starter: Starter, num_stages: int) -> tuple[RunEnd
     return RunEnd(folder / "run"), first, time.monotonic() - began
 
 
-def kill(killing: Killing, folder: Path, expected: RunEnd) -> Outcome | None:
+def kill(killing: Killing, folder: Path, expected: RunEnd, usual_seconds: float) -> Outcome | None:
     """Start a run in ``folder``, kill it, start it again if no launcher does, and look at what is left.
 
     Returns:
@@ -73,8 +72,7 @@ def kill(killing: Killing, folder: Path, expected: RunEnd) -> Outcome | None:
     restarts = 1 if killing.restart in (OURS, TORCHRUN) else 0
     before, words = start(killing.starter, killing.num_stages, restarts, aborts=killing.kind == "stopped")
     began = time.monotonic()
-    wrong, code, was_saving = "", 0, False
-    left: list[str] = []
+    wrong, code, was_saving, left = "", 0, False, list[str]()
     try:
         with Command(words, folder=folder, start=before) as run:
             try:
@@ -99,10 +97,10 @@ def kill(killing: Killing, folder: Path, expected: RunEnd) -> Outcome | None:
             wrong = f"exit code {code}: {run.err[-500:]}"
     except AssertionError as error:
         wrong = f"{error}"
-    seconds = time.monotonic() - began
+    lost_seconds = time.monotonic() - began - usual_seconds
     if not wrong:
         wrong = ", ".join([*left, *_left_behind(run, killing), *RunEnd(run.run_dir).differences(expected)])
-    return Outcome(killing=killing, wrong=wrong, was_saving=was_saving, seconds=seconds, folder=folder)
+    return Outcome(killing=killing, wrong=wrong, was_saving=was_saving, lost_seconds=lost_seconds)
 
 
 def _wait_for_the_moment(run: Command, killing: Killing) -> None:

@@ -4,10 +4,10 @@ import os
 import time
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
+import adl_dist.data
 from adl_dist.checkpoint import layout
-from tests.support.kill import few_digits
 
 SLOW = "slow-saves"  # a file in the working directory
 SECONDS_PER_WRITE = 0.01  # of some seventy that a rank does to save
@@ -16,9 +16,13 @@ _write = layout.write_piece
 
 
 def digits() -> tuple[Dataset[Any], Dataset[Any]]:
-    """For ``data._target_``: see :func:`few_digits`; while the file SLOW exists, checkpoints are written slowly."""
+    """For ``data._target_``: 150 augmented digits to train on and 40 to validate.
+
+    While the file SLOW exists, checkpoints are written slowly.
+    """
     layout.write_piece = _write_slowly
-    return few_digits()
+    train, validation = adl_dist.data.digits(augment=True)
+    return Subset(train, range(150)), Subset(validation, range(40))
 
 
 def _write_slowly(file: Any, data: Any) -> None:
