@@ -1,18 +1,19 @@
 """The baselines of a bench train as they should: the same weights as our own gpipe, so that none is crippled."""
 
+import functools
 import os
 
 import pytest
 import torch
 from torch import nn
 
-import adl_dist
 from adl_dist.baselines.loop import Training, joined, replicated, train_alone
 from adl_dist.baselines.pipelining import train_stage
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.partition import cut
+from tests.support.equations import assert_close
 from tests.support.ranks import run_ranks
-from tests.support.runs import BALANCE, sgd
+from tests.support.runs import BALANCE, sgd, toy_trainer
 from tests.support.tiers import slow
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import QUIET
@@ -33,11 +34,13 @@ def batches(size, *, begin=0, step=None, channels_last=True):
         yield images[at : at + size], labels[at : at + size]
 
 
+halved = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+
+
 def training(module, *, micro_batches):
     optimizer = sgd(module.parameters())
-    halved = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     what = {"num_updates": NUM_UPDATES, "micro_batches": micro_batches, "loss_fn": nn.CrossEntropyLoss()}
-    return Training(device=CPU, optimizer=optimizer, lr_schedule=halved, **what)
+    return Training(device=CPU, optimizer=optimizer, lr_schedule=halved(optimizer), **what)
 
 
 def alone(module, *, micro_batches):
@@ -83,33 +86,17 @@ def one_replica(K):
     return model.state_dict()
 
 
-def same(mine, theirs, tolerance):
-    assert mine.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        torch.testing.assert_close(mine[name], expected, rtol=tolerance, atol=tolerance, msg=name)
-
-
 @pytest.fixture(scope="module")
 def expected():
     """What our own gpipe makes of the same batches, weights and BatchNorm statistics."""
-    trainer = adl_dist.Trainer(
-        batch_norm_net(),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=sgd,
-        method=adl_dist.method("gpipe", accumulation_steps=M),
-        num_stages=2,
-        partition=adl_dist.PartitionSpec(balance=BALANCE[2]),
-        lr_schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
-        precision=adl_dist.Precision(dtype=torch.float64),
-        processes=adl_dist.ProcessOptions(threads=1),
-    )
+    trainer = toy_trainer(2, M, "gpipe", lr_schedule=halved, dtype=torch.float64)
     data = FixedImages(NUM_UPDATES * BATCH, dtype=torch.float64)
     trainer.fit(data, epochs=1, batch_size=BATCH, shuffle=False, monitoring=QUIET)
     return trainer.full_state_dict()
 
 
 def test_the_plain_loop_ends_in_the_weights_of_our_gpipe(expected):
-    same(alone(batch_norm_net().double(), micro_batches=M), expected, 1e-12)
+    assert_close(alone(batch_norm_net().double(), micro_batches=M), expected)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +104,10 @@ def test_the_plain_loop_ends_in_the_weights_of_our_gpipe(expected):
 )
 def test_torchs_pipelining_ends_in_the_weights_of_our_gpipe(K, schedule, channels_last, expected):
     stages = run_ranks(K, staged, K, schedule, channels_last)
-    same({name: tensor for stage in stages for name, tensor in stage.items()}, expected, 1e-12)
+    assert_close({name: tensor for stage in stages for name, tensor in stage.items()}, expected)
 
 
 def test_replicas_end_in_the_weights_of_the_plain_loop():
     whole = alone(plain_net(), micro_batches=1)
     for replica in run_ranks(2, one_replica, 2):
-        same(replica, whole, 1e-12)
+        assert_close(replica, whole)

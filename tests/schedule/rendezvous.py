@@ -11,19 +11,10 @@ from adl_dist.schedule.actions import LINKS, RECEIVES, receiver, sender
 from adl_dist.schedule.replay import refuse_unfinished
 
 
-def one_per_direction(what, low, high):
-    """The communicator of ``what`` as transport/ has it: acts, grads and targets never share one."""
-    return what, low, high
-
-
-def one_per_pair(what, low, high):
-    """One communicator for both directions of a neighbour pair. It deadlocks."""
-    return low, high
-
-
-def check_rendezvous(lists, *, communicator=one_per_direction, max_pending=None):
+def check_rendezvous(lists, *, one_per_pair=False, max_pending=None):
     """Raise a ScheduleError that says for what stages wait, if the ``lists`` of stages 0..K-1 deadlock.
 
+    ``one_per_pair``: one communicator for both directions of a neighbour pair, which transport/ never has.
     ``max_pending``: for each (what, sending stage), sends under way that do not block the host; None: any number.
     """
     cursor, num_issued = [0] * len(lists), [0] * len(lists)
@@ -45,8 +36,9 @@ def check_rendezvous(lists, *, communicator=one_per_direction, max_pending=None)
         if num_issued[stage] <= cursor[stage]:
             num_issued[stage] = cursor[stage] + 1
             pair = min(source, to), max(source, to)
-            ends[communicator(what, *pair)] = pair
-            queues[communicator(what, *pair), stage].append(carried)
+            communicator = pair if one_per_pair else (what, *pair)
+            ends[communicator] = pair
+            queues[communicator, stage].append(carried)
             under_way[what, source] += action.op in LINKS
         if action.op in RECEIVES:
             return carried not in done
