@@ -37,12 +37,9 @@ STATUS = {"coordinator": "waits for the results of 'train' since 3.0 s", "stages
 
 @contextlib.contextmanager
 def listening(run_dir, requests=None, status=lambda: STATUS):
-    control = LiveControl(run_dir, status, requests or Requests())
-    control.start()
-    try:
+    with contextlib.closing(LiveControl(run_dir, status, requests or Requests())) as control:
+        control.start()
         yield control
-    finally:
-        control.close()
 
 
 def client_of(run_dir):
