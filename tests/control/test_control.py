@@ -74,7 +74,7 @@ def test_a_victim_waits_for_the_cause_while_rank_0_saves(victim):
 
 
 def test_a_victim_does_not_wait_for_a_rank_0_that_is_gone(victim):
-    """A victim does not wait for a rank 0 that is gone or has not heard of it."""
+    """Nor for one that has not heard of it."""
     for state in ({"reported": True, "rank0_status": RANK_0_IS_GONE}, {"reported": False}):
         error, seconds, is_informed = victim(**state)
         assert (type(error), str(error)) == (ChannelError, "waited for the act of micro-batch 3")

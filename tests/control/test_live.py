@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,19 +36,16 @@ STATUS = {"coordinator": "waits for the results of 'train' since 3.0 s", "stages
 
 
 @contextlib.contextmanager
-def listening(run_dir, requests=None):
-    control = LiveControl(run_dir, lambda: STATUS, requests or Requests())
-    control.start()
-    try:
+def listening(run_dir, requests=None, status=lambda: STATUS):
+    with contextlib.closing(LiveControl(run_dir, status, requests or Requests())) as control:
+        control.start()
         yield control
-    finally:
-        control.close()
 
 
-def raw(path):
+def client_of(run_dir):
     client = socket.socket(socket.AF_UNIX)
     client.settimeout(5)
-    with short_address(path) as address:
+    with short_address(run_dir / SOCKET) as address:
         client.connect(address)
     return client
 
@@ -106,27 +104,20 @@ def test_the_socket_of_a_killed_run_is_replaced(tmp_path, caplog):
         assert f"no live control of this run: {tmp_path / 'none'}" in caplog.text
 
 
-def test_what_is_no_request_gets_a_line_that_says_so(tmp_path):
-    """And the next line its answer."""
+def test_what_clients_do_wrong_holds_up_no_other_nor_the_end(tmp_path):
+    """Clients that say nothing, half a line or hang up; what is no request gets a line that says so."""
     lines = [b"", b"hello", b"\xff\xfe\x00", b"[]", b"{}", b'{"ask": []}', b'{"ask": "rm"}', b"[" * 9000]
-    with listening(tmp_path), contextlib.closing(raw(tmp_path / SOCKET)) as client:
-        for line in lines:
-            assert "not a request" in say(client, line + b"\n")["error"]
-            assert say(client, b'{"ask": "status"}\n') == STATUS
-
-
-def test_clients_that_say_nothing_or_hang_up_hold_up_no_other(tmp_path):
-    """Clients that say nothing, half a line or hang up hold up no other, nor the end."""
-    with listening(tmp_path):
-        silent, half, gone = (raw(tmp_path / SOCKET) for _ in range(3))
-        half.sendall(b'{"ask": ')
-        gone.sendall(b'{"ask": "status"}\n' * 100)
-        gone.close()
-        for _ in range(3):
-            assert ask_run(tmp_path, "status") == STATUS
-        began = time.monotonic()
-    assert time.monotonic() - began < 2
-    silent.close(), half.close()
+    with contextlib.ExitStack() as opened:
+        with listening(tmp_path):
+            _silent, half, gone, wrong = (opened.enter_context(client_of(tmp_path)) for _ in range(4))
+            half.sendall(b'{"ask": ')
+            gone.sendall(b'{"ask": "status"}\n' * 100)
+            gone.close()
+            for line in lines:
+                assert "not a request" in say(wrong, line + b"\n")["error"]
+                assert say(wrong, b'{"ask": "status"}\n') == ask_run(tmp_path, "status") == STATUS
+            began = time.monotonic()
+        assert time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -139,11 +130,10 @@ def test_checkpoint_and_stop_print_what_became_of_the_request(tmp_path, ask, fai
         assert (request.what, request.why) == (ask, f"adl-dist {ask.value}")
         request.answer("the disk is full" if fails else "runs/a/checkpoints/u7", failed=fails)
 
-    with listening(tmp_path, requests):
-        coordinator = threading.Thread(target=coordinate)
-        coordinator.start()
+    with listening(tmp_path, requests), ThreadPoolExecutor() as coordinator:
+        ended = coordinator.submit(coordinate)
         outcome = in_process(ask.value, f"run_dir={tmp_path}" if fails else str(tmp_path))
-        coordinator.join()
+        ended.result()
     if fails:
         assert (outcome.refusal(), outcome.out) == (f"run_dir={tmp_path}: {ask.value}: the disk is full", "")
     else:
@@ -164,10 +154,9 @@ def test_a_run_that_ends_tells_whether_it_has_answered(tmp_path):
                 taken(requests)[0].answer("saved")
                 control.close()
 
-            thread = threading.Thread(target=carry_out)
-            thread.start()
-            assert ask_run(tmp_path, "stop") == {"done": "saved"}
-            thread.join()
+            with ThreadPoolExecutor() as coordinator:
+                coordinator.submit(carry_out)
+                assert ask_run(tmp_path, "stop") == {"done": "saved"}
 
 
 def test_the_end_of_a_run_waits_until_an_answer_has_left(tmp_path):
@@ -179,13 +168,10 @@ def test_the_end_of_a_run_waits_until_an_answer_has_left(tmp_path):
         left.append(STATUS)
         return STATUS
 
-    control = LiveControl(tmp_path, slow_status, Requests())
-    control.start()
-    with contextlib.closing(raw(tmp_path / SOCKET)) as client:
+    with listening(tmp_path, status=slow_status), client_of(tmp_path) as client:
         client.sendall(b'{"ask": "status"}\n')
         asked.wait(5)
-        control.close()
-        assert left == [STATUS]
+    assert left == [STATUS]
 
 
 def test_status_prints_one_line_per_stage_or_json(tmp_path):
@@ -212,21 +198,6 @@ def test_status_prints_one_line_per_stage_or_json(tmp_path):
 )
 def test_where_there_is_no_run_it_is_one_line_and_exit_code_2(tmp_path, words, said):
     assert said in in_process(*(word.format(tmp=tmp_path) for word in words)).refusal()
-
-
-def opened_log(num_micro_batches):
-    """Returns the log of one stage that trains on micro-batches of three images, at its first action."""
-    stage = SimpleNamespace(version=0, tally=SimpleNamespace(staleness=[1]))
-    context = SimpleNamespace(work=SimpleNamespace(sizes=[3] * num_micro_batches), stage=stage)
-    log = ActivityLog(1)
-    log.open({0: context}, SimpleNamespace(epoch=0), training=True)
-    return log
-
-
-def go_backward(log, *numbers):
-    for number in numbers:
-        log.begin(0, Action(Op.BACKWARD, number))
-        log.end()
 
 
 def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
@@ -271,9 +242,13 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
 
 def test_to_tell_what_a_stage_is_at_takes_no_growing_memory():
     def peak_bytes(num_done):
-        log = opened_log(num_micro_batches=100_000)
+        stage = SimpleNamespace(version=0, tally=SimpleNamespace(staleness=[1]))
+        context, log = SimpleNamespace(work=SimpleNamespace(sizes=[3] * 100_000), stage=stage), ActivityLog(1)
+        log.open({0: context}, SimpleNamespace(epoch=0), training=True)
         with log.during("train"):
-            go_backward(log, *range(num_done))
+            for number in range(num_done):
+                log.begin(0, Action(Op.BACKWARD, number))
+                log.end()
             tracemalloc.start()
             try:
                 process_status(log)
@@ -307,29 +282,27 @@ def test_a_hanging_thread_is_at_its_innermost_line_not_torchs(package, place):
 
 
 def test_all_stages_of_one_process_report_what_they_are_at(tmp_path):
-    answers, in_evaluation = [], []
+    answers = {True: [], False: []}  # in training, in evaluation
 
     class Asks(nn.Module):
         def forward(self, x):
-            if self.training and len(answers) < 40:
-                answers.append(ask_run(tmp_path, "status") if (tmp_path / SOCKET).exists() else None)
-            if not self.training and (tmp_path / SOCKET).exists():
-                in_evaluation.append(ask_run(tmp_path, "status")["stages"])
+            if (tmp_path / SOCKET).exists():  # not while the trainer is set up
+                answers[self.training].append(ask_run(tmp_path, "status")["stages"])
             return x
 
-    asks = nn.Sequential(Asks())
     units = list(batch_norm_net())
     trainer = adl_dist.Trainer(
-        nn.Sequential(*units[:3], asks, *units[3:]),
+        nn.Sequential(*units[:3], nn.Sequential(Asks()), *units[3:]),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         method=adl_dist.method("adl", accumulation_steps=2),
         num_stages=2,
         processes=adl_dist.ProcessOptions(threads=1),
     )
-    data, then = FixedImages(40), FixedImages(4)
-    trainer.fit(data, epochs=2, batch_size=4, val_dataset=then, run_dir=tmp_path, monitoring=SILENT)
-    first, last = (answer["stages"] for answer in (answers[3], answers[-1]))
+    trainer.fit(
+        FixedImages(40), epochs=2, batch_size=4, val_dataset=FixedImages(4), run_dir=tmp_path, monitoring=SILENT
+    )
+    first, last = (answers[True][number] for number in (3, 39))
     assert [row["stage"] for row in last] == [0, 1]
     assert {row["doing"].split()[0] for row in last} == {"forward", "wait"}
     assert last[0]["update"] > first[0]["update"]
@@ -337,6 +310,6 @@ def test_all_stages_of_one_process_report_what_they_are_at(tmp_path):
     assert last[0]["images_per_second"] > 0
     assert 0 < last[0]["busy_share"] <= 1
     assert last[0]["memory_bytes"] > 2**20
-    where = [(row["epoch"], row["update"]) for stages in in_evaluation for row in stages]
+    where = [(row["epoch"], row["update"]) for stages in answers[False] for row in stages]
     assert sorted(set(where)) == [(0, 10), (1, 20)]
     assert not (tmp_path / SOCKET).exists()

@@ -1,30 +1,46 @@
-"""Runs that are asked to stop or to save, all stages in one process: where they end, and what that does to values."""
+"""Runs that are asked to stop or to save, in one process or several: where they end, what that does to values."""
 
+import contextlib
 import functools
 import json
+import os
+import signal
+import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
 from torch import nn
 
 import adl_dist
 from adl_dist.checkpoint import layout
+from adl_dist.control import job
+from adl_dist.control.job import Job
 from adl_dist.control.requests import Ask, NotDoneError, Requests
+from adl_dist.control.rpc import JobEndpoint
+from adl_dist.distributed.world import connect
 from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.monitor.timeouts import WatchdogTimeouts
+from tests.support.kill import records
+from tests.support.ranks import run_ranks
 from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import values
 
 NUM_SAMPLES, MICRO_BATCH, EPOCHS = 60, 2, 2
 PER_EPOCH = NUM_SAMPLES // (3 * MICRO_BATCH)  # updates
-DGL = (("head", "linear"),)
+OPTIONS = {"dgl": {"head": "linear"}}
+RANKS = 3
+STOPS = {8: 3, 22: 8}  # while which of the samples ranks are asked to stop, and the update that it comes after
 
 
 class Asking(FixedImages):
     """Asks for something while a sample is loaded, the ``at``-th of all; never if that is 0."""
 
-    def __init__(self, at=0, what=Ask.STOP):
-        super().__init__(NUM_SAMPLES)
+    def __init__(self, at=0, what=Ask.STOP, num_samples=NUM_SAMPLES):
+        super().__init__(num_samples)
         self.at, self.what, self.num_served, self.answer = at, what, 0, None
         self.trainer = None
 
@@ -35,16 +51,16 @@ class Asking(FixedImages):
         return super().__getitem__(index)
 
 
-def fitted(K, *, data=None, name="adl", M=3, run_dir=None, options=(), epochs=EPOCHS, **of_fit):
+def fitted(K, *, data=None, name="adl", M=3, run_dir=None, options=(), epochs=EPOCHS, handle_signals=False, **of_fit):
     """Train; return the dataset, the state and the summary."""
     data = data or Asking()
     trainer = adl_dist.Trainer(
         batch_norm_net(dropout=0.2),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-        method=adl_dist.method(name, accumulation_steps=M, **dict(options)),
+        method=adl_dist.method(name, accumulation_steps=M, **OPTIONS.get(name, {}), **dict(options)),
         num_stages=K,
-        processes=adl_dist.ProcessOptions(threads=1),
+        processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=20, handle_signals=handle_signals),
     )
     data.trainer = trainer
     settings = {"epochs": epochs, "batch_size": MICRO_BATCH * M, "run_dir": run_dir}
@@ -63,16 +79,9 @@ def different(state, expected):
     return [name for name in expected if not torch.equal(state[name], expected[name])]
 
 
-def records_of(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize(
-    ("K", "name", "options"), [(1, "adl", ()), (3, "gpipe", ()), slow(2, "1f1b", ()), (3, "dgl", DGL)], ids=str
-)
-def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, options, tmp_path):
-    """Where nothing is stale a run stopped in mid epoch continues to the bits of an uninterrupted one."""
-    data, _, summary = fitted(K, data=Asking(at=70), name=name, options=options, run_dir=tmp_path)
+@pytest.mark.parametrize(("K", "name"), [(1, "adl"), (3, "gpipe"), slow(2, "1f1b"), (3, "dgl")], ids=str)
+def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, tmp_path):
+    data, _, summary = fitted(K, data=Asking(at=70), name=name, run_dir=tmp_path)
     assert summary["stopped"] == {
         "why": "a test",
         "update": 12,  # the sample is one of the 5th micro-batch of the second epoch, whose group of 3 ends there
@@ -83,12 +92,12 @@ def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, options, 
     assert data.answer.result(0) == summary["stopped"]["checkpoint"]
     told = (tmp_path / "summary.json").read_text()
     assert json.loads(told)["stopped"] == summary["stopped"]
-    _, state, summary = fitted(K, name=name, options=options, run_dir=tmp_path)
+    _, state, summary = fitted(K, name=name, run_dir=tmp_path)
     assert "stopped" not in summary
-    assert different(state, undisturbed(K, name, options)) == []
+    assert different(state, undisturbed(K, name)) == []
     # As a kill before the last summary would have left it: the same command brings it.
     (tmp_path / "summary.json").write_text(told)
-    fitted(K, name=name, options=options, run_dir=tmp_path)
+    fitted(K, name=name, run_dir=tmp_path)
     known = json.loads((tmp_path / "summary.json").read_text())
     assert (known["updates"], "stopped" in known) == (2 * PER_EPOCH, False)
     assert known["validation_loss"] == summary["validation_loss"]
@@ -98,7 +107,6 @@ def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, options, 
     ("K", "name"), [(3, "adl"), (2, "2bw"), (3, "ddg"), slow(2, "adl"), slow(3, "dsp"), slow(3, "fr")], ids=str
 )
 def test_a_stop_equals_max_updates_there_and_leaves_a_trace(K, name, tmp_path):
-    """Where gradients are stale a stop is the same as max updates there and says that it leaves a trace."""
     stopped, planned = tmp_path / "stopped", tmp_path / "planned"
     _, _, summary = fitted(K, data=Asking(at=70), name=name, run_dir=stopped)
     assert (summary["stopped"]["drain_changed_result"], summary["updates"]) == (True, 12)
@@ -107,9 +115,16 @@ def test_a_stop_equals_max_updates_there_and_leaves_a_trace(K, name, tmp_path):
 
 
 def test_with_planned_checkpoints_a_stop_leaves_no_trace(tmp_path):
-    """Nor does a checkpoint of mid epoch, which claims no evaluation, cost the best one."""
+    """Nor does a checkpoint of mid epoch, where nothing is evaluated, cost the best one."""
+    _, expected, _ = fitted(3, run_dir=tmp_path, every_updates=4, keep=99)
+    saved = [layout.read_manifest(path)["update"] for path in layout.complete(tmp_path / "checkpoints")]
+    assert saved == [4, 8, 10, 14, 18, 20]
+    written = records(tmp_path)
+    assert [r["update"] for r in written if r["name"] == "validation/loss"] == [9, 19]
+    assert sorted(r["update"] for r in written if r["name"] == "train/loss") == list(range(20))
+    with pytest.raises(ConfigError, match="every_updates is 4 there and 5 here"):
+        fitted(3, run_dir=tmp_path, every_updates=5)
     every = {"every_updates": 4, "keep": 1, "keep_best": True}
-    expected = undisturbed(3, every_updates=4)
     for at, update in ((70, 14), (90, 18)):  # 10 updates an epoch
         _, _, summary = fitted(3, data=Asking(at=at), run_dir=tmp_path / str(at), **every)
         stopped, folder = summary["stopped"], tmp_path / str(at) / "checkpoints"
@@ -125,18 +140,6 @@ def test_with_planned_checkpoints_a_stop_leaves_no_trace(tmp_path):
     assert different(undisturbed(3), expected), "the key changes what is computed"
 
 
-def test_checkpoints_come_where_they_are_planned(tmp_path):
-    """And evaluations only between epochs; checkpoints of another distance belong to another run."""
-    fitted(2, run_dir=tmp_path, every_updates=4, keep=99)
-    saved = [layout.read_manifest(path)["update"] for path in layout.complete(tmp_path / "checkpoints")]
-    assert saved == [4, 8, 10, 14, 18, 20]
-    records = records_of(tmp_path)
-    assert [r["update"] for r in records if r["name"] == "validation/loss"] == [9, 19]
-    assert sorted(r["update"] for r in records if r["name"] == "train/loss") == list(range(20))
-    with pytest.raises(ConfigError, match="every_updates is 4 there and 5 here"):
-        fitted(2, run_dir=tmp_path, every_updates=5)
-
-
 @pytest.mark.parametrize(("K", "drain_changed_result"), [(1, False), (3, True)])
 def test_asked_for_a_checkpoint_a_run_saves_and_continues(K, drain_changed_result, tmp_path):
     """It says if that changes values, which it then does."""
@@ -149,12 +152,12 @@ def test_asked_for_a_checkpoint_a_run_saves_and_continues(K, drain_changed_resul
     assert said.startswith(str(path))
     assert (said == str(path)) is (trace not in said) is (not drain_changed_result)
     assert (trace in (tmp_path / "logs" / "rank0.log").read_text()) is drain_changed_result
-    changed = [r["update"] for r in records_of(tmp_path) if r["name"] == "checkpoint/drain_changed_result"]
+    changed = [r["update"] for r in records(tmp_path) if r["name"] == "checkpoint/drain_changed_result"]
     assert changed == [11] * drain_changed_result
 
 
 def test_stages_with_buffers_stop_at_the_end_of_the_epoch(tmp_path):
-    buffered = {"name": "dgl", "options": (*DGL, ("buffer_size", 4)), "epochs": 3}
+    buffered = {"name": "dgl", "options": (("buffer_size", 4),), "epochs": 3}
     _, _, summary = fitted(2, data=Asking(at=70), run_dir=tmp_path, **buffered)
     assert (summary["stopped"]["update"], summary["stopped"]["drain_changed_result"]) == (20, False)
     assert different(fitted(2, run_dir=tmp_path, **buffered)[1], undisturbed(2, **buffered)) == []
@@ -182,7 +185,6 @@ def test_a_run_without_a_folder_stops_and_says_nothing_is_saved(tmp_path):
 
 
 def test_what_is_asked_of_a_run_that_fails_is_answered():
-    """What is asked of a run that fails is answered and not left for the next one."""
     data = Asking(at=1)
     data.images[3] = float("nan")
     with pytest.raises(DivergedError):
@@ -198,18 +200,105 @@ def test_each_request_is_answered_once_however_the_run_ends():
     assert not cancelled.cancel()
     requests.take()[1].answer("saved")
 
-    class EndsTheRun:
+    @contextlib.contextmanager
+    def ending_the_run(lock):
         """Closes the requests right after the next one is put among them."""
+        with lock:
+            yield
+        requests._lock = lock
+        requests.close("it has ended")
 
-        def __enter__(self):
-            lock.acquire()
-
-        def __exit__(self, *_):
-            lock.release()
-            requests._lock = lock
-            requests.close("it has ended")
-
-    lock, requests._lock = requests._lock, EndsTheRun()
+    requests._lock = ending_the_run(requests._lock)
     late = requests.ask(Ask.STOP, "a test")
     assert [str(one.exception(0)) for one in (taken, late)] == ["it has ended"] * 2
     assert (type(late.exception(0)), cancelled.result(0)) == (NotDoneError, "saved")
+
+
+def stop_twice_and_continue(names, folder):
+    fit = functools.partial(fitted, RANKS, epochs=1)
+    return [
+        ([fit(data=Asking(at), **run)[2]["stopped"] for at in STOPS], fit(**run)[1])
+        for run in ({"name": name, "run_dir": folder / name} for name in names)
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("names", [["adl", "gpipe"], slow(["ddg", "dgl"])], ids="-".join)  # DDG has a forward lock
+def test_processes_stop_after_the_same_update_and_resume(names, tmp_path):
+    by_rank = run_ranks(RANKS, stop_twice_and_continue, names, tmp_path / "asked", timeout_seconds=100)
+    for case, name in enumerate(names):
+        stops, _ = by_rank[0][case]
+        # One sample has been looked at before. The 7th of the epoch belongs to micro-batch 3; before 4 is loaded,
+        # receives are posted up to 6, and so the segment ends with the group of 6, 7, 8.
+        assert [stop["update"] for stop in stops] == list(STOPS.values()), name
+        assert [stop["drain_changed_result"] for stop in stops] == [name not in ("gpipe", "dgl")] * 2
+        planned = {"name": name, "run_dir": tmp_path / "planned" / name, "epochs": 1}
+        for stop in stops:
+            fitted(RANKS, **planned, max_updates=stop["update"])
+        expected = fitted(RANKS, **planned)[1]
+        for rank in range(RANKS):
+            assert by_rank[rank][case][0] == stops
+            assert different(by_rank[rank][case][1], expected) == [], name
+
+
+def stop_by_signal(folder, rank):
+    """Rank ``rank`` sends itself SIGINT when it has made three updates of an epoch that takes a while."""
+    # As from a terminal, also where the tests themselves run in the background with SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    class Slow(Asking):
+        def __getitem__(self, index):
+            time.sleep(0.01)
+            return super().__getitem__(index)
+
+    def send():
+        while not any(record["update"] >= 3 for record in records(folder)):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if os.environ["RANK"] == str(rank):
+        threading.Thread(target=send, daemon=True).start()
+    return fitted(RANKS, data=Slow(num_samples=400), run_dir=folder, epochs=1, handle_signals=True)[2]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_any_rank_stops_all(rank, tmp_path):
+    summaries = run_ranks(RANKS, stop_by_signal, tmp_path, rank)
+    assert summaries[0] == summaries[1] == summaries[2]
+    assert summaries[0]["stopped"]["why"] == "SIGINT"
+    assert 3 < summaries[0]["updates"] < 50, "of 67"
+
+
+def ask_past_one_that_is_late_and_one_that_is_gone():
+    world, answers = connect(RANKS, device_type="cpu", timeout_seconds=20), []
+    world.fresh_store()
+    one = Job(world, WatchdogTimeouts(stall_seconds=60, abort_seconds=None))
+
+    def ask_from(*ranks):
+        for rank in ranks:
+            if world.rank == rank:
+                answers.append(one.ask(Ask.STOP, f"rank {rank}"))
+            dist.barrier()
+
+    ask_from(*range(RANKS))
+    job.ASK_SECONDS, ping = 0.3, JobEndpoint.ping
+    if world.rank == 2:
+        JobEndpoint.ping = lambda self: time.sleep(1)
+    dist.barrier()
+    ask_from(0)
+    job.ASK_SECONDS, JobEndpoint.ping = 5.0, ping
+    if world.rank == 2:
+        rpc.shutdown(graceful=False)
+    dist.barrier()
+    ask_from(0, 1)
+    if world.rank == 0:
+        assert [request.why[-1] for request in one.requests.take()] == list("012001")
+    return answers
+
+
+@pytest.mark.ranks
+def test_every_rank_is_heard_also_past_one_that_is_late():
+    """Every rank is heard also past one that is late and rank 0 sees one that is gone."""
+    answers = run_ranks(RANKS, ask_past_one_that_is_late_and_one_that_is_gone)
+    assert answers == [[True, True, False], [True, True], [True]]

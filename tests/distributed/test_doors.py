@@ -58,18 +58,21 @@ def test_a_shut_port_keeps_its_connections_and_answers_no_other() -> None:
 
 @on_linux
 def test_what_begins_to_listen_inside_is_shut_behind() -> None:
-    with listening() as before:
-        with blocking_new(), contextlib.ExitStack() as opened:
-            inside = opened.enter_context(listening())
-            lasting = opened.pop_all()
-        with lasting:
-            assert not lets_in(inside)
-            assert lets_in(before)
+    """And is blocking or not as it was, also where the user's code has set a default timeout."""
+    with listening() as before, contextlib.ExitStack() as lasting:
+        lasting.callback(socket.setdefaulttimeout, None)
+        with blocking_new():
+            inside = [lasting.enter_context(listening()) for _ in range(2)]
+            inside[1].setblocking(False)
+            socket.setdefaulttimeout(5)
+        with blocking_new():
+            assert [os.get_blocking(one.fileno()) for one in inside] == [True, False]
+        assert socket.getdefaulttimeout() == 5
+        assert [lets_in(one) for one in (*inside, before)] == [False, False, True]
 
 
 @on_linux
 def test_the_store_of_rank_0_serves_who_came_before_it_was_shut() -> None:
-    """The store of rank 0 listens at one address and serves who came before it was shut."""
     with listening() as listener:
         store = store_on(listener, LONG_ENOUGH)
         _, port = listener.getsockname()
@@ -81,22 +84,6 @@ def test_the_store_of_rank_0_serves_who_came_before_it_was_shut() -> None:
             dist.TCPStore("127.0.0.1", port, is_master=False, timeout=SHORT)
 
 
-@on_linux
-def test_a_default_timeout_of_the_user_leaves_sockets_alone() -> None:
-    """A default timeout of the user's code leaves the sockets of others as they are."""
-    with blocking_new(), contextlib.ExitStack() as opened:
-        both = [opened.enter_context(listening()) for _ in range(2)]
-        both[1].setblocking(False)
-        lasting = opened.pop_all()
-        socket.setdefaulttimeout(5)
-    try:
-        with lasting, blocking_new():
-            assert [os.get_blocking(one.fileno()) for one in both] == [True, False]
-            assert socket.getdefaulttimeout() == 5
-    finally:
-        socket.setdefaulttimeout(None)
-
-
 class Unfiltered(socket.socket):
     """Of a kernel without socket filters."""
 
@@ -105,10 +92,7 @@ class Unfiltered(socket.socket):
 
 
 @on_linux
-def test_a_kernel_that_shuts_no_port_is_reported_once_per_node(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A kernel that shuts no port ends no training and is reported by one process of each node."""
+def test_a_kernel_that_shuts_no_port_is_reported_once_per_node(monkeypatch, capsys):
     monkeypatch.setattr(port_filter, "error", None)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with listening() as listener:
@@ -131,32 +115,28 @@ def test_a_missing_interface_is_reported_before_processes_start(tmp_path, monkey
     assert not (tmp_path / "run").exists()
 
 
-def test_a_named_interface_is_that_of_all_transports(monkeypatch) -> None:
+@pytest.mark.parametrize("named", [None, network.GLOO, network.RPC])
+def test_a_named_interface_is_that_of_all_transports(named, monkeypatch) -> None:
     """A named interface is that of all transports and none is loopback on one node."""
-    names = [name for _, name in socket.if_nameindex()]
-    for named in ({}, {network.GLOO: names[-1]}, {network.RPC: names[-1]}):
-        with monkeypatch.context() as patch:
-            for variable in (network.GLOO, network.RPC, network.NCCL):
-                patch.setenv(variable, "")  # so that it is as before afterwards
-                patch.delenv(variable)
-            for variable, name in named.items():
-                patch.setenv(variable, name)
-            network.choose_interface(size=2)
-            chosen = next(iter(named.values()), network.loopback())
-            found = [os.environ[v] for v in (network.GLOO, network.RPC, network.NCCL)]
-            assert found == [chosen, chosen, f"={chosen}"]
+    variables = (network.GLOO, network.RPC, network.NCCL)
+    for variable in variables:
+        monkeypatch.setenv(variable, "")  # so that it is as before afterwards
+        monkeypatch.delenv(variable)
+    chosen = network.interfaces()[-1] if named else network.loopback()
+    if named:
+        monkeypatch.setenv(named, chosen)
+    network.choose_interface(size=2)
+    assert [os.environ[variable] for variable in variables] == [chosen, chosen, f"={chosen}"]
 
 
-def test_a_first_node_that_only_it_can_reach_is_refused(monkeypatch) -> None:
+def test_an_interface_that_cannot_be_found_is_to_be_named(monkeypatch) -> None:
+    """Where the first node's name means loopback, and where no IPv4 address is that of the route."""
     for variable in (network.GLOO, network.RPC):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(ConfigError, match=r"localhost means .* name the network interface"):
         network.choose_interface(size=2)
-
-
-def test_an_interface_the_route_does_not_tell_is_to_be_named(monkeypatch) -> None:
     monkeypatch.setattr(network, "is_loopback", lambda address: False)
     monkeypatch.setattr(network, "address_of", lambda name: None)  # as of one that has IPv6 alone
     with pytest.raises(ConfigError, match=r"from 127.0.0.1, and no network interface here has .*; name .*=NAME, "):
@@ -181,7 +161,6 @@ def first_node(monkeypatch) -> None:
 
 
 def test_a_node_named_loopback_meets_itself_where_others_meet_it(first_node, monkeypatch) -> None:
-    """A node whose own name means loopback meets itself where the others meet it."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with ThreadPoolExecutor() as ranks:
         (store, listener), (other, _) = ranks.map(lambda rank: rendezvous(rank, 2, LONG_ENOUGH), (0, 1))
@@ -200,26 +179,23 @@ def test_where_every_node_would_meet_itself_none_does(host, first_node, monkeypa
     assert reachable(host) == "127.0.0.1"
 
 
-def agreed(store: dist.Store, order: list[int]) -> dict[int, str]:
-    """What each of the ranks agrees on, started one after the other."""
-    calls = {}
+def agreed(store: dist.Store, order: list[int]) -> set[str]:
+    """What the ranks, started one after the other, take for the name of their attempt."""
+    calls = []
     with ThreadPoolExecutor() as ranks:
         for rank in order:
-            calls[rank] = ranks.submit(barrier_on_attempt, store, rank, len(order), LONG_ENOUGH)
+            calls.append(ranks.submit(barrier_on_attempt, store, rank, len(order), LONG_ENOUGH))
             time.sleep(0.05)  # the next one comes late
-    return {rank: call.result() for rank, call in calls.items()}
+    return {call.result() for call in calls}
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
 def test_every_attempt_in_one_store_has_a_name_of_its_own(order: list[int]) -> None:
     """The store holds all that the dead have written: their names, their list, and that all had confirmed it."""
-    store, past = dist.HashStore(), set()
-    for _ in range(3):
-        attempts = agreed(store, order)
-        assert sorted(attempts) == [0, 1, 2]
-        assert len(set(attempts.values())) == 1
-        assert past.isdisjoint(attempts.values())
-        past |= set(attempts.values())
+    store = dist.HashStore()
+    attempts = [agreed(store, order) for _ in range(3)]
+    assert [len(names) for names in attempts] == [1, 1, 1]
+    assert len(set.union(*attempts)) == 3
 
 
 def test_no_rank_takes_a_dead_one_for_the_living() -> None:
