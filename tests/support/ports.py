@@ -40,15 +40,13 @@ def open_ports(pids):
                 # The kernel writes an address as hexadecimal words of four bytes, each in the order of the machine.
                 words = [int(address[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(address), 8)]
                 by_inode[f"socket:[{inode}]"] = protocol, str(ipaddress.ip_address(b"".join(words))), int(number, 16)
-    return {Port(pid, *by_inode[name]) for pid in pids for name in _open_files(pid) if name in by_inode}
-
-
-def _open_files(pid):
-    found = []
-    with contextlib.suppress(OSError):
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                found.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for file in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if (name := os.readlink(file)) in by_inode:
+                        found.add(Port(pid, *by_inode[name]))
     return found
 
 
