@@ -40,7 +40,7 @@ def cluster() -> Iterator[Cluster]:
 def folder(tmp_path: Path, cluster: Cluster) -> Iterator[Path]:
     """Where a test's jobs are started; afterwards none of their processes is left."""
     yield tmp_path
-    cluster.cancel_all()
+    cluster.ask("scancel", "--user=root")
     deadline = time.monotonic() + 20
     while (left := cluster.processes()) and time.monotonic() < deadline:
         time.sleep(0.2)

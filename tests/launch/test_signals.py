@@ -3,11 +3,12 @@
 import errno
 import functools
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,19 +63,13 @@ def test_a_process_that_waits_in_c_gets_signals(arguments, asking, last, said):
             process.kill()
 
 
-def wait_for(asked):
-    deadline = time.monotonic() + 5
-    while not asked and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
 def test_handlers_and_the_wakeup_pipe_are_restored():
     before = [signal.getsignal(number) for number in signals.STOPPING]
-    threads, asked = threading.active_count(), []
-    with signal_handler(lambda name: not asked.append(name)):
+    threads, asked = threading.active_count(), queue.SimpleQueue()
+    with signal_handler(lambda name: asked.put(name) is None):
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(asked)
-    assert asked == ["SIGTERM"]
+        assert asked.get(timeout=5) == "SIGTERM"
+    assert asked.empty()
     assert [signal.getsignal(number) for number in signals.STOPPING] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert threading.active_count() == threads
@@ -85,17 +80,17 @@ def test_no_room_for_temporary_files_keeps_no_stop_from_rank_0(tmp_path, monkeyp
         path.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    before, asked = signal.getsignal(signal.SIGUSR1), []
+    before, asked = signal.getsignal(signal.SIGUSR1), queue.SimpleQueue()
     monkeypatch.setenv("ADL_DIST_RENDEZVOUS", str(tmp_path))
     stopping = StopHandler(passes_on=True)  # of the launcher
     stopping.folder = tmp_path
-    with signal_handler(lambda name: not asked.append(name)):
+    with signal_handler(lambda name: asked.put(name) is None):
         monkeypatch.setattr(Path, "write_text", full)
         stopping.handle(signal.SIGTERM, None)
-        wait_for(asked)
+        assert asked.get(timeout=5) == "SIGUSR1"
     with signal_handler(lambda name: True):  # which cannot say so to the launcher
         pass
-    assert asked == ["SIGUSR1"]
+    assert asked.empty()
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
@@ -109,16 +104,12 @@ def test_a_handler_that_is_not_pythons_stays(monkeypatch):
 
 
 def test_outside_of_the_main_thread_nothing_is_done():
-    found = []
-
     def look():
         with signal_handler(lambda name: True):
-            found.append(signal.getsignal(USR1))
+            return signal.getsignal(USR1)
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(USR1)]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(look).result() == signal.getsignal(USR1)
 
 
 @pytest.mark.parametrize(

@@ -38,28 +38,25 @@ def run_script(folder, torchrun, *words, **variables):
     return done.returncode, (folder / "out").read_text(), list((folder / "tmp").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("does", "code"),
-    [
-        ("kill -USR1 $PPID; {stops}", 75),
-        ("kill -USR1 $SCRIPT; {stops}", 75),  # before the time limit only the script gets it
-        ("kill -USR1 $PPID", 0),  # it came while the last weights were evaluated and saved
-        ("{stops}", 0),  # by `adl-dist stop`
-        ("kill -USR1 $PPID; {stops}; exit 1", 1),
-    ],
-)
-def test_a_job_is_queued_again_only_if_a_signal_stopped_it(does, code, tmp_path):
-    ended, said, left = run_script(tmp_path, does.format(stops=STOPS))
+AGAIN, LOST = "stopped by USR1; queued again (1 of at most 20)", "lost node1"
+ENDS = {
+    "stopped by a signal": (f"kill -USR1 $PPID; {STOPS}", {}, 75, [AGAIN]),
+    "stopped, as the script got a signal": (f"kill -USR1 $SCRIPT; {STOPS}", {}, 75, [AGAIN]),  # before the time limit
+    "a signal while the end was saved": ("kill -USR1 $PPID", {}, 0, []),
+    "stopped by adl-dist stop": (STOPS, {}, 0, []),
+    "failed after a signal": (f"kill -USR1 $PPID; {STOPS}; exit 1", {}, 1, []),
+    "failed": ("exit 3", {"NODE_STATE": "idle"}, 3, []),
+    "failed, with a node down": ("exit 3", {"NODE_STATE": "down"}, 3, [LOST]),
+    "failed, with a node that is silent": ("exit 3", {"NODE_STATE": "idle*"}, 3, [LOST]),
+}
+
+
+@pytest.mark.parametrize(("torchrun", "variables", "code", "why"), ENDS.values(), ids=ENDS)
+def test_a_job_is_queued_again_if_stopped_or_on_a_lost_node(torchrun, variables, code, why, tmp_path):
+    ended, said, left = run_script(tmp_path, torchrun, **variables)
     assert (ended, left) == (code, []), said
-    assert ("requeued" in said) == (code == 75)
-    assert ("stopped by USR1; queued again (1 of at most 20)" in said) == (code == 75)
-
-
-@pytest.mark.parametrize("state", ["down", "idle*", "idle"])
-def test_a_job_that_fails_is_queued_again_if_a_node_is_lost(state, tmp_path):
-    ended, said, _ = run_script(tmp_path, "exit 3", NODE_STATE=state)
-    assert ended == 3
-    assert ("lost node1" in said) == ("requeued" in said) == (state != "idle")
+    assert [text for text in (AGAIN, LOST) if text in said] == why
+    assert ("requeued" in said) == bool(why)
 
 
 def test_torchrun_gets_stages_threads_and_the_words_of_the_user(tmp_path):

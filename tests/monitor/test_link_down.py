@@ -6,8 +6,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,21 +14,16 @@ from tests.support.commands import ROOT, assert_same, in_process, left_behind, s
 STALL_SECONDS = 2
 LONG = ("train.epochs=60", f"runtime.stall_seconds={STALL_SECONDS}", "runtime.timeout_seconds=60")
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("ip")), reason="needs root and ip"
-    ),
-]
+has_ip = hasattr(os, "geteuid") and os.geteuid() == 0 and shutil.which("ip")
+pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.skipif(not has_ip, reason="needs root and ip")]
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(*words, check=True):
+    subprocess.run(["ip", *words], check=check, capture_output=True)
 
 
 @pytest.fixture
-def spaces() -> Iterator[list[str]]:
+def spaces():
     """Two network namespaces, joined by one link."""
     names = [f"adl{os.getpid()}n{rank}" for rank in range(2)]
     try:
@@ -44,22 +37,20 @@ def spaces() -> Iterator[list[str]]:
         yield names
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            ip("netns", "del", name, check=False)
 
 
-def rank(number: int, spaces: list[str], folder: Path) -> "subprocess.Popen[bytes]":
+def rank(number, spaces, folder):
     """Start it, as a cluster without torchrun would."""
-    told = {"RANK": number, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29511}
-    environment = {**os.environ, **{k: str(v) for k, v in told.items()}, "MASTER_ADDR": "10.78.0.1"}
-    environment["PYTHONPATH"] = str(ROOT)
+    told = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29511"}
+    environment = {**os.environ, **told, "MASTER_ADDR": "10.78.0.1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "adl_dist", *words(folder / "run", *LONG, processes=True)]
+    command = ["ip", "netns", "exec", spaces[number], *command]
     with (folder / f"rank{number}.txt").open("wb") as said:
-        return subprocess.Popen(
-            ["ip", "netns", "exec", spaces[number], *command], stdout=said, stderr=said, env=environment, cwd=ROOT
-        )
+        return subprocess.Popen(command, stdout=said, stderr=said, env=environment, cwd=ROOT)
 
 
-def wait_for(what: str, there, ranks, seconds: float = 60.0) -> None:
+def wait_for(what, there, ranks, seconds=60.0):
     began = time.monotonic()
     while not there():
         assert all(process.poll() is None for process in ranks), f"{what}: a rank ended"

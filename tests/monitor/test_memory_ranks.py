@@ -15,6 +15,7 @@ from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import predict
 from adl_dist.schedule import Pipeline, method
 from tests.support.ranks import run_ranks
+from tests.support.runs import toy_trainer
 from tests.support.tiers import slow
 
 pytestmark = pytest.mark.ranks
@@ -33,18 +34,11 @@ def sgd(parameters):
 
 
 def peaks(sizes, name):
-    trainer = adl_dist.Trainer(
-        model(),
-        loss_fn=LOSS,
-        optimizer=sgd,
-        method=method(name, accumulation_steps=M),
-        num_stages=len(sizes),
-        partition=adl_dist.PartitionSpec(balance=sizes, granularity="layer"),
-    )
+    cut = {"balance": sizes, "granularity": "layer"}
+    trainer = toy_trainer(len(sizes), M, name, model=model(), loss_fn=LOSS, optimizer=sgd, **cut)
     data, _ = synthetic(num_samples=4 * MICRO_BATCH * M, num_validation=1)
-    summary = trainer.fit(
-        data, epochs=1, batch_size=MICRO_BATCH * M, monitoring=adl_dist.Monitoring(quiet=True, memory=True)
-    )
+    monitoring = adl_dist.Monitoring(quiet=True, memory=True)
+    summary = trainer.fit(data, epochs=1, batch_size=MICRO_BATCH * M, monitoring=monitoring)
     return [stage["peak_tensor_bytes"] for stage in summary["stages"]]
 
 

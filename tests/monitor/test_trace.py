@@ -3,8 +3,6 @@
 import json
 
 import pytest
-import torch
-from torch import nn
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
@@ -12,31 +10,19 @@ from adl_dist.monitor.activity import KINDS
 from adl_dist.schedule import Op, Segment
 from tests.support import traces
 from tests.support.commands import assert_same
-from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages
 from tests.support.values import values
 
 K, M, MICRO_BATCH, NUM_SAMPLES, NUM_VALIDATION = 3, 2, 2, 11, 5
 
 
-def trainer_of(name="adl", *, M=M, lr=0.1, **options):
-    return adl_dist.Trainer(
-        batch_norm_net(),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=lr),
-        method=adl_dist.method(name, accumulation_steps=M, **options),
-        num_stages=K,
-        processes=adl_dist.ProcessOptions(threads=1),
-    )
-
-
-def run(trainer, run_dir, *, epochs=2, data=None, **options):
+def run(run_dir, trainer=None, *, epochs=2, data=None, trace=True, **options):
+    options = values(quiet=True, tensorboard=False, trace=trace, **options)
+    data, validation = data or FixedImages(NUM_SAMPLES), FixedImages(NUM_VALIDATION, seed=1)
+    trainer = trainer or toy_trainer(K, M)
     return trainer.fit(
-        data or FixedImages(NUM_SAMPLES),
-        epochs=epochs,
-        batch_size=MICRO_BATCH * M,
-        val_dataset=FixedImages(NUM_VALIDATION, seed=1),
-        run_dir=run_dir,
-        **values(quiet=True, tensorboard=False, **options),
+        data, epochs=epochs, batch_size=MICRO_BATCH * M, val_dataset=validation, run_dir=run_dir, **options
     )
 
 
@@ -45,34 +31,23 @@ def segment(epoch, *, num_samples=NUM_SAMPLES, steps=M):
     return Segment(epoch=epoch, first_update=epoch * 3, **sizes)
 
 
-METHODS = {
-    "adl": {},
-    "adl recompute": {"weights": "recompute"},
-    "gpipe": {},
-    "ddg": {},
-    "dgl": {"head": "linear"},
-    "2bw": {},
-}
+RECOMPUTE = {"weights": "recompute"}
+METHODS = {"adl": {}, "adl recompute": RECOMPUTE, "gpipe": {}, "ddg": {}, "dgl": {"head": "linear"}, "2bw": {}}
 
 
 @pytest.mark.parametrize(("name", "options"), [(n.partition(" ")[0], o) for n, o in METHODS.items()], ids=METHODS)
 def test_every_action_is_one_event_of_its_stage_and_none_overlap(name, options, tmp_path):
-    summary = run(trainer_of(name, **options), tmp_path, trace=True)
-    events = traces.read_trace(tmp_path)
+    summary = run(tmp_path, toy_trainer(K, M, name, options))
     method = adl_dist.method(name, accumulation_steps=M, **options)
     validation = segment(0, num_samples=NUM_VALIDATION, steps=1)
-    traces.assert_every_action_is_one_event(events, method, training=[segment(0), segment(1)], validation=validation)
-    traces.assert_events_of_a_stage_do_not_overlap(events)
-    traces.assert_nothing_is_received_before_it_is_sent(events)
-    traces.assert_shares_are_all_of_the_time(summary, K)
-    assert not (tmp_path / "trace").exists()
+    traces.assert_is_whole(tmp_path, summary, method, training=[segment(0), segment(1)], validation=validation)
 
 
 def test_events_tell_the_version_and_tracing_changes_no_bit(tmp_path):
     """Events tell the version of the weights; without a trace the weights are the same, and nothing is written."""
-    trainer, untraced = trainer_of(), trainer_of()
-    run(trainer, tmp_path / "traced", trace=True)
-    summary = run(untraced, tmp_path / "untraced")
+    trainer, untraced = toy_trainer(K, M), toy_trainer(K, M)
+    run(tmp_path / "traced", trainer)
+    summary = run(tmp_path / "untraced", untraced, trace=False)
     assert not list((tmp_path / "untraced").glob("trace*"))
     assert all("shares" not in stage for stage in summary["stages"])
     assert_same(trainer.full_state_dict(), untraced.full_state_dict())
@@ -92,7 +67,7 @@ def test_events_tell_the_version_and_tracing_changes_no_bit(tmp_path):
 
 def test_only_the_first_events_are_kept_but_all_count(tmp_path, monkeypatch):
     monkeypatch.setattr("adl_dist.training.trainer.MOST_EVENTS", 20)
-    summary = run(trainer_of(), tmp_path, trace=True)
+    summary = run(tmp_path)
     assert all(len(events) == 20 for events in traces.read_trace(tmp_path).values())
     traces.assert_shares_are_all_of_the_time(summary, K)
     assert summary["stages"][2]["shares"]["update"] > 0
@@ -102,21 +77,19 @@ def test_only_the_first_events_are_kept_but_all_count(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_writes_its_own_trace(tmp_path):
-    run(trainer_of(), tmp_path, epochs=1, trace=True)
-    run(trainer_of(), tmp_path, epochs=2, trace=True)
+    run(tmp_path, epochs=1)
+    run(tmp_path, epochs=2)
     of_the_second = traces.read_trace(tmp_path)
     assert {e["args"]["epoch"] for e in of_the_second[0] if "epoch" in e["args"]} == {1}
-    run(trainer_of(), tmp_path, epochs=2, trace=True)
+    run(tmp_path, epochs=2)
     assert traces.read_trace(tmp_path) == of_the_second
 
 
 @pytest.mark.parametrize("in_the_way", ["trace", "trace.json"])  # of a part, of the whole
 def test_a_trace_that_cannot_be_written_fails_no_complete_run(in_the_way, tmp_path, capfd):
-    if in_the_way == "trace":
-        (tmp_path / in_the_way).touch()
-    else:
-        (tmp_path / in_the_way).mkdir()
-    summary = run(trainer_of(), tmp_path, trace=True)
+    path = tmp_path / in_the_way
+    path.touch() if in_the_way == "trace" else path.mkdir()
+    summary = run(tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["updates"] == summary["updates"] == 6
     err = capfd.readouterr().err
     assert err.count(f"adl-dist: warning: {tmp_path / 'trace.json'} could not be written: ") == 1
@@ -128,15 +101,15 @@ def test_a_run_that_diverges_says_so_although_it_is_traced(tmp_path):
     data = FixedImages(NUM_SAMPLES)
     data.images[3] = float("nan")
     with pytest.raises(DivergedError, match="the loss is nan"):
-        run(trainer_of(), tmp_path, trace=True, data=data)
+        run(tmp_path, data=data)
     assert not list(tmp_path.glob("trace*"))
 
 
 def test_a_trace_without_a_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"trace=True writes run_dir/trace\.json, but there is no run_dir"):
-        run(trainer_of(), None, trace=True)
+        run(None)
     with pytest.raises(ConfigError, match="all 3 stages share one; start one for each stage"):
-        run(trainer_of(), tmp_path, memory=True)
+        run(tmp_path, trace=False, memory=True)
 
 
 def test_every_action_has_a_kind():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,11 +18,12 @@ from adl_dist.errors import ConfigError
 from adl_dist.monitor import heartbeat
 from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.heartbeat import Heartbeat, HeartbeatMonitor
+from adl_dist.monitor.shutdown import print_bounded
 from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.watchdog import Watchdog
 from adl_dist.report import Progress, tell, warn
-from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, STALL_SECONDS, asleep_then_slow, fit, trainer_of
+from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, STALL_SECONDS, At, train
 from tests.support.toys import FixedImages
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
@@ -31,7 +33,7 @@ RUN = (
     "{before}\n"
     "stage_1 = At(5, lambda: {act})\n"
     "stage_0 = At(9, lambda: time.sleep(STALL_SECONDS / 2))  # lets the watchdog see that something moves again\n"
-    "fit(trainer_of([(5, stage_1), (2, stage_0)], num_stages=2, abort_seconds=1.6), pathlib.Path(sys.argv[1]))\n"
+    "train(pathlib.Path(sys.argv[1]), [(5, stage_1), (2, stage_0)], K=2, abort_seconds=1.6)\n"
     "print('trained to its end')"
 )
 HANGS = """
@@ -68,15 +70,12 @@ def wait_until(there, seconds=10):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("is_heard", [True, False], ids=["heard", "standard error is gone"])
-def test_a_stage_that_sleeps_is_reported_and_that_it_continues(is_heard, tmp_path, capfd, monkeypatch):
-    if not is_heard:
-        monkeypatch.setattr(sys, "stderr", Raises())
-    fit(trainer_of(asleep_then_slow(), num_stages=2), tmp_path)
-    log = (tmp_path / "logs" / "rank0.log").read_text()
-    for said in [log, capfd.readouterr().err] if is_heard else [log]:
+def test_a_stage_that_sleeps_is_reported_and_that_it_continues(tmp_path, capfd):
+    asleep, slow_after_it = At(5, lambda: time.sleep(ASLEEP_SECONDS)), At(9, lambda: time.sleep(STALL_SECONDS / 2))
+    train(tmp_path, [(5, asleep), (2, slow_after_it)], K=2)
+    for said in ((tmp_path / "logs" / "rank0.log").read_text(), capfd.readouterr().err):
         assert "likely cause: stage 1 (" in said
-        assert re.search(r"still at work: forward \d since 1 s, at support/stalls.py:\d+ in <lambda>", said)
+        assert re.search(r"still at work: forward \d since 1 s, at monitor/test_watchdog.py:\d+ in <lambda>", said)
         assert "wait for its turn" in said
         assert "adl-dist: continuing after" in said
         assert "could not look" not in said
@@ -85,7 +84,7 @@ def test_a_stage_that_sleeps_is_reported_and_that_it_continues(is_heard, tmp_pat
 @needs_proc
 def test_a_stuck_worker_process_is_reported_with_its_id(tmp_path, capfd):
     """A worker process that loads data and is stuck is reported with its process id."""
-    fit(trainer_of([], num_stages=2), tmp_path, StuckInWorker(NUM_SAMPLES), num_workers=1)
+    train(tmp_path, K=2, data=StuckInWorker(NUM_SAMPLES), num_workers=1)
     causes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("likely cause: ")]
     stuck = r"the data loader is stuck: it loads micro-batch .* 1 worker processes \(pid \d"
     assert any(re.search(stuck, cause) for cause in causes), causes
@@ -116,7 +115,7 @@ def test_a_process_in_which_a_debugger_stands_is_not_ended(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [Raises(), None, "closed"])
-def test_a_stream_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, stream):
+def test_a_stream_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, caplog, stream):
     if stream == "closed":
         stream = (tmp_path / "stream").open("w")
         stream.close()
@@ -124,18 +123,12 @@ def test_a_stream_that_cannot_be_written_ends_no_run(tmp_path, monkeypatch, stre
     monkeypatch.setattr(sys, "stdout", stream)
     tell(stream, "said")
     warn("said")
+    print_bounded("no progress")  # as the watchdog says it
+    assert [record.getMessage() for record in caplog.records] == ["said", "no progress"]
     progress = Progress(num_stages=1)
     progress.begin(0, 1, 1)
     progress.note("said")
     progress.end(0.5, None)
-
-
-class Alone:
-    """The other processes of a job that has none."""
-
-    def statuses(self, limits, asker, *, closely):
-        assert not limits
-        return {}
 
 
 def test_an_error_of_the_watchdog_is_logged_once_and_no_more(caplog):
@@ -148,8 +141,9 @@ def test_an_error_of_the_watchdog_is_logged_once_and_no_more(caplog):
         return CoordinatorStatus()
 
     nothing = dict.fromkeys(("on_gone", "on_end"), lambda *_: None)
+    peers = SimpleNamespace(statuses=lambda limits, asker, *, closely: {})
     timeouts = WatchdogTimeouts(stall_seconds=0.1, abort_seconds=None)
-    watchdog = Watchdog(1, Alone(), ActivityLog(1), coordination, timeouts, **nothing)
+    watchdog = Watchdog(1, peers, ActivityLog(1), coordination, timeouts, **nothing)
     watchdog.start()
     wait_until(lambda: len(looks) >= 6)
     watchdog.stop()
@@ -246,7 +240,7 @@ def test_a_background_save_that_is_slow_is_no_standstill(tmp_path, monkeypatch, 
         return write(file, data)
 
     monkeypatch.setattr(layout, "write_piece", slowly)
-    fit(trainer_of([], num_stages=1), tmp_path)
+    train(tmp_path, K=1)
     assert not left
     assert "no progress" not in capfd.readouterr().err
 

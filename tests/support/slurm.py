@@ -12,7 +12,6 @@ from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
 from tests.support.commands import ROOT, assert_same, weights_of
 
-TEMPLATE = ROOT / "launch" / "slurm.sbatch"
 SLURMS_OWN = ("slurmd", "slurmstepd")
 DONE = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
@@ -42,7 +41,7 @@ class Cluster:
     def submit(self, words, *, folder, options=(), variables=None):
         """``sbatch launch/slurm.sbatch`` in ``folder``."""
         done = subprocess.run(
-            ["sbatch", "--parsable", "--cpus-per-task=2", *options, TEMPLATE, *words],
+            ["sbatch", "--parsable", "--cpus-per-task=2", *options, ROOT / "launch" / "slurm.sbatch", *words],
             env={**self.environment, **(variables or {})}, cwd=folder,
             capture_output=True, text=True, timeout=30, check=False,
         )  # fmt: skip
@@ -66,10 +65,6 @@ class Cluster:
                 if line and Path(line.split()[0].rstrip(":")).name not in SLURMS_OWN:
                     found.append(f"{node}: {line}")
         return found
-
-    def cancel_all(self):
-        """Leave no job."""
-        self.ask("scancel", "--user=root")
 
 
 @dataclass(frozen=True)
@@ -95,9 +90,6 @@ class SlurmJob:
     def starts(self):
         """How often the script has begun."""
         return self.said.count(f"slurm.sbatch: job {self.number}, start ")
-
-    def signal(self, *words):
-        self.cluster.ask("scancel", "--signal=USR1", *words, self.number)
 
     def wait_for(self, what, condition, *, seconds=240):
         """Wait, while it is not over, for ``condition``, which ``what`` describes."""

@@ -18,8 +18,10 @@ def read_trace(run_dir):
     return {k: [e for e in told if e["ph"] == "X" and e["pid"] == k] for k in names}
 
 
-def assert_every_action_is_one_event(events, method, *, training, validation):
-    K = len(events)
+def assert_is_whole(run_dir, summary, method, *, training, validation=None, slack_us=0.0):
+    """Every action is one event of its stage, no two overlap, and a wait ends after the peer has begun to send."""
+    events, K = read_trace(run_dir), len(summary["stages"])
+    assert len(events) == K
     for k, of_stage in events.items():
         expected = []
         for segment in training:
@@ -31,17 +33,11 @@ def assert_every_action_is_one_event(events, method, *, training, validation):
             named = next(v for n, v in event["args"].items() if n in ("micro_batch", "group", "updates_in_segment"))
             assert named == action.number
             assert event["name"].endswith(f" {action.number}")
-
-
-def assert_events_of_a_stage_do_not_overlap(events):
-    for of_stage in events.values():
         for one, other in pairwise(of_stage):
             assert min(one["ts"], one["dur"]) >= 0
             assert one["ts"] + one["dur"] <= other["ts"] + 1e-6, (one, other)  # microseconds, in float64
-
-
-def assert_nothing_is_received_before_it_is_sent(events, *, slack_us=0.0):
-    """The one clock: a wait ends after the peer has begun to send."""
+    assert not (run_dir / "trace").exists()
+    assert_shares_are_all_of_the_time(summary, K)
 
     def times(stage, op, *, ends):
         actions = [(e["args"]["action"], e["ts"] + ends * e["dur"]) for e in events.get(stage, ())]

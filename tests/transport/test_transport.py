@@ -1,20 +1,23 @@
 """What travels on an edge: several tensors, their memory format, and what is refused."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
-import adl_dist
 from adl_dist.errors import ChannelError
 from adl_dist.partition import cut
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.spec import Specs, TensorSpec
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
+from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net, tuple_net
 from tests.support.values import QUIET
 
 IMAGE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5)
+plain_sgd = functools.partial(torch.optim.SGD, lr=0.1)
 in_both_formats = pytest.mark.parametrize("channels_last", [False, True])
 
 
@@ -23,15 +26,7 @@ def image(channels_last):
 
 
 def train_tuples(K):
-    trainer = adl_dist.Trainer(
-        tuple_net(),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        method=adl_dist.method("adl", accumulation_steps=2),
-        num_stages=K,
-        precision=adl_dist.Precision(dtype=torch.float64),
-        processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=30),
-    )
+    trainer = toy_trainer(K, 2, model=tuple_net(), optimizer=plain_sgd, dtype=torch.float64, timeout_seconds=30)
     data = FixedImages(13, dtype=torch.float64)
     trainer.fit(data, epochs=2, batch_size=6, val_dataset=data, shuffle=False, monitoring=QUIET)
     return trainer.full_state_dict()
@@ -125,13 +120,7 @@ def test_what_reaches_the_next_stage_is_rounded_in_its_dtype():
     model = batch_norm_net()
     model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].detach()))
     model[2].register_full_backward_pre_hook(lambda _, given: seen.update(grad=given[0]))
-    trainer = adl_dist.Trainer(
-        model,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        num_stages=2,
-        precision=adl_dist.Precision(wire_dtype=torch.bfloat16),
-    )
+    trainer = toy_trainer(2, model=model, wire_dtype=torch.bfloat16)
     trainer.fit(FixedImages(8), epochs=1, batch_size=8, monitoring=QUIET)
     for what, tensor in seen.items():
         assert tensor.dtype == torch.float32, what
