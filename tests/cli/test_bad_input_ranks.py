@@ -91,25 +91,20 @@ def test_another_runs_folder_stays_as_it_is_for_processes(diverged, start):
     assert snapshot(run_dir) == before
 
 
-OTHER_NUMBER = ["partition.num_stages=3 needs 3 processes, but torchrun started 2", "--nproc-per-node=3"]
-
-
-def test_another_number_of_processes_than_stages_is_told_once(tmp_path):
-    outcome = command_on_ranks(2, *words(tmp_path / "run", "partition.num_stages=3", processes=True))
-    shows(outcome.refusal(), [*OTHER_NUMBER, "partition.num_stages=2"])
-    assert snapshot(tmp_path) == {}
-
-
-@pytest.mark.slow
-def test_torchrun_with_another_number_of_processes_is_told_once(tmp_path):
+@pytest.mark.parametrize("by_torchrun", [False, slow(True)])
+def test_another_number_of_processes_than_stages_is_told_once(by_torchrun, tmp_path):
     arguments = words(tmp_path / "run", "partition.num_stages=3", processes=True)
-    outcome = as_command(*TORCHRUN, "--nproc-per-node=2", "-m", "adl_dist", *arguments)
-    (line,) = [line for line in outcome.err.splitlines() if line.startswith("adl-dist")]
-    shows(line, [*OTHER_NUMBER, "partition.num_stages=2"])
-    assert outcome.code != 0
-    assert "exitcode  : 2" in outcome.err, "that of the rank, in torchrun's own report"
-    assert "adl_dist/" not in outcome.err, "no traceback but torchrun's"
-    assert left_behind(tmp_path) == []
+    if by_torchrun:
+        outcome = as_command(*TORCHRUN, "--nproc-per-node=2", "-m", "adl_dist", *arguments)
+        (line,) = [line for line in outcome.err.splitlines() if line.startswith("adl-dist")]
+        assert outcome.code != 0
+        assert "exitcode  : 2" in outcome.err, "that of the rank, in torchrun's own report"
+        assert "adl_dist/" not in outcome.err, "no traceback but torchrun's"
+        assert left_behind(tmp_path) == []
+    else:
+        line = command_on_ranks(2, *arguments).refusal()
+    needs = "partition.num_stages=3 needs 3 processes, but torchrun started 2"
+    shows(line, [needs, "--nproc-per-node=3", "partition.num_stages=2"])
     assert snapshot(tmp_path) == {}
 
 
