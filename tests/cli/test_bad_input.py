@@ -294,12 +294,6 @@ def test_a_run_folder_that_cannot_be_made_says_why(tmp_path, monkeypatch):
     assert snapshot(tmp_path) == before
 
 
-def test_a_start_that_fails_does_not_block_the_corrected_command(tmp_path):
-    refused(*words(tmp_path / "run", "data.in_channels=1", "model.in_channels=3"))
-    outcome = in_process(*words(tmp_path / "run", "data.in_channels=1"))
-    assert (outcome.code, outcome.err) == (0, "")
-
-
 def test_curves_are_named_only_where_tensorboard_writes_them(run_dir):
     for written in (True, False):
         out = in_process(*words(run_dir, SMALL, "train.epochs=2", f"runtime.tensorboard={written}")).out
