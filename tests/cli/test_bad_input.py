@@ -39,7 +39,6 @@ NONSENSE = [
     ("train.epoch=2", ["there is no key 'train.epoch'", "did you mean 'train.epochs'?", "adl-dist train --help"]),
     ("batch_size=2", ["there is no key 'batch_size'", "did you mean 'train.batch_size'?"]),
     ("+train.foo=1", ["there is no key 'train.foo'", "adl-dist train --help"]),
-    ("++foo=1", ["there is no key 'foo'", "adl-dist train --help"]),
     ("runtime={foo:1}", ["there is no key 'runtime.foo'", "adl-dist train --help"]),
     ("hydra.run.dir=x", ["there is no key 'hydra.run.dir'", "adl-dist train --help"]),
     # unknown choices
@@ -78,8 +77,6 @@ NONSENSE = [
     ("runtime.timeout_seconds=nan", ["runtime.timeout_seconds must be above 0", "got nan"]),
     ("runtime.max_restarts=-1", ["runtime.max_restarts must be at least 0, got -1"]),
     ("runtime.checkpoint_every_updates=0", ["runtime.checkpoint_every_updates must be at least 1, got 0"]),
-    ("runtime.checkpoint_every_epochs=-1", ["runtime.checkpoint_every_epochs must be at least 0, got -1"]),
-    ("data.num_workers=-1", ["data.num_workers", "at least 0", "got -1"]),
     ("optimizer.lr=-1", ["optimizer", "torch.optim.SGD refuses", "Invalid learning rate: -1"]),
     # no KEY=VALUE at all
     ("train", ["'train' cannot be read", "KEY=VALUE"]),
@@ -91,7 +88,6 @@ NONSENSE = [
     ("model.dept=3", ["there is no key 'model.dept'", "did you mean 'model.depth'?", "takes depth, num_classes"]),
     ("optimizer.momentumm=0.1", ["'optimizer.momentumm'", "did you mean 'optimizer.momentum'?", "torch.optim.SGD"]),
     ("loss.foo=1", ["there is no key 'loss.foo'", "torch.nn.CrossEntropyLoss takes weight"]),
-    ("model=custom", ["model._target_ must be given", "model._target_=VALUE"]),
     ("data=imagefolder", ["data.root must be given", "data.root=VALUE"]),
     ("model._target_=", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
     ("model._target_=5", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
@@ -369,10 +365,6 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def garble(path):
-    path.write_bytes(b"x" * path.stat().st_size)
-
-
 def edited(**changes):
     def edit(path):
         manifest = json.loads(path.read_text()) | changes
@@ -385,7 +377,11 @@ DATA, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 DAMAGES = {
     "cut data": (DATA, cut, [f"{DATA} should hold", "bytes, found"]),
     "no data": (DATA, Path.unlink, [f"{DATA} should hold", "found no such file"]),
-    "garbled index": (INDEX, garble, [f"{INDEX} should have the SHA-256"]),
+    "garbled index": (
+        INDEX,
+        lambda path: path.write_bytes(b"x" * path.stat().st_size),
+        [f"{INDEX} should have the SHA-256"],
+    ),
     "cut manifest": ("manifest.json", cut, ["its manifest.json cannot be read"]),
     "empty manifest": ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
     "no update": ("manifest.json", edited(update=None), ["its manifest.json", "'update'"]),
@@ -482,27 +478,30 @@ def test_export_never_writes_over_what_is_there(run_dir, tmp_path):
     assert snapshot(tmp_path) == before
 
 
+NO_STATE = ["cannot be read", "expected a state_dict saved by torch.save"]
+OTHER_MODEL = ["of another model", "0.1.weight is [8, 192] in this model and missing in the file"]
+
+
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b"", ["cannot be read", "expected a state_dict saved by torch.save"]),
-        ("cut", ["cannot be read", "expected a state_dict saved by torch.save"]),
+        (b"", NO_STATE),
+        (slice(-500), NO_STATE),
         ([1, 2], ["holds a list", "expected a state_dict"]),
-        (torch.nn.Linear(1, 1), ["cannot be read", "expected a state_dict saved by torch.save"]),
-        ({"model": {}}, ["of another model", "0.1.weight is [8, 192] in this model and missing in the file"]),
-        ("foreign", ["of another model", "0.1.weight is [8, 192] in this model and missing in the file"]),
+        (torch.nn.Linear(1, 1), NO_STATE),
+        ({"model": {}}, OTHER_MODEL),
+        (slice(None), OTHER_MODEL),
     ],
     ids=["empty", "cut", "list", "whole module", "nested", "another model"],
 )
 def test_initial_weights_that_do_not_fit_say_what_the_file_holds(content, parts, foreign, tmp_path):
+    """``content``: the bytes of a file, a part of the weights of another model, or what torch.save is given."""
     path = tmp_path / "state.pt"
     match content:
         case bytes():
             path.write_bytes(content)
-        case "cut":
-            path.write_bytes(foreign[1].read_bytes()[:-500])
-        case "foreign":
-            path = foreign[1]
+        case slice():
+            path.write_bytes(foreign[1].read_bytes()[content])
         case _:
             torch.save(content, path)
     before = snapshot(tmp_path)
