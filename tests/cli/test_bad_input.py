@@ -39,7 +39,6 @@ NONSENSE = [
     ("train.epoch=2", ["there is no key 'train.epoch'", "did you mean 'train.epochs'?", "adl-dist train --help"]),
     ("batch_size=2", ["there is no key 'batch_size'", "did you mean 'train.batch_size'?"]),
     ("+train.foo=1", ["there is no key 'train.foo'", "adl-dist train --help"]),
-    ("++foo=1", ["there is no key 'foo'", "adl-dist train --help"]),
     ("runtime={foo:1}", ["there is no key 'runtime.foo'", "adl-dist train --help"]),
     ("hydra.run.dir=x", ["there is no key 'hydra.run.dir'", "adl-dist train --help"]),
     # unknown choices
@@ -65,10 +64,8 @@ NONSENSE = [
     # out of range
     ("method.accumulation_steps=0", ["method.accumulation_steps must be at least 1, got 0"]),
     ("partition.num_stages=0", ["partition.num_stages (K) must be at least 1, got 0"]),
-    ("train.epochs=0", ["train.epochs must be at least 1, got 0"]),
     ("train.max_updates=0", ["train.max_updates must be at least 1, got 0"]),
     ("train.clip_norm=0", ["train.clip_norm must be finite and above 0, got 0"]),
-    ("train.max_skipped=0", ["train.max_skipped must be at least 1, got 0"]),
     ("train.batch_size=0", ["train.batch_size must be at least 1, got 0"]),
     ("train.batch_size=3", ["train.batch_size=3", "method.accumulation_steps=4", "use train.batch_size>=4"]),
     ("seed=-1", ["seed must be at least 0, got -1"]),
@@ -78,13 +75,9 @@ NONSENSE = [
     ("runtime.timeout_seconds=0", ["runtime.timeout_seconds must be above 0", "got 0"]),
     ("runtime.timeout_seconds=inf", ["runtime.timeout_seconds must be above 0 and at most", "got inf"]),
     ("runtime.timeout_seconds=nan", ["runtime.timeout_seconds must be above 0", "got nan"]),
-    ("runtime.keep_checkpoints=0", ["runtime.keep_checkpoints must be at least 1, got 0"]),
     ("runtime.max_restarts=-1", ["runtime.max_restarts must be at least 0, got -1"]),
     ("runtime.checkpoint_every_updates=0", ["runtime.checkpoint_every_updates must be at least 1, got 0"]),
-    ("runtime.checkpoint_every_epochs=-1", ["runtime.checkpoint_every_epochs must be at least 0, got -1"]),
-    ("data.num_workers=-1", ["data.num_workers", "at least 0", "got -1"]),
     ("optimizer.lr=-1", ["optimizer", "torch.optim.SGD refuses", "Invalid learning rate: -1"]),
-    ("lr_schedule.warmup_epochs=-1", ["lr_schedule.warmup_epochs must be at least 0, got -1"]),
     # no KEY=VALUE at all
     ("train", ["'train' cannot be read", "KEY=VALUE"]),
     ("train.epochs=[1", ["'train.epochs=[1' cannot be read", "KEY=VALUE", "quote"]),
@@ -95,7 +88,6 @@ NONSENSE = [
     ("model.dept=3", ["there is no key 'model.dept'", "did you mean 'model.depth'?", "takes depth, num_classes"]),
     ("optimizer.momentumm=0.1", ["'optimizer.momentumm'", "did you mean 'optimizer.momentum'?", "torch.optim.SGD"]),
     ("loss.foo=1", ["there is no key 'loss.foo'", "torch.nn.CrossEntropyLoss takes weight"]),
-    ("model=custom", ["model._target_ must be given", "model._target_=VALUE"]),
     ("data=imagefolder", ["data.root must be given", "data.root=VALUE"]),
     ("model._target_=", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
     ("model._target_=5", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
@@ -110,7 +102,6 @@ NONSENSE = [
         ["follows a metric", "use multistep or cosine"],
     ),
     # the cut
-    ("partition.balance=3", ["partition.balance=3", "none of 'auto', 'even'", "like [3,2]"]),
     ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "none of 'auto', 'even'"]),
     ("partition.granularity=atom", ["partition.granularity", "atom", "layer, block"]),
     ("partition.speeds=[1,2]", ["partition.speeds weighs a measured cut", "partition.balance=auto"]),
@@ -118,13 +109,13 @@ NONSENSE = [
     ("resume=alwyas", ["resume=alwyas", "neither 'auto' nor 'never'", "checkpoints/update-"]),
     (f"resume={ROOT}", [f"{ROOT} is not a checkpoint", "it has no manifest.json", "runs/NAME/checkpoints/update-"]),
     ("run_dir=''", ["run_dir is empty", "run_dir=runs/NAME"]),
+    *[("runtime.device=cuda", ["no CUDA device", "use runtime.device=cpu"])] * (not torch.cuda.is_available()),
 ]
 
 
 # Found when a rank builds and cuts the model and looks for the data, which their parent does not do.
 BEFORE_WRITING = [
     ("model.depth=9", ["model.depth=9", "6n+2", "8 and 14"]),
-    ("data.in_channels=0", ["model.in_channels must be at least 1", "got 10 and 0"]),
     (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
     (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "expected a torch.nn.Module"]),
     ("partition.num_stages=6", ["has 5", "partition.num_stages=5, or partition.granularity=layer"]),
@@ -135,7 +126,6 @@ BEFORE_WRITING = [
         f"model._target_={USER}.Branching",
         ["Branching cannot be traced", "user_code.py:", "if x.sum() > 0", "torch.fx.wrap", "nn.Sequential of units"],
     ),
-    (f"model._target_={USER}.tied", ["'0.2.weight' and '3.0.weight' are one and the same tensor", "0 place"]),
     ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
     ("data=cifar10", ["CIFAR-10", "data.download=true", "data.root=FOLDER", "cifar-10-batches-py", NOWHERE]),
     ("data=imagefolder", ["train", "one folder for each class", "data.root", NOWHERE]),
@@ -161,14 +151,6 @@ def test_a_mistake_is_reported_before_any_process_starts(override, parts, tmp_pa
 def test_a_mistake_is_reported_before_anything_is_written(override, parts, tmp_path):
     root = [f"data.root={NOWHERE}"] if override.startswith("data=") else []
     shows(refused(*words(tmp_path / "run", override, *root)), parts)
-    assert snapshot(tmp_path) == {}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run on")
-def test_a_missing_gpu_is_reported_before_any_process_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "launch_local", no_process)
-    line = refused(*words(tmp_path / "run", "runtime.device=cuda", processes=True))
-    shows(line, ["runtime.device=cuda", "no CUDA device", "use runtime.device=cpu"])
     assert snapshot(tmp_path) == {}
 
 
@@ -202,12 +184,10 @@ def test_adl_dist_refuses_with_one_line_and_finds_a_local_target(processes, tmp_
 
 ONE_STAGE = "partition.num_stages=1"
 IMAGES, NO_SAMPLES = f"data._target_={USER}.images", ["expected samples", "Images is empty", "data.root"]
-THREE_OF_ONE = ["float32[B, 1, 8, 8]", "fails on it", "3 channels, but got 1"]
 THE_BATCH = ["for 2 samples", "whose first dimension is the batch"]
 # What only shows when the stages meet the data: refused before training, and nothing but a log is left.
 MISFITS = [
-    (["data.in_channels=1", "model.in_channels=3"], ["stage 0 (stem .. layer1_0)", *THREE_OF_ONE]),
-    (["data.in_channels=1", "model.in_channels=3", ONE_STAGE], ["stage 0 (stem .. head)", *THREE_OF_ONE]),
+    (["data.in_channels=1", "model.in_channels=3"], ["stage 0 (stem .. layer1_0)", "3 channels, but got 1"]),
     ([f"model._target_={USER}.second_half_does_not_fit"], ["stage 1 (2 .. 3)", "float32[B, 8]", "2x8 and 9x8"]),
     ([f"model._target_={USER}.drops_the_batch", "model.at=1"], ["stage 0 (0 .. 1)", "returns [8]", *THE_BATCH]),
     ([f"model._target_={USER}.drops_the_batch"], ["stage 1 (2 .. 3)", "returns [10]", *THE_BATCH]),
@@ -218,7 +198,6 @@ MISFITS = [
     ([IMAGES, "data.num_samples=15"], ["training dataset", "at least 16 samples", "Images has 15", "=15 or less"]),
     ([f"data._target_={USER}.one_dataset"], [f"{USER}.one_dataset returned Images", "expected a pair (training"]),
     ([f"data._target_={USER}.a_list"], ["sample ", "expected a pair (input, target), got int", "__getitem__"]),
-    (["data.num_samples=0"], ["data.num_samples must be at least 1, got 0"]),
 ]
 IS_NO_CLASS = ["the model has 10 outputs", "[0, 10)", "data.num_classes"]
 DIVERGES = ["optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_steps"]
@@ -226,10 +205,7 @@ DIVERGES = ["optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_st
 IN_TRAINING = [
     ([IMAGES, "data.last_target=10"], ["training dataset", "of epoch 0", "target 10", *IS_NO_CLASS]),
     ([IMAGES, "data.last_target=-1"], ["training dataset", "of epoch 0", "target -1", *IS_NO_CLASS]),
-    (
-        [f"data._target_={USER}.bad_validation_target"],
-        ["validation dataset", "micro-batch 1", "target 10", *IS_NO_CLASS],
-    ),
+    ([f"data._target_={USER}.bad_validation_target"], ["validation dataset", "micro-batch 1", *IS_NO_CLASS]),
     (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 0)", *DIVERGES]),
     (["optimizer.lr=1e20", ONE_STAGE], ["stage 0: the loss is nan at update 1 (epoch 0)", *DIVERGES]),
     ([f"loss._target_={USER}.InfiniteLoss"], ["stage 1: the loss is inf at update 0 (epoch 0)", *DIVERGES]),
@@ -288,17 +264,16 @@ def run_dir(finished, tmp_path):
         (["seed=1"], ["belongs to another run", "seed is 0 there and 1 here", "choose another run_dir"]),
         (["optimizer.lr=1"], ["belongs to another run", "optimizer.lr is 0.1 there and 1 here"]),
         (["resume=never"], ["already holds a run", NEWEST, "would write over it", "resume=auto", "another run_dir"]),
-        (
-            ["model=resnet8", "seed=3"],
-            ["belongs to another run", "model.depth is None there and 8 here", " more; choose"],
-        ),
+        (["resume={older}"], [f" holds {NEWEST}", "would write over", "choose another run_dir"]),
+        (["model=resnet8"], ["belongs to another run", "model.depth is None there and 8 here", " more; choose"]),
     ],
-    ids=["seed", "optimizer.lr", "resume=never", "model"],
+    ids=["seed", "optimizer.lr", "resume=never", "an older checkpoint", "model"],
 )
 def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, run_dir, monkeypatch):
     monkeypatch.setattr(train, "launch_local", no_process)
     before = snapshot(run_dir)
     model = [] if any(word.startswith("model") for word in overrides) else [SMALL]
+    overrides = [word.format(older=run_dir / "checkpoints" / OLDER) for word in overrides]
     line = refused(*words(run_dir, *model, "train.epochs=3", *overrides, processes=True))
     shows(line, [f"run_dir={run_dir}", *parts])
     assert snapshot(run_dir) == before
@@ -315,24 +290,11 @@ def test_a_run_folder_that_cannot_be_made_says_why(tmp_path, monkeypatch):
     assert snapshot(tmp_path) == before
 
 
-def test_a_start_that_fails_does_not_block_the_corrected_command(tmp_path):
-    refused(*words(tmp_path / "run", "data.in_channels=1", "model.in_channels=3"))
-    outcome = in_process(*words(tmp_path / "run", "data.in_channels=1"))
-    assert (outcome.code, outcome.err) == (0, "")
-
-
 def test_curves_are_named_only_where_tensorboard_writes_them(run_dir):
     for written in (True, False):
         out = in_process(*words(run_dir, SMALL, "train.epochs=2", f"runtime.tensorboard={written}")).out
         shows(out, ["nothing left to train", "run folder ", "plain weights "])
         assert ("tensorboard --logdir" in out) is written
-
-
-def test_resuming_from_an_older_checkpoint_keeps_the_newer_one(run_dir):
-    before = snapshot(run_dir)
-    line = refused(*words(run_dir, SMALL, "train.epochs=3", f"resume={run_dir / 'checkpoints' / OLDER}"))
-    shows(line, [f"run_dir={run_dir} holds {NEWEST}", "would write over", "choose another run_dir"])
-    assert snapshot(run_dir) == before
 
 
 def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
@@ -372,13 +334,11 @@ def test_a_resume_is_refused_to_attempts_of_another_launch(variable, launch, ano
     assert snapshot(run_dir) == before
 
 
-@pytest.mark.parametrize(
-    ("resume", "saves_before"), [("never", True), ("a checkpoint", False)], ids=["never", "a checkpoint"]
-)
-def test_our_own_launcher_restarts_a_run_where_it_was(resume, saves_before, foreign, tmp_path, monkeypatch):
+@pytest.mark.parametrize("saves_before", [True, False])
+def test_our_own_launcher_restarts_a_run_where_it_was(saves_before, foreign, tmp_path, monkeypatch):
     """The ranks are played by this process; the first attempt ends after its first checkpoint, or before."""
     attempts = []
-    resume = resume if saves_before else foreign[0]
+    resume = "never" if saves_before else foreign[0]
     resumed_from = tmp_path / "run/checkpoints/update-00000001" if saves_before else foreign[0]
 
     def play_ranks(arguments, num_processes, stopping):
@@ -405,10 +365,6 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def garble(path):
-    path.write_bytes(b"x" * path.stat().st_size)
-
-
 def edited(**changes):
     def edit(path):
         manifest = json.loads(path.read_text()) | changes
@@ -421,7 +377,11 @@ DATA, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 DAMAGES = {
     "cut data": (DATA, cut, [f"{DATA} should hold", "bytes, found"]),
     "no data": (DATA, Path.unlink, [f"{DATA} should hold", "found no such file"]),
-    "garbled index": (INDEX, garble, [f"{INDEX} should have the SHA-256"]),
+    "garbled index": (
+        INDEX,
+        lambda path: path.write_bytes(b"x" * path.stat().st_size),
+        [f"{INDEX} should have the SHA-256"],
+    ),
     "cut manifest": ("manifest.json", cut, ["its manifest.json cannot be read"]),
     "empty manifest": ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
     "no update": ("manifest.json", edited(update=None), ["its manifest.json", "'update'"]),
@@ -456,10 +416,9 @@ def test_a_damaged_checkpoint_says_what_is_wrong_and_the_way_on(damage, run_dir,
     }
 
 
-@pytest.mark.parametrize("damage", [cut, garble])
-def test_where_no_checkpoint_is_good_nothing_is_changed(damage, run_dir):
+def test_where_no_checkpoint_is_good_nothing_is_changed(run_dir):
     for name in (NEWEST, OLDER):
-        damage(run_dir / "checkpoints" / name / DATA)
+        cut(run_dir / "checkpoints" / name / DATA)
     before = snapshot(run_dir)
     shows(refused(*words(run_dir, SMALL, "train.epochs=3")), [NEWEST, f"{DATA} should h"])
     assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
@@ -511,39 +470,38 @@ def test_export_never_writes_over_what_is_there(run_dir, tmp_path):
     (tmp_path / "file").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     before = snapshot(tmp_path)
-    for name in ("file", "link", "run"):
+    there = dict.fromkeys(("file", "link", "run"), ("is there already", "choose another name"))
+    nowhere = {f"{name}/model.pt": [f"there is no folder {tmp_path / name}"] for name in ("none", "file")}
+    for name, parts in {**there, **nowhere, "m" * 300: ["File name too long", "choose another place"]}.items():
         line = refused("export", f"run_dir={run_dir}", f"out={tmp_path / name}")
-        shows(line, [f"out={tmp_path / name} is there already", "choose another name"])
-    for name in ("none/model.pt", "file/model.pt"):
-        line = refused("export", f"run_dir={run_dir}", f"out={tmp_path / name}")
-        shows(line, [f"out={tmp_path / name} cannot be written", f"there is no folder {(tmp_path / name).parent}"])
-    name = "m" * 300
-    line = refused("export", f"run_dir={run_dir}", f"out={tmp_path / name}")
-    shows(line, ["cannot be written", "File name too long", "choose another place"])
+        shows(line, [f"out={tmp_path / name} ", *parts])
     assert snapshot(tmp_path) == before
+
+
+NO_STATE = ["cannot be read", "expected a state_dict saved by torch.save"]
+OTHER_MODEL = ["of another model", "0.1.weight is [8, 192] in this model and missing in the file"]
 
 
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        (b"", ["cannot be read", "expected a state_dict saved by torch.save"]),
-        ("cut", ["cannot be read", "expected a state_dict saved by torch.save"]),
+        (b"", NO_STATE),
+        (slice(-500), NO_STATE),
         ([1, 2], ["holds a list", "expected a state_dict"]),
-        (torch.nn.Linear(1, 1), ["cannot be read", "expected a state_dict saved by torch.save"]),
-        ({"model": {}}, ["of another model", "0.1.weight is [8, 192] in this model and missing in the file"]),
-        ("foreign", ["of another model", "0.1.weight is [8, 192] in this model and missing in the file"]),
+        (torch.nn.Linear(1, 1), NO_STATE),
+        ({"model": {}}, OTHER_MODEL),
+        (slice(None), OTHER_MODEL),
     ],
     ids=["empty", "cut", "list", "whole module", "nested", "another model"],
 )
 def test_initial_weights_that_do_not_fit_say_what_the_file_holds(content, parts, foreign, tmp_path):
+    """``content``: the bytes of a file, a part of the weights of another model, or what torch.save is given."""
     path = tmp_path / "state.pt"
     match content:
         case bytes():
             path.write_bytes(content)
-        case "cut":
-            path.write_bytes(foreign[1].read_bytes()[:-500])
-        case "foreign":
-            path = foreign[1]
+        case slice():
+            path.write_bytes(foreign[1].read_bytes()[content])
         case _:
             torch.save(content, path)
     before = snapshot(tmp_path)
@@ -554,8 +512,7 @@ def test_initial_weights_that_do_not_fit_say_what_the_file_holds(content, parts,
 def test_a_mistake_in_the_users_own_code_is_not_called_bad_input(tmp_path):
     """Exit code 1, and the traceback, which the user needs here, is in the log."""
     outcome = in_process(*words(tmp_path / "run", f"model._target_={USER}.faulty", "model.at=5"))
-    assert outcome.code == 1
-    assert outcome.err.count("\n") == 1
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
     log = tmp_path / "run/logs/rank0.log"
     shows(outcome.err, ["adl-dist: unexpected KeyError", "a bug of the user's", f"the traceback is in {log}"])
     shows(log.read_text(), ["Traceback", "tests/support/user_code.py", "raise KeyError"])

@@ -24,22 +24,12 @@ OLDER = "update-00000002"
 @pytest.fixture(scope="module", params=["fork server", slow("own launcher")])
 def start(request):
     """Run a command as two processes."""
-    return functools.partial(*(command_on_ranks, 2) if request.param == "fork server" else (as_command, ADL_DIST))
+    by_fork_server, by_launcher = functools.partial(command_on_ranks, 2), functools.partial(as_command, ADL_DIST)
+    return by_fork_server if request.param == "fork server" else by_launcher
 
 
 def logs_of(run_dir):
     return [(run_dir / f"logs/rank{rank}.log").read_text() for rank in range(2)]
-
-
-def test_a_stage_that_does_not_take_its_input_is_reported_once(start, tmp_path):
-    """Rank 1 finds it, and both know it; that it may be any stage is shown in one process."""
-    misfit, parts = "second_half_does_not_fit", ["stage 1 (2 .. 3)", "float32[B, 8]", "fails on it", "2x8 and 9x8"]
-    outcome = start(*words(tmp_path / "run", f"model._target_={USER}.{misfit}", processes=True))
-    shows(outcome.refusal(), parts)
-    assert left_behind(tmp_path) == []
-    for log in logs_of(tmp_path / "run"):
-        shows(log, parts)
-    assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
 @pytest.mark.slow
@@ -91,25 +81,20 @@ def test_another_runs_folder_stays_as_it_is_for_processes(diverged, start):
     assert snapshot(run_dir) == before
 
 
-OTHER_NUMBER = ["partition.num_stages=3 needs 3 processes, but torchrun started 2", "--nproc-per-node=3"]
-
-
-def test_another_number_of_processes_than_stages_is_told_once(tmp_path):
-    outcome = command_on_ranks(2, *words(tmp_path / "run", "partition.num_stages=3", processes=True))
-    shows(outcome.refusal(), [*OTHER_NUMBER, "partition.num_stages=2"])
-    assert snapshot(tmp_path) == {}
-
-
-@pytest.mark.slow
-def test_torchrun_with_another_number_of_processes_is_told_once(tmp_path):
+@pytest.mark.parametrize("by_torchrun", [False, slow(True)])
+def test_another_number_of_processes_than_stages_is_told_once(by_torchrun, tmp_path):
     arguments = words(tmp_path / "run", "partition.num_stages=3", processes=True)
-    outcome = as_command(*TORCHRUN, "--nproc-per-node=2", "-m", "adl_dist", *arguments)
-    (line,) = [line for line in outcome.err.splitlines() if line.startswith("adl-dist")]
-    shows(line, [*OTHER_NUMBER, "partition.num_stages=2"])
-    assert outcome.code != 0
-    assert "exitcode  : 2" in outcome.err, "that of the rank, in torchrun's own report"
-    assert "adl_dist/" not in outcome.err, "no traceback but torchrun's"
-    assert left_behind(tmp_path) == []
+    if by_torchrun:
+        outcome = as_command(*TORCHRUN, "--nproc-per-node=2", "-m", "adl_dist", *arguments)
+        (line,) = [line for line in outcome.err.splitlines() if line.startswith("adl-dist")]
+        assert outcome.code != 0
+        assert "exitcode  : 2" in outcome.err, "that of the rank, in torchrun's own report"
+        assert "adl_dist/" not in outcome.err, "no traceback but torchrun's"
+        assert left_behind(tmp_path) == []
+    else:
+        line = command_on_ranks(2, *arguments).refusal()
+    needs = "partition.num_stages=3 needs 3 processes, but torchrun started 2"
+    shows(line, [needs, "--nproc-per-node=3", "partition.num_stages=2"])
     assert snapshot(tmp_path) == {}
 
 
@@ -148,6 +133,7 @@ def command_on_a_rank(folder, arguments):
 FAULTY = f"model._target_={USER}.faulty"
 BUG = ["unexpected KeyError", "a bug of the user's", "the traceback is in"]
 ENDINGS = {
+    "misfit": ([f"model._target_={USER}.second_half_does_not_fit"], (2, 2), ["error: stage 1 (2 .. 3)", "2x8 and 9x8"]),
     "no such class": (["model.num_classes=5"], (2, 2), ["error: training dataset: micro-batch 0", "target 5"]),
     "bug on rank 1": ([FAULTY, "model.at=3"], (1, 1), ["rank 1: ", *BUG, "rank1.log"]),
     "bug on rank 0": ([f"{FAULTY}_at_the_start", "model.at=3"], (1, 1), ["rank 0: ", *BUG, "rank0.log"]),
@@ -168,4 +154,6 @@ def test_one_rank_reports_and_all_end_with_its_exit_code(overrides, codes, parts
     # torch was loaded before the ranks could ask it for silence, so it talks here, too
     (line,) = [line for line in said.splitlines() if "adl-dist" in line]
     shows(line, ["adl-dist: ", *parts])
+    for log in logs_of(tmp_path / "run") if codes == (2, 2) else []:  # both know why
+        shows(log, parts[1:])
     assert not list(tmp_path.glob("run/checkpoints/*"))

