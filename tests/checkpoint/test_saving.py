@@ -1,11 +1,14 @@
 """Saves in the background and saves that fail: what is there before stays, what is half made goes, training goes on."""
 
+import contextlib
 import errno
 import json
 import os
 import re
 import resource
+import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -23,11 +26,11 @@ from tests.support.values import values
 UPDATES = 2  # of an epoch: 8 samples by 4
 
 
-def fit(run_dir, *, epochs=3):
+def fit(run_dir, *, epochs=3, dataset=None, background=True):
     """Train the toy net; return its weights."""
     trainer = trainer_of(batch_norm_net())
-    options = values(quiet=True, tensorboard=False, keep=9)
-    trainer.fit(FixedImages(8), epochs=epochs, batch_size=4, run_dir=run_dir, **options)
+    options = values(quiet=True, tensorboard=False, keep=9, background=background)
+    trainer.fit(dataset or FixedImages(8), epochs=epochs, batch_size=4, run_dir=run_dir, **options)
     return trainer.full_state_dict()
 
 
@@ -256,6 +259,64 @@ def test_a_second_run_writes_nothing_into_the_first_ones_folder(tmp_path):
 
 
 # --- other files -----------------------------------------------------------------------------------------------------
+
+
+class Counted(FixedImages):
+    """8 samples an epoch; calls what stands under the number of samples served, some of them before the first epoch."""
+
+    def __init__(self, **actions):
+        super().__init__(8)
+        self.actions, self.num_served = {int(name.removeprefix("at_")): act for name, act in actions.items()}, 0
+
+    def __getitem__(self, index):
+        self.num_served += 1
+        self.actions.get(self.num_served, int)()
+        return super().__getitem__(index)
+
+
+def test_training_continues_while_a_save_is_written(tmp_path, monkeypatch):
+    """With all stages in one process, too; and what is saved is what a save in the foreground saves."""
+    fit(tmp_path / "foreground", background=False)
+    second_epoch, write, has_continued = threading.Event(), layout.write_piece, []
+
+    def slowly(file, data):
+        if Path(file.name).parent.name == f".saving-{UPDATES:08d}":
+            has_continued.append(second_epoch.wait(timeout=20))
+        return write(file, data)
+
+    monkeypatch.setattr(layout, "write_piece", slowly)
+    fit(tmp_path / "background", dataset=Counted(at_13=second_epoch.set))
+    assert has_continued
+    assert all(has_continued)
+    foreground, background = (snapshot(tmp_path / name) for name in ("foreground", "background"))
+    data = [name for name in foreground if name.endswith(".safetensors")]
+    assert len(data) == 3 * 2, "of each of two stages, three times"
+    assert [background[name] for name in data] == [foreground[name] for name in data]
+
+
+@pytest.mark.slow
+def test_a_file_system_that_is_full_costs_one_checkpoint(tmp_path, capfd):
+    disk, ballast = tmp_path / "disk", tmp_path / "disk" / "ballast"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("only root may mount a small file system")
+
+    def fill():
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as out:
+            while out.write(bytes(512)):
+                pass
+
+    try:
+        got = fit(disk / "run", dataset=Counted(at_14=fill, at_22=ballast.unlink), background=False)
+        assert_same(got, fit(None))
+        assert names(disk / "run") == ["update-00000002", "update-00000006"]
+        for path in layout.complete(disk / "run" / "checkpoints"):
+            layout.verify(path)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+    printed = capfd.readouterr().err
+    assert printed.count("update 4 could not be saved") == 1, printed
+    assert "Traceback" not in printed
 
 
 @pytest.fixture

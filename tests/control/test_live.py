@@ -214,7 +214,7 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
         for k, action, seconds in (
             (0, Action(Op.FORWARD, 0), 2.0),
             (0, Action(Op.FORWARD, 1), 0.0),
-            (0, Action(Op.BACKWARD, 0), 3.0),
+            (0, Action(Op.BACKWARD, 1), 3.0),
             (1, Action(Op.BACKWARD, 0), 1.0),
             (1, Action(Op.UPDATE, 0), 1.0),
             (0, Action(Op.SEND_ACT, 1), 3.0),
@@ -228,7 +228,7 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
     assert (upper.doing, upper.waits_for, upper.seconds) == ("wait for its turn", [1], pytest.approx(10.5))
     assert (lower.doing, lower.waits_for, lower.seconds) == ("wait for act 1 from stage 0", [0], pytest.approx(0.5))
     assert upper.counts == {Op.FORWARD: 2, Op.BACKWARD: 1, Op.SEND_ACT: 1}
-    assert upper.last == {Op.FORWARD: 1, Op.BACKWARD: 0, Op.SEND_ACT: 1}
+    assert upper.last == {Op.FORWARD: 1, Op.BACKWARD: 1, Op.SEND_ACT: 1}
     assert (upper.epoch, upper.micro_batch, upper.staleness_mean, lower.staleness_mean) == (4, 1, 0.0, 1.0)
     assert upper.images_per_second == pytest.approx(3 / 10.5), "images count when their gradients have come"
     assert (upper.busy_share, lower.busy_share) == (pytest.approx(5 / 10.5), pytest.approx(2 / 10.5))
