@@ -302,7 +302,6 @@ class Sizeless:
     [
         (Stream(), "train dataset: expected a map-style torch Dataset .*got Stream; .* wrap it in such a class"),
         (Sizeless(), "map-style .* with __len__ and __getitem__, got Sizeless"),
-        (object(), "map-style .* got object"),
         ([], r"train dataset: expected samples, but list is empty; check data\.root"),
         (Augmented(20), r"train dataset: expected at least 21 samples, but Augmented has 20; .*batch_size=20 or less"),
     ],
@@ -488,9 +487,6 @@ def test_an_image_that_cannot_be_read_is_named(content, tmp_path):
         list(Loader(imagefolder(str(root))[0], seed=0, shuffle=False).batches(0, [4]))
 
 
-# Large images. Everything that is compared with is written out in torchvision's own transforms.
-
-
 def write_photographs(root, validation="val"):
     """JPEGs of noise: longer and shorter than 224, upright and not, colour and grey; the same in both folders."""
     random_bytes = np.random.RandomState(0)
@@ -504,6 +500,7 @@ def write_photographs(root, validation="val"):
 
 
 def by_hand(path, geometry, mean, std):
+    """Everything that is compared with is written out in torchvision's own transforms."""
     from torchvision.transforms import v2
 
     to_float = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
