@@ -137,8 +137,6 @@ def test_an_epoch_that_ends_leaves_random_streams_and_no_worker(end, num_workers
 
 
 class Jittered(TensorDataset):
-    """A user's own, which draws."""
-
     def __getitem__(self, index):
         return self.tensors[0][index] + torch.rand(1), index
 

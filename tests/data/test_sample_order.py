@@ -19,7 +19,6 @@ from adl_dist.seeds import stream_seed
 from tests.support.tiers import slow
 from tests.support.values import SILENT
 
-# torch advises against more workers than there are cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SEED, NUM_SAMPLES, BATCH_SIZE = 5, 22, 12  # the last update has 10: uneven micro-batches for M = 3 and 4
 
@@ -40,8 +39,6 @@ class Augmented(Dataset):
 
 
 class Writing(nn.Module):
-    """Writes down what it is trained on, sample by sample."""
-
     def __init__(self):
         super().__init__()
         self.given = []

@@ -186,7 +186,6 @@ def test_500_units_are_cut_into_16_stages_in_under_2_seconds():
     start = time.process_time()
     best = best_balance(units, num_stages=16, held=adl(16, M=4), machine=machine)
     seconds = time.process_time() - start
-    print(f"500 units into 16 stages: {seconds:.2f} s of CPU time")
     assert max(best.stage_bytes) <= 4000
     assert seconds < 2
 
