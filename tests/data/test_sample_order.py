@@ -4,6 +4,7 @@ Seen where the first stage gets them. What the loader alone promises is in test_
 """
 
 import hashlib
+import itertools
 import random
 
 import numpy as np
@@ -18,16 +19,12 @@ from adl_dist.seeds import stream_seed
 from tests.support.tiers import slow
 from tests.support.values import SILENT
 
-# torch advises against more workers than there are cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SEED, NUM_SAMPLES, BATCH_SIZE = 5, 22, 12  # the last update has 10: uneven micro-batches for M = 3 and 4
 
 
 class Augmented(Dataset):
-    """Images cropped, flipped and dimmed, with draws from all three global streams.
-
-    torchvision's transforms draw from torch's. Without them a worker starts in a tenth of the time.
-    """
+    """Images cropped, flipped and dimmed, with draws from all three global streams."""
 
     def __init__(self):
         self.images = torch.rand(NUM_SAMPLES, 3, 24, 24, generator=torch.Generator().manual_seed(0))
@@ -42,8 +39,6 @@ class Augmented(Dataset):
 
 
 class Writing(nn.Module):
-    """Writes down what it is trained on, sample by sample."""
-
     def __init__(self):
         super().__init__()
         self.given = []
@@ -94,14 +89,14 @@ def given(K, M, *, epochs=2, **options):
     return writing.given
 
 
-@pytest.mark.parametrize("K", [1, 2, 3])
-@pytest.mark.parametrize("M", [1, 2, 3, 4])
-def test_no_number_of_stages_or_size_changes_a_sample(K, M, expected):
-    assert given(K, M) == expected
+ALONE, BY_WORKERS = (
+    itertools.product([1, 2, 3], [1, 2, 3, 4], [0]),
+    [(2, 3, 1), slow(2, 3, 4), slow(3, 4, 4), (3, 4, 2)],
+)
 
 
-@pytest.mark.parametrize(("K", "M", "num_workers"), [(2, 3, 1), slow(2, 3, 4), slow(3, 4, 4), (3, 4, 2)])
-def test_no_number_of_workers_changes_a_sample(K, M, num_workers, expected):
+@pytest.mark.parametrize(("K", "M", "num_workers"), [*ALONE, *BY_WORKERS])
+def test_neither_stages_nor_sizes_nor_workers_change_a_sample(K, M, num_workers, expected):
     assert given(K, M, num_workers=num_workers) == expected
 
 

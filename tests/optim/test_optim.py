@@ -51,21 +51,13 @@ def test_a_factor_is_what_its_formula_says(factor, updates, expected):
     assert [factor(s) for s in updates] == expected
 
 
-def test_multistep_and_cosine_are_torchs_with_epochs_counted_in_updates():
+def test_multistep_and_cosine_are_torchs_counted_in_updates():
     ours = multistep(sgd(), updates_per_epoch=7, milestones=[1, 2.0, 2.5], gamma=0.3)
     theirs = lr_scheduler.MultiStepLR(sgd(), [7, 14, 18], gamma=0.3)
     assert learning_rates(ours, 25) == pytest.approx(learning_rates(theirs, 25), rel=1e-14)
     ours = cosine(sgd(0.2), updates_per_epoch=5, total_updates=30, final_factor=0.25)
     theirs = lr_scheduler.CosineAnnealingLR(sgd(0.2), T_max=30, eta_min=0.05)
     assert learning_rates(ours, 31) == pytest.approx(learning_rates(theirs, 31), rel=1e-12)
-
-
-def test_the_papers_recipe_warms_up_and_drops():
-    schedule = multistep(sgd(0.1), updates_per_epoch=4, milestones=[150, 225, 275], warmup_epochs=3)
-    rates = learning_rates(schedule, 300 * 4)
-    assert rates[:12] == pytest.approx([0.1 * (s + 1) / 12 for s in range(12)])
-    of_epochs = [rates[4 * epoch] for epoch in (0, 3, 149, 150, 224, 225, 275, 299)]
-    assert of_epochs == pytest.approx([0.1 / 12, 0.1, 0.1, 0.01, 0.01, 1e-3, 1e-4, 1e-4])
 
 
 def test_constant_is_the_optimizers_own_rate_after_warm_up():

@@ -186,25 +186,12 @@ def test_500_units_are_cut_into_16_stages_in_under_2_seconds():
     start = time.process_time()
     best = best_balance(units, num_stages=16, held=adl(16, M=4), machine=machine)
     seconds = time.process_time() - start
-    print(f"500 units into 16 stages: {seconds:.2f} s of CPU time")
     assert max(best.stage_bytes) <= 4000
     assert seconds < 2
 
 
 def sizes(units, K, *, held=None, **machine):
     return best_balance(units, num_stages=K, held=held or adl(K), machine=Machine(**machine)).sizes
-
-
-def wide(*widths, **costs):
-    return [unit(act_bytes=width, **(costs or {"grad_bytes": width})) for width in widths]
-
-
-def copies(of_first):
-    return {"held": [StageFootprint(graphs=3, weight_copies=of_first), StageFootprint(graphs=1)], "memory_bytes": 150}
-
-
-RECOMPUTING = [StageFootprint(graphs=1, inputs=3, recomputes=True), StageFootprint(graphs=1)]
-SLOW, WIDE = unit(act_bytes=4, grad_bytes=4), unit(0, act_bytes=9)
 
 
 @pytest.mark.parametrize(
@@ -214,23 +201,12 @@ SLOW, WIDE = unit(act_bytes=4, grad_bytes=4), unit(0, act_bytes=9)
         ([unit()] * 5, 2, {}, [2, 3]),  # what is left over goes to the last stages
         ([unit(1), unit(1), unit(50), unit(1), unit(1)], 3, {}, [2, 1, 2]),  # a huge one gets a stage of its own
         ([unit()] * 12, 3, {"speeds": [1.0, 0.5, 1.5]}, [4, 2, 6]),
-        ([unit()] * 7, 2, {"held": RECOMPUTING}, [3, 4]),
         # The first stage holds the most graphs.
         ([unit(activation_bytes=10)] * 12, 3, {"memory_bytes": 120}, [2, 4, 6]),
-        ([unit(parameter_bytes=10)] * 6, 2, copies(0), [3, 3]),
-        ([unit(parameter_bytes=10)] * 6, 2, copies(3), [2, 4]),
-        (wide(10, 80, 10, 0), 2, {"bandwidth": 20.0}, [2, 2]),
-        (wide(10, 80, 10, 0), 2, {"bandwidth": 8.0}, [1, 3]),  # avoids the wide cut in the middle
-        # Bytes go both ways at once: 5 and 5 take less time than 8 and none, though they are more.
-        ([unit(act_bytes=5, grad_bytes=5), unit(0, act_bytes=8), unit()], 2, {"bandwidth": 1.0}, [1, 2]),
-        (wide(1, 8, 1, 0, grad_bytes=0), 2, {"seconds_per_byte": 0.1}, [2, 2]),
-        (wide(1, 8, 1, 0, grad_bytes=0), 2, {"seconds_per_byte": 1.0}, [1, 3]),  # a stage weighs what it copies
-        # Of equally fast cuts the one that sends least, and then the earliest.
-        ([SLOW, unit(0, act_bytes=5, grad_bytes=2), WIDE, unit()], 2, {}, [2, 2]),
-        ([SLOW, unit(0, act_bytes=5, grad_bytes=3), WIDE, unit()], 2, {}, [1, 3]),
     ],
 )
 def test_the_best_cut_of_a_few_units_is_the_expected_one(units, K, options, expected):
+    """A few that a pencil finds; all else is compared with brute force."""
     assert sizes(units, K, **options) == expected
 
 

@@ -41,88 +41,49 @@ def perceptron():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
 
 
-class Slow(nn.Module):
-    """Sleeps in forward and in backward."""
+class Slow(nn.Linear):
+    """Sleeps in forward, if ``calls`` are given only in those, counted from 0, and in backward."""
 
-    def __init__(self, forward, backward=0.0):
-        super().__init__()
-        self.seconds = forward, backward
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return Sleep.apply(self.linear(x), *self.seconds)
-
-
-class Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, forward, backward):
-        ctx.seconds = backward
-        time.sleep(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        time.sleep(ctx.seconds)
-        return grad, None, None
-
-
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return x + self.second(torch.tanh(self.first(x)))
-
-
-class Transposing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = self.first(x).transpose(0, 1)
-        return torch.tanh(self.second(x)).transpose(0, 1)
-
-
-class SlowAtTimes(nn.Linear):
-    """A layer that sleeps in those of its forwards, counted from 0."""
-
-    def __init__(self, calls, seconds):
+    def __init__(self, forward, backward=0.0, *, calls=None):
         super().__init__(4, 4)
-        self.calls, self.seconds, self.num_calls = calls, seconds, 0
+        self.seconds, self.calls, self.num_calls = (forward, backward), calls, 0
 
     def forward(self, x):
-        time.sleep(self.seconds if self.num_calls in self.calls else 0.0)
+        time.sleep(self.seconds[0] if self.calls is None or self.num_calls in self.calls else 0.0)
         self.num_calls += 1
-        return super().forward(x)
+        out = super().forward(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: time.sleep(self.seconds[1]))
+        return out
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, forward, width=6):
+        super().__init__()
+        self.first, self.second, self.run = nn.Linear(6, 6), nn.Linear(width, width), forward
+
+    def forward(self, x):
+        return self.run(self, x)
 
 
 @pytest.mark.parametrize(("calls", "expected"), [((0, 1), 0.0), ((2,), 0.1), ((3, 4), 0.2)])
 def test_the_model_takes_the_mean_of_all_rounds_but_warm_up(monkeypatch, calls, expected):
     monkeypatch.setattr("adl_dist.partition.measure.MOST", 3)
-    _, told = profile_of(nn.Sequential(SlowAtTimes(calls, 0.3)), torch.randn(4, 4))
+    _, told = profile_of(nn.Sequential(Slow(0.3, calls=calls)), torch.randn(4, 4))
     assert told.forward == pytest.approx(expected, abs=0.05)
 
 
 def test_what_ends_a_group_is_norm_step_and_cleared_gradients(monkeypatch):
-    class Sleepy(torch.optim.SGD):
-        def step(self, closure=None):
-            time.sleep(0.02)
-            return super().step(closure)
-
-        def zero_grad(self, set_to_none=True):
-            time.sleep(0.04)
-            super().zero_grad(set_to_none)
+    def optimizer(parameters):
+        made = sgd(parameters)
+        made.step, made.zero_grad = partial(time.sleep, 0.02), partial(time.sleep, 0.04)
+        return made
 
     normed = []
-
-    def norm(grads):
-        normed.append(len(grads))
-        time.sleep(0.08)
-
-    monkeypatch.setattr("adl_dist.partition.measure.get_total_norm", norm)
-    units, _ = profile_of(perceptron(), torch.randn(4, 6), optimizer=lambda ps: Sleepy(ps, lr=0.1))
+    monkeypatch.setattr(
+        "adl_dist.partition.measure.get_total_norm", lambda grads: [normed.append(len(grads)), time.sleep(0.08)]
+    )
+    units, _ = profile_of(perceptron(), torch.randn(4, 6), optimizer=optimizer)
     assert set(normed) == {4}, "weights and biases of two layers"
     assert sum(unit.update for unit in units.values()) == pytest.approx(0.14, abs=0.05)
 
@@ -148,6 +109,8 @@ def test_bytes_of_a_perceptron_are_those_counted_by_hand():
 
 CROSSING = {"0.first": (2, 192), "0.tanh": (2, 192), "0.second": (2, 192), "0.add": (1, 96), "1": (1, 0)}
 TWO_LAYERS = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+RESIDUAL = TwoLayers(lambda self, x: x + self.second(torch.tanh(self.first(x))))
+TRANSPOSING = TwoLayers(lambda self, x: torch.tanh(self.second(self.first(x).transpose(0, 1))).transpose(0, 1), 4)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +119,9 @@ TWO_LAYERS = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
         # What the next unit keeps is held at the end of the stage before it only.
         (TWO_LAYERS, lambda unit: (unit.held_before, unit.held_behind), {"0": (128, 0), "1": (0, 4)}),
         (TWO_LAYERS, lambda unit: unit.activation_bytes >= 4 * 4 * 8, {"0": False, "1": True}),
-        (nn.Sequential(Residual(), nn.Linear(6, 5)), lambda unit: (unit.num_tensors, unit.act_bytes), CROSSING),
+        (nn.Sequential(RESIDUAL, nn.Linear(6, 5)), lambda unit: (unit.num_tensors, unit.act_bytes), CROSSING),
         # Between its layers stands a tensor whose first dimension is not the batch.
-        (Transposing(), lambda unit: unit.may_cut, dict.fromkeys(("first", "second", "tanh"), False)),
+        (TRANSPOSING, lambda unit: unit.may_cut, dict.fromkeys(("first", "second", "tanh"), False)),
     ],
     ids=["held", "kept", "crossing", "no batch"],
 )
@@ -245,11 +208,9 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_its_profile(tmp_path):
     fit(again, tmp_path, epochs=2)
     assert again._partitioned.sizes == [1, 5]
 
-
-def test_a_slower_device_gets_less():
-    trainer = trainer_of(slow_in_the_middle(), granularity="block", speeds=[1.0, 6.0])
-    fit(trainer)
-    assert trainer._partitioned.sizes[0] < 4
+    slower = trainer_of(slow_in_the_middle(), granularity="block", speeds=[1.0, 6.0])
+    fit(slower)
+    assert slower._partitioned.sizes[0] < 4
 
 
 def test_a_measured_cut_is_settled_with_the_whole_state_there():
@@ -273,12 +234,6 @@ def test_a_measured_cut_is_settled_with_the_whole_state_there():
 def test_nonsense_is_refused_before_anything_is_measured(changed, said):
     with pytest.raises((ConfigError, PartitionError), match=said):
         trainer_of(batch_norm_net(), **changed)
-
-
-def test_a_file_that_is_no_profile_is_named(tmp_path):
-    (tmp_path / "profile.json").write_text("{}")
-    with pytest.raises(PartitionError, match=r"profile\.json is not a profile .* remove it"):
-        fit(trainer_of(batch_norm_net()), tmp_path)
 
 
 def test_autocast_and_a_narrow_wire_halve_what_is_sent():

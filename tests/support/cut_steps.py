@@ -2,10 +2,8 @@
 
 import random
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.models import torchvision_model
@@ -22,15 +20,6 @@ WITH_HEADS = ("googlenet with heads", "inception_v3 with heads")
 # A gradient comes back over a cut with the strides of what went over it, and sums over dimensions of other strides run
 # in another order. ConvNeXt permutes what it normalises.
 ROUNDED = ("convnext",)
-
-
-class Step(NamedTuple):
-    """What one step leaves behind."""
-
-    kind: type  # of the output in training: a tensor, or a named tuple
-    # The output in training, gradients of the input and of each parameter (None: it got none), each buffer after that
-    # step, and the output in evaluation after it.
-    values: dict[str, Tensor | None]
 
 
 class MeanSquare:
@@ -56,7 +45,7 @@ def assert_the_cut_network_equals_the_uncut_one(name, dtype, scratch):
     expected = uncut_step(model, x)
     if num_parameters > 4e8:
         torch.save(expected, scratch / "uncut.pt")
-        expected = torch.load(scratch / "uncut.pt", mmap=True, weights_only=False)
+        expected = torch.load(scratch / "uncut.pt", mmap=True, weights_only=True)
         (scratch / "uncut.pt").unlink()  # it is mapped, and pytest keeps the last folders
     chain = linearise(model, granularity="layer")
     sent, rounded = {}, 0
@@ -66,15 +55,14 @@ def assert_the_cut_network_equals_the_uncut_one(name, dtype, scratch):
         pieces = chain.pieces(sizes)
         assert sorted(n for piece in pieces for n in piece.state_dict()) == sorted(model.state_dict())
         got, sent[how] = cut_step(model, pieces, x)
-        assert got.kind is expected.kind
-        assert got.values.keys() == expected.values.keys()
-        for key, value in expected.values.items():
-            if got.values[key] is value is None or torch.equal(got.values[key], value):
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            if got[key] is value is None or torch.equal(got[key], value):
                 continue
             told = f"{name}, {dtype}, cut into {sizes}: {key}"
             assert name.startswith(ROUNDED), told
             if dtype == torch.float64:
-                torch.testing.assert_close(got.values[key], value, rtol=1e-12, atol=1e-12, msg=told)
+                torch.testing.assert_close(got[key], value, rtol=1e-12, atol=1e-12, msg=told)
             rounded += 1
     return {
         "network": name,
@@ -110,12 +98,15 @@ def random_sizes(chain, *, seed):
 
 
 def uncut_step(model, x):
+    """Return what one step leaves behind, by name; None: a parameter that got no gradient.
+
+    The outputs in training and in evaluation after it, gradients of the input and of each parameter, and each buffer.
+    """
     loss_fn, target, x = MeanSquare(), torch.zeros(len(x), dtype=torch.long), x.clone().requires_grad_()
     loss_fn(model.train()(x), target).backward()
-    step = Step(type(loss_fn.out), _left_by_training(model, x, loss_fn.out))
+    values = _left_by_training(model, x, loss_fn.out)
     with torch.no_grad():
-        step.values.update(_named("evaluation", model.eval()(x)))
-    return step
+        return values | _named("evaluation", model.eval()(x))
 
 
 def cut_step(model, pieces, x):
@@ -137,12 +128,11 @@ def cut_step(model, pieces, x):
     grads = (torch.ones((), dtype=x.dtype),)
     for s in reversed(stages):
         grads = s.backward(0, grads)
-    step = Step(type(loss_fn.out), _left_by_training(model, x, loss_fn.out))
+    values = _left_by_training(model, x, loss_fn.out)
     acts = (x.detach(),)
     for k in range(len(pieces)):
         acts = stage(k, acts, training=False).predict(acts, target)
-    step.values.update(_named("evaluation", loss_fn.out))
-    return step, sent
+    return values | _named("evaluation", loss_fn.out), sent
 
 
 def _left_by_training(model, x, out):
@@ -153,4 +143,5 @@ def _left_by_training(model, x, out):
 
 
 def _named(mode, out):
-    return {f"output {place} in {mode}": leaf.detach() for place, leaf in enumerate(tree_leaves(out))}
+    kind = type(out).__name__
+    return {f"output {place} in {mode}, a {kind}": leaf.detach() for place, leaf in enumerate(tree_leaves(out))}
