@@ -37,6 +37,7 @@ def refused(*command, code=2):
 NONSENSE = [
     # unknown and misspelt keys
     ("train.epoch=2", ["there is no key 'train.epoch'", "did you mean 'train.epochs'?", "adl-dist train --help"]),
+    ("modle=resnet8", ["there is no key 'modle'", "did you mean 'model'?"]),
     ("batch_size=2", ["there is no key 'batch_size'", "did you mean 'train.batch_size'?"]),
     ("+train.foo=1", ["there is no key 'train.foo'", "adl-dist train --help"]),
     ("runtime={foo:1}", ["there is no key 'runtime.foo'", "adl-dist train --help"]),

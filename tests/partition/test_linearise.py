@@ -462,6 +462,13 @@ def test_a_model_trains_the_same_wherever_it_is_cut(name):
         assert got[1]["validation_loss"] == pytest.approx(expected[1]["validation_loss"], rel=1e-12)
 
 
+def test_a_module_that_stands_twice_is_run_twice():
+    act = nn.Tanh()
+    model, x = nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act, nn.Linear(3, 2)), torch.randn(4, 3)
+    first, second = cut(model, num_stages=2, balance=[2, 3])
+    assert torch.equal(second(first(x)), model(x))
+
+
 def test_a_stage_in_place_in_training_leaves_its_input_alone():
     """The stage before it needs the output of its tanh for its own backward, in this process the very same tensor."""
 
