@@ -63,7 +63,7 @@ class StageContext:
     def open(self, work: StageWork, *, training: bool) -> None:
         """Begin a segment of training or of evaluation."""
         self.work = work
-        self.last_of_groups = work.last_of_groups()  # now, because another thread may shorten the list later on
+        self.last_of_groups = work.last_of_groups()  # now, because a stop may shorten the list later on
         self.held.clear()
         self.buffer.clear()
         for sender in self.senders.values():

@@ -207,13 +207,14 @@ class _LogFile(logging.FileHandler):
 
 def log_to(path: Path | None) -> None:
     """Send this process's log to the file ``path``, and no longer to that of an earlier run; None: to no file."""
+    if path is not None:
+        make_folder(path.parent)
     for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
         logger.removeHandler(old)
         old.close()
         logger.propagate = True
     if path is None:
         return
-    make_folder(path.parent)
     try:
         handler = _LogFile(path.resolve())
     except OSError as error:

@@ -33,7 +33,7 @@ class JobEndpoint:
         self.commands: queue.SimpleQueue[Command | Finish | Abort] = queue.SimpleQueue()
         self.heartbeat = Heartbeat()
         self.stop = EarlyStop()
-        # On rank 0 alone:
+        # Used on rank 0 alone:
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.requests = Requests()
         self.on_part: Callable[[PartReport], None] = lambda part: None  # takes what the processes report of a save

@@ -64,12 +64,11 @@ class LiveControl:
         # The watchdog may close it too, when it ends the job.
         (accepting, self._accepting), (folder, self._folder) = (self._accepting, None), (self._folder, None)
         if accepting is not None:
-            try:
-                self._path.unlink(missing_ok=True)  # first: a client that sees the file may connect
-            finally:
-                accepting.join()
-                with self._answered:  # the clients' threads may end with this process
-                    self._answered.wait_for(lambda: self._num_due == 0, timeout=LAST_ANSWER_SECONDS)
+            with contextlib.suppress(OSError):  # a disk that fails now must not make the run a failed one
+                self._path.unlink()  # first: a client that sees the file may connect
+            accepting.join()
+            with self._answered:  # the clients' threads may end with this process
+                self._answered.wait_for(lambda: self._num_due == 0, timeout=LAST_ANSWER_SECONDS)
         if folder is not None:
             os.close(folder)
 

@@ -94,7 +94,7 @@ def serve(worker: LocalWorker, plane: ControlPlane) -> Summary:
             elif is_reported and world.rank != COORDINATOR_RANK:
                 # The coordinator first lets a save end that is under way, and this process may be writing its part.
                 with contextlib.suppress(queue.Empty):
-                    plane.endpoint.commands.get(timeout=LAST_SAVE_SECONDS)
+                    world.is_ended_by_rank_0 = isinstance(plane.endpoint.commands.get(timeout=LAST_SAVE_SECONDS), Abort)
             raise
         if isinstance(command, Abort):
             raise command.failure.error()

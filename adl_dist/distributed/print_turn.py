@@ -40,13 +40,15 @@ def is_mine() -> bool:
     world, knows_first_hand = world_of_process(), arose_here() or launched_rank() == 0
     if world is not None and not world.is_rank_0_informed:
         return True
+    is_others = world is not None and (world.is_ended_by_rank_0 or not knows_first_hand)
     try:
         if (store := _store()) is None or (knows_first_hand and store.add(TURNS, 1) == 1):
             return True
+        is_others = world is not None
         store.wait([KEY], LIMIT)
         return store.get(KEY) == b"none"
     except dist.DistNetworkError:  # the store has ended with rank 0
-        return knows_first_hand or world is None
+        return not is_others
     except RuntimeError:  # too late
         return True
 

@@ -24,15 +24,15 @@ def launch_folder() -> Iterator[Path]:
         OSError: there is no room for temporary files.
     """
     _sweep()
-    made = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
-    with (made / LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        # Only now, as another launcher would take it for an old one before it is locked.
-        folder = made.rename(made.with_name(PREFIX + made.name.removeprefix(NEW_PREFIX)))
-        try:
+    folder = Path(tempfile.mkdtemp(prefix=NEW_PREFIX))
+    try:
+        with (folder / LOCK).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Only now, as another launcher would take it for an old one before it is locked.
+            folder = folder.rename(folder.with_name(PREFIX + folder.name.removeprefix(NEW_PREFIX)))
             yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sweep() -> None:

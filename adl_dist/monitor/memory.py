@@ -45,9 +45,9 @@ class MemoryMeter:
     @contextlib.contextmanager
     def segment(self, stage: Stage) -> Iterator[None]:
         """Measure while inside, if the first updates of the run are not done; if it fails, no peak is known."""
-        if self._num_seen < self._num_updates and not self._is_on_gpu:
-            self._start(stage)
         try:
+            if self._num_seen < self._num_updates and not self._is_on_gpu:
+                self._start(stage)
             yield
             self._finish()
         finally:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import IO, Any
 
 from adl_dist.report.tables import text_table
@@ -18,7 +19,9 @@ class Progress:
         """Show to ``out`` (standard output), or nothing if ``quiet``."""
         self._out, self._quiet = out or sys.stdout, quiet
         # Only a terminal can overwrite a line; a log file gets the line of each epoch.
-        self._live = not quiet and _is_terminal(self._out)
+        self._live = False
+        with suppress(ValueError):  # it is closed
+            self._live = not quiet and self._out is not None and self._out.isatty()
         self._staleness: list[float | None] = [None] * num_stages
         self._head, self._has_accuracy = "", False
         self._update = self._total_updates = self._last_size = self._num_skipped = 0
@@ -82,13 +85,6 @@ class Progress:
             f"{self._head}  update {self._update:>{width}}/{self._total_updates}  loss {loss:.4f}{accuracy}"
             f"  {self._rate:7,.0f} images/s  staleness {stale}{skipped}"
         )
-
-
-def _is_terminal(stream: IO[str] | None) -> bool:
-    try:
-        return stream is not None and stream.isatty()
-    except ValueError:  # it is closed
-        return False
 
 
 def final_table(summary: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ class Receiver(Protocol):
         """Begin a segment whose micro-batches hold ``sizes`` samples and arrive in ``order``."""
 
     def shorten(self, num_micro_batches: int) -> None:
-        """Expect the first ``num_micro_batches`` of the segment alone; called by another thread than the others."""
+        """Expect the first ``num_micro_batches`` of the segment alone."""
 
     def recv(self, micro_batch: int) -> Tensors:
         """Wait for the tensors of one micro-batch; the caller owns them."""

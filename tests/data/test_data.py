@@ -30,7 +30,7 @@ from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Precision
 from adl_dist.training.input import DeviceLoader
-from tests.support.tiers import grid, slow
+from tests.support.tiers import grid
 
 # Every worker imports this file, so what is slow to import (torchvision, scikit-learn, Hydra) is imported in tests.
 # torch advises against more workers than there are cores; here they are the point.

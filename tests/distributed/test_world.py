@@ -113,4 +113,13 @@ def test_the_rank_that_failed_and_rank_0_print_one_line(ranks, monkeypatch):
         began = time.monotonic()
         turns.append(print_turn.is_mine())
     assert turns == [True, False]
+
+    def ended(*_):
+        raise dist.DistNetworkError("Broken pipe")
+
+    monkeypatch.setattr(type(here.store), "add", ended)
+    by_rank_0 = replace(here, rank=1, size=2, has_failed_itself=True, is_ended_by_rank_0=True)
+    for mine, prints in ((by_rank_0, False), (replace(by_rank_0, is_ended_by_rank_0=False), True)):
+        monkeypatch.setattr(world, "_world", mine)
+        assert print_turn.is_mine() is prints, "rank 0, whose store it was, has printed what it ended the job for"
     assert 0.2 < time.monotonic() - began < 5

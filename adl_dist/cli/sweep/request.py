@@ -125,15 +125,12 @@ def _job(run_dir: Path, label: str, overrides: Sequence[str], values: Sequence[s
     with naming(", ".join(filter(None, row)) or command):
         config, plain = compose.compose_run([*overrides, *values])
     method = config.method.chosen()
-    name = "-".join(filter(None, map(_as_name, row))) or f"{method.name}-M{method.micro_batches_per_update}"
+    short = [text.removeprefix("method=").replace("method.accumulation_steps=", "M").lstrip("+") for text in row]
+    names = [re.sub(r"[^\w.+-]+", "-", text.replace("=", "")).strip("-.") for text in short]
+    name = "-".join(filter(None, names)) or f"{method.name}-M{method.micro_batches_per_update}"
     folder = run_dir / name / f"k{config.partition.num_stages}-seed{config.seed}"
     quoted = str(folder).replace("'", "\\'")
     return Job(overrides=[*overrides, *values, f"run_dir='{quoted}'"], folder=folder, config=config, plain=plain)
-
-
-def _as_name(text: str) -> str:
-    short = text.removeprefix("method=").replace("method.accumulation_steps=", "M").lstrip("+")
-    return re.sub(r"[^\w.+-]+", "-", short.replace("=", "")).strip("-.")
 
 
 def _key(override: str) -> str:
