@@ -21,18 +21,18 @@ LEFT_OUT = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     # What takes longest comes first, so that two workers end together.
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     for marker, why in LEFT_OUT.items():
         if item.get_closest_marker(marker) and marker not in item.config.option.markexpr:
             pytest.skip(why)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, value in report.user_properties:
             if name == "measured":

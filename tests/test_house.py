@@ -10,7 +10,7 @@ import torch.distributed
 PACKAGE = pathlib.Path(__file__).parents[1] / "adl_dist"
 
 
-def files() -> list[pathlib.Path]:
+def files():
     return [p for p in PACKAGE.rglob("*.py") if "conf" not in p.relative_to(PACKAGE).parts]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-
 from adl_dist.checkpoint import layout, state
 from adl_dist.control import worker
 from adl_dist.optim import fast_forward
@@ -21,13 +20,13 @@ SEEDS = 40
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_JOB))
-def test_a_disturbed_run_ends_undisturbed_or_says_why(first: int) -> None:
+def test_a_disturbed_run_ends_undisturbed_or_says_why(first):
     for seed in range(first, first + SEEDS_PER_JOB):
         story = simulate(seed)
         assert not story.wrong, "\n".join(story.lines)
 
 
-def test_a_seed_tells_the_same_story_twice() -> None:
+def test_a_seed_tells_the_same_story_twice():
     first, second = ("\n".join(simulate(3).lines) for _ in range(2))
     temporary = r"\S*adl-dist-faults-\S*"
     assert re.sub(temporary, "", first) == re.sub(temporary, "", second)
@@ -37,15 +36,15 @@ def test_a_seed_tells_the_same_story_twice() -> None:
 # --- bugs that it must find ------------------------------------------------------------------------------------------
 
 
-def from_the_first(schedule: Any, updates: int) -> None:
+def from_the_first(schedule, updates):
     fast_forward(schedule, 0)
 
 
-def one_update_ahead(self: Any, path: str, update: int, load: Any = worker.LocalWorker._load) -> None:
+def one_update_ahead(self, path, update, load=worker.LocalWorker._load):
     load(self, path, update + 1)
 
 
-def copied(source: Path, target: Path) -> Path:
+def copied(source, target):
     if not source.is_dir():
         return source.replace(target)
     shutil.copytree(source, target)
@@ -67,7 +66,7 @@ BUGS: dict[str, tuple[Any, str, Any, int, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_it_finds(bug: str) -> None:
+def test_it_finds(bug):
     place, name, planted, job, said = BUGS[bug]
     undisturbed.cache_clear()
     with patch.object(place, name, planted):
@@ -78,7 +77,7 @@ def test_it_finds(bug: str) -> None:
 # --- tools.kill ------------------------------------------------------------------------------------------------------
 
 
-def test_every_kill_that_comes_too_late_can_come_earlier() -> None:
+def test_every_kill_that_comes_too_late_can_come_earlier():
     killings = draw(100, seed=0, start_seconds=8.0)
     assert {killing.update is None for killing in killings} == {True, False}
     for killing in killings:
@@ -90,9 +89,7 @@ def test_every_kill_that_comes_too_late_can_come_earlier() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_run_that_fails_before_its_kill_is_not_too_late(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_before_its_kill_is_not_too_late(code, tmp_path, monkeypatch):
     ends = sys.executable, "-c", "exit('the reason')" if code else ""
     monkeypatch.setattr(run, "start", lambda *_, **options: (ends, ()))
     outcome = run.kill(draw(1, seed=0, start_seconds=8.0)[0], tmp_path / "run", None, 0.0)  # type: ignore[arg-type]

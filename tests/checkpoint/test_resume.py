@@ -5,16 +5,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-
 from adl_dist.checkpoint import layout
 from adl_dist.cli.main import main
-from tests.support.commands import Outcome
+
 from tests.support.kill import ADL_DIST, HOLD, NUM_SAMPLES, SECONDS_PER_SAMPLE, Command, RunEnd, newest
 from tests.support.ranks import command_on_ranks
 from tests.support.tiers import slow
@@ -37,27 +34,27 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RunEnd:
+def uninterrupted(tmp_path_factory):
     """What four epochs in one process leave."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     assert train_here(folder) == 0
     return RunEnd(folder / "run")
 
 
-def train_here(folder: Path, *more: str) -> int:
+def train_here(folder, *more):
     """Train with all stages in this process; return the exit code."""
     with pytest.raises(SystemExit) as end:
         main(["train", *WORDS, "runtime.processes=false", f"run_dir={folder / 'run'}", *more])
     return int(end.value.code or 0)
 
 
-def train_as_two_ranks(folder: Path, *more: str) -> Outcome:
+def train_as_two_ranks(folder, *more):
     """Train as torchrun's ranks would, without the seconds that it takes to start them."""
     return command_on_ranks(2, "train", *WORDS, f"run_dir={folder / 'run'}", *more)
 
 
 @contextmanager
-def held(folder: Path, *more: str, start: Sequence[str] = ADL_DIST) -> Iterator[Command]:
+def held(folder, *more, start=ADL_DIST):
     """The run on images, which does not come to its end before the file HOLD is removed."""
     (folder / HOLD).touch()
     with Command([*WORDS, *more], folder=folder, start=start) as command:
@@ -69,9 +66,7 @@ def held(folder: Path, *more: str, start: Sequence[str] = ADL_DIST) -> Iterator[
 
 
 @pytest.mark.parametrize("victim", [0, slow(1), slow(None)], ids=str)
-def test_a_killed_run_ends_with_the_same_bits_when_run_again(
-    victim: int | None, tmp_path: Path, uninterrupted: RunEnd
-) -> None:
+def test_a_killed_run_ends_with_the_same_bits_when_run_again(victim, tmp_path, uninterrupted):
     """The launcher is None. More moments, and restarts by launchers: ``make test-kill``."""
     saves = tmp_path / "run" / "checkpoints"
     with held(tmp_path) as run:
@@ -97,7 +92,7 @@ def test_a_killed_run_ends_with_the_same_bits_when_run_again(
 
 
 @pytest.mark.slow
-def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path: Path) -> None:
+def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path):
     """One that did would train on alone, and keep the same command out of its folder."""
     with held(tmp_path, start=(*TORCHRUN, "-m", "adl_dist")) as run:
         run.wait_for_update(0)
@@ -106,8 +101,8 @@ def test_no_rank_outlives_a_torchrun_that_was_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupted_while_ranks_start_a_run_leaves_no_process(tmp_path: Path) -> None:
-    def load_torch() -> bool:
+def test_interrupted_while_ranks_start_a_run_leaves_no_process(tmp_path):
+    def load_torch():
         ranks = [Path(f"/proc/{pid}/maps") for pid, rank in run.processes().items() if rank is not None]
         return len(ranks) == 2 and all("libtorch_python" in maps.read_text() for maps in ranks)
 
@@ -123,7 +118,7 @@ def test_interrupted_while_ranks_start_a_run_leaves_no_process(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_signal_to_any_process_stops_saves_and_says_so(tmp_path: Path) -> None:
+def test_a_signal_to_any_process_stops_saves_and_says_so(tmp_path):
     """From the launcher, then from a rank of the run that continues; a loader has a process of its own."""
     for epoch, number, rank in ((0, signal.SIGTERM, None), (1, signal.SIGUSR1, 1)):
         with held(tmp_path, "data.num_workers=1") as run:
@@ -143,7 +138,7 @@ def test_a_signal_to_any_process_stops_saves_and_says_so(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_a_run_that_cannot_stop(tmp_path: Path, uninterrupted: RunEnd) -> None:
+def test_a_second_signal_ends_a_run_that_cannot_stop(tmp_path, uninterrupted):
     """At a second signal a run that cannot stop ends at once and leaves one line and no process."""
     with held(tmp_path) as run:
         run.wait_for_update(2 * UPDATES_PER_EPOCH)
@@ -163,16 +158,14 @@ def test_a_second_signal_ends_a_run_that_cannot_stop(tmp_path: Path, uninterrupt
 # --- runs that nothing disturbs --------------------------------------------------------------------------------------
 
 
-def test_a_run_made_longer_ends_with_the_bits_of_a_long_one(tmp_path: Path, uninterrupted: RunEnd) -> None:
+def test_a_run_made_longer_ends_with_the_bits_of_a_long_one(tmp_path, uninterrupted):
     """Here one process continues what processes began; the other way round: the next test."""
     assert train_as_two_ranks(tmp_path, "train.epochs=2").code == 0
     assert train_here(tmp_path) == 0
     assert RunEnd(tmp_path / "run").differences(uninterrupted) == []
 
 
-def test_processes_read_and_write_checkpoints_of_another_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_read_and_write_checkpoints_of_another_cut(tmp_path, capsys):
     mixed, alone = tmp_path / "mixed", tmp_path / "alone"
     assert train_here(mixed, "partition.num_stages=3", "train.epochs=1") == 0
     shutil.copytree(mixed, alone)
@@ -184,12 +177,10 @@ def test_processes_read_and_write_checkpoints_of_another_cut(
     assert RunEnd(mixed / "run").differences(RunEnd(alone / "run")) == []
 
 
-def test_the_command_of_a_finished_run_trains_nothing(
-    tmp_path: Path, uninterrupted: RunEnd, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_of_a_finished_run_trains_nothing(tmp_path, uninterrupted, capsys):
     run_dir = shutil.copytree(uninterrupted.run_dir, tmp_path / "run")
 
-    def contents() -> dict[Path, Any]:
+    def contents():
         times = {path: path.stat().st_mtime_ns for path in (run_dir / "checkpoints").rglob("*")}
         return times | {path: path.read_bytes() for path in (run_dir / "metrics.jsonl", run_dir / "summary.json")}
 

@@ -1,24 +1,22 @@
 """A checkpoint continues with another K or balance: nothing is lost, nothing is moved, and the run says so."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import adl_dist
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
-
-import adl_dist
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError
 from adl_dist.optim import multistep
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
+from torch import Tensor, nn
+
 from tests.support.commands import assert_same, snapshot
 from tests.support.runs import toy_trainer
 from tests.support.saved import saved
@@ -32,7 +30,7 @@ CUTS: list[tuple[int, list[int] | None]] = [(4, None), (2, None), (3, None), (3,
 SCHEDULE = partial(multistep, milestones=[1.5, 2.5], gamma=0.3, warmup_epochs=1.2)
 
 
-def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def two_groups(parameters):
     """Decays matrices only, and learns the rest at half the rate; a stage may have none of either."""
     all_of_them = list(parameters)
     matrices, rest = ([p for p in all_of_them if (p.ndim > 1) is wanted] for wanted in (True, False))
@@ -56,18 +54,18 @@ class Run:
 
     def __init__(
         self,
-        K: int,
-        balance: list[int] | None = None,
+        K,
+        balance=None,
         *,
-        optimizer: str = "sgd",
-        dtype: torch.dtype = torch.float32,
-        lr_schedule: Any = None,
-        method: str = "adl",
-        steps: int = M,
-        seed: int = 0,
-        stop_after: int | None = None,
-        **options: Any,
-    ) -> None:
+        optimizer="sgd",
+        dtype=torch.float32,
+        lr_schedule=None,
+        method="adl",
+        steps=M,
+        seed=0,
+        stop_after=None,
+        **options,
+    ):
         self.model, self.dtype, self.batch_size = batch_norm_net(seed), dtype, MICRO_BATCH * steps
         self.optimizers: list[torch.optim.Optimizer] = []  # of each stage that has parameters
         self.rates: list[list[list[float]]] = []  # of each of them, each update, each group
@@ -77,12 +75,12 @@ class Run:
             of_trainer["balance"] = balance
         self.trainer = toy_trainer(K, steps, method, options, model=self.model, optimizer=self._watched, **of_trainer)
 
-    def fit(self, run_dir: Path, *, num_samples: int = NUM_SAMPLES, **more: Any) -> "Run":
+    def fit(self, run_dir, *, num_samples=NUM_SAMPLES, **more):
         data, more = FixedImages(num_samples, dtype=self.dtype), {"monitoring": SILENT, **more}
         self.trainer.fit(data, batch_size=self.batch_size, run_dir=run_dir, **more)
         return self
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self):
         """Weights, buffers, optimizer state and learning rates by the uncut model's own names."""
         state = self.trainer.full_state_dict()
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -95,14 +93,14 @@ class Run:
         assert names == {}, "every parameter belongs to the optimizer of its stage"
         return state
 
-    def _watched(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def _watched(self, parameters):
         parameters = list(parameters)
         optimizer = self._make(parameters)
         if not {id(p) for p in parameters} <= {id(p) for p in self.model.parameters()}:
             return optimizer  # made to see its name
         rates: list[list[float]] = []
 
-        def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def look(optimizer, *_):
             rates.append([group["lr"] for group in optimizer.param_groups])
             if rates is self.rates[-1] and len(rates) == self._stop_after:
                 raise Stopped
@@ -117,7 +115,7 @@ class Run:
 
 
 @pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", torch.float32), ("two groups", torch.float64)], ids=str)
-def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer: str, dtype: Any, tmp_path: Path) -> None:
+def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer, dtype, tmp_path):
     ended: dict[str, Tensor] | None = None
     options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "lr_schedule": SCHEDULE}
     for done, (K, balance) in enumerate(CUTS):
@@ -131,7 +129,7 @@ def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer: str, 
 
 
 @pytest.mark.parametrize("lr_index", ["update", "slot"])
-def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index: str, tmp_path: Path) -> None:
+def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index, tmp_path):
     """That of the schedule at its own index, or, on the clock of slots, as far ahead as a stage of the new cut is."""
     options: dict[str, Any] = {"optimizer": "two groups", "lr_schedule": SCHEDULE}
     (schedule,) = Run(1, **options).fit(tmp_path / "uncut", epochs=3).rates
@@ -155,9 +153,7 @@ def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index: str, 
     [("adl", 6, "adamw", torch.float32), ("bp", 2, "sgd", torch.float64)],
     ids=["an epoch is one update", "bp"],
 )
-def test_without_staleness_many_cuts_end_with_the_same_bits(
-    method: str, steps: int, optimizer: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_without_staleness_many_cuts_end_with_the_same_bits(method, steps, optimizer, dtype, tmp_path):
     """Bits, not 1e-12: a cut changes neither an operation nor the order in which gradients are added up."""
     options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "method": method, "steps": steps}
     size = 18  # six whole micro-batches
@@ -168,10 +164,10 @@ def test_without_staleness_many_cuts_end_with_the_same_bits(
     assert_same(run.state(), uncut.state())
 
 
-def test_a_parameter_of_two_names_keeps_its_momentum_in_any_cut(tmp_path: Path) -> None:
+def test_a_parameter_of_two_names_keeps_its_momentum_in_any_cut(tmp_path):
     """A traced stage finds its parameters in the order they are used, the uncut model as they are defined."""
 
-    def stage(*names: str, momentum: float) -> Stage:
+    def stage(*names, momentum):
         layer = nn.Linear(2, 2)
         module = nn.Sequential(OrderedDict((name, layer) for name in names))
         stage = Stage(module, 0, spec_of(1, OPTIMIZERS["sgd"]))
@@ -191,12 +187,12 @@ def test_a_parameter_of_two_names_keeps_its_momentum_in_any_cut(tmp_path: Path) 
 # --- What is told -----------------------------------------------------------------------------------------------------
 
 
-def test_resuming_with_another_cut_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def noted(balance: list[int], epochs: int) -> list[str]:
+def test_resuming_with_another_cut_says_so_once(tmp_path, capsys):
+    def noted(balance, epochs):
         Run(len(balance), balance).fit(tmp_path, epochs=epochs, monitoring=adl_dist.Monitoring(quiet=False))
         return [line for line in capsys.readouterr().out.splitlines() if "another cut" in line]
 
-    def told() -> list[int]:
+    def told():
         return yaml.safe_load((tmp_path / "config.yaml").read_text())["balance"]
 
     assert noted([1, 2, 2, 2], 1) == []
@@ -211,7 +207,7 @@ def test_resuming_with_another_cut_says_so_once(tmp_path: Path, capsys: pytest.C
     assert told() == [3, 4]
 
 
-def test_a_checkpoint_of_another_folder_is_known_by_its_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_another_folder_is_known_by_its_cut(tmp_path, capsys):
     Run(4).fit(tmp_path / "old", epochs=1)
     with pytest.raises(Stopped):  # so config.yaml tells K = 2, and the checkpoint is still one of K = 4
         Run(2, stop_after=1).fit(tmp_path / "old", epochs=2)
@@ -232,7 +228,7 @@ def test_a_checkpoint_of_another_folder_is_known_by_its_cut(tmp_path: Path, caps
     ],
     ids=["another K", "another balance"],
 )
-def test_local_losses_continue_in_their_places_only(old: Any, new: Any, message: str, tmp_path: Path) -> None:
+def test_local_losses_continue_in_their_places_only(old, new, message, tmp_path):
     """Also where a head of the same shapes stood in the other place."""
     greedy = {"method": "dgl", "head": "linear"}
     Run(*old, **greedy).fit(tmp_path, epochs=1)

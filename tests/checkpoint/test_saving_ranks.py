@@ -6,16 +6,14 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import nn
-
 from adl_dist.checkpoint import layout
 from adl_dist.distributed.world import disconnect, launched_rank
 from adl_dist.errors import AdlError
+from torch import nn
+
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import trainer_of
 from tests.support.toys import FixedImages, batch_norm_net
@@ -31,22 +29,22 @@ SECOND_EPOCH = "second-epoch-has-begun"
 class Flagging(FixedImages):
     """Makes a file once the second epoch has begun; some samples are also asked for before the first."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__(8)
         self._flag, self._num_served = folder / SECOND_EPOCH, 0
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         self._num_served += 1
         if self._num_served > 12:
             self._flag.touch()
         return super().__getitem__(index)
 
 
-def piecewise(rank: int, before_each_piece: Callable[[int], None]) -> None:
+def piecewise(rank, before_each_piece):
     """Have ``rank`` do something before each piece that it writes, given the update that is being saved."""
     write = layout.write_piece
 
-    def written(file: Any, data: Any) -> None:
+    def written(file, data):
         before_each_piece(int(Path(file.name).parent.name.rpartition("-")[2]))
         write(file, data)
 
@@ -54,10 +52,10 @@ def piecewise(rank: int, before_each_piece: Callable[[int], None]) -> None:
         layout.write_piece = written
 
 
-def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
+def saves_of_rank_1_are_slow_then_fail_then_succeed(folder):
     went_on = []
 
-    def by_update(update: int) -> None:
+    def by_update(update):
         if update == UPDATES:
             deadline = time.monotonic() + 20
             while not (folder / SECOND_EPOCH).exists() and time.monotonic() < deadline:
@@ -73,7 +71,7 @@ def saves_of_rank_1_are_slow_then_fail_then_succeed(folder: Path) -> list[bool]:
     return went_on
 
 
-def test_a_rank_with_slow_or_failing_saves_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_rank_with_slow_or_failing_saves_does_not_end_the_run(tmp_path):
     none, went_on = run_ranks(2, saves_of_rank_1_are_slow_then_fail_then_succeed, tmp_path)
     assert none == []
     assert went_on
@@ -92,31 +90,31 @@ def test_a_rank_with_slow_or_failing_saves_does_not_end_the_run(tmp_path: Path) 
     assert "rank 1: [Errno 5] Input/output error" in (tmp_path / "metrics.jsonl").read_text()
 
 
-def the_only_save_fails_on_rank_1(folder: Path) -> tuple[str, int, str]:
-    def full(update: int) -> None:
+def the_only_save_fails_on_rank_1(folder):
+    def full(update):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     piecewise(1, full)
     return ending(folder, batch_norm_net())
 
 
-def rank_1_is_killed_while_it_writes_its_part(folder: Path) -> None:
+def rank_1_is_killed_while_it_writes_its_part(folder):
     piecewise(1, lambda update: os.kill(os.getpid(), signal.SIGKILL) if update == 2 * UPDATES else None)
     (folder / "ending.json").write_text(json.dumps(ending(folder, batch_norm_net(), epochs=2)))
 
 
-def the_loss_is_nan_while_rank_0_writes(folder: Path) -> tuple[str, int, str]:
+def the_loss_is_nan_while_rank_0_writes(folder):
     piecewise(0, lambda update: time.sleep(0.05))
     return ending(folder, nn.Sequential(*batch_norm_net(), Explodes(after=9)), epochs=3)
 
 
-def ending(folder: Path, model: Any, epochs: int = 1) -> tuple[str, int, str]:
+def ending(folder, model, epochs=1):
     with pytest.raises(AdlError) as error:
         trainer_of(model).fit(FixedImages(8), epochs=epochs, batch_size=4, run_dir=folder, monitoring=SILENT)
     return type(error.value).__name__, error.value.exit_code, str(error.value)
 
 
-def test_a_last_save_that_fails_ends_all_with_exit_code_1(tmp_path: Path) -> None:
+def test_a_last_save_that_fails_ends_all_with_exit_code_1(tmp_path):
     endings = run_ranks(2, the_only_save_fails_on_rank_1, tmp_path)
     assert [ending[:2] for ending in endings] == [("SaveError", 1), ("StageFailed", 1)]
     for _, _, text in endings:
@@ -125,7 +123,7 @@ def test_a_last_save_that_fails_ends_all_with_exit_code_1(tmp_path: Path) -> Non
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_a_process_that_dies_in_the_last_save_is_named(tmp_path: Path) -> None:
+def test_a_process_that_dies_in_the_last_save_is_named(tmp_path):
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, rank_1_is_killed_while_it_writes_its_part, tmp_path, timeout_seconds=40)
     assert str(failed.value) == "rank 1: exit code -9"
@@ -136,7 +134,7 @@ def test_a_process_that_dies_in_the_last_save_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path: Path) -> None:
+def test_a_save_that_is_under_way_when_a_rank_fails_is_completed(tmp_path):
     endings = run_ranks(2, the_loss_is_nan_while_rank_0_writes, tmp_path)
     assert [ending[:2] for ending in endings] == [("StageFailed", 2), ("DivergedError", 2)]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["update-00000002"]

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
-
 from adl_dist.distributed import network, world
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.distributed.rendezvous import barrier_on_attempt, listen_at, reachable, rendezvous, store_on
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.transport import port_filter
 from adl_dist.transport.port_filter import block, blocking_new, unblock
+
 from tests.support.commands import in_process, shows, words
 from tests.support.ports import free_port
 
@@ -28,11 +28,11 @@ SHORT = datetime.timedelta(seconds=0.2)
 NO_SUCH = "nosuch0"
 
 
-def listening() -> socket.socket:
+def listening():
     return listen_at("127.0.0.1", 0)
 
 
-def lets_in(listener: socket.socket, *, seconds: float = 0.1) -> bool:
+def lets_in(listener, *, seconds=0.1):
     try:
         socket.create_connection(listener.getsockname(), timeout=seconds).close()
     except TimeoutError:
@@ -41,7 +41,7 @@ def lets_in(listener: socket.socket, *, seconds: float = 0.1) -> bool:
 
 
 @on_linux
-def test_a_shut_port_keeps_its_connections_and_answers_no_other() -> None:
+def test_a_shut_port_keeps_its_connections_and_answers_no_other():
     with listening() as listener, socket.create_connection(listener.getsockname()) as friend:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen at 127.0.0.1, port {port}: .* in use; choose"):
@@ -57,7 +57,7 @@ def test_a_shut_port_keeps_its_connections_and_answers_no_other() -> None:
 
 
 @on_linux
-def test_what_begins_to_listen_inside_is_shut_behind() -> None:
+def test_what_begins_to_listen_inside_is_shut_behind():
     """And is blocking or not as it was, also where the user's code has set a default timeout."""
     with listening() as before, contextlib.ExitStack() as lasting:
         lasting.callback(socket.setdefaulttimeout, None)
@@ -72,7 +72,7 @@ def test_what_begins_to_listen_inside_is_shut_behind() -> None:
 
 
 @on_linux
-def test_the_store_of_rank_0_serves_who_came_before_it_was_shut() -> None:
+def test_the_store_of_rank_0_serves_who_came_before_it_was_shut():
     with listening() as listener:
         store = store_on(listener, LONG_ENOUGH)
         _, port = listener.getsockname()
@@ -87,7 +87,7 @@ def test_the_store_of_rank_0_serves_who_came_before_it_was_shut() -> None:
 class Unfiltered(socket.socket):
     """Of a kernel without socket filters."""
 
-    def setsockopt(self, level: int, option: int, *value: object) -> None:
+    def setsockopt(self, level, option, *value):
         raise OSError(errno.ENOPROTOOPT, os.strerror(errno.ENOPROTOOPT))
 
 
@@ -108,7 +108,7 @@ def test_a_kernel_that_shuts_no_port_is_reported_once_per_node(monkeypatch, caps
     shows(capsys.readouterr().err, ["warning: the ports of", "stay open", "Protocol not available", "SECURITY.md"])
 
 
-def test_a_missing_interface_is_reported_before_processes_start(tmp_path, monkeypatch) -> None:
+def test_a_missing_interface_is_reported_before_processes_start(tmp_path, monkeypatch):
     monkeypatch.setenv(network.GLOO, NO_SUCH)
     line = in_process(*words(tmp_path / "run", processes=True)).refusal()
     shows(line, [f"{network.GLOO}={NO_SUCH}", f"no network interface {NO_SUCH}", "lo"])
@@ -116,7 +116,7 @@ def test_a_missing_interface_is_reported_before_processes_start(tmp_path, monkey
 
 
 @pytest.mark.parametrize("named", [None, network.GLOO, network.RPC])
-def test_a_named_interface_is_that_of_all_transports(named, monkeypatch) -> None:
+def test_a_named_interface_is_that_of_all_transports(named, monkeypatch):
     """A named interface is that of all transports and none is loopback on one node."""
     variables = (network.GLOO, network.RPC, network.NCCL)
     for variable in variables:
@@ -129,7 +129,7 @@ def test_a_named_interface_is_that_of_all_transports(named, monkeypatch) -> None
     assert [os.environ[variable] for variable in variables] == [chosen, chosen, f"={chosen}"]
 
 
-def test_an_interface_that_cannot_be_found_is_to_be_named(monkeypatch) -> None:
+def test_an_interface_that_cannot_be_found_is_to_be_named(monkeypatch):
     """Where the first node's name means loopback, and where no IPv4 address is that of the route."""
     for variable in (network.GLOO, network.RPC):
         monkeypatch.delenv(variable, raising=False)
@@ -144,11 +144,11 @@ def test_an_interface_that_cannot_be_found_is_to_be_named(monkeypatch) -> None:
 
 
 @pytest.fixture
-def first_node(monkeypatch) -> None:
+def first_node(monkeypatch):
     """This is node1 of several, where its own name means loopback; they are joined by an interface that is named."""
     address_of_host = network.address_of_host
 
-    def of_this_node(host: str) -> tuple[socket.AddressFamily, str]:
+    def of_this_node(host):
         return (socket.AF_INET, "127.0.1.1") if host == "node1" else address_of_host(host)
 
     monkeypatch.setattr(network, "address_of_host", of_this_node)
@@ -160,7 +160,7 @@ def first_node(monkeypatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_a_node_named_loopback_meets_itself_where_others_meet_it(first_node, monkeypatch) -> None:
+def test_a_node_named_loopback_meets_itself_where_others_meet_it(first_node, monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with ThreadPoolExecutor() as ranks:
         (store, listener), (other, _) = ranks.map(lambda rank: rendezvous(rank, 2, LONG_ENOUGH), (0, 1))
@@ -171,7 +171,7 @@ def test_a_node_named_loopback_meets_itself_where_others_meet_it(first_node, mon
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
-def test_where_every_node_would_meet_itself_none_does(host, first_node, monkeypatch) -> None:
+def test_where_every_node_would_meet_itself_none_does(host, first_node, monkeypatch):
     """Where every node would meet itself none does unless loopback is what joins them."""
     with pytest.raises(ConfigError, match=f"several nodes, but {host} is each of them to itself, .* joined by fast0"):
         reachable(host)
@@ -179,7 +179,7 @@ def test_where_every_node_would_meet_itself_none_does(host, first_node, monkeypa
     assert reachable(host) == "127.0.0.1"
 
 
-def agreed(store: dist.Store, order: list[int]) -> set[str]:
+def agreed(store, order):
     """What the ranks, started one after the other, take for the name of their attempt."""
     calls = []
     with ThreadPoolExecutor() as ranks:
@@ -190,7 +190,7 @@ def agreed(store: dist.Store, order: list[int]) -> set[str]:
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
-def test_every_attempt_in_one_store_has_a_name_of_its_own(order: list[int]) -> None:
+def test_every_attempt_in_one_store_has_a_name_of_its_own(order):
     """The store holds all that the dead have written: their names, their list, and that all had confirmed it."""
     store = dist.HashStore()
     attempts = [agreed(store, order) for _ in range(3)]
@@ -198,7 +198,7 @@ def test_every_attempt_in_one_store_has_a_name_of_its_own(order: list[int]) -> N
     assert len(set.union(*attempts)) == 3
 
 
-def test_no_rank_takes_a_dead_one_for_the_living() -> None:
+def test_no_rank_takes_a_dead_one_for_the_living():
     """And who never came is named."""
     store = dist.HashStore()
     agreed(store, [0, 1])

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,12 @@ NODES = 4
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """Four nodes of two cores each; nothing of them is left afterwards."""
     folder = Path(f"/tmp/adl-slurm-{os.getpid()}")  # short: the path of a Unix socket may have 108 characters
     script = Path(__file__).parents[1] / "support" / "slurm_cluster.sh"
 
-    def call(*words: str) -> None:
+    def call(*words):
         done = subprocess.run([script, folder, *words], capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"cluster.sh {' '.join(words)}\n{done.stdout}{done.stderr}"
 
@@ -37,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, cluster: Cluster) -> Iterator[Path]:
+def folder(tmp_path, cluster):
     """Where a test's jobs are started; afterwards none of their processes is left."""
     yield tmp_path
     cluster.ask("scancel", "--user=root")

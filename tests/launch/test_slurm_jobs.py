@@ -10,7 +10,7 @@ import yaml
 
 from tests.support.commands import ROOT, as_command, shows
 from tests.support.kill import HOLD, records
-from tests.support.slurm import SlurmJob, assert_same_end, saved
+from tests.support.slurm import assert_same_end, saved
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -39,7 +39,7 @@ def alone(words, K, folder):
     return folder / "alone"
 
 
-def held(cluster, folder, *more) -> SlurmJob:
+def held(cluster, folder, *more):
     """A job on two nodes that has saved two of its four epochs and is in the third."""
     (folder / HOLD).touch()
     job = cluster.submit([*HELD, *more, "run_dir=run"], folder=folder, options=["--nodes=2"])

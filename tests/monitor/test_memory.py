@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import torch
-
 from adl_dist.monitor import memory
 from adl_dist.monitor.memory import MemoryMeter
 

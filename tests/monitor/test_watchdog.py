@@ -11,7 +11,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-
 from adl_dist.checkpoint import layout
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import ConfigError
@@ -23,6 +22,7 @@ from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.watchdog import Watchdog
 from adl_dist.report import Progress, tell, warn
+
 from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, STALL_SECONDS, At, train
 from tests.support.toys import FixedImages
 

@@ -1,7 +1,6 @@
 """A file that is written atomically is there whole, or as it was."""
 
 import pytest
-
 from adl_dist.report.files import write_atomically
 
 

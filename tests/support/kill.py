@@ -8,15 +8,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
-
 from adl_dist.checkpoint import layout
+from torch import nn
+
 from tests.support.toys import FixedImages, batch_norm_net
 
 ROOT = Path(__file__).parents[2]
@@ -40,11 +38,11 @@ class HeldImages(FixedImages):
     mid-epoch on a machine of any speed.
     """
 
-    def __init__(self, num_samples: int) -> None:
+    def __init__(self, num_samples):
         super().__init__(num_samples)
         self._num_served = 0
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         self._num_served += 1
         if os.path.exists(HOLD):
             time.sleep(SECONDS_PER_SAMPLE)
@@ -54,13 +52,13 @@ class HeldImages(FixedImages):
         return image + 0.5 * torch.randn(image.shape, dtype=torch.float64).to(image.dtype), label
 
 
-def net_with_dropout() -> nn.Sequential:
+def net_with_dropout():
     """For ``model._target_``: eight units, with dropout in both halves and BatchNorm."""
     stem, *rest = batch_norm_net(dropout=0.2)
     return nn.Sequential(stem, nn.Dropout(0.2), *rest)
 
 
-def held_images() -> tuple[Dataset[Any], Dataset[Any]]:
+def held_images():
     """For ``data._target_``: training images that can be held, and others to validate."""
     return HeldImages(NUM_SAMPLES), FixedImages(20, seed=1)
 
@@ -73,7 +71,7 @@ class Command:
     same run prints. Leaving it kills whatever of it is still there.
     """
 
-    def __init__(self, words: Sequence[str], *, folder: Path, start: Sequence[str] = ADL_DIST, node: str = ".") -> None:
+    def __init__(self, words, *, folder, start=ADL_DIST, node="."):
         self.run_dir = folder / "run"
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
@@ -92,10 +90,10 @@ class Command:
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
-    def __enter__(self) -> "Command":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         # Those that are starting another process may do so before they die.
         while left := [*self.processes(), *([self._process.pid] if self._process.poll() is None else [])]:
             for pid in left:
@@ -104,14 +102,14 @@ class Command:
             time.sleep(0.005)
 
     @property
-    def out(self) -> str:
+    def out(self):
         return self._output[0].read_text()
 
     @property
-    def err(self) -> str:
+    def err(self):
         return self._output[1].read_text()
 
-    def processes(self) -> dict[int, int | None]:
+    def processes(self):
         """All its processes, found by their command line: the rank of each process id, None for the launcher."""
         found: dict[int, int | None] = {}
         for entry in Path("/proc").glob("[0-9]*"):
@@ -123,45 +121,45 @@ class Command:
                     found[int(entry.name)] = ranks[0] if ranks else None
         return found
 
-    def wait_for(self, what: str, condition: Callable[[], bool], *, seconds: float = 240) -> None:
+    def wait_for(self, what, condition, *, seconds=240):
         """Wait, while it runs, for ``condition``, which ``what`` describes."""
 
-        def holds() -> bool:
+        def holds():
             assert self._process.poll() is None, f"it ended before {what}\n{self.out}\n{self.err}"
             return condition()
 
         self._wait(what, holds, seconds)
 
-    def wait_for_update(self, update: int, *, seconds: float = 60) -> None:
+    def wait_for_update(self, update, *, seconds=60):
         """Wait until metrics.jsonl holds ``update`` or a later one."""
         self.wait_for(
             f"update {update}", lambda: any(made["update"] >= update for made in records(self.run_dir)), seconds=seconds
         )
 
-    def wait_until_gone(self, *, seconds: float) -> None:
+    def wait_until_gone(self, *, seconds):
         """Wait until none of its processes is left."""
         self._wait("all processes gone", lambda: not self.processes(), seconds)
         self._process.wait()
 
-    def send(self, number: signal.Signals, *, rank: int | None) -> None:
+    def send(self, number, *, rank):
         """Send a signal to one rank, or to the launcher (None)."""
         pid = next(p for p, r in self.processes().items() if r == rank) if rank is not None else self._process.pid
         os.kill(pid, number)
 
-    def interrupt(self) -> None:
+    def interrupt(self):
         """Do what a terminal does on Ctrl-C."""
         os.killpg(self._process.pid, signal.SIGINT)
 
-    def finish(self, *, seconds: float = 240) -> int:
+    def finish(self, *, seconds=240):
         """Wait for its end; return the exit code, which of a process killed by signal n is -n."""
         self._wait("the end", lambda: self._process.poll() is not None, seconds)
         return self._process.wait()
 
-    def left_in_tmp(self) -> list[str]:
+    def left_in_tmp(self):
         """Return what launchers have left in TMPDIR."""
         return [f.name for f in self.temporary.iterdir() if f.name.startswith(("adl-dist", "torchelastic"))]
 
-    def _wait(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
+    def _wait(self, what, condition, seconds):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.out}\n{self.err}"
@@ -177,7 +175,7 @@ class RunEnd:
         values: of metrics.jsonl by (name, stage, update, how often that came before); those of TIMINGS are 0.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir):
         saved = layout.complete(run_dir / "checkpoints")
         self.run_dir, self.checkpoints = run_dir, [path.name for path in saved]
         self.newest = {file.name: file.read_bytes() for file in saved[-1].glob("*.safetensors")}
@@ -192,7 +190,7 @@ class RunEnd:
             self.values[*key, times[key]] = record["value"] if record["name"] not in TIMINGS else 0.0
             times[key] += 1
 
-    def differences(self, expected: "RunEnd", *, is_whole: bool = True) -> list[str]:
+    def differences(self, expected, *, is_whole=True):
         """Return what is not as in ``expected``; ``is_whole``: every checkpoint and every record must be there."""
         wrong = []
         if self.checkpoints[-1] != expected.checkpoints[-1] or self.newest != expected.newest:
@@ -210,12 +208,12 @@ class RunEnd:
         return wrong if (self.run_dir / "summary.json").is_file() else [*wrong, "no summary.json"]
 
 
-def newest(run_dir: Path) -> Path:
+def newest(run_dir):
     """Return the newest complete checkpoint of a run."""
     return layout.complete(run_dir / "checkpoints")[-1]
 
 
-def records(run_dir: Path) -> list[dict[str, Any]]:
+def records(run_dir):
     """All complete lines of metrics.jsonl, so far."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []

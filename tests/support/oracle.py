@@ -18,7 +18,7 @@ from tests.support.toys import Block
 
 def train_by_the_equations(
     modules, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, delays=None, weights="stash", shrink=1.0,
-    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=(),
+    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=()
 ):  # fmt: skip
     """Train and return all parameters and buffers, by name.
 

@@ -2,10 +2,10 @@
 
 import functools
 
+import adl_dist
 import torch
 from torch import nn
 
-import adl_dist
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET, values
 
@@ -34,7 +34,7 @@ def train(K, M, dtype, **options):
 
 def trained(
     K, M, dtype, *, method="adl", options=None, dropout=0.0, optimizer=sgd, shuffle=False, epochs=EPOCHS, model=None,
-    num_samples=NUM_SAMPLES, plant=None, run_dir=None, **of_trainer,
+    num_samples=NUM_SAMPLES, plant=None, run_dir=None, **of_trainer
 ):  # fmt: skip
     """Train the toy net or another ``model``, with a fault that ``plant`` has planted in it or its data.
 

@@ -2,14 +2,10 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
-
 from adl_dist.checkpoint import layout, storage
-from adl_dist.checkpoint.async_save import PartWriter, Saver
+from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.storage import MODEL, OPTIMIZER, Shard
 
 SIGNATURE = {"weight": [3, 4], "bias": [4], "num_batches_tracked": []}
@@ -17,7 +13,7 @@ SIGNATURE = {"weight": [3, 4], "bias": [4], "num_batches_tracked": []}
 FIRST, SECOND, MOMENTUM = (storage.file_name(*which, 2) for which in ((MODEL, 0), (MODEL, 1), (OPTIMIZER, 0)))
 
 
-def shards(seed: int = 0) -> dict[str, Shard]:
+def shards(seed=0):
     """Return a model by SIGNATURE and its momentum."""
     random = torch.Generator().manual_seed(seed)
     weight, bias, momentum = (torch.randn(shape, generator=random) for shape in ((3, 4), (4,), (3, 4)))
@@ -28,19 +24,19 @@ def shards(seed: int = 0) -> dict[str, Shard]:
     }
 
 
-def position(update: int, **metrics: float) -> dict[str, Any]:
+def position(update, **metrics):
     """Return what a manifest holds besides the files."""
     return {"update": update, "epochs": 1, "sample": 0, "metrics": metrics, "identity": {}}
 
 
-def saved(folder: Path, update: int, content: Mapping[str, Shard] | None = None, **metrics: float) -> Path:
+def saved(folder, update, content=None, **metrics):
     """Make a complete checkpoint in ``folder``."""
     path = layout.begin(folder, update)
     files = storage.write(path, content or shards())
     return layout.commit(path, position(update, **metrics), files | storage.write_index(path, files))
 
 
-def resealed(path: Path, files: Mapping[str, bytes]) -> Path:
+def resealed(path, files):
     """Replace files of a checkpoint, by their names, and make all checksums right again."""
     manifest = json.loads((path / layout.MANIFEST).read_bytes())
     digests = {}
@@ -56,22 +52,20 @@ def resealed(path: Path, files: Mapping[str, bytes]) -> Path:
 class Trap:
     """Unpickled, it makes a folder."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file):
         self._file = str(file)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (self._file,)
 
 
 OTHER = {"model-00009-of-00009.safetensors": Shard({"other": torch.ones(2)})}  # of another process
 
 
-def writing(
-    saver: Saver, content: Mapping[str, Shard], other: Callable[..., None] | None = None
-) -> Callable[[Path, str, bool], set[int]]:
+def writing(saver, content, other=None):
     """Return how a process that holds ``content`` writes its part, after ``other``, if any, has written OTHER."""
 
-    def write_parts(path: Path, token: str, background: bool) -> set[int]:
+    def write_parts(path, token, background):
         if other is not None:
             other(path, OTHER, token=token, background=background)
         PartWriter(0, saver.take_part).write(path, content, token=token, background=background)

@@ -5,11 +5,11 @@ import signal
 import time
 
 import torch
-from torch import nn
-
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.run_dir import RunFolder
+from torch import nn
+
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import values
@@ -43,7 +43,7 @@ class At(nn.Module):
 
 def train(
     run_dir, extra=(), *, K, optimizer=torch.optim.SGD, data=None, stall_seconds=STALL_SECONDS, abort_seconds=None,
-    **options,
+    **options
 ):  # fmt: skip
     """Train seven units, with ``extra`` modules before the places of them that are given, for an epoch."""
     units = list(batch_norm_net())

@@ -5,14 +5,13 @@ import json
 import os
 import sys
 
+import adl_dist
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import adl_dist
 
-
-def main(run_dir: str) -> None:
+def main(run_dir):
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
