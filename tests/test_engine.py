@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch import nn
+
 from adl_dist import engine
 from adl_dist.engine import StageContext
 from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, training_work
@@ -16,8 +18,6 @@ from adl_dist.stage import Stage
 from adl_dist.training.build import edges_of
 from adl_dist.training.shape_inference import dry_run
 from adl_dist.transport.spec import Specs, TensorSpec
-from torch import nn
-
 from tests.support.runs import sgd
 from tests.support.tiers import slow
 from tests.support.values import spec_of

@@ -4,6 +4,7 @@ import random
 import zlib
 
 import numpy as np
+
 from adl_dist.seeds import stream_seed, stream_seeds
 
 

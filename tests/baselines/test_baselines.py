@@ -5,12 +5,12 @@ import os
 
 import pytest
 import torch
+from torch import nn
+
 from adl_dist.baselines.loop import Training, joined, replicated, train_alone
 from adl_dist.baselines.pipelining import train_stage
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.partition import cut
-from torch import nn
-
 from tests.support.equations import assert_close
 from tests.support.ranks import run_ranks
 from tests.support.runs import BALANCE, sgd, toy_trainer

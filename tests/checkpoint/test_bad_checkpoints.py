@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from adl_dist.checkpoint import layout, storage
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.checkpoint.storage import Shard
 from adl_dist.cli.config import instantiate
 from adl_dist.errors import CheckpointError, UnusableError
-from torch import nn
-
 from tests.support.ranks import run_ranks
 from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, Trap, resealed, saved, shards
 from tests.support.tiers import slow

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+
 from adl_dist.checkpoint import layout, state
 from adl_dist.control import worker
 from adl_dist.optim import fast_forward

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
 from adl_dist.checkpoint import layout
 from adl_dist.cli.main import main
-
 from tests.support.kill import ADL_DIST, HOLD, NUM_SAMPLES, SECONDS_PER_SAMPLE, Command, RunEnd, newest
 from tests.support.ranks import command_on_ranks
 from tests.support.tiers import slow

@@ -5,18 +5,18 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import adl_dist
 import pytest
 import torch
 import yaml
+from torch import Tensor, nn
+
+import adl_dist
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError
 from adl_dist.optim import multistep
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
-from torch import Tensor, nn
-
 from tests.support.commands import assert_same, snapshot
 from tests.support.runs import toy_trainer
 from tests.support.saved import saved

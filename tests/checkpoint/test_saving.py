@@ -10,13 +10,13 @@ import subprocess
 import threading
 from pathlib import Path
 
-import adl_dist
 import pytest
+
+import adl_dist
 from adl_dist.checkpoint import async_save, layout
 from adl_dist.checkpoint.async_save import PartReport, PartWriter, Saver
 from adl_dist.checkpoint.run_dir import chosen_checkpoint, log_to, logger
 from adl_dist.report import Recorder
-
 from tests.support.commands import assert_same, in_process, snapshot, words
 from tests.support.runs import trainer_of
 from tests.support.saved import FIRST, position, saved, shards, writing

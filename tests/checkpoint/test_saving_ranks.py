@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import nn
+
 from adl_dist.checkpoint import layout
 from adl_dist.distributed.world import disconnect, launched_rank
 from adl_dist.errors import AdlError
-from torch import nn
-
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import trainer_of
 from tests.support.toys import FixedImages, batch_norm_net

@@ -9,14 +9,14 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
+from torch import nn
+
 from adl_dist.checkpoint import layout, state, storage
 from adl_dist.checkpoint.storage import CODES, Shard
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
 from adl_dist.errors import ConfigError
 from adl_dist.stage import Stage
-from torch import nn
-
 from tests.support.commands import assert_same, in_process, shows, weights_of, words
 from tests.support.runs import trainer_of
 from tests.support.saved import FIRST, MOMENTUM, SECOND, SIGNATURE, saved

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from adl_dist.cli import train
-from adl_dist.launch import local
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from adl_dist.cli import train
+from adl_dist.launch import local
 from tests.support.commands import ADL_DIST, ROOT, as_command, in_process, left_behind, shows, snapshot, words
 from tests.support.tiers import slow
 

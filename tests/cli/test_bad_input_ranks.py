@@ -9,8 +9,8 @@ import shutil
 import socket
 
 import pytest
-from adl_dist.cli.main import main
 
+from adl_dist.cli.main import main
 from tests.support.commands import ADL_DIST, TORCHRUN, as_command, left_behind, shows, snapshot, words
 from tests.support.ranks import RanksFailed, command_on_ranks, run_ranks
 from tests.support.tiers import slow

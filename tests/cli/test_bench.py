@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+
 from adl_dist.cli.bench import command
 from adl_dist.cli.bench.baseline_rank import rank_batches, run
 from adl_dist.cli.bench.entries import DEFAULT, ModelSurvey, entries, survey
@@ -22,7 +23,6 @@ from adl_dist.cli.plan.profiler import Profiler
 from adl_dist.cli.subprocesses import Child, ChildFailed, run_together
 from adl_dist.schedule import Pipeline
 from adl_dist.transport.spec import TensorSpec
-
 from tests.support import commands
 from tests.support.commands import as_command, in_process, left_behind, shows
 

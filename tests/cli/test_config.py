@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 import yaml
+
 from adl_dist.cli.config.compose import compose_run, config_folder, parse
 from adl_dist.cli.config.schema import Granularity, MethodConfig, PartitionConfig, RunConfig
 from adl_dist.errors import ConfigError

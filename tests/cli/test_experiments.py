@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import checked, compose_run, composed_of, config_folder
 from adl_dist.cli.sweep.request import requested
 from adl_dist.partition import cut
 from adl_dist.schedule import METHODS
-
 from tests.support.tiers import slow
 
 FILES = {path.stem: path for path in sorted((config_folder() / "experiment").glob("*.yaml"))}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.plan.command import line_to_paste
 from adl_dist.cli.plan.link import measure
@@ -18,7 +19,6 @@ from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, predict
 from adl_dist.schedule import Pipeline, method
-
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
 from tests.support.tiers import slow

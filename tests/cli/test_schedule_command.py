@@ -4,9 +4,9 @@ import json
 import sys
 
 import pytest
+
 from adl_dist.cli.schedule import read_costs
 from adl_dist.schedule import Costs
-
 from tests.support.commands import as_command, in_process, shows
 
 SMALL = ("method=adl", "partition.num_stages=3", "method.accumulation_steps=2")

@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from hydra.core.hydra_config import HydraConfig
+
 from adl_dist.checkpoint import layout
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.cli.sweep.request import requested
 from adl_dist.errors import ConfigError
-from hydra.core.hydra_config import HydraConfig
-
 from tests.support.commands import in_process, left_behind, shows, snapshot
 from tests.support.kill import HOLD, Command
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+
 from adl_dist.distributed import print_turn, world
 from adl_dist.distributed.world import single_process
 from adl_dist.errors import StageFailed

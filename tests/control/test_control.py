@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.futures
+
 from adl_dist.control import serve as serving
 from adl_dist.control.group import RpcWorkerGroup
 from adl_dist.control.messages import Abort, Done, Failure, Load

@@ -12,9 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import adl_dist
 import pytest
 import torch
+from torch import nn
+
+import adl_dist
 from adl_dist.cli.status import table
 from adl_dist.control import run_socket
 from adl_dist.control.requests import Ask, Requests
@@ -23,8 +25,6 @@ from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.status import process_status, user_frame
 from adl_dist.schedule import Action, Op
-from torch import nn
-
 from tests.support.commands import in_process
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT

@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 
-import adl_dist
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
+from torch import nn
+
+import adl_dist
 from adl_dist.checkpoint import layout
 from adl_dist.control import job
 from adl_dist.control.job import Job
@@ -21,8 +23,6 @@ from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed.world import connect
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.monitor.timeouts import WatchdogTimeouts
-from torch import nn
-
 from tests.support.kill import records
 from tests.support.ranks import run_ranks
 from tests.support.tiers import slow

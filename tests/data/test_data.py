@@ -20,6 +20,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
 from adl_dist import data
 from adl_dist.data import Loader, check_dataset, cifar10, cifar100, epoch_order, imagefolder, imagenet, synthetic
 from adl_dist.data.datasets import CIFAR10_STATISTICS, CIFAR100_STATISTICS, DIGITS_STATISTICS
@@ -27,9 +30,6 @@ from adl_dist.errors import ConfigError, DataError
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Precision
 from adl_dist.training.input import DeviceLoader
-from PIL import Image
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
-
 from tests.support.tiers import grid
 
 # Every worker imports this file, so what is slow to import (torchvision, scikit-learn, Hydra) is imported in tests.

@@ -7,15 +7,15 @@ import hashlib
 import itertools
 import random
 
-import adl_dist
 import numpy as np
 import pytest
 import torch
-from adl_dist.data import epoch_order
-from adl_dist.seeds import stream_seed
 from torch import nn
 from torch.utils.data import Dataset
 
+import adl_dist
+from adl_dist.data import epoch_order
+from adl_dist.seeds import stream_seed
 from tests.support.tiers import slow
 from tests.support.values import SILENT
 

@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+
 from adl_dist.distributed import network, world
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.distributed.rendezvous import barrier_on_attempt, listen_at, reachable, rendezvous, store_on
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.transport import port_filter
 from adl_dist.transport.port_filter import block, blocking_new, unblock
-
 from tests.support.commands import in_process, shows, words
 from tests.support.ports import free_port
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
+from torch.utils.data import Dataset
+
 from adl_dist.data import Loader
 from adl_dist.distributed import affinity
 from adl_dist.distributed.affinity import bound_to, own_cores
-from torch.utils.data import Dataset
-
 from tests.support.ranks import run_ranks
 
 

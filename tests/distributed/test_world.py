@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+
 from adl_dist.control.messages import Finish, Report
 from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed import print_turn, world
@@ -17,7 +18,6 @@ from adl_dist.distributed.device import edge_backend
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.training import shape_inference
-
 from tests.support.ranks import run_ranks
 from tests.support.runs import MICRO_BATCH, NUM_SAMPLES, trained
 

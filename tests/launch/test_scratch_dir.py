@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 import pytest
+
 from adl_dist.launch.scratch_dir import LOCK, PREFIX, launch_folder
 
 STAYS = (

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from adl_dist.launch import signals
 from adl_dist.launch.local import StopHandler
 from adl_dist.launch.signals import SignalEscalation, signal_handler

@@ -7,14 +7,14 @@ from functools import partial
 import pytest
 import torch
 import torchvision
+from torch import nn
+from torch.nn import functional as F
+
 from adl_dist.cli.config.compose import compose_run
 from adl_dist.cli.config.instantiate import build_model
 from adl_dist.errors import ConfigError
 from adl_dist.models import cifar_resnet, cifar_resnet18, cifar_resnet34, se_resnet18, torchvision_model, wide_resnet
 from adl_dist.models.resnet import OptionA, PreActivationBlock, SqueezeExcitation
-from torch import nn
-from torch.nn import functional as F
-
 from tests.support.tiers import covering
 
 

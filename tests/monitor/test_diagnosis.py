@@ -1,6 +1,7 @@
 """From what processes tell to the cause that was planted, and to one picture."""
 
 import pytest
+
 from adl_dist.monitor.diagnosis import cause_of, picture
 from adl_dist.monitor.status import COORDINATOR, CoordinatorStatus, ProcessStatus, RankStatus, StageStatus
 from adl_dist.schedule import Op

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+
 from adl_dist.monitor import memory
 from adl_dist.monitor.memory import MemoryMeter
 

@@ -3,17 +3,17 @@
 import sys
 from unittest.mock import patch
 
-import adl_dist
 import pytest
 import torch
+from torch import nn
+
+import adl_dist
 from adl_dist.data import synthetic
 from adl_dist.models import cifar_resnet18
 from adl_dist.partition import linearise
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import predict
 from adl_dist.schedule import Pipeline, method
-from torch import nn
-
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.tiers import slow

@@ -2,12 +2,12 @@
 
 import json
 
-import adl_dist
 import pytest
+
+import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.monitor.activity import KINDS
 from adl_dist.schedule import Op, Segment
-
 from tests.support import traces
 from tests.support.commands import assert_same
 from tests.support.runs import toy_trainer

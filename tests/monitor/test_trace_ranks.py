@@ -3,11 +3,11 @@
 import json
 import time
 
-import adl_dist
 import pytest
+
+import adl_dist
 from adl_dist.monitor import trace
 from adl_dist.schedule import Segment
-
 from tests.support import traces
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer

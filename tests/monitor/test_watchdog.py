@@ -11,6 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+
 from adl_dist.checkpoint import layout
 from adl_dist.distributed.procfs import machine, start_time
 from adl_dist.errors import ConfigError
@@ -22,7 +23,6 @@ from adl_dist.monitor.status import CoordinatorStatus, ProcessStatus
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.watchdog import Watchdog
 from adl_dist.report import Progress, tell, warn
-
 from tests.support.stalls import ASLEEP_SECONDS, NUM_SAMPLES, STALL_SECONDS, At, train
 from tests.support.toys import FixedImages
 

@@ -8,9 +8,9 @@ import threading
 import time
 
 import pytest
+
 from adl_dist.control.run_socket import SOCKET, ask_run
 from adl_dist.errors import ConfigError
-
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.stalls import PLANTED, STALL_SECONDS, all_stalls, killed_in_save, save_asleep, signalled
 

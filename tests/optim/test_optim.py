@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
 from adl_dist import optim
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, constant, cosine, fast_forward, multistep
-from torch import nn
-from torch.optim import lr_scheduler
 
 
 def sgd(lr=0.1):

@@ -7,12 +7,12 @@ import re
 import time
 
 import pytest
-from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.balance import best_balance, evaluate_balance
-from adl_dist.partition.costs import Machine, StageFootprint, UnitCost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition.balance import best_balance, evaluate_balance
+from adl_dist.partition.costs import Machine, StageFootprint, UnitCost
 from tests.support.tiers import slow
 
 

@@ -7,15 +7,15 @@ import math
 import random
 from collections import namedtuple
 
-import adl_dist
 import numpy as np
 import pytest
 import torch
-from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition import cut, linearise
 from torch import nn
 from torch.nn import functional as F
 
+import adl_dist
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition import cut, linearise
 from tests.support.cut_steps import cut_step, uncut_step
 from tests.support.oracle import train_by_the_equations
 from tests.support.toys import NUM_CLASSES, UNET_BALANCE, Block, FixedImages, unet, unet_by_hand

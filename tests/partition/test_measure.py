@@ -4,16 +4,16 @@ import json
 import time
 from functools import partial
 
-import adl_dist
 import pytest
 import torch
+from torch import nn
+
+import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import linearise
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import measure, pace
 from adl_dist.schedule import method
-from torch import nn
-
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import SILENT, values
 

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import yaml
+
 from adl_dist.errors import ConfigError
 from adl_dist.report import curves
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import read_runs
-
 from tests.support.commands import in_process, shows
 
 EPOCHS = 3

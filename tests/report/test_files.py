@@ -1,6 +1,7 @@
 """A file that is written atomically is there whole, or as it was."""
 
 import pytest
+
 from adl_dist.report.files import write_atomically
 
 

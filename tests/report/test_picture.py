@@ -4,6 +4,7 @@ import re
 from collections import Counter
 
 import pytest
+
 from adl_dist.report.picture import draw, picture
 from adl_dist.schedule import METHODS, Costs, Op, Pipeline, actions_of_all, method
 

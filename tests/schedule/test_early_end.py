@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+
 from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, replay, shorten, training_work, updates_that_load
 from adl_dist.schedule.actions import RECEIVES
 from adl_dist.schedule.build_actions import training_actions

@@ -4,15 +4,15 @@ import statistics
 from itertools import accumulate
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from adl_dist.errors import ConfigError, ScheduleError
 from adl_dist.schedule import METHODS, Action, Op, Pipeline, Segment, describe, max_pending_of, method, replay
 from adl_dist.schedule.actions import LINKS, receiver
 from adl_dist.schedule.build_actions import evaluation_actions, training_actions
 from adl_dist.schedule.greedy import Buffer, greedy_actions
 from adl_dist.schedule.replay import at_random, max_outstanding
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from tests.schedule.rendezvous import check_rendezvous
 
 ALL = [

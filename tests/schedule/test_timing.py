@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Costs, Pipeline, actions_of_all, figures, method, simulate, speed
 from adl_dist.schedule.actions import Op

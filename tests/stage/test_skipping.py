@@ -2,18 +2,18 @@
 
 import json
 
-import adl_dist
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import get_total_norm
+
+import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import Pipeline
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import GradientPolicy
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.stats import StepStats, _underway, norm_of
-from torch import nn
-from torch.nn.utils import get_total_norm
-
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close, by_the_equations, differ
 from tests.support.runs import EPOCHS, SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs, toy_trainer, train

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
 from adl_dist.cli.main import main
 
 ROOT = Path(__file__).parents[2]

@@ -4,11 +4,11 @@ import random
 from itertools import pairwise
 
 import torch
+from torch.utils._pytree import tree_leaves
+
 from adl_dist.models import torchvision_model
 from adl_dist.partition import even_sizes, linearise
 from adl_dist.stage import Stage
-from torch.utils._pytree import tree_leaves
-
 from tests.support.values import spec_of
 
 NUM_STAGES, BATCH, CLASSES = 4, 2, 10

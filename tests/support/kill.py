@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adl_dist.checkpoint import layout
 from torch import nn
 
+from adl_dist.checkpoint import layout
 from tests.support.toys import FixedImages, batch_norm_net
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ import time
 import traceback
 
 import torch
+
 from adl_dist.cli.main import main
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.distributed.world import disconnect
 from adl_dist.errors import ChannelError, StageFailed
-
 from tests.support.commands import OF_RANKS, Outcome
 
 

@@ -2,10 +2,10 @@
 
 import functools
 
-import adl_dist
 import torch
 from torch import nn
 
+import adl_dist
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import QUIET, values
 

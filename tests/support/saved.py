@@ -4,6 +4,7 @@ import json
 import os
 
 import torch
+
 from adl_dist.checkpoint import layout, storage
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.storage import MODEL, OPTIMIZER, Shard

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.run_dir import chosen_checkpoint
-
 from tests.support.commands import ROOT, assert_same, weights_of
 
 SLURMS_OWN = ("slurmd", "slurmstepd")

@@ -5,11 +5,11 @@ import signal
 import time
 
 import torch
+from torch import nn
+
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.run_dir import RunFolder
-from torch import nn
-
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import values

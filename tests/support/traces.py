@@ -4,6 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
+
 from adl_dist.monitor.activity import SHARES
 from adl_dist.schedule import Pipeline, evaluation_work, training_work
 

@@ -5,10 +5,11 @@ import json
 import os
 import sys
 
-import adl_dist
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+
+import adl_dist
 
 
 def main(run_dir):

@@ -2,10 +2,11 @@
 
 from dataclasses import fields
 
+from torch import nn
+
 import adl_dist
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import TrainSpec
-from torch import nn
 
 QUIET = adl_dist.Monitoring(quiet=True)
 SILENT = adl_dist.Monitoring(quiet=True, tensorboard=False)

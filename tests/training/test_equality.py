@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from adl_dist.partition import cut
-from adl_dist.schedule.replay import at_random
 from torch import nn
 from torch.func import functional_call
 
+from adl_dist.partition import cut
+from adl_dist.schedule.replay import at_random
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, by_the_equations, differ, micro_batches, run
 from tests.support.runs import BALANCE, EPOCHS, sgd, train, warm_up_schedule

@@ -4,8 +4,8 @@ import os
 
 import pytest
 import torch
-from adl_dist.schedule import METHODS
 
+from adl_dist.schedule import METHODS
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import nan_inputs, toy_trainer, train
 from tests.support.tiers import slow

@@ -4,14 +4,14 @@ import os
 import resource
 from pathlib import Path
 
-import adl_dist
 import numpy as np
 import pytest
 import torch
-from adl_dist import engine
-from adl_dist.schedule import Op, Pipeline, max_pending_of
 from torch.utils.data import Subset
 
+import adl_dist
+from adl_dist import engine
+from adl_dist.schedule import Op, Pipeline, max_pending_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages

@@ -5,9 +5,9 @@ import os
 
 import pytest
 import torch
+
 from adl_dist.errors import DivergedError
 from adl_dist.schedule import METHODS
-
 from tests.support import equations, runs
 from tests.support.commands import assert_same
 from tests.support.ranks import run_ranks

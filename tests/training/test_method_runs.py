@@ -8,14 +8,14 @@ from collections import defaultdict
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
+
 from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.schedule import METHODS, Op, Pipeline, actions_of_all, figures, method
 from adl_dist.schedule.replay import downstream_first
 from adl_dist.stage import Stage, TrainSpec
 from adl_dist.training import build
-from safetensors.torch import load_file
-from torch import nn
-
 from tests.support.commands import assert_same
 from tests.support.runs import BALANCE, sgd, toy_trainer, warm_up_schedule
 from tests.support.tiers import grid

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
+from torch import nn
+
 from adl_dist.schedule import METHODS, Op, Pipeline, Segment, method, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage.heads import build_head
-from torch import nn
-
 from tests.support.commands import assert_same
 from tests.support.equations import (
     EQUATIONS,

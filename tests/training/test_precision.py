@@ -4,11 +4,11 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from adl_dist.errors import ConfigError
-from adl_dist.partition import cut
 from torch import nn
 from torch._dynamo.utils import counters
 
+from adl_dist.errors import ConfigError
+from adl_dist.partition import cut
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ, modules_by_the_equations
 from tests.support.runs import BALANCE, toy_trainer, train, warm_up_schedule

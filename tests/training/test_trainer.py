@@ -5,15 +5,15 @@ import gc
 import json
 import weakref
 
-import adl_dist
 import pytest
 import torch
 import yaml
+from torch import nn
+
+import adl_dist
 from adl_dist import engine
 from adl_dist.partition import cut, even_balance
 from adl_dist.schedule import work
-from torch import nn
-
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close
 from tests.support.runs import BALANCE, toy_trainer

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+
 from adl_dist.data import digits
 from adl_dist.models import cifar_resnet
-
 from tests.support import user_script
 from tests.support.commands import TORCHRUN, as_command, in_process
 from tests.support.ranks import command_on_ranks

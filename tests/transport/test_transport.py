@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
+from torch import nn
+
 from adl_dist.errors import ChannelError
 from adl_dist.partition import cut
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.spec import Specs, TensorSpec
-from torch import nn
-
 from tests.support.oracle import train_by_the_equations
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
