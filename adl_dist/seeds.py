@@ -1,4 +1,4 @@
-"""One seed, many independent random streams. Pure Python and numpy."""
+"""One seed, many independent random streams; data/loader.py makes one of them the order of samples. No torch."""
 
 import zlib
 from collections.abc import Iterator, Sequence

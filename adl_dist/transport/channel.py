@@ -1,4 +1,4 @@
-"""The contract of one directed edge, and its in-process form."""
+"""The contract of one directed edge, and its in-process form; process.py has that between processes."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -124,8 +124,8 @@ class ProcessSender(_End):
         """Take the sending end of ``edge``.
 
         In training a send waits while ``max_pending`` micro-batches are not known to be taken by the peer. With fewer
-        than :func:`max_pending_of` says, that could close a cycle of stages that wait for each other. In evaluation no
-        gradient shows what was taken, and the limit is ``max_pending_in_evaluation``.
+        than :func:`adl_dist.schedule.work.max_pending_of` says, that could close a cycle of stages that wait for each
+        other. In evaluation no gradient shows what was taken, and the limit is ``max_pending_in_evaluation``.
         """
         self._where = f"stage {edge.sender} -> stage {edge.receiver}: {what} of micro-batch {{}}"
         super().__init__(edge, specs, edge.receiver, f"{self._where} could not be sent: stage {edge.receiver}")

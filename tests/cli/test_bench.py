@@ -3,6 +3,7 @@
 import _thread
 import argparse
 import json
+import signal
 import sys
 import threading
 import time
@@ -261,9 +262,13 @@ def test_children_are_ended_by_a_failure_a_limit_and_a_ctrl_c(tmp_path):
     with pytest.raises(ChildFailed, match=r"^what was wrong$"):
         run_together([sleeper, child("failing", "raise SystemExit('adl-dist: error: what was wrong')")])
     assert time.monotonic() - began < 20
-    threading.Timer(0.3, _thread.interrupt_main).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_together([sleeper])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        threading.Timer(0.3, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            run_together([sleeper])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert left_behind(tmp_path) == []
 
 
