@@ -1,4 +1,4 @@
-"""The control plane: one endpoint per job in each process, called over torch.distributed.rpc. Only this file sends by it.
+"""The control plane: one endpoint per job in each process, called over torch.distributed.rpc, by this file alone.
 
 RPC puts commands and reports into queues; the main thread of each process takes its commands from there and is the only
 one that issues data-plane communication. What cannot wait for a main thread is answered in RPC's own threads: the

@@ -151,6 +151,10 @@ def faulty(at):
     return nn.Sequential(*units(), Faulty(at))
 
 
+def faulty_at_the_start(at):
+    return nn.Sequential(Faulty(at), *units())
+
+
 def killed(at):
     return nn.Sequential(*units(), Killed(at))
 
