@@ -54,7 +54,10 @@ def multistep(
     gamma: float = 0.1,
     warmup_epochs: float = 0.0,
 ) -> LRScheduler:
-    """Multiply the learning rate by ``gamma`` at each of ``milestones``, counted in epochs; linear warm-up before."""
+    """Multiply the learning rate by ``gamma`` at each of ``milestones``, counted in epochs; linear warm-up before.
+
+    Raises ConfigError for milestones that do not ascend from above 0, or a ``gamma`` not above 0.
+    """
     epochs = list(milestones)
     if any(b <= a for a, b in zip([0, *epochs], epochs, strict=False)):
         raise ConfigError(f"lr_schedule.milestones must be epochs above 0 in ascending order, got {epochs}")
@@ -73,7 +76,7 @@ def cosine(
     final_factor: float = 0.0,
     warmup_epochs: float = 0.0,
 ) -> LRScheduler:
-    """Half a cosine down to ``final_factor`` times the learning rate over the whole run; linear warm-up before."""
+    """Half a cosine down to ``final_factor`` (else ConfigError: in [0, 1]) times the rate; linear warm-up before."""
     if not 0 <= final_factor <= 1:
         raise ConfigError(f"lr_schedule.final_factor must be in [0, 1], got {final_factor}")
     factor = partial(cosine_factor, total_updates=total_updates, final_factor=final_factor)

@@ -108,8 +108,9 @@ def read_costs(spec: str, *, num_stages: int) -> Costs:
     lists = {}
     for key, value in node.items():
         expected = num_stages - (key == "link")
-        numbers = lists[key] = value if isinstance(value, list) else [value] * expected
-        if len(numbers) != expected:
+        numbers = value if isinstance(value, list) else [value]
+        lists[key] = numbers if isinstance(value, list) else numbers * expected
+        if len(lists[key]) != expected:
             places = f"{expected} " + ("links between stages" if key == "link" else "stages (partition.num_stages)")
             raise ConfigError(f"{source}: {key}={value} has {len(numbers)} numbers, but there are {places}")
         if not all(type(v) in (int, float) and 0 <= v < float("inf") for v in numbers):

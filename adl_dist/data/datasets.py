@@ -151,11 +151,12 @@ def imagefolder(
 
     Raises:
         DataError: a folder is missing, or holds no images or other classes; when it is loaded, an unreadable image.
+        ConfigError: ``image_size`` below 1; ``mean`` or ``std`` is alone, or not three numbers.
     """
     small = image_size <= LARGEST_SMALL_IMAGE
     statistics = CIFAR10_STATISTICS if small else IMAGENET_STATISTICS
     own: Any = mean, std
-    if own != (None, None):
+    if mean is not None or std is not None:
         for name, values, least, above in (("mean", mean, -math.inf, ""), ("std", std, 0, " above 0")):
             is_list = isinstance(values, list | tuple) and len(values) == 3
             if not is_list or not all(isinstance(v, int | float) and least < v < math.inf for v in values or ()):
@@ -176,6 +177,7 @@ def imagenet(
     want the devkit's archive next to them, only to name the classes. Class indices are the same: folders by name.
     Transforms and statistics are those of :func:`imagefolder` above 64 pixels, whatever the ``image_size``.
     More or fewer than ``num_classes`` are refused: a folder that was not unpacked would shift the classes after it.
+    Raises DataError for that and for files that are not there, ConfigError for an ``image_size`` below 1.
     """
     statistics = IMAGENET_STATISTICS
     try:
@@ -271,7 +273,7 @@ def synthetic(
 ) -> Datasets:
     """Made-up images that can be learnt: a smooth pattern of the class (i mod ``num_classes``) plus as much noise.
 
-    ``image_size``: height and width in pixels; ``seed``: that of patterns and noise, not the run's.
+    ``image_size``: side in pixels; ``seed``: that of patterns and noise, not the run's. ConfigError: a count below 1.
     """
     counts = {"num_samples": num_samples, "num_validation": num_validation, "num_classes": num_classes}
     for key, count in (counts | {"in_channels": in_channels, "image_size": image_size}).items():

@@ -166,6 +166,9 @@ def cifar_resnet(
 
     Returns:
         float[B, in_channels, H, W] -> float[B, num_classes]: units ``stem``, ``layer1_0`` .. ``layer3_n-1``, ``head``.
+
+    Raises:
+        ConfigError: a depth that is not 6n+2, a count below 1, or an unknown ``shortcut`` or ``init``.
     """
     num_blocks = blocks_per_layer(depth, beyond=2)
     if width < 1:
@@ -181,7 +184,8 @@ def cifar_resnet(
 def cifar_resnet18(num_classes: int = 10, in_channels: int = 3, *, init: str = "he") -> nn.Sequential:
     """ResNet-18 with a 3x3 stem of stride 1 and no max-pooling: four layers of two blocks, 64 to 512 channels.
 
-    Images may have any size from 8x8; the code of ADL and FDG has ``init=torch``. See :func:`cifar_resnet`.
+    float[B, in_channels, H, W] -> float[B, num_classes], from 8x8 on; the code of ADL and FDG has ``init=torch``. See
+    :func:`cifar_resnet`, also for what is refused.
     """
     return _cifar([64, 128, 256, 512], [2, 2, 2, 2], num_classes, in_channels, init)
 
@@ -243,7 +247,7 @@ def wide_resnet(
 ) -> nn.Sequential:
     """WRN-(6n+4)-k: three layers of n blocks with 16k, 32k and 64k channels, k = ``widen_factor``; 16, 22, 28 ... deep.
 
-    ``dropout``: probability, inside each block; the paper's is 0 or 0.3. All else as in :func:`cifar_resnet`.
+    ``dropout``: probability, inside each block; the paper's is 0 or 0.3. All else as in :func:`cifar_resnet`, refusals too.
     """
     num_blocks = blocks_per_layer(depth, beyond=4)
     check_counts(num_classes, in_channels)
@@ -292,7 +296,8 @@ class SEBasicBlock(BasicBlock):
 def se_resnet18(num_classes: int = 1000, in_channels: int = 3) -> nn.Sequential:
     """SE-ResNet-18: torchvision's ResNet-18 with a gate after the second BatchNorm of each block, reduction 16.
 
-    Images may have any size from 32x32; the paper's is 224x224. Units ``stem``, ``layer1_0`` .. ``layer4_1``, ``head``.
+    float[B, in_channels, H, W] -> float[B, num_classes], from 32x32 on; the paper's is 224x224. ``in_channels``: 3 for
+    colour, 1 for grey; ConfigError for a count below 1. Units ``stem``, ``layer1_0`` .. ``layer4_1``, ``head``.
     """
     check_counts(num_classes, in_channels)
     stem = OrderedDict(

@@ -36,7 +36,10 @@ def cut(
 
 
 def even_balance(num_units: int, num_stages: int) -> list[int]:
-    """Return the units of each stage, as equal as can be; the last stages take one more where it does not divide."""
+    """Return the units of each stage, as equal as can be; the last stages take one more where it does not divide.
+
+    Raises PartitionError for more stages than units.
+    """
     if num_stages > num_units:
         raise PartitionError(
             f"partition.num_stages={num_stages} needs at least {num_stages} units, but the model has {num_units}; "

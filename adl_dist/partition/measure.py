@@ -94,7 +94,8 @@ def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
     finally:
         model.load_state_dict(state)
         for name, buffer in model.named_buffers():
-            buffer.copy_(buffers.get(name, buffer))
+            if name in buffers and buffers[name].shape == buffer.shape:  # a cache may have grown
+                buffer.copy_(buffers[name])
         model.zero_grad()
         for module, mode in modes.items():
             module.training = mode

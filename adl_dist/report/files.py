@@ -1,6 +1,7 @@
 """Files that appear whole or not at all, and the names that pictures may have."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ PICTURES = (".svg", ".png", ".pdf")
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a file next to ``path``, of its suffix; at the end rename it to ``path``, or remove it after an error."""
-    unfinished = path.with_name(f".{path.stem}.saving{path.suffix}")
+    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.saving{path.suffix}")
     try:
         yield unfinished
         unfinished.replace(path)

@@ -62,7 +62,7 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
             runs.append(_read(folder))
         except (OSError, yaml.YAMLError, TypeError, ValueError, KeyError) as error:
             raise ConfigError(
-                f"{folder}: expected the folder of a run made by adl-dist train, got a config.yaml that does not "
+                f"{folder}: expected the folder of a run made by adl-dist train, got files that do not "
                 f"describe one ({type(error).__name__}: {error}); give run folders"
             ) from error
     flat = [flatten(run.config) for run in runs]

@@ -166,7 +166,8 @@ class Method:
                     raise ConfigError(f"method.{name} must be at least {smallest}, got {number}")
         for name in ABOVE_0:
             if not all(number > 0 for number in self._numbers(name)):
-                raise ConfigError(f"method.{name} must be above 0, got {self.settings[name]}")
+                symbol = " (beta)" if name == "gradient_shrink" else ""
+                raise ConfigError(f"method.{name}{symbol} must be above 0, got {self.settings[name]}")
 
     def _check_together(self) -> None:
         """Refuse options that contradict the method's row or each other."""

@@ -121,7 +121,7 @@ class Pipeline:
         return max(0, micro_batch - self.delays[stage]) // M
 
     def staleness(self, stage: int, micro_batch: int) -> int:
-        """Return the level of staleness of a gradient: updates of its stage between its forward and its own update.
+        """Return the level of staleness of a gradient, in updates (not micro-batches) between its forward and its own.
 
         With delay d and M accumulation steps, micro-batch b of a segment has
 

@@ -33,7 +33,7 @@ class Costs:
     """The costs of one micro-batch on each stage, all in one unit of time.
 
     Raises:
-        ConfigError: nothing takes any time, or less than none.
+        ConfigError: lists that do not fit each other, a number below 0, or nothing takes any time.
     """
 
     forward: Sequence[float]
@@ -45,9 +45,9 @@ class Costs:
         K = len(self.forward)
         for name, num in (("update", K), ("link", K - 1)):
             object.__setattr__(self, name, getattr(self, name) or [0.0] * num)
-        assert (len(self.backward), len(self.update), len(self.link)) == (K, K, K - 1), self
-        if any(not time >= 0 for time in (*self.forward, *self.backward, *self.update, *self.link)):
-            raise ConfigError(f"costs must be at least 0, got {self}")
+        fits = (len(self.backward), len(self.update), len(self.link)) == (K, K, K - 1)
+        if not fits or any(not time >= 0 for time in (*self.forward, *self.backward, *self.update, *self.link)):
+            raise ConfigError(f"costs must be lists that fit each other, of numbers of at least 0, got {self}")
         if sum(self.forward) + sum(self.backward) == 0:
             raise ConfigError("costs must give each stage's forward and backward time, for example forward=[1,1]")
 

@@ -242,7 +242,9 @@ class Stage:
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
             # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.
-            with warnings.catch_warnings(action="ignore", category=UserWarning) if skip else nullcontext():
+            with warnings.catch_warnings() if skip else nullcontext():
+                if skip:
+                    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
                 self.lr_schedule.step()
 
     @torch.no_grad()

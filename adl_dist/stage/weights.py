@@ -16,7 +16,7 @@ from adl_dist.errors import ConfigError
 
 
 class _Policy:
-    """What all policies share: the optimizer, and that nothing is copied."""
+    """What all policies share: the optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -128,7 +128,7 @@ def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
 def connect_stages(
     world: World, stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: TensorSpec, pipeline: Pipeline
 ) -> dict[int, StageContext]:
-    """Join the stages of this process to their neighbors, in this process or in others.
+    """Join the stages of this process to their neighbours, in this process or in others.
 
     ``acts`` are what arrives at each of them and at the next one, ``target`` what the loss takes besides the output.
     """

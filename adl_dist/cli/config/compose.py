@@ -229,7 +229,8 @@ def readable(error: Exception, overrides: Sequence[str]) -> str:
 def _did_you_mean(key: str) -> str:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         base: Any = OmegaConf.to_container(compose("config"), resolve=False)
-    nodes = {node for leaf in flatten(base) for node in accumulate(leaf.split("."), "{}.{}".format)}
+    leaves = ["sweep.variants", *flatten(base)]  # which is empty
+    nodes = {node for leaf in leaves for node in accumulate(leaf.split("."), "{}.{}".format)}
     known = sorted(node for node in nodes if not key.startswith(f"{node}."))
     # The whole name, or failing that the last part under the same or another node.
     close = difflib.get_close_matches(key, known, n=1)
