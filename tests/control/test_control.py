@@ -3,7 +3,7 @@
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,7 +83,6 @@ def test_a_victim_does_not_wait_for_a_rank_0_that_is_gone(victim):
 
 
 def test_rank_0_is_gone_only_for_a_victim_it_never_talked_to(victim):
-    """Rank 0 is named as gone only by a victim that it neither heard nor told anything."""
     error, _, _ = victim(reported=False, rank0_status=RANK_0_IS_GONE)
     assert str(error) == f"{RANK_0_IS_GONE}; waited for the act of micro-batch 3"
     error, _, is_informed = victim(reported=False, rank0_status=RANK_0_IS_GONE, told_after=0)
@@ -131,10 +130,7 @@ def test_a_ctrl_c_between_two_commands_reaches_the_coordinator(monkeypatch):
     """Also where no handler asks the run to stop: else the other processes would wait for this one."""
     plane = Plane(0)
 
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(plane.endpoint, "commands", SimpleNamespace(get=interrupted))
+    monkeypatch.setattr(plane.endpoint, "commands", Mock(**{"get.side_effect": KeyboardInterrupt}))
     with pytest.raises(KeyboardInterrupt):
         serve(WaitsInVain(), plane)
     assert "KeyboardInterrupt" in plane.endpoint.reports.get(timeout=0).failure.text

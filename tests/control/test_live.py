@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import nn
 
-import adl_dist
 from adl_dist.cli.status import table
 from adl_dist.control import run_socket
 from adl_dist.control.requests import Ask, Requests
@@ -26,6 +25,7 @@ from adl_dist.monitor.activity import ActivityLog
 from adl_dist.monitor.status import process_status, user_frame
 from adl_dist.schedule import Action, Op
 from tests.support.commands import in_process
+from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
 
@@ -208,9 +208,8 @@ def test_status_and_results_are_views_of_the_same_actions(monkeypatch):
     work = SimpleNamespace(sizes=[3, 3])
     log = ActivityLog(2)
     with log.during("train"):
-        log.open(
-            {k: SimpleNamespace(work=work, stage=stages[k]) for k in range(2)}, SimpleNamespace(epoch=4), training=True
-        )
+        contexts = {k: SimpleNamespace(work=work, stage=stages[k]) for k in range(2)}
+        log.open(contexts, SimpleNamespace(epoch=4), training=True)
         for k, action, seconds in (
             (0, Action(Op.FORWARD, 0), 2.0),
             (0, Action(Op.FORWARD, 1), 0.0),
@@ -291,23 +290,14 @@ def test_all_stages_of_one_process_report_what_they_are_at(tmp_path):
             return x
 
     units = list(batch_norm_net())
-    trainer = adl_dist.Trainer(
-        nn.Sequential(*units[:3], nn.Sequential(Asks()), *units[3:]),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        method=adl_dist.method("adl", accumulation_steps=2),
-        num_stages=2,
-        processes=adl_dist.ProcessOptions(threads=1),
-    )
-    trainer.fit(
-        FixedImages(40), epochs=2, batch_size=4, val_dataset=FixedImages(4), run_dir=tmp_path, monitoring=SILENT
-    )
+    trainer = toy_trainer(2, 2, model=nn.Sequential(*units[:3], nn.Sequential(Asks()), *units[3:]))
+    data = {"train_dataset": FixedImages(40), "val_dataset": FixedImages(4)}
+    trainer.fit(**data, epochs=2, batch_size=4, run_dir=tmp_path, monitoring=SILENT)
     first, last = (answers[True][number] for number in (3, 39))
     assert [row["stage"] for row in last] == [0, 1]
     assert {row["doing"].split()[0] for row in last} == {"forward", "wait"}
     assert last[0]["update"] > first[0]["update"]
-    assert last[0]["staleness_mean"] > 0
-    assert last[0]["images_per_second"] > 0
+    assert min(last[0]["staleness_mean"], last[0]["images_per_second"]) > 0
     assert 0 < last[0]["busy_share"] <= 1
     assert last[0]["memory_bytes"] > 2**20
     where = [(row["epoch"], row["update"]) for stages in answers[False] for row in stages]

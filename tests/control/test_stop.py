@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from torch import nn
 
-import adl_dist
 from adl_dist.checkpoint import layout
 from adl_dist.control import job
 from adl_dist.control.job import Job
@@ -25,6 +23,7 @@ from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from tests.support.kill import records
 from tests.support.ranks import run_ranks
+from tests.support.runs import toy_trainer
 from tests.support.tiers import slow
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import values
@@ -54,19 +53,12 @@ class Asking(FixedImages):
 def fitted(K, *, data=None, name="adl", M=3, run_dir=None, options=(), epochs=EPOCHS, handle_signals=False, **of_fit):
     """Train; return the dataset, the state and the summary."""
     data = data or Asking()
-    trainer = adl_dist.Trainer(
-        batch_norm_net(dropout=0.2),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
-        method=adl_dist.method(name, accumulation_steps=M, **OPTIONS.get(name, {}), **dict(options)),
-        num_stages=K,
-        processes=adl_dist.ProcessOptions(threads=1, timeout_seconds=20, handle_signals=handle_signals),
-    )
-    data.trainer = trainer
+    model, optimizer = batch_norm_net(dropout=0.2), functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    of_trainer = {"model": model, "optimizer": optimizer, "timeout_seconds": 20, "handle_signals": handle_signals}
+    data.trainer = trainer = toy_trainer(K, M, name, {**OPTIONS.get(name, {}), **dict(options)}, **of_trainer)
     settings = {"epochs": epochs, "batch_size": MICRO_BATCH * M, "run_dir": run_dir}
-    summary = trainer.fit(
-        data, **settings, val_dataset=FixedImages(6, seed=1), **values(tensorboard=False, quiet=True, **of_fit)
-    )
+    settings |= values(tensorboard=False, quiet=True, **of_fit)
+    summary = trainer.fit(data, **settings, val_dataset=FixedImages(6, seed=1))
     return data, trainer.full_state_dict(), summary
 
 
@@ -299,6 +291,5 @@ def ask_past_one_that_is_late_and_one_that_is_gone():
 
 @pytest.mark.ranks
 def test_every_rank_is_heard_also_past_one_that_is_late():
-    """Every rank is heard also past one that is late and rank 0 sees one that is gone."""
     answers = run_ranks(RANKS, ask_past_one_that_is_late_and_one_that_is_gone)
     assert answers == [[True, True, False], [True, True], [True]]

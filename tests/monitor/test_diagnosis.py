@@ -71,8 +71,7 @@ def test_a_stage_at_work_is_the_cause(statuses, k, doing):
 
 
 @pytest.mark.parametrize(
-    ("loaders", "by"),
-    [([], ""), ([(7, "S"), (8, "T")], ", by its 2 worker processes (pid 7, pid 8 is stopped)")],
+    ("loaders", "by"), [([], ""), ([(7, "S"), (8, "T")], ", by its 2 worker processes (pid 7, pid 8 is stopped)")]
 )
 def test_a_stuck_data_loader_is_the_cause_with_its_workers(loaders, by):
     cause = cause_of([at_work(0, "load 8", loaders=loaders), *WAIT_FOR_LOAD], TRAINING)
@@ -97,7 +96,6 @@ def test_a_process_that_does_not_answer_is_the_cause(state, said):
 
 
 def test_gone_comes_before_stopped_and_that_before_unseen():
-    """A process that is gone comes before one that is stopped and that before one that cannot be seen."""
     silent = [at_work(k, "forward 1", silent=9.0, state=state) for k, state in ((1, ""), (2, "T"), (3, "gone"))]
     for worst in (3, 2, 1):
         assert cause_of([at_work(0, "forward 1"), *silent], TRAINING).rank == worst
@@ -135,7 +133,6 @@ def test_a_slow_save_or_load_is_the_fault_of_its_stage(what):
 
 
 def test_a_background_save_that_is_awaited_is_its_writers_fault():
-    """A save next to training that the coordinator waits for is the fault of the process that still writes."""
     waiting = CoordinatorStatus("train", False, 60.0, "saving.py:9 in wait")
     writer = idle(2, saving="saving", saving_at="checkpoint.py:9 in write")
     statuses = [idle(0, saving="committing"), idle(1), writer]
@@ -153,7 +150,6 @@ def test_when_no_stage_has_anything_to_do_it_is_the_coordinator():
 
 
 def test_of_stages_in_one_process_the_one_at_work_is_the_cause():
-    """All stages in one process have one line each and that one at work is the cause."""
     others = [stage(k, "wait for its turn", waits_for=[1]) for k in (0, 2)]
     statuses = [rank(others[0], stage(1, "backward 3", what="backward 3"), others[1], at="net.py:3 in f")]
     assert cause_of(statuses, TRAINING).text.startswith("stage 1 (node, pid 100): still at work: backward 3")
@@ -166,7 +162,6 @@ def test_of_stages_in_one_process_the_one_at_work_is_the_cause():
 
 
 def test_the_picture_holds_the_last_message_on_each_edge():
-    """The picture holds the last message on each edge and how long a silent process has been so."""
     told = at_work(1, "forward 7", last={"RA": 7, "SA": 6, "RG": 4, "SG": 3, "B": 3}, silent=9.5, state="T")
     assert picture([told, RankStatus(rank=2)], TRAINING).splitlines()[:2] == [
         "  stage 1  (node, pid 101)  no answer since 9.5 s; before: forward 7 since 60.0 s; last sent act 6, grad 3; "

@@ -59,7 +59,6 @@ def wait_for(what, there, ranks, seconds=60.0):
 
 
 def test_a_link_that_is_down_is_the_cause_and_costs_no_bit(spaces, tmp_path):
-    """A link that is down is the cause in time and when it is up again the run ends with the same bits."""
     metrics, log = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "logs" / "rank0.log"
     ranks = [rank(number, spaces, tmp_path) for number in range(2)]
     try:

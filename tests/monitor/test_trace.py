@@ -1,15 +1,18 @@
-"""The trace of a run with all stages in one process."""
+"""The trace of a run: every action once; of several processes one clock, one file, written by one rank."""
 
 import json
+import time
 
 import pytest
 
 import adl_dist
 from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.monitor import trace
 from adl_dist.monitor.activity import KINDS
 from adl_dist.schedule import Op, Segment
 from tests.support import traces
 from tests.support.commands import assert_same
+from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
 from tests.support.values import values
@@ -17,13 +20,13 @@ from tests.support.values import values
 K, M, MICRO_BATCH, NUM_SAMPLES, NUM_VALIDATION = 3, 2, 2, 11, 5
 
 
-def run(run_dir, trainer=None, *, epochs=2, data=None, trace=True, **options):
+TRAINING, VALIDATION = FixedImages(NUM_SAMPLES), FixedImages(NUM_VALIDATION, seed=1)
+
+
+def run(run_dir, trainer=None, *, epochs=2, data=TRAINING, validation=VALIDATION, trace=True, **options):
     options = values(quiet=True, tensorboard=False, trace=trace, **options)
-    data, validation = data or FixedImages(NUM_SAMPLES), FixedImages(NUM_VALIDATION, seed=1)
-    trainer = trainer or toy_trainer(K, M)
-    return trainer.fit(
-        data, epochs=epochs, batch_size=MICRO_BATCH * M, val_dataset=validation, run_dir=run_dir, **options
-    )
+    length = {"epochs": epochs, "batch_size": MICRO_BATCH * M}
+    return (trainer or toy_trainer(K, M)).fit(data, **length, val_dataset=validation, run_dir=run_dir, **options)
 
 
 def segment(epoch, *, num_samples=NUM_SAMPLES, steps=M):
@@ -110,6 +113,30 @@ def test_a_trace_without_a_folder_is_refused(tmp_path):
         run(None)
     with pytest.raises(ConfigError, match="all 3 stages share one; start one for each stage"):
         run(tmp_path, trace=False, memory=True)
+
+
+def train_traced(run_dir, seconds_off):
+    """As on two machines, if ``seconds_off``: rank 1's clock is so much ahead of rank 0's, and another's."""
+    trainer = toy_trainer(2, M, timeout_seconds=30)
+    if seconds_off and not trainer.needs_data:
+        true = time.perf_counter
+        time.perf_counter = lambda: true() + seconds_off
+        trace.machine = lambda: "another machine"
+    return run(run_dir, trainer, epochs=1, data=FixedImages(24), validation=None)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("seconds_off", [0.0, 1000.0], ids=["one machine", "two machines"])
+def test_two_processes_make_one_trace_on_one_clock(seconds_off, tmp_path):
+    summary, same = run_ranks(2, train_traced, tmp_path, seconds_off)
+    assert summary == same
+    training, method = [segment(0, num_samples=24)], adl_dist.method("adl", accumulation_steps=M)
+    # Machines agree by their wall clocks, of which each process reads two in turn; a busy machine may part the two.
+    slack_us = 20_000 if seconds_off else 0.0
+    traces.assert_is_whole(tmp_path, summary, method, training=training, slack_us=slack_us)
+    stages = json.loads((tmp_path / "trace.json").read_text())["otherData"]["stages"]
+    assert stages[0]["seconds_to_rank_0"] == 0
+    assert stages[1]["seconds_to_rank_0"] == pytest.approx(-seconds_off, abs=0.02)
 
 
 def test_every_action_has_a_kind():

@@ -83,7 +83,6 @@ def test_a_stage_that_sleeps_is_reported_and_that_it_continues(tmp_path, capfd):
 
 @needs_proc
 def test_a_stuck_worker_process_is_reported_with_its_id(tmp_path, capfd):
-    """A worker process that loads data and is stuck is reported with its process id."""
     train(tmp_path, K=2, data=StuckInWorker(NUM_SAMPLES), num_workers=1)
     causes = [line for line in capfd.readouterr().err.splitlines() if line.startswith("likely cause: ")]
     stuck = r"the data loader is stuck: it loads micro-batch .* 1 worker processes \(pid \d"
@@ -96,9 +95,8 @@ def test_a_standstill_ends_with_exit_code_1_and_the_cause_last(tmp_path):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert ran.returncode == 1
     assert "likely cause: stage 1 (" in ran.stderr
-    last = ran.stderr.splitlines()[-1]
-    assert last.startswith("adl-dist: error: no progress in ")
-    assert "(runtime.abort_seconds=1.6): stage 1 (" in last
+    ended = r"adl-dist: error: no progress in .*\(runtime\.abort_seconds=1\.6\): stage 1 \("
+    assert re.match(ended, ran.stderr.splitlines()[-1])
 
 
 def test_a_process_in_which_a_debugger_stands_is_not_ended(tmp_path):
@@ -173,7 +171,6 @@ def another_process():
     ],
 )
 def test_a_heartbeat_monitor_ends_rank_0_that_asks_no_more(number, said, monkeypatch):
-    """A heartbeat monitor reports that rank 0 asks no more and why and then ends both processes."""
     lines, ends, answers = [], [], Heartbeat()
     monkeypatch.setattr(heartbeat, "print_bounded", lambda text, level=0: lines.append(text))
     monkeypatch.setattr(heartbeat, "end", lambda: ends.append(time.monotonic()))
@@ -279,6 +276,5 @@ command.main()
 
 
 def test_a_command_ends_with_its_code_after_exit_handlers():
-    """A command ends with its code after threads and exit handlers and takes nothing apart."""
     done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (3, "of a thread\nregistered by somebody\n", "")

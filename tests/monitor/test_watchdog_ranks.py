@@ -46,7 +46,6 @@ def causes_told(run_dir):
 
 
 def test_each_of_six_planted_stalls_is_named_in_time(tmp_path):
-    """Each of six planted stalls is reported by its cause in time and status answers all along."""
     run_dir, over, seconds, rows = tmp_path / "run", threading.Event(), [], []
 
     def poll():
@@ -86,7 +85,6 @@ def test_a_slow_save_next_to_training_is_reported_by_its_rank(tmp_path):
 
 
 def test_survivors_of_a_kill_in_a_save_name_the_killed(tmp_path):
-    """The survivors of a process killed during a save name it and none of them another."""
     with pytest.raises(RanksFailed) as failed:
         run_ranks(3, killed_in_save, tmp_path / "run", timeout_seconds=60)
     said = [line for line in str(failed.value).splitlines() if re.match(r"adl_dist\.\S+(Failed|Error): ", line)]

@@ -45,7 +45,6 @@ def test_until_a_later_micro_batch_a_stage_does_the_same(name, K, M):
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize(("name", "K", "M"), GRID)
 def test_ended_at_any_load_all_stages_end_after_the_same_update(name, K, M, ahead):
-    """Ended at any load all stages end after the same update having posted no receive in vain."""
     pipeline, groups = chosen(name, K, M)
     for stop_at in range(0, NUM_MICRO_BATCHES, 5):
         lists = [actions_of(pipeline, k, groups) for k in range(K)]

@@ -174,7 +174,6 @@ def test_no_method_deadlocks_even_without_buffers(variant, K):
 @settings(max_examples=150)
 @given(st.integers(2, 6), st.integers(1, 5), st.data())
 def test_no_list_of_delays_deadlocks_with_the_fewest_sends(K, M, data):
-    """No list of delays deadlocks even with as few sends under way as we allow."""
     delays = sorted(data.draw(st.lists(st.integers(0, 12), min_size=K, max_size=K)), reverse=True)
     weights = data.draw(st.sampled_from(["stash", "recompute"]))
     order = data.draw(st.sampled_from(["forward_first", "backward_first"]))
@@ -353,7 +352,6 @@ def test_the_printed_table_shows_the_actions_of_each_tick():
 
 
 def test_a_table_wider_than_the_screen_continues_in_blocks():
-    """A table wider than the screen continues in blocks that fit and say the same."""
     heads = ("tick", "stage 0", "stage 1", "stage 2")
     whole, cut = (describe(Pipeline(adl(4), 3), num_micro_batches=20, width=w).splitlines() for w in (None, 60))
 

@@ -137,11 +137,6 @@ def test_the_figures_are_those_of_the_pipeline(order):
         assert (told.staleness_mean, told.staleness_max) == (sum(offsets) / 4, max(offsets))
 
 
-def held(name, K, **options):
-    told = figures(Pipeline(method(name, **options), K))
-    return [(f.graphs, f.inputs, f.weight_copies) for f in told]
-
-
 @pytest.mark.parametrize("M", [1, 3, 4, 9])
 @pytest.mark.parametrize("K", [1, 4, 5])
 def test_each_stage_holds_what_the_comparison_table_says(K, M):
@@ -149,12 +144,11 @@ def test_each_stage_holds_what_the_comparison_table_says(K, M):
     two, one = [2 * (K - k) for k in range(1, K + 1)], [K - k for k in range(1, K + 1)]
 
     def of(name, **options):
-        return held(name, K, accumulation_steps=M, **options)
+        told = figures(Pipeline(method(name, accumulation_steps=M, **options), K))
+        return [(f.graphs, f.inputs, f.weight_copies) for f in told]
 
-    for name in ("adl", "fdg"):
-        assert of(name) == [(d + 1, 0, -(-d // M)) for d in two]
-    for name in ("ddg", "pipedream"):
-        assert of(name) == [(d + 1, 0, -(-d // M)) for d in one]
+    assert of("adl") == of("fdg") == [(d + 1, 0, -(-d // M)) for d in two]
+    assert of("ddg") == of("pipedream") == [(d + 1, 0, -(-d // M)) for d in one]
     assert of("paci") == [(d + 1, 0, 0) for d in one]
     assert of("dsp") == [(1, d + 1 if d else 0, 0) for d in two]  # without a delay the graph itself is kept
     assert of("fr") == [(1, d + 1 if d else 0, 0) for d in one]

@@ -1,7 +1,5 @@
 """What is not finite: its group is applied in no stage, or the run stops. Clipping, stage by stage."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -16,6 +14,7 @@ from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.stats import StepStats, _underway, norm_of
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close, by_the_equations, differ
+from tests.support.kill import records
 from tests.support.runs import EPOCHS, SPOILT, SPOILT_PAIRS, infinite_gradient, nan_inputs, toy_trainer, train
 from tests.support.tiers import covering
 from tests.support.toys import FixedImages
@@ -65,12 +64,12 @@ def test_skipped_updates_are_recorded_with_their_reason(tmp_path, capsys):
     data = FixedImages(32)
     data.images[9] = NAN
     summary = toy_trainer(2, 4, **SKIP).fit(data, epochs=2, batch_size=8, run_dir=tmp_path, shuffle=False)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    skipped = [r for r in records if r["name"] == "train/skipped_updates"]
+    written = records(tmp_path)
+    skipped = [r for r in written if r["name"] == "train/skipped_updates"]
     assert [(r["update"], r["value"], r["why"]) for r in skipped] == [(u, 1, "the loss is nan") for u in (1, 5)]
     for name in ("train/loss", "train/accuracy", "train/learning_rate"):
-        assert [r["update"] for r in records if r["name"] == name] == [0, 2, 3, 4, 6, 7]
-    assert all(r["value"] == r["value"] for r in records)
+        assert [r["update"] for r in written if r["name"] == name] == [0, 2, 3, 4, 6, 7]
+    assert all(r["value"] == r["value"] for r in written)
     assert summary["skipped_updates"] == 2
     shown = capsys.readouterr().out
     assert shown.count("skipped 1\n") == 2, "of each epoch"

@@ -1,4 +1,7 @@
-"""The same values on a GPU as on the CPU, whatever method and transport. `make test-gpu`; skipped without a GPU."""
+"""The same values on a GPU as on the CPU, whatever method and transport, and training that waits for no copy.
+
+`make test-gpu`; skipped without a GPU.
+"""
 
 import functools
 import os
@@ -8,12 +11,14 @@ import torch
 
 from adl_dist.errors import DivergedError
 from adl_dist.schedule import METHODS
+from adl_dist.stage import Stage, StepStats
+from adl_dist.transport.staging import to_device, to_host
 from tests.support import equations, runs
 from tests.support.commands import assert_same
 from tests.support.ranks import run_ranks
 from tests.support.runs import nan_inputs
 from tests.support.toys import FixedImages, batch_norm_net
-from tests.support.values import QUIET
+from tests.support.values import QUIET, spec_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -22,14 +27,12 @@ TOLERANCE = 1e-9
 # In bfloat16 a last digit of a sum can tip a rounding of 2**-9. That the bits are equal the CPU's tests show.
 LOWERED = 1e-2
 assert_close = functools.partial(equations.assert_close, tolerance=TOLERANCE)
+sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def trained(K, device, *, name="adl", dropout=0.0, dtype=torch.float64, epochs=2, of_trainer=None, **options):
     of_trainer = {"device": device, "timeout_seconds": 60, "dtype": dtype, **(of_trainer or {})}
-    optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    trainer = runs.toy_trainer(
-        K, 2, name, options, model=batch_norm_net(dropout=dropout), optimizer=optimizer, **of_trainer
-    )
+    trainer = runs.toy_trainer(K, 2, name, options, model=batch_norm_net(dropout=dropout), optimizer=sgd, **of_trainer)
     data = FixedImages(32, dtype=dtype)
     summary = trainer.fit(data, epochs=epochs, batch_size=6, val_dataset=data, monitoring=QUIET)
     return trainer.full_state_dict(), summary
@@ -132,3 +135,48 @@ def test_a_gpu_skips_the_groups_that_the_cpu_skips(method):
 def test_a_fault_on_a_gpu_is_told_by_the_number_of_its_update():
     with pytest.raises(DivergedError, match=r"is nan at update 0 \(epoch 0\)"):
         runs.train(3, 2, torch.float32, device="cuda", plant=nan_inputs)
+
+
+def slowly(value):
+    """A tensor that is ``value`` only when a long computation before it is done."""
+    x = torch.zeros(4096, 4096, device="cuda")
+    for _ in range(20):
+        x = x @ x
+    return x[:1024] + value
+
+
+def test_what_is_still_being_computed_is_copied_out_right():
+    copies = [to_host(slowly(value)) for value in range(8)]  # the tensors themselves are freed at once
+    for value, host in enumerate(copies):
+        assert host.is_pinned()
+        assert bool((host == value).all())
+
+
+def test_a_pinned_buffer_is_not_used_before_it_was_copied_in():
+    device, tensors = torch.device("cuda", torch.cuda.current_device()), []
+    for value in range(32):
+        busy = slowly(0)
+        tensors.append(to_device(torch.full((1 << 20,), float(value), pin_memory=True), device))
+        del busy
+    for value, tensor in enumerate(tensors):
+        assert bool((tensor == value).all())
+
+
+def test_forward_backward_and_update_never_wait_for_the_gpu():
+    device = torch.device("cuda", torch.cuda.current_device())
+    stage = Stage(batch_norm_net().to(device), 0, spec_of(1, sgd), device=device)
+    stage.begin(0, training=True)
+    images = [torch.randn(4, 2, 6, 6, device=device) for _ in range(8)]
+    target = torch.zeros(4, dtype=torch.long, device=device)
+    one = torch.ones((), device=device)
+    try:
+        for b, image in enumerate(images):
+            if b == 2:  # the first ones make optimizer state and choose kernels
+                torch.cuda.set_sync_debug_mode("error")
+            stage.forward(b, (image,), target)
+            stage.finish_group((one,), stage.backward(b, (one,)))
+            stage.update()
+            stage.tally = StepStats()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stage.faults.check()

@@ -17,6 +17,7 @@ from adl_dist.schedule.replay import downstream_first
 from adl_dist.stage import Stage, TrainSpec
 from adl_dist.training import build
 from tests.support.commands import assert_same
+from tests.support.kill import records
 from tests.support.runs import BALANCE, sgd, toy_trainer, warm_up_schedule
 from tests.support.tiers import grid
 from tests.support.toys import FixedImages, Unplugged, batch_norm_net, tuple_net
@@ -47,8 +48,7 @@ def trainer_of(name, options, M, K=K, **of_trainer):
 
 
 def records_of(run_dir, name):
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [r for r in records if r["name"] == name]
+    return [r for r in records(run_dir) if r["name"] == name]
 
 
 class Watching:
@@ -159,9 +159,8 @@ def test_heads_are_saved_and_recorded_but_not_of_the_model(tmp_path):
     (path,) = (tmp_path / "checkpoints").glob("update-*")
     assert all(key.startswith("head0:") for key in load_file(path / "heads-00001-of-00004.safetensors"))
     assert any(key.startswith("head0:") for key in load_file(path / "optimizer-00001-of-00004.safetensors"))
-    assert json.loads((path / "model.safetensors.index.json").read_text())["weight_map"].keys() == (
-        batch_norm_net().state_dict().keys()
-    )
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == batch_norm_net().state_dict().keys()
     plain = trainer_of("adl", {}, 2)
     plain.load_checkpoint(path)  # of whatever method
     assert torch.equal(plain.full_state_dict()["1.conv.weight"], trainer.full_state_dict()["1.conv.weight"])
@@ -226,9 +225,8 @@ def test_a_head_is_refused_where_it_cannot_be(model, head, data, message):
 
 def test_local_losses_of_another_cut_are_refused_by_name(tmp_path):
     def fit(K, epochs):
-        trainer = trainer_of("dgl", {"head": "linear"}, 2, K=K)
-        config = {"the": "same"}
-        trainer.fit(FixedImages(16), epochs=epochs, batch_size=8, run_dir=tmp_path, monitoring=SILENT, config=config)
+        trainer, options = trainer_of("dgl", {"head": "linear"}, 2, K=K), {"run_dir": tmp_path, "monitoring": SILENT}
+        trainer.fit(FixedImages(16), epochs=epochs, batch_size=8, config={"the": "same"}, **options)
 
     fit(2, 1)
     with pytest.raises(CheckpointError, match=r"holds local losses of another cut or head \(head1:"):

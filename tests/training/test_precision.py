@@ -112,13 +112,10 @@ def test_no_weight_version_compiles_again(method, K, M, per_stage):
     """Also with three stages in one process, whose code is the same."""
 
     def state(**options):
-        trainer = toy_trainer(
-            K, M, method, model=perceptron(0.3), lr_schedule=warm_up_schedule, dtype=torch.float64, **options
-        )
-        data = FixedImages(32, dtype=torch.float64)
-        trainer.fit(
-            data, epochs=2, batch_size=3 * M, val_dataset=FixedImages(10, dtype=torch.float64), monitoring=QUIET
-        )
+        options |= {"lr_schedule": warm_up_schedule, "dtype": torch.float64}
+        trainer = toy_trainer(K, M, method, model=perceptron(0.3), **options)
+        data, validation = (FixedImages(number, dtype=torch.float64) for number in (32, 10))
+        trainer.fit(data, epochs=2, batch_size=3 * M, val_dataset=validation, monitoring=QUIET)
         return trainer.full_state_dict()
 
     assert_close(state(compile=True), state())

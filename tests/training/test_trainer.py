@@ -16,6 +16,7 @@ from adl_dist.partition import cut, even_balance
 from adl_dist.schedule import work
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close
+from tests.support.kill import HeldImages, records
 from tests.support.runs import BALANCE, toy_trainer
 from tests.support.toys import NUM_CLASSES, FixedImages, Unplugged, batch_norm_net
 from tests.support.values import QUIET, SILENT, values
@@ -28,17 +29,13 @@ def fitted(K, *, num_samples=20, epochs=1, batch_size=8, trainer=None, **options
     return trainer
 
 
-def records_of(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize(("K", "M"), [(1, 2), (3, 1), (4, 3)])
 def test_recorded_staleness_is_that_of_the_formula(K, M, tmp_path):
     """In each of two epochs; what one epoch records of all methods test_method_runs.py looks at."""
     N = 26
     sizes = {"num_samples": N * 2 - 1, "epochs": 2, "batch_size": 2 * M}
     fitted(K, trainer=toy_trainer(K, M), run_dir=tmp_path, monitoring=SILENT, **sizes)
-    seen = [r for r in records_of(tmp_path) if r["name"] == "stage/staleness"]
+    seen = [r for r in records(tmp_path) if r["name"] == "stage/staleness"]
     num_updates = -(-N // M)
     for k in range(K):
         delay = 2 * (K - 1 - k)
@@ -81,11 +78,11 @@ def test_the_run_folder_holds_what_the_design_says(tmp_path):
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["update-00000003", "update-00000006"]
     assert [p.name for p in (tmp_path / "logs").iterdir()] == ["rank0.log"]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
-    records = records_of(tmp_path)
+    written = records(tmp_path)
     names = {f"train/{name}" for name in ("loss", "accuracy", "learning_rate", "samples_per_second")}
     names |= {f"stage/{name}" for name in ("staleness", "busy_share", "peak_memory", "gradient_norm")}
-    assert {r["name"] for r in records} == names | {"validation/loss", "validation/accuracy"}
-    for r in records:
+    assert {r["name"] for r in written} == names | {"validation/loss", "validation/accuracy"}
+    for r in written:
         assert {"name", "value", "update", "epoch"} <= r.keys()
     for stage in summary["stages"]:
         assert stage.keys() == {"stage", "staleness_mean", "staleness_max", "busy_share", "peak_memory_bytes"}
@@ -103,20 +100,13 @@ def test_the_logged_loss_is_the_mean_over_the_groups_samples(tmp_path):
         nn.functional.cross_entropy(model(data.images[i:j]), torch.tensor(data.labels[i:j])).item() * (j - i)
         for i, j in ((0, 2), (2, 4), (4, 6))
     ]
-    first = next(r for r in records_of(tmp_path) if r["name"] == "train/loss")
+    first = next(r for r in records(tmp_path) if r["name"] == "train/loss")
     assert first["value"] == pytest.approx(sum(losses) / 6, rel=1e-6)
     assert first["num_samples"] == 6
 
 
-class Drawing(FixedImages):
-    """Draws a random number per sample, as an augmentation would."""
-
-    def __getitem__(self, index):
-        image, label = super().__getitem__(index)
-        return image + torch.rand(()), label
-
-
 def test_the_callers_random_stream_and_threads_are_left_alone(request):
+    """Though each sample draws random numbers, as an augmentation would."""
     request.addfinalizer(lambda: torch.set_num_threads(1))
     torch.manual_seed(3)
     expected = torch.rand(3)
@@ -124,7 +114,7 @@ def test_the_callers_random_stream_and_threads_are_left_alone(request):
     torch.set_num_threads(2)
     trainer = toy_trainer(2, 2, model=batch_norm_net(dropout=0.5))
     torch.manual_seed(3)
-    trainer.fit(Drawing(12), epochs=1, batch_size=4, monitoring=QUIET)
+    trainer.fit(HeldImages(12), epochs=1, batch_size=4, monitoring=QUIET)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == 2
 
@@ -209,16 +199,11 @@ def test_stages_that_start_in_place_train_like_the_uncut_model(channels_last):
     assert_close(cut_up, uncut)
 
 
-class Larger(FixedImages):
-    def __getitem__(self, index):
-        return torch.zeros(2, 7, 7), self.labels[index]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"resume": "runs/elsewhere"}, "resume=runs/elsewhere needs a run_dir"),
-        ({"val_dataset": Larger(4)}, r"validation dataset: its samples are float32\[B, 2, 7, 7\]"),
+        ({"val_dataset": [(torch.ones(2, 7, 7), 0)]}, r"validation dataset: its samples are float32\[B, 2, 7, 7\]"),
         ({"batch_size": 1}, "leaves no sample for each"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -76,7 +76,6 @@ def test_free_strides_of_size_1_arrive_as_a_fresh_tensors():
     [(IMAGE[:, :2], r"float32\[2, 2, 4, 5\]"), (IMAGE[:1], r"float32\[1, 3, 4, 5\]"), (IMAGE.double(), "float64")],
 )
 def test_another_shape_or_dtype_than_agreed_names_the_edge(tensor, found):
-    """Another shape or dtype than agreed names edge and micro-batch and both shapes."""
     channel = LocalChannel(Specs.always([TensorSpec((3, 4, 5), "float32")]), what="act", edge="stage 0 -> stage 1")
     channel.open([2] * 8, training=True)
     with pytest.raises(
@@ -95,7 +94,6 @@ def test_a_micro_batch_out_of_order_is_refused():
 
 @in_both_formats
 def test_what_travels_in_bfloat16_takes_half_the_bytes(channels_last):
-    """What travels in bfloat16 takes half the bytes and arrives rounded in the agreed format."""
     tensor = image(channels_last)
     spec = TensorSpec.of(tensor + 2**-10).travelling(torch.bfloat16)
     assert TensorSpec.from_json(spec.to_json()) == spec
@@ -115,7 +113,6 @@ def test_what_is_no_wider_or_no_real_number_travels_as_it_is(dtype):
 
 
 def test_what_reaches_the_next_stage_is_rounded_in_its_dtype():
-    """Activations and gradients reach the next stage rounded and in the dtype of the run."""
     seen = {}
     model = batch_norm_net()
     model[3].register_forward_pre_hook(lambda _, given: seen.update(act=given[0].detach()))
