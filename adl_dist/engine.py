@@ -37,28 +37,17 @@ class ActionLog(Protocol):
 
 @dataclass
 class StageContext:
-    """A stage with all that it touches during one segment.
+    """A stage with all that it touches during one segment."""
 
-    Attributes:
-        stage: the mathematics.
-        receivers, senders: one for each kind of message that arrives or leaves; see ``LINKS``.
-        work: what the stage does in this segment.
-        last_of_groups: the micro-batches whose backward completes the gradients of a group.
-        batches: (input, target) of each micro-batch in order; on stage 0 only.
-        loss_grads: the weight of each micro-batch in its group; where there is a loss.
-        held: the tensors that one action leaves for the next, by kind.
-        buffer: acts and target of earlier micro-batches, for replay.
-    """
-
-    stage: Stage
-    receivers: dict[str, Receiver] = field(default_factory=dict)
-    senders: dict[str, Sender] = field(default_factory=dict)
-    work: StageWork = field(default_factory=lambda: StageWork([], [], [], []))
-    last_of_groups: frozenset[int] = frozenset()
-    batches: Iterator[tuple[Tensor, Tensor]] | None = None
-    loss_grads: Sequence[Tensor] = ()
-    held: dict[str, Tensors] = field(default_factory=dict)
-    buffer: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)
+    stage: Stage  # the mathematics
+    receivers: dict[str, Receiver] = field(default_factory=dict)  # one for each kind of message that arrives: ``LINKS``
+    senders: dict[str, Sender] = field(default_factory=dict)  # one for each kind that leaves
+    work: StageWork = field(default_factory=lambda: StageWork([], [], [], []))  # of this segment
+    last_of_groups: frozenset[int] = frozenset()  # micro-batches whose backward completes the gradients of a group
+    batches: Iterator[tuple[Tensor, Tensor]] | None = None  # (input, target) of each micro-batch; on stage 0 only
+    loss_grads: Sequence[Tensor] = ()  # the weight of each micro-batch in its group; where there is a loss
+    held: dict[str, Tensors] = field(default_factory=dict)  # what one action leaves for the next, by kind
+    buffer: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)  # acts and target, to be replayed
 
     def open(self, work: StageWork, *, training: bool) -> None:
         """Begin a segment of training or of evaluation."""

@@ -30,19 +30,12 @@ InBothModes = tuple[list[bool], list[bool]]  # in training, in evaluation
 
 
 class Agreed(NamedTuple):
-    """The result of the agreement for one process.
+    """The result of the agreement for one process."""
 
-    Attributes:
-        acts: what arrives at each stage k of this process and at k + 1 (K: the model's output).
-        target: what the loss takes besides the output.
-        overwrites: for each act of each stage of this process whether the stage's module writes to it, in both modes.
-        num_classes: classes that the model tells apart; None if its output is not [B, classes].
-    """
-
-    acts: dict[int, Specs]
-    target: TensorSpec
-    overwrites: dict[int, InBothModes]
-    num_classes: int | None
+    acts: dict[int, Specs]  # what arrives at each stage k of this process and at k + 1 (K: the model's output)
+    target: TensorSpec  # what the loss takes besides the output
+    overwrites: dict[int, InBothModes]  # for each act of each stage here whether the stage's module writes to it
+    num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
 
 
 def infer_shapes(
@@ -165,17 +158,12 @@ def _reaching(rank: int) -> Iterator[None]:
 
 
 class DryRunResult(NamedTuple):
-    """The outcome of a dry run.
+    """The outcome of a dry run."""
 
-    Attributes:
-        outs: what the module returns.
-        overwrites: in training and in evaluation, for each act whether the module writes to it.
-        shared: likewise, for each out whether it is a view of the same memory as another tensor that crosses a cut.
-            Behind the cut they are two: a write to one would not be seen in the other.
-    """
-
-    outs: Specs
-    overwrites: InBothModes
+    outs: Specs  # what the module returns
+    overwrites: InBothModes  # for each act whether the module writes to it
+    # For each out whether it is a view of the same memory as another tensor that crosses a cut. Behind the cut they are
+    # two: a write to one would not be seen in the other.
     shared: InBothModes
 
 
