@@ -40,7 +40,7 @@ class StageContext:
     """A stage with all that it touches during one segment."""
 
     stage: Stage  # the mathematics
-    receivers: dict[str, Receiver] = field(default_factory=dict)  # one for each kind of message that arrives: ``LINKS``
+    receivers: dict[str, Receiver] = field(default_factory=dict)  # one for each kind that arrives; see ``LINKS``
     senders: dict[str, Sender] = field(default_factory=dict)  # one for each kind that leaves
     work: StageWork = field(default_factory=lambda: StageWork([], [], [], []))  # of this segment
     last_of_groups: frozenset[int] = frozenset()  # micro-batches whose backward completes the gradients of a group

@@ -245,9 +245,9 @@ class PreActivationBlock(nn.Module):
 def wide_resnet(
     depth: int = 28, widen_factor: int = 10, num_classes: int = 10, in_channels: int = 3, *, dropout: float = 0.0
 ) -> nn.Sequential:
-    """WRN-(6n+4)-k: three layers of n blocks with 16k, 32k and 64k channels, k = ``widen_factor``; 16, 22, 28 ... deep.
+    """WRN-(6n+4)-k: three layers of n blocks with 16k, 32k and 64k channels, k = ``widen_factor``; 16, 22 ... deep.
 
-    ``dropout``: probability, inside each block; the paper's is 0 or 0.3. All else as in :func:`cifar_resnet`, refusals too.
+    ``dropout``: probability, inside each block; 0 or 0.3 in the paper. All else and refusals: see :func:`cifar_resnet`.
     """
     num_blocks = blocks_per_layer(depth, beyond=4)
     check_counts(num_classes, in_channels)

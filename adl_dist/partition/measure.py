@@ -86,16 +86,17 @@ def pace(
 def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
     """Leave the model, and the random streams of its device, as they were found."""
     state = copy.deepcopy(model.state_dict())
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # some are no part of the state
+    # Some buffers are no part of the state, and a forward may put others in their places.
+    owned = [(owner, *named) for owner in model.modules() for named in owner.named_buffers(recurse=False)]
+    buffers = [(*place, place[-1].clone()) for place in owned]
     modes = {module: module.training for module in model.modules()}
     try:
         with torch.random.fork_rng(devices=[input_.device] if input_.is_cuda else []):
             yield
     finally:
+        for owner, name, buffer, values in buffers:
+            setattr(owner, name, buffer.copy_(values))
         model.load_state_dict(state)
-        for name, buffer in model.named_buffers():
-            if name in buffers and buffers[name].shape == buffer.shape:  # a cache may have grown
-                buffer.copy_(buffers[name])
         model.zero_grad()
         for module, mode in modes.items():
             module.training = mode
