@@ -388,7 +388,6 @@ def test_cifar_trains_on_cropped_and_flipped_images(load, tmp_path, monkeypatch)
             expected = torch.from_numpy(dataset.data[index]).permute(2, 0, 1).float() / 255
             torch.testing.assert_close(image, (expected - mean) / std)
             assert target == index % 2
-
     padded = torch.nn.functional.pad(torch.from_numpy(train.data[0]).permute(2, 0, 1), (4,) * 4)
     crops = [padded[:, r : r + 32, c : c + 32] for r in range(9) for c in range(9)]
     flips = {
@@ -435,7 +434,6 @@ def test_cifar_is_downloaded_once_and_a_failure_says_why(served, tmp_path, monke
     message = r"^CIFAR-10 could not be downloaded to \S+: [^\n]*corrupted[^\n]* or unpack .*$"
     with pytest.raises(DataError, match=message):
         cifar10(str(tmp_path / "here"), download=True)  # not the archive that torchvision expects
-
     monkeypatch.setattr(kind, "tgz_md5", hashlib.md5(pathlib.Path(archive).read_bytes()).hexdigest())
     assert [len(d) for d in cifar10(str(tmp_path / "here"), download=True)] == [10, 2]
     monkeypatch.setattr(kind, "url", f"{served}/gone.tar.gz")
