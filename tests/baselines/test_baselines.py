@@ -58,16 +58,10 @@ def joined_by(K, name):
 def staged(K, schedule, channels_last):
     rank = int(os.environ["RANK"])
     module = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])[rank]
+    mine = batches(BATCH, channels_last=channels_last) if rank == 0 else None
+    options = {"overwrites": [False], "target": torch.empty(BATCH, dtype=torch.long), "channels_last": channels_last}
     with joined_by(K, "pipe"):
-        train_stage(
-            module,
-            batches(BATCH, channels_last=channels_last) if rank == 0 else None,
-            training(module, micro_batches=M),
-            schedule=schedule,
-            channels_last=channels_last,
-            overwrites=[False],
-            target=torch.empty(BATCH, dtype=torch.long),
-        )
+        train_stage(module, mine, training(module, micro_batches=M), schedule=schedule, **options)
     return module.state_dict()
 
 

@@ -98,10 +98,7 @@ NONSENSE = [
     ("optimizer._target_=torch.nn.Linear", ["optimizer", "'in_features'", "torch.nn.Linear takes in_features"]),
     (f"optimizer._target_={USER}.no_optimizer", [f"{USER}.no_optimizer returned list", "torch.optim.Optimizer"]),
     ("loss._target_=builtins.print", ["builtins.print returned NoneType", "expected a callable that takes (output"]),
-    (
-        "lr_schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau",
-        ["follows a metric", "use multistep or cosine"],
-    ),
+    ("lr_schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", ["follows a metric", "multistep or cosine"]),
     # the cut
     ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "none of 'auto', 'even'"]),
     ("partition.granularity=atom", ["partition.granularity", "atom", "layer, block"]),
@@ -133,22 +130,19 @@ BEFORE_WRITING = [
 ]
 
 
-def no_process(*_, **__):
-    raise AssertionError("processes were started")
+@pytest.fixture
+def _no_process(monkeypatch):
+    monkeypatch.setattr(train, "launch_local", lambda *_, **__: pytest.fail("processes were started"))
 
 
-def by_text(value):
-    return value if isinstance(value, str) else ""
-
-
-@pytest.mark.parametrize(("override", "parts"), NONSENSE, ids=by_text)
-def test_a_mistake_is_reported_before_any_process_starts(override, parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "launch_local", no_process)
+@pytest.mark.parametrize(("override", "parts"), NONSENSE, ids=dict(NONSENSE))
+@pytest.mark.usefixtures("_no_process")
+def test_a_mistake_is_reported_before_any_process_starts(override, parts, tmp_path):
     shows(refused(*words(tmp_path / "run", override, processes=True)), parts)
     assert snapshot(tmp_path) == {}
 
 
-@pytest.mark.parametrize(("override", "parts"), BEFORE_WRITING, ids=by_text)
+@pytest.mark.parametrize(("override", "parts"), BEFORE_WRITING, ids=dict(BEFORE_WRITING))
 def test_a_mistake_is_reported_before_anything_is_written(override, parts, tmp_path):
     root = [f"data.root={NOWHERE}"] if override.startswith("data=") else []
     shows(refused(*words(tmp_path / "run", override, *root)), parts)
@@ -259,6 +253,7 @@ def run_dir(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
 
 
+@pytest.mark.usefixtures("_no_process")
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
@@ -270,8 +265,7 @@ def run_dir(finished, tmp_path):
     ],
     ids=["seed", "optimizer.lr", "resume=never", "an older checkpoint", "model"],
 )
-def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, run_dir, monkeypatch):
-    monkeypatch.setattr(train, "launch_local", no_process)
+def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, run_dir):
     before = snapshot(run_dir)
     model = [] if any(word.startswith("model") for word in overrides) else [SMALL]
     overrides = [word.format(older=run_dir / "checkpoints" / OLDER) for word in overrides]
@@ -280,8 +274,8 @@ def test_another_runs_folder_stays_as_it_is_to_the_last_byte(overrides, parts, r
     assert snapshot(run_dir) == before
 
 
-def test_a_run_folder_that_cannot_be_made_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "launch_local", no_process)
+@pytest.mark.usefixtures("_no_process")
+def test_a_run_folder_that_cannot_be_made_says_why(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     before = snapshot(tmp_path)
     reasons = {"file/run": "is a file", "file": "is a file", "r" * 300: "File name too long"}
@@ -300,12 +294,9 @@ def test_curves_are_named_only_where_tensorboard_writes_them(run_dir):
 
 def test_a_run_folder_where_another_process_trains_is_left_to_it(run_dir):
     before = snapshot(run_dir)
-    held = os.open(run_dir / "lock", os.O_RDWR)
-    fcntl.flock(held, fcntl.LOCK_EX)
-    try:
+    with (run_dir / "lock").open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         line = refused(*words(run_dir, SMALL, "train.epochs=3"))
-    finally:
-        os.close(held)
     shows(line, [f"run_dir={run_dir}", "another process is training here", "wait for it, or choose another run_dir"])
     assert {**snapshot(run_dir), "logs/rank0.log": ""} == {**before, "logs/rank0.log": ""}
 
@@ -378,11 +369,7 @@ DATA, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
 DAMAGES = {
     "cut data": (DATA, cut, [f"{DATA} should hold", "bytes, found"]),
     "no data": (DATA, Path.unlink, [f"{DATA} should hold", "found no such file"]),
-    "garbled index": (
-        INDEX,
-        lambda path: path.write_bytes(b"x" * path.stat().st_size),
-        [f"{INDEX} should have the SHA-256"],
-    ),
+    "garbled index": (INDEX, lambda path: path.write_text("x" * path.stat().st_size), [f"{INDEX} should have the SHA"]),
     "cut manifest": ("manifest.json", cut, ["its manifest.json cannot be read"]),
     "empty manifest": ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
     "no update": ("manifest.json", edited(update=None), ["its manifest.json", "'update'"]),
@@ -456,7 +443,6 @@ def test_an_unreadable_configuration_is_reported(garbage, run_dir):
 
 @pytest.mark.parametrize("command", [["evaluate"], ["export", "out={out}"]], ids=["evaluate", "export"])
 def test_evaluate_and_export_refuse_a_folder_that_is_no_run(command, run_dir, tmp_path):
-    """Evaluate and export refuse a folder that is no run or has no checkpoint."""
     command = [word.format(out=tmp_path / "model.pt") for word in command]
     shows(refused(*command, f"run_dir={tmp_path}"), [f"run_dir={tmp_path} is not a run folder", "no config.yaml"])
     shows(refused(*command, f"run_dir={tmp_path / 'none'}"), ["is not a run folder", "train first"])

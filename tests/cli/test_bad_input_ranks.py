@@ -50,7 +50,6 @@ def diverged(tmp_path_factory, start):
 
 
 def test_a_nan_loss_stops_both_processes_and_keeps_a_checkpoint(diverged):
-    """A loss that is not finite stops both processes and keeps the last checkpoint."""
     run_dir, _, outcome = diverged
     shows(outcome.refusal(), ["stage 1: the loss is nan at update 2 (epoch 1)", "the last checkpoint is kept"])
     assert outcome.out.startswith("epoch 1/3")
@@ -72,7 +71,6 @@ def test_a_damaged_checkpoint_of_two_processes_is_told_once(diverged, start, tmp
 
 
 def test_another_runs_folder_stays_as_it_is_for_processes(diverged, start):
-    """The folder of another run of two processes stays as it is to the last byte."""
     run_dir, command, _ = diverged
     before = snapshot(run_dir)
     outcome = start(*command, "seed=1")
@@ -99,16 +97,12 @@ def test_another_number_of_processes_than_stages_is_told_once(by_torchrun, tmp_p
 
 
 def test_a_rank_that_reaches_nobody_ends_in_time(tmp_path):
+    command = words(tmp_path / "run", "runtime.timeout_seconds=2", processes=True)
+    by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     with socket.socket() as taken:  # bound and not listening: nobody answers there, and nobody else can bind it
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-        by_hand = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        outcome = command_on_ranks(
-            1,
-            *words(tmp_path / "run", "runtime.timeout_seconds=2", processes=True),
-            env={**by_hand, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            timeout_seconds=30,
-        )
+        outcome = command_on_ranks(1, *command, env={**by_hand, "MASTER_PORT": str(port)}, timeout_seconds=30)
     line = outcome.refusal(code=1)  # not, or not surely, the user's mistake
     shows(line, ["rank 1 could not join", f"127.0.0.1:{port} within 2 s", "is the port free", "did every rank start?"])
     assert left_behind(tmp_path) == []
@@ -117,9 +111,7 @@ def test_a_rank_that_reaches_nobody_ends_in_time(tmp_path):
 
 def test_a_rank_without_a_meeting_place_says_what_is_missing(tmp_path):
     outcome = command_on_ranks(
-        1,
-        *words(tmp_path / "run", "runtime.timeout_seconds=2", processes=True),
-        env={"RANK": "1", "WORLD_SIZE": "2"},
+        1, *words(tmp_path / "run", "runtime.timeout_seconds=2", processes=True), env={"RANK": "1", "WORLD_SIZE": "2"}
     )
     shows(outcome.refusal(), ["RANK and WORLD_SIZE are set", "MASTER_ADDR and MASTER_PORT do not say where"])
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import inspect
-import os
-import subprocess
 import sys
 import zipfile
 
@@ -14,6 +12,7 @@ from adl_dist.cli.config.compose import compose_run, config_folder, parse
 from adl_dist.cli.config.schema import Granularity, MethodConfig, PartitionConfig, RunConfig
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Method, method
+from tests.support.commands import as_command
 
 CONF = config_folder()
 # Experiments are composed in test_experiments.py.
@@ -70,7 +69,6 @@ def test_the_keys_of_a_method_are_those_of_the_method_itself():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_file_of_a_method_lists_its_keys_and_defaults(name):
-    """The file of a method lists what means something to it with its own defaults."""
     written = yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text())
     assert written == method(name).settings
 
@@ -153,20 +151,13 @@ def test_partition_grain_is_another_name_of_granularity():
 
 
 def test_the_wheel_carries_and_composes_the_configuration(tmp_path):
-    """The wheel carries the configuration and composes it outside of a checkout."""
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=CONF.parent, check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
+    made = as_command(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
+    assert made.code == 0, made
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     shipped = {p.relative_to(CONF) for p in CONF.rglob("*.yaml")}
     assert shipped == {p.relative_to(tmp_path / "site/adl_dist/conf") for p in tmp_path.rglob("site/**/*.yaml")}
     code = "from adl_dist.cli.config.compose import *; print(config_folder(), compose_run([])[0].run_dir)"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-    )  # fmt: skip
-    assert done.stdout.split() == [str(tmp_path / "site/adl_dist/conf"), "runs/digits-resnet8-adl-k2-m4-seed0"]
+    done = as_command(sys.executable, "-P", "-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")})
+    assert done.out.split() == [str(tmp_path / "site/adl_dist/conf"), "runs/digits-resnet8-adl-k2-m4-seed0"]

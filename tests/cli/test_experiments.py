@@ -171,7 +171,6 @@ def test_the_cut_of_an_experiment_is_that_of_the_authors_code(experiment):
 
 @pytest.mark.parametrize("experiment", cases(FILES))
 def test_the_header_of_an_experiment_gives_working_commands(experiment):
-    """The header of an experiment gives commands that work and the page agrees."""
     head, every = header(experiment), commands(experiment)
     assert all(f"experiment={experiment}" in command for command in every)
     assert every

@@ -55,7 +55,6 @@ def test_units_measured_one_by_one_are_scaled_to_the_whole_model():
 
 
 def test_stages_take_what_was_measured_next_to_others_at_work(tmp_path):
-    """Stages take what was measured next to others at work and one device what was measured alone."""
     profile = replace(known(), loaded=known(forward=2.0, backward=4.0))
     assert planned(profile).images_per_second == pytest.approx(10 / 24)
     assert planned(profile).speed_up == pytest.approx(1.0)
@@ -75,7 +74,6 @@ def rests(pid):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
 @pytest.mark.parametrize("num_workers", [0, slow(1)])
 def test_neighbours_rest_until_they_work_and_end_in_time(num_workers):
-    """Neighbours rest until they are to work and do not outlive the measurement."""
     config, _ = compose_run([*TINY[:4], f"data.num_workers={num_workers}"])
     profiler = Profiler(config, granularity="layer", threads=1)
     with profiler.with_load(1, 4):
@@ -189,7 +187,6 @@ def done(*words):
 
 
 def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
-    """The plan of a small model reports and draws all that was asked for and its line trains."""
     picture = tmp_path / "units.svg"
     told = done(
         *(*SMALL, "--stages", "2,3", "--methods", "bp,gpipe,adl,fr", "--devices", "3", "--units", "--out", str(picture))

@@ -83,10 +83,7 @@ def test_help_tells_the_flags_without_a_traceback():
         (["--costs", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
         (["--out", "a.jpg"], ["a.jpg must end in .svg, .png, .pdf"]),
         (["--out", "/nowhere/a.svg"], ["folder /nowhere does not exist"]),
-        (
-            ["--out", "a.svg", "--micro-batches", "999"],
-            ["ticks cannot", "at most 400: lower --micro-batches", "is 999"],
-        ),
+        (["--out=a.svg", "--micro-batches=999"], ["ticks cannot", "at most 400: lower --micro-batches", "is 999"]),
         (["method=nosuch"], ["method=nosuch"]),
     ],
 )

@@ -158,10 +158,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "parts"), REFUSED, ids=lambda words: words[-1])
 def test_a_sweep_that_cannot_run_is_refused_before_any_run(words, parts, tmp_path, monkeypatch):
-    def never(*_, **__):
-        raise AssertionError("a run was started")
-
-    monkeypatch.setattr(sweep, "_run_here", never)
+    monkeypatch.setattr(sweep, "_run_here", lambda *_, **__: pytest.fail("a run was started"))
     shows(in_process("train", *words, f"run_dir={tmp_path / 'run'}").refusal(), parts)
     assert list(tmp_path.iterdir()) == []
 
@@ -179,8 +176,7 @@ def test_words_replace_what_the_experiment_sweeps():
 
 def test_one_run_of_an_experiment_that_sweeps_can_be_asked_for():
     for words in (["experiment=compare", "hydra.mode=RUN"], [], ["partition.grain=layer"]):
-        config, _ = requested(words)
-        assert isinstance(config, RunConfig)
+        assert isinstance(requested(words)[0], RunConfig)
 
 
 def test_a_refusal_of_the_cluster_keeps_what_has_run(tmp_path, monkeypatch, capsys):

@@ -79,7 +79,6 @@ def test_another_rank_prints_unless_rank_0_knew_and_has_ended(store, expected, r
 
 @pytest.mark.parametrize(("found_by_rank_0", "expected"), [(True, ""), (False, OF_RANK_1)])
 def test_what_a_rank_finds_early_is_printed_by_rank_0(rank, capsys, monkeypatch, tmp_path, found_by_rank_0, expected):
-    """What a rank finds before it has met the others is printed by rank 0 if it finds it."""
     monkeypatch.setenv("ADL_DIST_RENDEZVOUS", str(tmp_path))
     rank(0, joined=False)
     print_turn.announce(printed=found_by_rank_0)

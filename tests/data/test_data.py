@@ -113,10 +113,8 @@ def test_sizes_that_the_dataset_cannot_fill_are_refused(sizes, first, message):
         next(Loader(Augmented(), seed=5, shuffle=True).batches(2, sizes, first_sample=first))
 
 
-@pytest.mark.parametrize(
-    ("end", "num_workers"),
-    [("exhausted", 0), ("closed early", 0), ("raises", 0), ("exhausted", 2), ("closed early", 2), ("raises", 2)],
-)
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("end", ["exhausted", "closed early", "raises"])
 def test_an_epoch_that_ends_leaves_random_streams_and_no_worker(end, num_workers):
     """However it ends; what the user's dataset raises passes through."""
     np.random.randn()  # numpy makes them in pairs, and keeps the second one
@@ -217,9 +215,8 @@ def test_signals_to_all_processes_leave_workers_alone():
     expected, _ = joined(loaded([2] * 10))
     batches = Loader(Augmented(), seed=5, shuffle=True, num_workers=2).batches(2, [2] * 10)
     found = [next(batches), next(batches)]  # one of each worker, which has begun by then
-    for worker, number in itertools.product(
-        multiprocessing.active_children(), (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    ):
+    to_all = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
+    for worker, number in itertools.product(multiprocessing.active_children(), to_all):
         os.kill(worker.pid, number)
     found += batches
     assert torch.equal(joined(found)[0], expected)
@@ -272,12 +269,8 @@ def test_numbers_and_numpy_arrays_of_any_layout_become_tensors():
     rows = np.arange(12, dtype=np.float32).reshape(3, 4)
     frozen = rows[0].copy()
     frozen.setflags(write=False)
-    samples = [
-        (rows[0, ::-1], np.int64(1)),
-        (frozen, 1),
-        (rows.astype(">f4")[0], torch.tensor(1)),
-        (torch.arange(4.0), 1),
-    ]
+    samples = [(rows[0, ::-1], np.int64(1)), (frozen, 1)]
+    samples += [(rows.astype(">f4")[0], torch.tensor(1)), (torch.arange(4.0), 1)]
     ((x, y),) = loaded([4], dataset=samples, shuffle=False)
     assert x.tolist() == [[3, 2, 1, 0]] + [[0, 1, 2, 3]] * 3
     assert (x.dtype, y.dtype, y.tolist()) == (torch.float32, torch.int64, [1, 1, 1, 1])
@@ -395,7 +388,6 @@ def test_cifar_trains_on_cropped_and_flipped_images(load, tmp_path, monkeypatch)
             expected = torch.from_numpy(dataset.data[index]).permute(2, 0, 1).float() / 255
             torch.testing.assert_close(image, (expected - mean) / std)
             assert target == index % 2
-
     padded = torch.nn.functional.pad(torch.from_numpy(train.data[0]).permute(2, 0, 1), (4,) * 4)
     crops = [padded[:, r : r + 32, c : c + 32] for r in range(9) for c in range(9)]
     flips = {
@@ -442,7 +434,6 @@ def test_cifar_is_downloaded_once_and_a_failure_says_why(served, tmp_path, monke
     message = r"^CIFAR-10 could not be downloaded to \S+: [^\n]*corrupted[^\n]* or unpack .*$"
     with pytest.raises(DataError, match=message):
         cifar10(str(tmp_path / "here"), download=True)  # not the archive that torchvision expects
-
     monkeypatch.setattr(kind, "tgz_md5", hashlib.md5(pathlib.Path(archive).read_bytes()).hexdigest())
     assert [len(d) for d in cifar10(str(tmp_path / "here"), download=True)] == [10, 2]
     monkeypatch.setattr(kind, "url", f"{served}/gone.tar.gz")

@@ -17,7 +17,7 @@ import adl_dist
 from adl_dist.data import epoch_order
 from adl_dist.seeds import stream_seed
 from tests.support.tiers import slow
-from tests.support.values import SILENT
+from tests.support.values import SILENT, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SEED, NUM_SAMPLES, BATCH_SIZE = 5, 22, 12  # the last update has 10: uneven micro-batches for M = 3 and 4
@@ -36,17 +36,6 @@ class Augmented(Dataset):
         top, left = torch.randint(9, (2,)).tolist()
         image = self.images[index, :, top : top + 16, left : left + 16] * random.random()
         return image.flip(2) if np.random.rand() < 0.5 else image, index % 2
-
-
-class Writing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.given = []
-
-    def forward(self, x):
-        if self.training and x.any():  # a model is tried out with zeros
-            self.given += hashes(x)
-        return x
 
 
 def hashes(images):
@@ -70,29 +59,27 @@ def expected():
 
 def given(K, M, *, epochs=2, **options):
     """Train; return the hashes of what the first stage got, in the order in which it came."""
-    writing = Writing()
+    conv, got = nn.Conv2d(3, 4, 3, stride=3), []
+
+    def write(conv, args):
+        if conv.training and args[0].any():  # a model is tried out with zeros
+            got.extend(hashes(args[0]))
+
+    conv.register_forward_pre_hook(write)
     model = nn.Sequential(
-        nn.Sequential(writing, nn.Conv2d(3, 4, 3, stride=3)),
+        nn.Sequential(conv),
         nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)),
         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)),
     )
-    trainer = adl_dist.Trainer(
-        model,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
-        method=adl_dist.method("adl", accumulation_steps=M),
-        num_stages=K,
-        seed=SEED,
-        processes=adl_dist.ProcessOptions(threads=1),
-    )
+    trained_by = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": lambda p: torch.optim.SGD(p, lr=0.01), "threads": 1}
+    trained_by["method"] = adl_dist.method("adl", accumulation_steps=M)
+    trainer = adl_dist.Trainer(model, num_stages=K, seed=SEED, **values(**trained_by))
     trainer.fit(Augmented(), epochs=epochs, batch_size=BATCH_SIZE, monitoring=SILENT, **options)
-    return writing.given
+    return got
 
 
-ALONE, BY_WORKERS = (
-    itertools.product([1, 2, 3], [1, 2, 3, 4], [0]),
-    [(2, 3, 1), slow(2, 3, 4), slow(3, 4, 4), (3, 4, 2)],
-)
+ALONE = itertools.product([1, 2, 3], [1, 2, 3, 4], [0])
+BY_WORKERS = [(2, 3, 1), slow(2, 3, 4), slow(3, 4, 4), (3, 4, 2)]
 
 
 @pytest.mark.parametrize(("K", "M", "num_workers"), [*ALONE, *BY_WORKERS])

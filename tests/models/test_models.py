@@ -89,7 +89,6 @@ def test_resnet18_is_torchvisions_with_a_small_stem_to_the_bit(training):
     ours.load_state_dict(dict(zip(ours.state_dict(), values, strict=True)))
     ours.train(training)
     theirs.train(training)
-
     assert torch.equal(ours(images(2, 3, 16, 16)), theirs(images(2, 3, 16, 16)))
 
 
@@ -109,12 +108,8 @@ def test_units_are_stem_blocks_and_head_in_order():
         assert len(wide_resnet(widen_factor=1)) == 1 + 12 + 1
 
 
-NETWORKS = {
-    "resnet8": lambda: cifar_resnet(8),
-    "resnet18": cifar_resnet18,
-    "wrn10_2": lambda: wide_resnet(10, 2, dropout=0.5),
-    "se_resnet18": se_resnet18,
-}
+NETWORKS = {"resnet8": partial(cifar_resnet, 8), "wrn10_2": partial(wide_resnet, 10, 2, dropout=0.5)}
+NETWORKS |= {"resnet18": cifar_resnet18, "se_resnet18": se_resnet18}
 
 
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
@@ -131,19 +126,13 @@ def test_no_unit_ends_or_begins_in_place_or_in_another_format(make):
 
 @pytest.mark.parametrize(
     ("make", "side"),
-    [
-        (lambda **counts: cifar_resnet(20, **counts), 8),
-        (lambda **counts: wide_resnet(16, 2, **counts), 8),
-        (cifar_resnet34, 8),
-        (se_resnet18, 64),
-    ],
+    [(partial(cifar_resnet, 20), 8), (partial(wide_resnet, 16, 2), 8), (cifar_resnet34, 8), (se_resnet18, 64)],
     ids=["resnet20", "wrn16_2", "resnet34", "se_resnet18"],
 )
 def test_every_parameter_gets_a_gradient_from_small_grey_images(make, side):
     model = make(num_classes=4, in_channels=1)
     out = model(images(5, 1, side, side))
     out.square().sum().backward()
-
     assert out.shape == (5, 4)
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
@@ -206,12 +195,10 @@ def test_a_choice_that_is_none_is_refused_with_those_that_are(make, message):
 def test_a_wide_block_is_the_papers_equation(channels, stride):
     block = PreActivationBlock(*channels, stride, dropout=0.3).eval()
     state, x = dict(block.named_parameters()), images(2, 4, 5, 5)
-
     activated = F.relu(x / math.sqrt(1 + 1e-5))  # BatchNorm at its beginning: mean 0, variance 1
     inner = F.relu(F.conv2d(activated, state["conv1.weight"], stride=stride, padding=1) / math.sqrt(1 + 1e-5))
     residual = F.conv2d(inner, state["conv2.weight"], padding=1)
     around = x if channels == (4, 4) else F.conv2d(activated, state["projection.weight"], stride=stride)
-
     torch.testing.assert_close(block(x), residual + around)
 
 
@@ -232,13 +219,11 @@ def test_squeeze_and_excitation_scales_channels():
         scale = 1 / (1 + torch.exp(-gate.fc2.weight @ (gate.fc1.weight @ means).clamp(min=0)))
         for c in range(32):
             expected[b, c] = scale[c] * x[b, c]
-
     assert gate.fc1.weight.shape == (2, 32)  # reduction 16
     torch.testing.assert_close(gate(x), expected)
 
 
 def test_se_resnet18_with_half_gates_is_torchvisions():
-    """SE-ResNet-18 with gates at one half is torchvision's ResNet-18 with half the residuals."""
     theirs = torchvision.models.resnet18(num_classes=7)
     ours = se_resnet18(num_classes=7)
     names = [name for name in ours.state_dict() if ".se." not in name]
@@ -250,7 +235,6 @@ def test_se_resnet18_with_half_gates_is_torchvisions():
     for name, parameter in theirs.named_parameters():
         if "bn2" in name:
             parameter.data /= 2
-
     x = images(2, 3, 64, 64)
     assert torch.equal(ours(x), theirs(x))
 
@@ -287,10 +271,8 @@ def test_weights_of_a_torchvision_model_go_in_by_init_from(tmp_path):
     words = ["model=torchvision", "model.name=squeezenet1_1", "data.num_classes=4", "seed=1"]
     weights = torchvision.models.squeezenet1_1(num_classes=4).state_dict()
     torch.save(weights, tmp_path / "state.pt")
-
     drawn = build_model(compose_run(words)[0]).state_dict()
     loaded = build_model(compose_run([*words, f"init_from={tmp_path / 'state.pt'}"])[0]).state_dict()
-
     assert not torch.equal(drawn["features.0.weight"], weights["features.0.weight"])
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)

@@ -29,6 +29,7 @@ def learning_rates(schedule, num_updates):
 
 MULTISTEP = partial(optim.multistep_factor, milestones=[3, 5], gamma=0.5, num_warmup_updates=2)
 COSINE = partial(optim.cosine_factor, total_updates=20, final_factor=0.1, num_warmup_updates=4)
+SHORTER_THAN_WARM_UP = partial(optim.cosine_factor, total_updates=2, final_factor=0.0, num_warmup_updates=4)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +39,7 @@ COSINE = partial(optim.cosine_factor, total_updates=20, final_factor=0.1, num_wa
         (partial(optim.warmup_factor, num_warmup_updates=0), [0], [1.0]),
         (MULTISTEP, range(7), [0.5, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]),
         (COSINE, (0, 3, 4, 12, 20, 21, 1000), [0.25, 1.0, 1.0, pytest.approx(0.55, abs=1e-15), 0.1, 0.1, 0.1]),
-        # A run shorter than its warm-up.
-        (
-            partial(optim.cosine_factor, total_updates=2, final_factor=0.0, num_warmup_updates=4),
-            range(3),
-            [0.25, 0.5, 0.75],
-        ),
+        (SHORTER_THAN_WARM_UP, range(3), [0.25, 0.5, 0.75]),
     ],
     ids=["warm-up", "no warm-up", "multistep", "cosine", "short cosine"],
 )
@@ -103,7 +99,6 @@ def test_a_learning_rate_tensor_is_fast_forwarded_in_place():
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.5)
     rate.fill_(7.0)
     fast_forward(schedule, 2)
-
     assert rate.item() == pytest.approx(0.025)
     assert optimizer.param_groups[0]["lr"] is rate
 
@@ -129,11 +124,7 @@ def test_a_schedule_gets_the_runs_length_only_if_it_asks_for_it():
         (lr_scheduler.ReduceLROnPlateau, {}, r"ReduceLROnPlateau follows a metric, .* use multistep or cosine"),
         (cosine, {"warm_up": 3}, r"cosine takes final_factor, warmup_epochs; given .*unexpected keyword.*'warm_up'"),
         (multistep, {}, r"multistep takes milestones, .*; given \{\}: missing a required .*'milestones'"),
-        (
-            lr_scheduler.OneCycleLR,
-            {"max_lr": 1.0, "total_steps": 9, "pct_start": 2.0},
-            "OneCycleLR refuses .*pct_start",
-        ),
+        (lr_scheduler.OneCycleLR, {"max_lr": 1, "total_steps": 9, "pct_start": 2.0}, "OneCycleLR refuses .*pct_start"),
         (lambda _: 0.1, {}, r"<lambda> must return a torch.optim.lr_scheduler.LRScheduler, got float"),
         (multistep, {"milestones": [3, 2]}, r"lr_schedule\.milestones must be epochs above 0 .* got \[3, 2\]"),
         (multistep, {"milestones": [0, 2]}, r"ascending order, got \[0, 2\]"),

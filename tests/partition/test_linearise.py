@@ -17,6 +17,7 @@ import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import cut, linearise
 from tests.support.cut_steps import cut_step, uncut_step
+from tests.support.equations import assert_close
 from tests.support.oracle import train_by_the_equations
 from tests.support.toys import NUM_CLASSES, UNET_BALANCE, Block, FixedImages, unet, unet_by_hand
 from tests.support.values import QUIET, values
@@ -27,24 +28,13 @@ Out = namedtuple("Out", "main aux")
 
 def trained(model, K, *, loss_fn=F.cross_entropy, method="adl", M=2, **options):
     """The full state, and the summary; micro-batches of 3, 3, 3 and 2, in validation of 3, 3 and 1."""
-    trainer = adl_dist.Trainer(
-        model,
-        loss_fn=loss_fn,
-        optimizer=functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM),
-        method=adl_dist.method(method, accumulation_steps=M),
-        num_stages=K,
-        **values(dtype=torch.float64, threads=1, **options),
-    )
+    options |= {"method": adl_dist.method(method, accumulation_steps=M), "dtype": torch.float64, "threads": 1}
+    optimizer = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
+    trainer = adl_dist.Trainer(model, loss_fn=loss_fn, optimizer=optimizer, num_stages=K, **values(**options))
     data, held_out = FixedImages(11, dtype=torch.float64), FixedImages(7, seed=1, dtype=torch.float64)
     options = {"batch_size": MICRO_BATCH * M, "val_dataset": held_out, "monitoring": QUIET}
     summary = trainer.fit(data, epochs=2, shuffle=False, **options)
     return trainer.full_state_dict(), summary
-
-
-def assert_close(got, expected):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def places_of(chain):
@@ -370,8 +360,7 @@ def tied():
     return model
 
 
-def read_twice():
-    return net(lambda self, x: torch.tanh(self.b(self.a(x) * self.c.bias) * self.c.bias))()
+read_twice = net(lambda self, x: torch.tanh(self.b(self.a(x) * self.c.bias) * self.c.bias))
 
 
 @pytest.mark.parametrize(
@@ -481,10 +470,7 @@ def test_a_stage_in_place_in_training_leaves_its_input_alone():
 
 
 def draws_by(draw):
-    def forward(self, x):
-        return self.b(self.a(x)) if draw() < 0.5 else self.a(x)
-
-    return net(forward)
+    return net(lambda self, x: self.b(self.a(x)) if draw() < 0.5 else self.a(x))
 
 
 class Refused:
@@ -565,10 +551,7 @@ DRAWS = "draws random numbers that do not depend on its input.*fx.wrap"
         (draws_by(lambda: torch.rand(()).item()), DRAWS),
         (draws_by(np.random.rand), DRAWS),
         (net(Refused.no_grad), r"h = self.a\(x\).*torch.no_grad.*would not be read: call .detach\(\)"),
-        (
-            net(Refused.assigning),
-            "assigning.forward assigns to num_calls, calls, which a cut model would not: write to",
-        ),
+        (net(Refused.assigning), "assigning.forward assigns to num_calls, calls, which a cut model would not: write"),
         (net(Refused.autocast), r"torch.autocast would not be read.*torch.fx.wrap"),
         (net(Refused.named_by_python), "has a name that Python keeps for itself, like 'for'; rename it"),
         (ExtraState, r"'_extra_state' of the model's state is neither a parameter nor a buffer"),
@@ -599,11 +582,7 @@ def lazy():
 @pytest.mark.parametrize(
     ("make", "begin", "message"),
     [
-        (
-            net(Refused.listed),
-            "tanh",
-            "2 values cross this cut, but 3 tensors, for one of the values is a list",
-        ),
+        (net(Refused.listed), "tanh", "2 values cross this cut, but 3 tensors, for one of the values is a list"),
         (net(Refused.shared_memory), "imul", "writes in place to one that shares its memory .*cut elsewhere"),
         (lazy, "b", r"b.weight of the model has no shape yet; run the model on one batch"),
     ],

@@ -176,13 +176,8 @@ def test_times_are_those_of_each_unit():
 
 
 def trainer_of(model, **changed):
-    return adl_dist.Trainer(
-        model,
-        loss_fn=LOSS,
-        optimizer=sgd,
-        method=method("adl", accumulation_steps=2),
-        **values(**{"num_stages": 2, "balance": "auto", **changed}),
-    )
+    options = {"method": method("adl", accumulation_steps=2), "num_stages": 2, "balance": "auto", **changed}
+    return adl_dist.Trainer(model, loss_fn=LOSS, optimizer=sgd, **values(**options))
 
 
 def slow_in_the_middle():

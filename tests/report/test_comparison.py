@@ -65,7 +65,6 @@ def test_a_row_has_median_range_seeds_and_difference_to_bp(runs):
 
 
 def test_bp_comes_first_and_others_are_compared_with_their_m(runs):
-    """The rows of BP come first, the others as given, compared with BP of the same accumulation where there is one."""
     for method, value, M in (("fdg", 0.9, 1), ("bp", 0.9, 4), ("adl", 0.9, 4), ("bp", 0.7, 1), ("adl", 0.8, 2)):
         runs.add(method, value, M=M)
     _, rows = runs.table()
@@ -74,7 +73,6 @@ def test_bp_comes_first_and_others_are_compared_with_their_m(runs):
 
 
 def test_runs_that_diverged_are_counted_but_not_in_the_median(runs):
-    """Runs that diverged are counted in the table and are no part of the median."""
     runs.add("bp", 0.9)
     runs.add("fdg", 0.5, math.nan, seed=0, diverged=(11, 1))
     runs.add("fdg", 0.5, 0.8, seed=1)
