@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -111,7 +110,7 @@ class Command:
 
     def processes(self):
         """All its processes, found by their command line: the rank of each process id, None for the launcher."""
-        found: dict[int, int | None] = {}
+        found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 words = (entry / "cmdline").read_bytes().split(b"\0")  # empty for what is dead and not yet reaped
@@ -179,8 +178,8 @@ class RunEnd:
         saved = layout.complete(run_dir / "checkpoints")
         self.run_dir, self.checkpoints = run_dir, [path.name for path in saved]
         self.newest = {file.name: file.read_bytes() for file in saved[-1].glob("*.safetensors")}
-        self.values: dict[tuple[Any, ...], float] = {}
-        times = Counter[tuple[Any, ...]]()
+        self.values = {}
+        times = Counter()
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
             try:
                 record = json.loads(line)

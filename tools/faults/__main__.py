@@ -10,14 +10,13 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 
 from tools.faults.simulation import SEEDS_PER_JOB, simulate
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     """Simulate; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__)
     parser.add_argument("seed", nargs="?", type=int, help="replay this one and tell its story")
@@ -32,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return simulate_many(range(chosen.first, chosen.first + chosen.seeds), processes=chosen.processes)
 
 
-def simulate_many(seeds: range, *, processes: int) -> int:
+def simulate_many(seeds, *, processes):
     """Simulate ``seeds`` in several processes; return the exit code."""
-    began, struck, wrong = time.monotonic(), Counter[str](), list[int]()
+    began, struck, wrong = time.monotonic(), Counter(), []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.faults.simulation"])
     with context.Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
