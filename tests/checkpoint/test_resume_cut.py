@@ -52,26 +52,14 @@ class Run:
     """The toy net with its trainer, its optimizers, and the learning rates of each update that it made."""
 
     def __init__(
-        self,
-        K,
-        balance=None,
-        *,
-        optimizer="sgd",
-        dtype=torch.float32,
-        lr_schedule=None,
-        method="adl",
-        steps=M,
-        seed=0,
-        stop_after=None,
-        **options,
-    ):
+        self, K, balance=None, *, optimizer="sgd", dtype=torch.float32, lr_schedule=None, method="adl", steps=M, seed=0,
+        stop_after=None, **options
+    ):  # fmt: skip
         self.model, self.dtype, self.batch_size = batch_norm_net(seed), dtype, MICRO_BATCH * steps
         self.optimizers = []  # of each stage that has parameters
         self.rates = []  # of each of them, each update, each group
         self._make, self._stop_after = OPTIMIZERS[optimizer], stop_after
-        of_trainer = {"lr_schedule": lr_schedule, "dtype": dtype}
-        if balance is not None:
-            of_trainer["balance"] = balance
+        of_trainer = {"lr_schedule": lr_schedule, "dtype": dtype, **({} if balance is None else {"balance": balance})}
         self.trainer = toy_trainer(K, steps, method, options, model=self.model, optimizer=self._watched, **of_trainer)
 
     def fit(self, run_dir, *, num_samples=NUM_SAMPLES, **more):

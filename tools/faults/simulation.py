@@ -90,8 +90,7 @@ class _Simulation:
         self._damage(attempt.damage)
         saved = layout.complete(self._run_dir / "checkpoints")
         done = int(saved[-1].name[-8:]) / int(self._expected.checkpoints[-1][-8:]) if saved else 0.0  # update-00000042
-        process, error = Process(self._job, self._run_dir, attempt), None
-        summary = {}
+        process, error, summary = Process(self._job, self._run_dir, attempt), None, {}
         try:
             trainer, summary = process.run(steps_left=int(self._whole.num_steps * (1 - done)))
         except (KeyboardInterrupt, SystemExit):

@@ -73,11 +73,10 @@ def draw(number, *, seed, start_seconds):
     killings = []
     for kind, restart, starter in cards[:number]:
         num_stages = rng.choices([2, 3, 4], weights=(6, 1, 1))[0]
-        drawn = rng.randrange(NUM_UPDATES - UPDATES_PER_EPOCH)
+        update = rng.randrange(NUM_UPDATES - UPDATES_PER_EPOCH)
         saves = kind == "while saving"
-        update = drawn
         if saves:  # the last update of an epoch, but of the last one
-            update = (drawn // UPDATES_PER_EPOCH + 1) * UPDATES_PER_EPOCH - 1
+            update = (update // UPDATES_PER_EPOCH + 1) * UPDATES_PER_EPOCH - 1
         elif kind != "stopped" and rng.random() < 0.25:
             update = None
         killings.append(

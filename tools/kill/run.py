@@ -59,11 +59,7 @@ def undisturbed(folder, starter, num_stages):
 
 
 def kill(killing, folder, expected, usual_seconds):
-    """Start a run in ``folder``, kill it, start it again if no launcher does, and look at what is left.
-
-    Returns:
-        None: it was complete before it could be killed.
-    """
+    """Kill a run, start it again if no launcher does, look at what is left; None: it ended before the kill."""
     folder.mkdir()
     restarts = 1 if killing.restart in (OURS, TORCHRUN) else 0
     before, words = start(killing.starter, killing.num_stages, restarts, aborts=killing.kind == "stopped")
