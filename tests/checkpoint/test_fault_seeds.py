@@ -4,7 +4,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -56,7 +55,7 @@ def copied(source, target):
 RATE, TWICE = "'train/learning_rate'", r"^metrics: .*'train/loss', \d, \d, 1\)"
 UNEXPLAINED = r"update-\d+ is damaged: .* nothing of what was planted explains"
 # Where which name is replaced by what, a job whose seeds find it, and what they say.
-BUGS: dict[str, tuple[Any, str, Any, int, str]] = {
+BUGS = {
     "optimizer state is lost": (state, "restore_optimizer", lambda *_: None, 0, "^weights: (?!.*learning_rate)"),
     "the learning rate starts again": (worker, "fast_forward", from_the_first, 0, RATE),
     "updates are counted from one too many": (worker.LocalWorker, "_load", one_update_ahead, 0, RATE),
@@ -93,5 +92,5 @@ def test_every_kill_that_comes_too_late_can_come_earlier():
 def test_a_run_that_fails_before_its_kill_is_not_too_late(code, tmp_path, monkeypatch):
     ends = sys.executable, "-c", "exit('the reason')" if code else ""
     monkeypatch.setattr(run, "start", lambda *_, **options: (ends, ()))
-    outcome = run.kill(draw(1, seed=0, start_seconds=8.0)[0], tmp_path / "run", None, 0.0)  # type: ignore[arg-type]
+    outcome = run.kill(draw(1, seed=0, start_seconds=8.0)[0], tmp_path / "run", None, 0.0)
     assert outcome is None if code == 0 else "it failed before" in outcome.wrong and "the reason" in outcome.wrong

@@ -12,7 +12,7 @@ import pytest
 
 from adl_dist.checkpoint import layout
 from adl_dist.cli.main import main
-from tests.support.kill import ADL_DIST, HOLD, NUM_SAMPLES, SECONDS_PER_SAMPLE, Command, RunEnd, newest
+from tests.support.kill import ADL_DIST, HELD_RUN, HOLD, NUM_SAMPLES, SECONDS_PER_SAMPLE, Command, RunEnd, newest
 from tests.support.ranks import command_on_ranks
 from tests.support.tiers import slow
 
@@ -23,14 +23,9 @@ GONE_SECONDS = 10  # torch's agent would wait 30 s for a rank that hangs, a rank
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 INTERRUPTED = "adl-dist: interrupted; the same command resumes from the last checkpoint"
 
-# Dropout, fresh noise on every image, BatchNorm, momentum, and a learning rate that moves at every update and does
-# not depend on the number of epochs.
-WORDS = (
-    *("model._target_=tests.support.kill.net_with_dropout", "data._target_=tests.support.kill.held_images"),
-    *("lr_schedule=multistep", "lr_schedule.milestones=[2,3]", "lr_schedule.warmup_epochs=1.5"),
-    *("optimizer=sgd", "optimizer.lr=0.05", "train.epochs=4", "train.batch_size=16"),
-    *("runtime.tensorboard=false", "runtime.threads=1"),
-)
+# Momentum, and a learning rate that moves at every update and does not depend on the number of epochs.
+SCHEDULE = ("lr_schedule=multistep", "lr_schedule.milestones=[2,3]", "lr_schedule.warmup_epochs=1.5")
+WORDS = (*HELD_RUN, *SCHEDULE, "optimizer=sgd", "train.epochs=4")
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,11 @@
 from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 import adl_dist
 from adl_dist.checkpoint import layout
@@ -26,7 +25,7 @@ from tests.support.values import SILENT, spec_of
 MICRO_BATCH, M = 3, 2
 NUM_SAMPLES, PER_EPOCH = 17, 3  # six micro-batches, the last one of 2: three updates
 # In the last but one, a stage of nothing but dropout has no parameters.
-CUTS: list[tuple[int, list[int] | None]] = [(4, None), (2, None), (3, None), (3, [3, 1, 3]), (1, None)]
+CUTS = [(4, None), (2, None), (3, None), (3, [3, 1, 3]), (1, None)]
 SCHEDULE = partial(multistep, milestones=[1.5, 2.5], gamma=0.3, warmup_epochs=1.2)
 
 
@@ -53,26 +52,14 @@ class Run:
     """The toy net with its trainer, its optimizers, and the learning rates of each update that it made."""
 
     def __init__(
-        self,
-        K,
-        balance=None,
-        *,
-        optimizer="sgd",
-        dtype=torch.float32,
-        lr_schedule=None,
-        method="adl",
-        steps=M,
-        seed=0,
-        stop_after=None,
-        **options,
-    ):
+        self, K, balance=None, *, optimizer="sgd", dtype=torch.float32, lr_schedule=None, method="adl", steps=M, seed=0,
+        stop_after=None, **options
+    ):  # fmt: skip
         self.model, self.dtype, self.batch_size = batch_norm_net(seed), dtype, MICRO_BATCH * steps
-        self.optimizers: list[torch.optim.Optimizer] = []  # of each stage that has parameters
-        self.rates: list[list[list[float]]] = []  # of each of them, each update, each group
+        self.optimizers = []  # of each stage that has parameters
+        self.rates = []  # of each of them, each update, each group
         self._make, self._stop_after = OPTIMIZERS[optimizer], stop_after
-        of_trainer: dict[str, Any] = {"lr_schedule": lr_schedule, "dtype": dtype}
-        if balance is not None:
-            of_trainer["balance"] = balance
+        of_trainer = {"lr_schedule": lr_schedule, "dtype": dtype, **({} if balance is None else {"balance": balance})}
         self.trainer = toy_trainer(K, steps, method, options, model=self.model, optimizer=self._watched, **of_trainer)
 
     def fit(self, run_dir, *, num_samples=NUM_SAMPLES, **more):
@@ -98,7 +85,7 @@ class Run:
         optimizer = self._make(parameters)
         if not {id(p) for p in parameters} <= {id(p) for p in self.model.parameters()}:
             return optimizer  # made to see its name
-        rates: list[list[float]] = []
+        rates = []
 
         def look(optimizer, *_):
             rates.append([group["lr"] for group in optimizer.param_groups])
@@ -116,8 +103,8 @@ class Run:
 
 @pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", torch.float32), ("two groups", torch.float64)], ids=str)
 def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer, dtype, tmp_path):
-    ended: dict[str, Tensor] | None = None
-    options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "lr_schedule": SCHEDULE}
+    ended = None
+    options = {"optimizer": optimizer, "dtype": dtype, "lr_schedule": SCHEDULE}
     for done, (K, balance) in enumerate(CUTS):
         if ended is not None:  # no longer than it is: read, and not trained
             read = Run(K, balance, seed=9, **options).fit(tmp_path, epochs=done)
@@ -131,7 +118,7 @@ def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer, dtype
 @pytest.mark.parametrize("lr_index", ["update", "slot"])
 def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index, tmp_path):
     """That of the schedule at its own index, or, on the clock of slots, as far ahead as a stage of the new cut is."""
-    options: dict[str, Any] = {"optimizer": "two groups", "lr_schedule": SCHEDULE}
+    options = {"optimizer": "two groups", "lr_schedule": SCHEDULE}
     (schedule,) = Run(1, **options).fit(tmp_path / "uncut", epochs=3).rates
     assert len({rates[0] for rates in schedule}) > PER_EPOCH, "they move"
     for done, K in enumerate((4, 2, 3)):
@@ -155,7 +142,7 @@ def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index, tmp_p
 )
 def test_without_staleness_many_cuts_end_with_the_same_bits(method, steps, optimizer, dtype, tmp_path):
     """Bits, not 1e-12: a cut changes neither an operation nor the order in which gradients are added up."""
-    options: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "method": method, "steps": steps}
+    options = {"optimizer": optimizer, "dtype": dtype, "method": method, "steps": steps}
     size = 18  # six whole micro-batches
     uncut = Run(1, **options).fit(tmp_path / "uncut", epochs=6, num_samples=size)
     for done, K in enumerate((4, 2, 3)):
@@ -171,7 +158,6 @@ def test_a_parameter_of_two_names_keeps_its_momentum_in_any_cut(tmp_path):
         layer = nn.Linear(2, 2)
         module = nn.Sequential(OrderedDict((name, layer) for name in names))
         stage = Stage(module, 0, spec_of(1, OPTIMIZERS["sgd"]))
-        assert stage.optimizer is not None
         for parameter in module.parameters():
             stage.optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, momentum)}
         return stage
@@ -179,7 +165,6 @@ def test_a_parameter_of_two_names_keeps_its_momentum_in_any_cut(tmp_path):
     path = saved(tmp_path, 1, saved_state.state_of([stage("first", "second", momentum=3.0)], 1))
     other = stage("second", "first", momentum=4.0)
     saved_state.load(path, [other])
-    assert other.optimizer is not None
     buffers = [state["momentum_buffer"] for state in other.optimizer.state.values()]
     assert [buffer.unique().tolist() for buffer in buffers] == [[3.0], [3.0]]
 

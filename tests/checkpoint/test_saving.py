@@ -20,7 +20,7 @@ from adl_dist.report import Recorder
 from tests.support.commands import assert_same, in_process, snapshot, words
 from tests.support.runs import trainer_of
 from tests.support.saved import FIRST, position, saved, shards, writing
-from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.toys import Counted, FixedImages, batch_norm_net
 from tests.support.values import values
 
 UPDATES = 2  # of an epoch: 8 samples by 4
@@ -261,19 +261,6 @@ def test_a_second_run_writes_nothing_into_the_first_ones_folder(tmp_path):
 # --- other files -----------------------------------------------------------------------------------------------------
 
 
-class Counted(FixedImages):
-    """8 samples an epoch; calls what stands under the number of samples served, some of them before the first epoch."""
-
-    def __init__(self, **actions):
-        super().__init__(8)
-        self.actions, self.num_served = {int(name.removeprefix("at_")): act for name, act in actions.items()}, 0
-
-    def __getitem__(self, index):
-        self.num_served += 1
-        self.actions.get(self.num_served, int)()
-        return super().__getitem__(index)
-
-
 def test_training_continues_while_a_save_is_written(tmp_path, monkeypatch):
     """With all stages in one process, too; and what is saved is what a save in the foreground saves."""
     fit(tmp_path / "foreground", background=False)
@@ -285,7 +272,7 @@ def test_training_continues_while_a_save_is_written(tmp_path, monkeypatch):
         return write(file, data)
 
     monkeypatch.setattr(layout, "write_piece", slowly)
-    fit(tmp_path / "background", dataset=Counted(at_13=second_epoch.set))
+    fit(tmp_path / "background", dataset=Counted(8, {13: second_epoch.set}))
     assert has_continued
     assert all(has_continued)
     foreground, background = (snapshot(tmp_path / name) for name in ("foreground", "background"))
@@ -307,7 +294,7 @@ def test_a_file_system_that_is_full_costs_one_checkpoint(tmp_path, capfd):
                 pass
 
     try:
-        got = fit(disk / "run", dataset=Counted(at_14=fill, at_22=ballast.unlink), background=False)
+        got = fit(disk / "run", dataset=Counted(8, {14: fill, 22: ballast.unlink}), background=False)
         assert_same(got, fit(None))
         assert names(disk / "run") == ["update-00000002", "update-00000006"]
         for path in layout.complete(disk / "run" / "checkpoints"):

@@ -16,28 +16,13 @@ from adl_dist.distributed.world import disconnect, launched_rank
 from adl_dist.errors import AdlError
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import trainer_of
-from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.toys import Counted, FixedImages, batch_norm_net
 from tests.support.user_code import Explodes
 from tests.support.values import SILENT, values
 
 pytestmark = pytest.mark.ranks
 
 UPDATES = 2  # of an epoch: 8 samples by 4
-SECOND_EPOCH = "second-epoch-has-begun"
-
-
-class Flagging(FixedImages):
-    """Makes a file once the second epoch has begun; some samples are also asked for before the first."""
-
-    def __init__(self, folder):
-        super().__init__(8)
-        self._flag, self._num_served = folder / SECOND_EPOCH, 0
-
-    def __getitem__(self, index):
-        self._num_served += 1
-        if self._num_served > 12:
-            self._flag.touch()
-        return super().__getitem__(index)
 
 
 def piecewise(rank, before_each_piece):
@@ -53,20 +38,21 @@ def piecewise(rank, before_each_piece):
 
 
 def saves_of_rank_1_are_slow_then_fail_then_succeed(folder):
-    went_on = []
+    second_epoch, went_on = folder / "second-epoch-has-begun", []
 
     def by_update(update):
         if update == UPDATES:
             deadline = time.monotonic() + 20
-            while not (folder / SECOND_EPOCH).exists() and time.monotonic() < deadline:
+            while not second_epoch.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            went_on.append((folder / SECOND_EPOCH).exists())
+            went_on.append(second_epoch.exists())
         if update == 2 * UPDATES:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     piecewise(1, by_update)
     options = values(quiet=True, tensorboard=False, keep=9)
-    trainer_of(batch_norm_net()).fit(Flagging(folder), epochs=3, batch_size=4, run_dir=folder, **options)
+    data = Counted(8, {13: second_epoch.touch})
+    trainer_of(batch_norm_net()).fit(data, epochs=3, batch_size=4, run_dir=folder, **options)
     disconnect()
     return went_on
 

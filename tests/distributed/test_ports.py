@@ -9,23 +9,14 @@ from contextlib import ExitStack, nullcontext
 import pytest
 
 from tests.support.commands import assert_same, in_process, weights_of
-from tests.support.kill import ADL_DIST, HOLD, Command
+from tests.support.kill import ADL_DIST, HELD_RUN, HOLD, Command
 from tests.support.ports import Fuzzer, free_port, open_ports
 from tests.support.tiers import slow
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="finds ports in /proc")]
 
 # DDG has its edges made in two goes, the second once the ports are shut.
-WORDS = [
-    "method=ddg",
-    "model._target_=tests.support.kill.net_with_dropout",
-    "data._target_=tests.support.kill.held_images",
-    "train.batch_size=16",
-    "train.epochs=3",
-    "optimizer.lr=0.05",
-    "runtime.threads=1",
-    "runtime.tensorboard=false",
-]
+WORDS = (*HELD_RUN, "method=ddg", "train.epochs=3")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=adl-dist", "--max-restarts=2")
 MODULE = ("-m", "adl_dist")
 ONE_NODE = (*TORCHRUN, "--nnodes=1", "--nproc-per-node=2", *MODULE)

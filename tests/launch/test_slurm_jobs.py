@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.support.commands import ROOT, as_command, shows
-from tests.support.kill import HOLD, records
+from tests.support.kill import HELD_RUN, HOLD, records
 from tests.support.slurm import assert_same_end, saved
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -17,16 +17,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 PATIENCE = 240  # seconds; all nodes share the cores of this machine
 COMMON = ("runtime.threads=1", "runtime.tensorboard=false", "runtime.timeout_seconds=60")
 DIGITS = (*COMMON, "data=digits", "model=resnet8", "train.epochs=2")
-# Eight updates an epoch; with the file `hold` they come slowly, and none after two and a half epochs.
-HELD = (
-    *COMMON,
-    "model._target_=tests.support.kill.net_with_dropout",
-    "data._target_=tests.support.kill.held_images",
-    "train.epochs=4",
-    "train.batch_size=16",
-    "optimizer.lr=0.05",
-    "lr_schedule=constant",
-)
+# With the file `hold` its samples come slowly, and none after two and a half epochs.
+HELD = (*HELD_RUN, "runtime.timeout_seconds=60", "train.epochs=4", "lr_schedule=constant")
 
 
 def alone(words, K, folder):
@@ -50,10 +42,8 @@ def held(cluster, folder, *more):
 
 @pytest.mark.parametrize(("nodes", "processes"), [(2, 2), (4, 1)])
 def test_several_nodes_train_to_the_bits_of_one(nodes, processes, cluster, folder):
-    job = cluster.submit(
-        [*DIGITS, "run_dir=run"], folder=folder, options=[f"--nodes={nodes}"],
-        variables={"PROCESSES_PER_NODE": str(processes)},
-    )  # fmt: skip
+    own = {"PROCESSES_PER_NODE": str(processes)}
+    job = cluster.submit([*DIGITS, "run_dir=run"], folder=folder, options=[f"--nodes={nodes}"], variables=own)
     job.wait_for("training", lambda: records(folder / "run") != [])
     on = {line.partition(":")[0] for line in cluster.processes() if " train " in line}
     assert on == set(cluster.nodes_of(job))
@@ -93,11 +83,8 @@ def test_a_signal_saves_and_slurm_continues_to_the_same_bits(to, cluster, folder
 
 
 def test_a_job_array_trains_a_run_for_each_seed(cluster, folder):
-    # On one node each, two processes: K = 2.
-    job = cluster.submit(
-        DIGITS, folder=folder, options=["--array=0-3", "--nodes=1"], variables={"PROCESSES_PER_NODE": "2"}
-    )
-    job.finish()
+    options, own = ["--array=0-3", "--nodes=1"], {"PROCESSES_PER_NODE": "2"}  # so K = 2
+    cluster.submit(DIGITS, folder=folder, options=options, variables=own).finish()
     runs = [folder / "runs" / f"digits-resnet8-adl-k2-m4-seed{seed}" for seed in range(4)]
     losses = {json.loads((run / "summary.json").read_text())["validation_loss"] for run in runs}
     assert len(losses) == 4

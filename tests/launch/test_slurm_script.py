@@ -18,6 +18,7 @@ COMMANDS = {
     "ip": 'case "$*" in *"show dev lo"*) echo "1: lo inet 127.0.0.1/8 scope host lo";; *show) echo "1: lo inet";; esac',
 }
 STOPS = f"{sys.executable} -c 'from adl_dist.distributed import parent_process; parent_process.flag_stopped()'"
+SIGNALLED = f"kill -USR1 $PPID; {STOPS}"
 
 
 def run_script(folder, torchrun, *words, **variables):
@@ -40,11 +41,11 @@ def run_script(folder, torchrun, *words, **variables):
 
 AGAIN, LOST = "stopped by USR1; queued again (1 of at most 20)", "lost node1"
 ENDS = {
-    "stopped by a signal": (f"kill -USR1 $PPID; {STOPS}", {}, 75, [AGAIN]),
+    "stopped by a signal": (SIGNALLED, {}, 75, [AGAIN]),
     "stopped, as the script got a signal": (f"kill -USR1 $SCRIPT; {STOPS}", {}, 75, [AGAIN]),  # before the time limit
     "a signal while the end was saved": ("kill -USR1 $PPID", {}, 0, []),
     "stopped by adl-dist stop": (STOPS, {}, 0, []),
-    "failed after a signal": (f"kill -USR1 $PPID; {STOPS}; exit 1", {}, 1, []),
+    "failed after a signal": (f"{SIGNALLED}; exit 1", {}, 1, []),
     "failed": ("exit 3", {"NODE_STATE": "idle"}, 3, []),
     "failed, with a node down": ("exit 3", {"NODE_STATE": "down"}, 3, [LOST]),
     "failed, with a node that is silent": ("exit 3", {"NODE_STATE": "idle*"}, 3, [LOST]),
@@ -73,25 +74,16 @@ def test_a_task_of_an_array_takes_its_number_as_the_seed(tmp_path):
     assert said.splitlines()[-2:] == ["seed=1", "seed=3"]
 
 
-@pytest.mark.parametrize(
-    ("torchrun", "variables", "code", "parts"),
-    [
-        (
-            f"kill -USR1 $PPID; {STOPS}",
-            {"MAX_REQUEUES": "2", "SLURM_RESTART_COUNT": "2"},
-            75,
-            ["job 17, start 3:", "not queued again, after 2 times (MAX_REQUEUES=2)"],
-        ),
-        (
-            "exit 0",
-            {"NODES": "node1 node2", "INTERFACE": "ib7"},
-            2,
-            ["node1 has no IPv4 address on interface 'ib7'; give INTERFACE, one of: lo"],
-        ),
-        ("exit 0", {"SLURM_JOB_NODELIST": ""}, 1, ["submit this script with sbatch"]),
-    ],
-    ids=["queued often enough", "no such interface", "outside of a job"],
-)
+OFTEN = ["job 17, start 3:", "not queued again, after 2 times (MAX_REQUEUES=2)"]
+NO_INTERFACE = ["node1 has no IPv4 address on interface 'ib7'; give INTERFACE, one of: lo"]
+REFUSALS = {
+    "queued often enough": (SIGNALLED, {"MAX_REQUEUES": "2", "SLURM_RESTART_COUNT": "2"}, 75, OFTEN),
+    "no such interface": ("exit 0", {"NODES": "node1 node2", "INTERFACE": "ib7"}, 2, NO_INTERFACE),
+    "outside of a job": ("exit 0", {"SLURM_JOB_NODELIST": ""}, 1, ["submit this script with sbatch"]),
+}
+
+
+@pytest.mark.parametrize(("torchrun", "variables", "code", "parts"), REFUSALS.values(), ids=REFUSALS)
 def test_a_job_that_is_not_to_be_repeated_says_why(torchrun, variables, code, parts, tmp_path):
     ended, said, _ = run_script(tmp_path, torchrun, **variables)
     assert ended == code

@@ -74,18 +74,11 @@ def by_the_equations(K, M, delays, weights, **options):
 def modules_by_the_equations(
     modules, M, delays, weights, *, epochs=EPOCHS, lr=None, dtype=torch.float64, loss_fn=None, **options
 ):
-    return train_by_the_equations(
-        modules,
-        [micro_batches(dtype=dtype)] * epochs,
-        M=M,
-        loss_fn=loss_fn or nn.CrossEntropyLoss(),
-        lr=lr or [LR * warm_up(s) for s in range(epochs * 11)],
-        momentum=MOMENTUM,
-        weight_decay=WEIGHT_DECAY,
-        delays=delays,
-        weights=weights,
-        **options,
-    )
+    lr = lr or [LR * warm_up(s) for s in range(epochs * 11)]
+    of_sgd = {"lr": lr, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
+    of_method = {"M": M, "delays": delays, "weights": weights, **options}
+    batches, loss_fn = [micro_batches(dtype=dtype)] * epochs, loss_fn or nn.CrossEntropyLoss()
+    return train_by_the_equations(modules, batches, loss_fn=loss_fn, **of_sgd, **of_method)
 
 
 def differ(a, b):

@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +23,11 @@ NUM_SAMPLES = 126  # the last micro-batch is smaller than the others
 SECONDS_PER_SAMPLE = 0.005
 MOST_SAMPLES = int(2.5 * NUM_SAMPLES)
 HOLD = "hold"  # a file in the working directory
+# The run on images that can be held: eight updates an epoch, with dropout, fresh noise on every image and BatchNorm.
+HELD_RUN = (
+    *("model._target_=tests.support.kill.net_with_dropout", "data._target_=tests.support.kill.held_images"),
+    *("train.batch_size=16", "optimizer.lr=0.05", "runtime.threads=1", "runtime.tensorboard=false"),
+)
 POLL_SECONDS = 0.02
 
 TIMINGS = ("train/samples_per_second", "stage/busy_share", "stage/peak_memory")  # the only values that may differ
@@ -81,14 +85,11 @@ class Command:
         with self._output[0].open("w") as out, self._output[1].open("w") as err:
             self._process = subprocess.Popen(
                 [*start, "train", *words, f"run_dir={self.run_dir}"],
-                stdout=out,
-                stderr=err,
-                env=environment,
-                cwd=folder,
+                stdout=out, stderr=err, env=environment, cwd=folder,
                 start_new_session=True,  # a Ctrl-C at the terminal reaches a process group
                 # As from a terminal, also where the tests themselves run in the background with SIGINT ignored.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
+            )  # fmt: skip
 
     def __enter__(self):
         return self
@@ -111,7 +112,7 @@ class Command:
 
     def processes(self):
         """All its processes, found by their command line: the rank of each process id, None for the launcher."""
-        found: dict[int, int | None] = {}
+        found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 words = (entry / "cmdline").read_bytes().split(b"\0")  # empty for what is dead and not yet reaped
@@ -179,8 +180,8 @@ class RunEnd:
         saved = layout.complete(run_dir / "checkpoints")
         self.run_dir, self.checkpoints = run_dir, [path.name for path in saved]
         self.newest = {file.name: file.read_bytes() for file in saved[-1].glob("*.safetensors")}
-        self.values: dict[tuple[Any, ...], float] = {}
-        times = Counter[tuple[Any, ...]]()
+        self.values = {}
+        times = Counter()
         for line in (run_dir / "metrics.jsonl").read_text().splitlines():
             try:
                 record = json.loads(line)

@@ -69,15 +69,13 @@ def command_on_ranks(world_size, *words, env=None, timeout_seconds=60.0):
 
     With ``env`` the ranks have those variables of a launcher alone.
     """
-    with tempfile.TemporaryDirectory() as output, _started(world_size, _command, (output, words, env)) as (_, ranks):
-        deadline = time.monotonic() + timeout_seconds
-        while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
-            assert time.monotonic() < deadline, f"{' '.join(words)} still ran after {timeout_seconds} s"
-            time.sleep(0.02)
-        codes = [process.exitcode for process in ranks if process.exitcode]
-        for process in ranks:
-            process.kill()
-            process.join()
+    with tempfile.TemporaryDirectory() as output:
+        with _started(world_size, _command, (output, words, env)) as (_, ranks):
+            deadline = time.monotonic() + timeout_seconds
+            while any(process.is_alive() for process in ranks) and not any(process.exitcode for process in ranks):
+                assert time.monotonic() < deadline, f"{' '.join(words)} still ran after {timeout_seconds} s"
+                time.sleep(0.02)
+            codes = [process.exitcode for process in ranks if process.exitcode]
         out, err = ("".join(f.read_text() for f in sorted(pathlib.Path(output).glob(f"{n}*"))) for n in ("out", "err"))
         return Outcome(2 if 2 in codes else max(codes, default=0), out, err)
 

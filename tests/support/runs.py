@@ -49,16 +49,9 @@ def trained(
     trainer = toy_trainer(
         K, M, method, options, model=net, optimizer=optimizer, lr_schedule=warm_up_schedule, **of_trainer
     )
-    summary = trainer.fit(
-        data,
-        epochs=epochs,
-        batch_size=MICRO_BATCH * M,
-        val_dataset=FixedImages(10, seed=1, dtype=dtype),
-        shuffle=shuffle,
-        run_dir=run_dir,
-        monitoring=QUIET,
-    )
-    return trainer, summary
+    validation, more = FixedImages(10, seed=1, dtype=dtype), {"shuffle": shuffle, "run_dir": run_dir}
+    more |= {"epochs": epochs, "batch_size": MICRO_BATCH * M, "monitoring": QUIET}
+    return trainer, trainer.fit(data, val_dataset=validation, **more)
 
 
 def toy_trainer(

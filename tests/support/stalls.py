@@ -11,7 +11,8 @@ from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.run_dir import RunFolder
 from tests.support.runs import toy_trainer
-from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.toys import Counted, FixedImages, batch_norm_net
+from tests.support.user_code import At
 from tests.support.values import values
 
 STALL_SECONDS, ASLEEP_SECONDS = 0.8, 2.0
@@ -23,22 +24,6 @@ def note(run_dir, name):
     """Write down that ``name`` begins now; each name once."""
     with (run_dir / PLANTED).open("a") as file:
         file.write(f"{time.time()} {name}\n")
-
-
-class At(nn.Module):
-    """Passes its input on; calls ``act`` in the n-th forward of training, or in the backward of that."""
-
-    def __init__(self, n, act, *, backward=False):
-        super().__init__()
-        self._left, self._act, self._backward = n, act, backward
-
-    def forward(self, x):
-        self._left -= self.training
-        if self._left == 0 and not self._backward:
-            self._act()
-        elif self._left == 0 and x.requires_grad:
-            x.register_hook(lambda grad: self._act())
-        return x
 
 
 def train(
@@ -77,21 +62,13 @@ def all_stalls(run_dir):
                 asleep("update of stage 1")()
             return super().step(*args, **more)
 
-    class SlowData(FixedImages):
-        served = 0
-
-        def __getitem__(self, index):
-            SlowData.served += 1
-            if SlowData.served == 20:
-                asleep("load of stage 0")()
-            return super().__getitem__(index)
-
     if os.environ["RANK"] == "2":
         _before(PartWriter, "write", asleep("save of stage 2"))
     _before(RunFolder, "write_summary", asleep("summary of the coordinator"))
     stage_1 = At(3, asleep("forward of stage 1"))
     stage_2 = At(15, asleep("backward of stage 2"), backward=True)
-    train(run_dir, [(3, stage_1), (6, stage_2)], K=3, optimizer=SlowOnce, data=SlowData(NUM_SAMPLES))
+    data = Counted(NUM_SAMPLES, {20: asleep("load of stage 0")})
+    train(run_dir, [(3, stage_1), (6, stage_2)], K=3, optimizer=SlowOnce, data=data)
 
 
 def save_asleep(run_dir):

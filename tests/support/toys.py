@@ -51,6 +51,19 @@ class FixedImages(Dataset):
         return self.images[index], self.labels[index]
 
 
+class Counted(FixedImages):
+    """Calls what ``actions`` has for the number of samples served, some of them before the first epoch."""
+
+    def __init__(self, num_samples, actions):
+        super().__init__(num_samples)
+        self.actions, self.num_served = actions, 0
+
+    def __getitem__(self, index):
+        self.num_served += 1
+        self.actions.get(self.num_served, int)()
+        return super().__getitem__(index)
+
+
 class Unplugged(FixedImages):
     """Data that are gone after so many samples."""
 

@@ -123,32 +123,32 @@ class InfiniteLoss(nn.CrossEntropyLoss):
         return loss * float("inf") if len(target) > 2 else loss
 
 
-class Faulty(nn.Module):
-    """Fails in the n-th training forward in a way that no user foresees."""
+class At(nn.Module):
+    """Passes its input on; calls ``act`` in the n-th forward of training, or in the backward of that."""
 
-    def __init__(self, at):
+    def __init__(self, n, act, *, backward=False):
         super().__init__()
-        self.at, self.calls = at, 0
+        self._left, self._act, self._backward = n, act, backward
 
     def forward(self, x):
-        self.calls += self.training
-        if self.calls == self.at:
-            self.fail()
+        self._left -= self.training
+        if self._left == 0 and not self._backward:
+            self._act()
+        elif self._left == 0 and x.requires_grad:
+            x.register_hook(lambda grad: self._act())
         return x
 
-    def fail(self):
-        raise KeyError("a bug of the user's")
 
-
-class Killed(Faulty):
-    """Ends its process in the n-th training forward."""
-
-    def fail(self):
-        os.kill(os.getpid(), signal.SIGKILL)
+def fail():
+    raise KeyError("a bug of the user's")
 
 
 def faulty(at):
-    return nn.Sequential(*units(), Faulty(at))
+    return nn.Sequential(*units(), At(at, fail))
+
+
+def faulty_at_the_start(at):
+    return nn.Sequential(At(at, fail), *units())
 
 
 def faulty_at_the_start(at):
@@ -156,7 +156,7 @@ def faulty_at_the_start(at):
 
 
 def killed(at):
-    return nn.Sequential(*units(), Killed(at))
+    return nn.Sequential(*units(), At(at, lambda: os.kill(os.getpid(), signal.SIGKILL)))
 
 
 def no_optimizer(params, **_):

@@ -31,14 +31,8 @@ def main(run_dir):
         method=adl_dist.method("adl", accumulation_steps=4),
         num_stages=2,
     )
-    summary = trainer.fit(
-        train,
-        epochs=8,
-        batch_size=32,
-        val_dataset=validation,
-        run_dir=run_dir,
-        monitoring=adl_dist.Monitoring(quiet=True),
-    )
+    quiet = adl_dist.Monitoring(quiet=True)
+    summary = trainer.fit(train, epochs=8, batch_size=32, val_dataset=validation, run_dir=run_dir, monitoring=quiet)
     state = trainer.full_state_dict()
 
     if int(os.environ.get("RANK", 0)) == 0:

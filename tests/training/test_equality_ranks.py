@@ -10,7 +10,7 @@ from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import nan_inputs, toy_trainer, train
 from tests.support.tiers import slow
 from tests.support.toys import UNET_BALANCE, FixedImages, batch_norm_net, tuple_net, unet
-from tests.support.user_code import Faulty
+from tests.support.user_code import At, fail
 from tests.support.values import QUIET
 
 pytestmark = pytest.mark.ranks
@@ -86,7 +86,7 @@ def test_k_processes_equal_one_process_bit_for_bit(K, cases):
 
 def a_bug_on_stage_1():
     model = batch_norm_net()
-    model[4] = Faulty(5)
+    model[4] = At(5, fail)
     toy_trainer(M=4, model=model, timeout_seconds=20).fit(FixedImages(32), epochs=1, batch_size=8, monitoring=QUIET)
 
 

@@ -10,15 +10,14 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 import torch
 
 from tools.faults.simulation import SEEDS_PER_JOB, simulate
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Simulate; return the exit code."""
+def main(arguments=None):
+    """Simulate in several processes, or one seed here; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__)
     parser.add_argument("seed", nargs="?", type=int, help="replay this one and tell its story")
     parser.add_argument("--seeds", type=int, default=10_000, help="how many to simulate")
@@ -29,15 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         story = simulate(chosen.seed)
         print("\n".join(story.lines))
         return 1 if story.wrong else 0
-    return simulate_many(range(chosen.first, chosen.first + chosen.seeds), processes=chosen.processes)
-
-
-def simulate_many(seeds: range, *, processes: int) -> int:
-    """Simulate ``seeds`` in several processes; return the exit code."""
-    began, struck, wrong = time.monotonic(), Counter[str](), list[int]()
+    seeds = range(chosen.first, chosen.first + chosen.seeds)
+    began, struck, wrong = time.monotonic(), Counter(), []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.faults.simulation"])
-    with context.Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with context.Pool(chosen.processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for done, story in enumerate(pool.imap(simulate, seeds, chunksize=SEEDS_PER_JOB), start=1):
             struck.update(story.struck)
             if story.wrong:

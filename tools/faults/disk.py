@@ -8,12 +8,9 @@ import builtins
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn
 from unittest.mock import patch
 
 FileIO = io.FileIO  # the real one
@@ -53,16 +50,16 @@ class Disk:
         is_dead: whether nothing reaches the disk any more.
     """
 
-    def __init__(self, folder: Path, fault: DiskFault | None, die: Callable[[], Died]) -> None:
+    def __init__(self, folder, fault, die):
         """Take the ``fault``; ``die`` is called at the moment of death, and what it returns is raised."""
         self._folder, self._fault, self._die = f"{folder}{os.sep}", fault, die
         self.is_dead = False
         self.num_events = dict.fromkeys(PLACES, 0)
         self.struck = ""
-        self.failures: list[OSError] = []
+        self.failures = []
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self):
         """Have all that this process writes go through here."""
         with ExitStack() as stack:
             for module in (builtins, io):
@@ -73,32 +70,30 @@ class Disk:
             stack.enter_context(patch.object(os, "fsync", self._sync))
             yield
 
-    def write(self, path: str, data: memoryview, write: Callable[[memoryview], int]) -> int:
+    def write(self, path, data, write):
         if self.is_dead:
             return len(data)  # some buffer is emptied while the process unwinds
         had_struck = bool(self.struck)
         if not self._strikes(self._place(path), f"write of {len(data)} bytes: {path.removeprefix(self._folder)}"):
             return write(data)
-        assert self._fault is not None
         if not had_struck:
             write(data[: int(self._fault.share * len(data))])
         return self._strike()
 
-    def _strike(self) -> NoReturn:
-        assert self._fault is not None
+    def _strike(self):
         if self._fault.error is None:
             raise self._die()
         self.failures.append(OSError(self._fault.error, f"{os.strerror(self._fault.error)} (planted)"))
         raise self.failures[-1]
 
-    def _sync(self, descriptor: int) -> None:
+    def _sync(self, descriptor):
         if self.is_dead:
             raise Died
         if self._strikes("checkpoints", "fsync"):
             self._strike()
 
-    def _changing(self, name: str, change: Callable[..., None]) -> Callable[..., None]:
-        def changed(path: Any, *arguments: Any, **options: Any) -> None:
+    def _changing(self, name, change):
+        def changed(path, *arguments, **options):
             # What is named relative to an open folder is being removed with it, and only checkpoints ever are.
             place = "checkpoints" if options.get("dir_fd") is not None else self._place(os.fspath(path))
             happens = partial(change, path, *arguments, **options)
@@ -118,8 +113,8 @@ class Disk:
 
         return changed
 
-    def _opening(self, open_: Callable[..., Any]) -> Callable[..., Any]:
-        def opened(file: Any, mode: str = "r", buffering: int = -1, *arguments: Any, **options: Any) -> Any:
+    def _opening(self, open_):
+        def opened(file, mode="r", buffering=-1, *arguments, **options):
             path = "" if isinstance(file, int) else os.fspath(file)
             if not self._is_written(str(path), mode):
                 return open_(file, mode, buffering, *arguments, **options)
@@ -131,7 +126,7 @@ class Disk:
 
         return opened
 
-    def _raw(self, file: Any, mode: str = "r", *arguments: Any, **options: Any) -> io.FileIO:
+    def _raw(self, file, mode="r", *arguments, **options):
         """Like ``io.FileIO``."""
         path = "" if isinstance(file, int) else str(file)
         if not self._is_written(path, mode):
@@ -142,17 +137,17 @@ class Disk:
             self._strike()
         return _File(path, mode, self)
 
-    def _is_written(self, path: str, mode: str) -> bool:
+    def _is_written(self, path, mode):
         return bool(set(mode) & set("wax+")) and bool(self._place(path))
 
-    def _place(self, path: str) -> str:
+    def _place(self, path):
         """Where ``path`` is, of ``PLACES``; nothing if that does not matter."""
         inside = path.removeprefix(self._folder)
         if inside == path or inside.startswith("logs"):
             return ""
         return next((place for place in PLACES if inside.lstrip(".").startswith(place)), "others")
 
-    def _strikes(self, place: str, event: str) -> bool:
+    def _strikes(self, place, event):
         """Count ``event``; return whether it is to go wrong."""
         number, fault = self.num_events[place], self._fault
         self.num_events[place] += 1
@@ -166,12 +161,12 @@ class Disk:
 class _File(FileIO):
     """A file open for writing, below all of Python's buffers."""
 
-    def __init__(self, path: str, mode: str, disk: Disk) -> None:
+    def __init__(self, path, mode, disk):
         super().__init__(path, mode)
         self._path, self._disk = path, disk
 
-    def write(self, data: Any) -> int:
+    def write(self, data):
         return self._disk.write(self._path, memoryview(data).cast("B"), super().write)
 
-    def truncate(self, size: int | None = None) -> int:
+    def truncate(self, size=None):
         return super().truncate(size) if not self._disk.is_dead else 0

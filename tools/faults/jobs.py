@@ -3,11 +3,9 @@
 import random
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 import adl_dist
@@ -23,23 +21,23 @@ OPTIMIZERS = {
 }
 
 
-class Points(Dataset[tuple[Tensor, int]]):
+class Points(Dataset):
     """Points with classes, and fresh noise each time, from the stream that the loader seeds."""
 
-    def __init__(self, num_samples: int, *, noise: float) -> None:
+    def __init__(self, num_samples, *, noise):
         generator = torch.Generator().manual_seed(num_samples)
         self._points = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
         self._classes = torch.randint(NUM_CLASSES, (num_samples,), generator=generator).tolist()
         self._noise = noise
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self._classes)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index):
         return self._points[index] + self._noise * torch.randn(WIDTH, dtype=torch.float64), self._classes[index]
 
 
-def network() -> nn.Sequential:
+def network():
     """Dropout and running statistics: a resumed run has more to get right than weights. Few tensors: saves are dear."""
     torch.manual_seed(0)
     return nn.Sequential(
@@ -50,7 +48,7 @@ def network() -> nn.Sequential:
     )
 
 
-def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+def falling(optimizer):
     """A learning rate that is another one at every update."""
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 
@@ -63,20 +61,20 @@ class Job:
     num_stages: int
     num_samples: int
     optimizer: str
-    options: dict[str, Any]
+    options: dict
 
-    def __str__(self) -> str:
+    def __str__(self):
         size = f"K={self.num_stages}, M={self.method.micro_batches_per_update}, {self.num_samples} samples"
         return f"{self.method.name}, {size}, {self.optimizer}, {self.options}"
 
     @property
-    def stops_as_planned(self) -> bool:
+    def stops_as_planned(self):
         """Whether it stops only where it saves anyway, so that in the end nothing tells of it."""
         is_stale = not Pipeline(self.method, self.num_stages).drain_is_exact
         saves_where_epochs_end = self.options.get("every_epochs", 1) == 1
         return is_stale and "every_updates" in self.options and saves_where_epochs_end
 
-    def trainer(self) -> adl_dist.Trainer:
+    def trainer(self):
         """Make what trains it."""
         return adl_dist.Trainer(
             network(),
@@ -88,7 +86,7 @@ class Job:
             **values(dtype=torch.float64, threads=1),
         )
 
-    def fit(self, trainer: adl_dist.Trainer, run_dir: Path) -> dict[str, Any]:
+    def fit(self, trainer, run_dir):
         """Train, or resume, in ``run_dir``; return the summary."""
         return trainer.fit(
             Points(self.num_samples, noise=0.1),
@@ -99,11 +97,11 @@ class Job:
         )
 
 
-def draw_job(number: int) -> Job:
+def draw_job(number):
     """The job of that number: its method in turn, all else at random."""
     rng = random.Random(f"job {number}")
     name = list(METHODS)[number % len(METHODS)]
-    options: dict[str, Any] = {"head": "linear"} if name == "dgl" else {}
+    options = {"head": "linear"} if name == "dgl" else {}
     updates, steps = rng.randint(2, 3), _one_of(rng, {1: 3, 2: 3, 3: 1})
     num_stages = rng.randint(1, MOST_STAGES)
     if name == "2bw":
@@ -112,7 +110,7 @@ def draw_job(number: int) -> Job:
     # The last group of an epoch may be smaller; a micro-batch of one sample has no statistics.
     num_micro_batches = updates * method.micro_batches_per_update - rng.randrange(steps)
     epochs = _one_of(rng, {2: 4, 3: 1})
-    fit: dict[str, Any] = {
+    fit = {
         "epochs": epochs,
         "every_epochs": _one_of(rng, {1: 4, 2: 1, 0: 1}),
         "keep": rng.randint(1, 3),
@@ -133,5 +131,5 @@ def draw_job(number: int) -> Job:
     )
 
 
-def _one_of(rng: random.Random, weights: dict[Any, int]) -> Any:
+def _one_of(rng, weights):
     return rng.choices(list(weights), weights=list(weights.values()))[0]

@@ -3,7 +3,6 @@
 import enum
 import errno
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tools.faults.disk import DiskFault
@@ -61,7 +60,7 @@ class Attempt:
     damage: Damage | None = None
 
 
-def draw_plan(seed: int, *, num_events: Mapping[str, int], stops: bool) -> list[Attempt]:
+def draw_plan(seed, *, num_events, stops):
     """The starts of a run; into the last one no fault is planted.
 
     ``num_events`` is what an undisturbed run does to the disk, by place; ``stops``: whether it may be asked to stop.
@@ -84,7 +83,7 @@ def draw_plan(seed: int, *, num_events: Mapping[str, int], stops: bool) -> list[
     ]
 
 
-def _draw_fault(rng: random.Random, num_events: Mapping[str, int], *, stops: bool) -> StepFault | DiskFault:
+def _draw_fault(rng, num_events, *, stops):
     steps = [Step.KILLED, Step.KILLED, Step.RAISES, *([Step.ASKED_TO_STOP] * 2 if stops else [])]
     kind = rng.choice([*steps, "killed at the disk", "killed at the disk", "fails", "fails"])
     if isinstance(kind, Step):

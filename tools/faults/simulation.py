@@ -4,22 +4,19 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint.run_dir import log_to
 from adl_dist.errors import AdlError, CheckpointError
 from tests.support.kill import RunEnd
 from tools.faults.jobs import draw_job
-from tools.faults.plan import Attempt, Damage, StageBroke, Step, StepFault, draw_plan
+from tools.faults.plan import Attempt, StageBroke, Step, StepFault, draw_plan
 from tools.faults.process import Process
 
 SEEDS_PER_JOB = 10
@@ -38,7 +35,7 @@ class Story:
     wrong: str = ""  # what should not have happened; nothing if all is well
 
 
-def simulate(seed: int) -> Story:
+def simulate(seed):
     """Disturb the run of ``seed`` and start it again until it ends."""
     with folder() as scratch:
         story = _Simulation(seed, scratch / "run").run()
@@ -47,7 +44,7 @@ def simulate(seed: int) -> Story:
 
 
 @lru_cache(maxsize=2)
-def undisturbed(number: int) -> tuple[dict[str, Tensor], RunEnd, Process]:
+def undisturbed(number):
     """The run of a job that nothing happens to: its weights, and what it left."""
     with folder() as scratch:
         process = Process(draw_job(number), scratch / "run", CALM)
@@ -56,7 +53,7 @@ def undisturbed(number: int) -> tuple[dict[str, Tensor], RunEnd, Process]:
 
 
 @contextmanager
-def folder() -> Iterator[Path]:
+def folder():
     """A folder in memory where there is such a place; no log of a run in it stays open."""
     where = MEMORY if os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="adl-dist-faults-", dir=where) as name:
@@ -69,16 +66,16 @@ def folder() -> Iterator[Path]:
 class _Simulation:
     """The starts of one seed's run in ``run_dir``."""
 
-    def __init__(self, seed: int, run_dir: Path) -> None:
+    def __init__(self, seed, run_dir):
         number = seed // SEEDS_PER_JOB
         self._job, self._run_dir = draw_job(number), run_dir
         self._weights, self._expected, self._whole = undisturbed(number)
         self._plan = draw_plan(seed, num_events=self._whole.disk.num_events, stops=self._job.stops_as_planned)
         self._story = Story(seed, [f"seed {seed}: {self._job}"])
         self._is_whole = True  # whether every checkpoint and every record must be there
-        self._spoilt: dict[Path, bytes] = {}  # damaged files of checkpoints, from which no run should continue
+        self._spoilt = {}  # damaged files of checkpoints, from which no run should continue
 
-    def run(self) -> Story:
+    def run(self):
         for start in range(MOST_STARTS):
             attempt = self._plan[start] if start < len(self._plan) else CALM
             self._story.lines.append(f"  start {start + 1}: {attempt}")
@@ -87,14 +84,13 @@ class _Simulation:
         self._story.wrong = f"not at its end after {MOST_STARTS} starts"
         return self._story
 
-    def _is_over(self, attempt: Attempt) -> bool:
+    def _is_over(self, attempt):
         """Start the run once; return whether it has ended, as it should or with something wrong."""
         story = self._story
         self._damage(attempt.damage)
         saved = layout.complete(self._run_dir / "checkpoints")
         done = int(saved[-1].name[-8:]) / int(self._expected.checkpoints[-1][-8:]) if saved else 0.0  # update-00000042
-        process, error = Process(self._job, self._run_dir, attempt), None
-        summary: dict[str, Any] = {}
+        process, error, summary = Process(self._job, self._run_dir, attempt), None, {}
         try:
             trainer, summary = process.run(steps_left=int(self._whole.num_steps * (1 - done)))
         except (KeyboardInterrupt, SystemExit):
@@ -128,7 +124,7 @@ class _Simulation:
             story.wrong = f"ended with {error!r}, which nothing of what was planted explains"
         return bool(story.wrong)
 
-    def _damage(self, damage: Damage | None) -> None:
+    def _damage(self, damage):
         """Damage a file of the newest checkpoint, if there is one."""
         # A checkpoint that was saved there again is a good one.
         self._spoilt = {f: held for f, held in self._spoilt.items() if f.is_file() and f.read_bytes() == held}
@@ -148,22 +144,21 @@ class _Simulation:
         self._story.lines.append(f"    damaged: {file}")
 
 
-def _kind(attempt: Attempt) -> str:
+def _kind(attempt):
     if isinstance(attempt.fault, StepFault):
         return f"{attempt.fault.what.value} between actions"
-    assert attempt.fault is not None
     how = errno.errorcode[attempt.fault.error] if attempt.fault.error else "killed"
     return f"{how} while writing {attempt.fault.place}"
 
 
-def _is_refusal(error: BaseException, run_dir: Path) -> bool:
+def _is_refusal(error, run_dir):
     """Whether ``error`` says that there is no good checkpoint, and what to do."""
     text = str(error)
     names = "is damaged: " in text and str(run_dir / "checkpoints") in text
     return isinstance(error, CheckpointError) and names and text.endswith("start again with another run_dir")
 
 
-def _is_due(error: BaseException, process: Process) -> bool:
+def _is_due(error, process):
     """Whether ``error`` follows from what was planted, and says so."""
     if isinstance(error, StageBroke):
         return True

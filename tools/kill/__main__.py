@@ -14,16 +14,15 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from tools.kill.deck import AGAIN, NAMES, NUM_EPOCHS, OURS, TORCHRUN, UPDATES_PER_EPOCH, draw
-from tools.kill.run import Outcome, kill, undisturbed
+from tools.kill.run import kill, undisturbed
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments=None):
     """Kill; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.kill", description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="how many runs to kill")
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which ends the run under way
     folder = Path(tempfile.mkdtemp(prefix="adl-dist-kills-"))
     plain = functools.cache(lambda starter, stages: undisturbed(folder / f"{starter}-{stages}", starter, stages))
-    outcomes: list[Outcome] = []
+    outcomes = []
     for number, killing in enumerate(draw(chosen.kills, seed=chosen.seed, start_seconds=plain("adl-dist", 2)[1])):
         if chosen.only and number not in chosen.only:
             continue
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def report(outcomes: Sequence[Outcome], *, seed: int) -> str:
+def report(outcomes, *, seed):
     """The table, in Markdown."""
     ways = (OURS, TORCHRUN, AGAIN)
     lines = [

@@ -46,26 +46,26 @@ class Killing:
     update: int | None  # after which; None: while the processes start
     seconds: float  # after that, or after the start; while saving, after the save has begun
 
-    def __str__(self) -> str:
+    def __str__(self):
         when = "while starting" if self.update is None else f"after update {self.update}"
         who = self.starter if self.rank is None else f"rank {self.rank}"
         moment = f"{who} of {self.num_stages}, {when} and {self.seconds:.2f} s"
         return f"{NAMES[self.kind]}: {moment}; {self.restart} ({self.starter})"
 
-    def earlier(self) -> "Killing":
+    def earlier(self):
         """The same killing of a run that has ended before it came: an epoch earlier, or sooner after the start."""
         if self.update is None:
             return replace(self, seconds=self.seconds / 2)
         return replace(self, update=max(self.update - UPDATES_PER_EPOCH, self.update % UPDATES_PER_EPOCH))
 
 
-def draw(number: int, *, seed: int, start_seconds: float) -> list[Killing]:
+def draw(number, *, seed, start_seconds):
     """The first ``number`` cards of the deck, which begins again when it is used up.
 
     A run takes ``start_seconds`` from its start to its first update, and saves after each epoch.
     """
     rng = random.Random(seed)
-    cards: list[tuple[str, str, str]] = []
+    cards = []
     while len(cards) < number:
         deck = [card for card, times in CARDS.items() for _ in range(times)]
         rng.shuffle(deck)
@@ -73,11 +73,10 @@ def draw(number: int, *, seed: int, start_seconds: float) -> list[Killing]:
     killings = []
     for kind, restart, starter in cards[:number]:
         num_stages = rng.choices([2, 3, 4], weights=(6, 1, 1))[0]
-        drawn = rng.randrange(NUM_UPDATES - UPDATES_PER_EPOCH)
+        update = rng.randrange(NUM_UPDATES - UPDATES_PER_EPOCH)
         saves = kind == "while saving"
-        update: int | None = drawn
         if saves:  # the last update of an epoch, but of the last one
-            update = (drawn // UPDATES_PER_EPOCH + 1) * UPDATES_PER_EPOCH - 1
+            update = (update // UPDATES_PER_EPOCH + 1) * UPDATES_PER_EPOCH - 1
         elif kind != "stopped" and rng.random() < 0.25:
             update = None
         killings.append(

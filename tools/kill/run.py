@@ -4,9 +4,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from adl_dist.checkpoint import layout
 from tests.support.kill import ADL_DIST, Command, RunEnd
@@ -37,9 +35,7 @@ class Outcome:
     lost_seconds: float  # from its first start to its end, less a run that was not killed
 
 
-def start(
-    starter: str, num_stages: int, restarts: int = 0, *, aborts: bool = False
-) -> tuple[Sequence[str], Sequence[str]]:
+def start(starter, num_stages, restarts=0, *, aborts=False):
     """What stands before ``train``, and what after it; ``aborts``: soon after nothing moves any more."""
     words = [*WORDS, f"partition.num_stages={num_stages}"]
     if aborts:
@@ -50,7 +46,7 @@ def start(
     return [*torchrun, f"--max-restarts={restarts}", "-m", "adl_dist"], words
 
 
-def undisturbed(folder: Path, starter: str, num_stages: int) -> tuple[RunEnd, float, float]:
+def undisturbed(folder, starter, num_stages):
     """Run without disturbance; also return how long it took to the first update, and to the end."""
     folder.mkdir()
     before, words = start(starter, num_stages)
@@ -62,17 +58,13 @@ def undisturbed(folder: Path, starter: str, num_stages: int) -> tuple[RunEnd, fl
     return RunEnd(folder / "run"), first, time.monotonic() - began
 
 
-def kill(killing: Killing, folder: Path, expected: RunEnd, usual_seconds: float) -> Outcome | None:
-    """Start a run in ``folder``, kill it, start it again if no launcher does, and look at what is left.
-
-    Returns:
-        None: it was complete before it could be killed.
-    """
+def kill(killing, folder, expected, usual_seconds):
+    """Kill a run, start it again if no launcher does, look at what is left; None: it ended before the kill."""
     folder.mkdir()
     restarts = 1 if killing.restart in (OURS, TORCHRUN) else 0
     before, words = start(killing.starter, killing.num_stages, restarts, aborts=killing.kind == "stopped")
     began = time.monotonic()
-    wrong, code, was_saving, left = "", 0, False, list[str]()
+    wrong, code, was_saving, left = "", 0, False, []
     try:
         with Command(words, folder=folder, start=before) as run:
             try:
@@ -104,9 +96,8 @@ def kill(killing: Killing, folder: Path, expected: RunEnd, usual_seconds: float)
     return Outcome(killing=killing, wrong=wrong, was_saving=was_saving, lost_seconds=lost_seconds)
 
 
-def _wait_for_the_moment(run: Command, killing: Killing) -> None:
+def _wait_for_the_moment(run, killing):
     if killing.kind == "while saving":
-        assert killing.update is not None
         folder, update = run.run_dir / "checkpoints", killing.update + 1
         the_one = [layout.place(folder, update), folder / f".saving-{update:08d}"]
         if update > UPDATES_PER_EPOCH:
@@ -122,7 +113,7 @@ def _wait_for_the_moment(run: Command, killing: Killing) -> None:
     time.sleep(killing.seconds)
 
 
-def _left_behind(run: Command, killing: Killing) -> list[str]:
+def _left_behind(run, killing):
     """Sockets and temporary files that should not be there."""
     everything = [*run.run_dir.rglob("*"), *run.temporary.rglob("*")]
     left = [f"socket {path}" for path in everything if stat.S_ISSOCK(path.lstat().st_mode)]
@@ -130,6 +121,6 @@ def _left_behind(run: Command, killing: Killing) -> list[str]:
     return left + [n for n in run.left_in_tmp() if killing.starter == "adl-dist" or n.startswith("adl-dist")]
 
 
-def _processes(run: Command) -> list[str]:
+def _processes(run):
     """Those that should have ended before their launcher."""
     return [f"process {pid} of rank {rank}" for pid, rank in run.processes().items()]

@@ -2,9 +2,8 @@
 
 import os
 import time
-from typing import Any
 
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 import adl_dist.data
 from adl_dist.checkpoint import layout
@@ -15,7 +14,7 @@ SECONDS_PER_WRITE = 0.01  # of some seventy that a rank does to save
 _write = layout.write_piece
 
 
-def digits() -> tuple[Dataset[Any], Dataset[Any]]:
+def digits():
     """For ``data._target_``: 150 augmented digits to train on and 40 to validate.
 
     While the file SLOW exists, checkpoints are written slowly.
@@ -25,7 +24,7 @@ def digits() -> tuple[Dataset[Any], Dataset[Any]]:
     return Subset(train, range(150)), Subset(validation, range(40))
 
 
-def _write_slowly(file: Any, data: Any) -> None:
+def _write_slowly(file, data):
     if os.path.exists(SLOW):
         time.sleep(SECONDS_PER_WRITE)
     _write(file, data)
