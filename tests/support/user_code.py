@@ -151,10 +151,6 @@ def faulty_at_the_start(at):
     return nn.Sequential(At(at, fail), *units())
 
 
-def faulty_at_the_start(at):
-    return nn.Sequential(Faulty(at), *units())
-
-
 def killed(at):
     return nn.Sequential(*units(), At(at, lambda: os.kill(os.getpid(), signal.SIGKILL)))
 
