@@ -169,30 +169,21 @@ class Trainer:
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
         check_lengths(epochs=epochs, max_updates=max_updates)
         steps = self._spec.pipeline.micro_batches_per_update
-        make_plan = partial(
-            Plan,
-            epochs=epochs,
-            max_updates=max_updates,
-            checkpoint_every_updates=checkpoints.every_updates,
-            micro_batch_size=micro_batch_size_of(batch_size, steps),
-            accumulation_steps=steps,
-        )
+        every: dict[str, Any] = {"checkpoint_every_updates": checkpoints.every_updates}
+        sizes = {"micro_batch_size": micro_batch_size_of(batch_size, steps), "accumulation_steps": steps}
+        make_plan = partial(Plan, epochs=epochs, max_updates=max_updates, **every, **sizes)
         self._check_outputs(run_dir, resume, monitoring)
         if config is None:
-            config = {**build.settings_of(self._spec, self._partitioned), "batch_size": batch_size, "shuffle": shuffle}
-            config["checkpoint_every_updates"] = checkpoints.every_updates
+            settings = build.settings_of(self._spec, self._partitioned)
+            config = {**settings, "batch_size": batch_size, "shuffle": shuffle, **every}
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
-        if folder is not None:
-            resume = folder.check(config, resume=resume)
+        resume = resume if folder is None else folder.check(config, resume=resume)
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
         data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
         running, worker, plan = self._start(make_plan, data, folder, batch_size, shuffle, num_workers)
-        try:
+        with contextlib.nullcontext() if folder is None else contextlib.closing(folder):
             saving = self._saving(worker.world, folder, config, resume, checkpoints, trace=monitoring.trace)
             return self._train(running, worker, plan, saving, checkpoints, monitoring)
-        finally:
-            if folder is not None:
-                folder.close()
 
     def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Summary:
         """Evaluate the present weights on ``dataset``, every sample exactly once.
