@@ -26,7 +26,7 @@ LossFn = Callable[[Any, Tensor], Tensor]
 Within = Callable[[], AbstractContextManager[Any]]  # what forward and loss are called in: autocast, or nothing
 
 
-def measure(
+def measure(  # 9: the model and its units, a sample, how it is trained, and the name of the measurement
     model: nn.Module,
     chain: Chain,
     *,
