@@ -121,7 +121,7 @@ def final_weights(chosen, K, group_sizes, pick_next):
 
 @pytest.mark.parametrize("per_size", [25, slow(250)])
 def test_random_interleavings_give_the_same_values(per_size):
-    """Of 1,000 by default, 10,000 in make test-slow; of 40 sizes that are drawn at random, too."""
+    """1,000 interleavings by default, 10,000 in make test-slow, over 40 sizes drawn at random."""
     draw = random.Random(0)
     for _ in range(40):
         K, M = draw.randint(2, 6), draw.randint(1, 4)

@@ -169,10 +169,10 @@ def test_what_is_too_stale_is_not_recommended_however_fast():
     # DDP would wait for its ring, and one device alone is slow.
     profile, machine = known(16, parameter_bytes=1000), Machine(bandwidth=8.0)
     for M, is_recommended in ((4, True), (3, False)):
-        told = predict(profile, Pipeline(method("adl", accumulation_steps=M), 16), machine=machine)
+        prediction = predict(profile, Pipeline(method("adl", accumulation_steps=M), 16), machine=machine)
         other = without(profile, devices=16, machine=machine, M=M)
-        assert told.images_per_second > 2 * other.best
-        assert (advise([told], other)[0] is told) == is_recommended
+        assert prediction.images_per_second > 2 * other.best
+        assert (advise([prediction], other)[0] is prediction) == is_recommended
 
 
 def test_local_losses_are_not_predicted():

@@ -1,4 +1,4 @@
-"""Of several ranks that end with an error one prints it: rank 0, or another if rank 0 does not know it."""
+"""Several ranks end with an error, and one prints it: rank 0, or another if rank 0 does not know it."""
 
 import importlib
 import threading

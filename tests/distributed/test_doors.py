@@ -85,7 +85,7 @@ def test_the_store_of_rank_0_serves_who_came_before_it_was_shut():
 
 
 class Unfiltered(socket.socket):
-    """Of a kernel without socket filters."""
+    """A socket of a kernel without socket filters."""
 
     def setsockopt(self, level, option, *value):
         raise OSError(errno.ENOPROTOOPT, os.strerror(errno.ENOPROTOOPT))

@@ -78,7 +78,7 @@ def test_a_users_process_group_stays_his_and_may_end_before_ours(ends_first, tot
 
 
 def trains_and_ends_with_late_messages():
-    """Rank 0 answers the results of rank 1 late, which is told late, and rank 2 has ended before that."""
+    """Rank 0 answers the results of rank 1 late, the end reaches rank 1 late, and rank 2 has ended before that."""
     rank, take = int(os.environ["RANK"]), JobEndpoint.take
 
     @functools.wraps(take)

@@ -61,7 +61,7 @@ def profile():
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "K"), [("adl", 4), slow("gpipe", 2)])
 def test_each_stage_holds_what_was_predicted_within_10_percent(name, K, profile):
-    """Of ResNet-18, cut evenly."""
+    """ResNet-18, cut evenly."""
     first, more = divmod(len(profile.units), K)
     sizes = [first + (k < more) for k in range(K)]
     expected = predict(profile, Pipeline(method(name, accumulation_steps=M), K), sizes=sizes).balance.stage_bytes

@@ -25,7 +25,7 @@ class Cluster:
 
     @property
     def environment(self):
-        """Of what speaks to it, and of the jobs that are submitted from there."""
+        """The environment of what speaks to it, and of the jobs that are submitted from there."""
         return {
             **os.environ,
             "SLURM_CONF": str(self.folder / "slurm.conf"),
@@ -82,7 +82,7 @@ class SlurmJob:
 
     @property
     def states(self):
-        """Of the job, or of each task of an array."""
+        """The state of the job, or of each task of an array."""
         shown = self.cluster.ask("scontrol", "--oneliner", "show", "job", self.number)
         return {word.removeprefix("JobState=") for word in shown.split() if word.startswith("JobState=")}
 

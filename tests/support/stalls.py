@@ -72,7 +72,7 @@ def all_stalls(run_dir):
 
 
 def save_asleep(run_dir):
-    """One rank of three: what stage 1 writes of the last checkpoint, beside training, takes long."""
+    """One rank of three: what stage 1 writes of the last checkpoint takes long, while training continues."""
     _slow_write("1", ASLEEP_SECONDS)
     train(run_dir, K=3)
 
