@@ -23,7 +23,7 @@ from adl_dist.schedule.run_plan import Plan
 logger = logging.getLogger("adl_dist")
 Trained = tuple[int, float, list[TrainResult]]  # of one segment: samples, seconds, the results of all stages
 
-LEAVES_TRACE = (
+DRAIN_CHANGED_RESULT = (
     "; the pipeline was emptied for it in mid-epoch: the gradients after it are less stale, and values those of a run "
     "that ended with train.max_updates={update} and was continued"
 )
@@ -141,7 +141,7 @@ class Coordinator:
             return None
         why = [request.why for request in asked if request.what is Ask.STOP]
         drain_changed_result = not self._is_over and self._drain_changes_result and not self._plan.ends_at(self._sample)
-        trace = LEAVES_TRACE.format(update=self._update) if drain_changed_result else ""
+        trace = DRAIN_CHANGED_RESULT.format(update=self._update) if drain_changed_result else ""
         if drain_changed_result and not why:
             self._record("checkpoint/drain_changed_result", 1.0)
             self._note(f"a checkpoint was asked for{trace}")
