@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise, product
 from operator import attrgetter
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.piece import Crossing, StageModule, extract
@@ -14,7 +14,7 @@ from adl_dist.partition.trace import Trace, is_light, read
 from adl_dist.partition.tracer import has_hooks
 
 
-def linearise(model: nn.Module, *, granularity: str = "block") -> "Chain":
+def linearise(model: nn.Module, *, granularity: str = "block", samples: tuple[Tensor, Tensor] | None = None) -> "Chain":
     """Read ``model``, any module that torch.fx can trace, with one tensor as its input, as a chain of units.
 
     At granularity ``layer`` units are single layers and operations, also in residual blocks; at ``block`` they are what

@@ -31,7 +31,8 @@ class Precision:
         compile: whether torch.compile compiles each stage.
         tf32: whether a GPU may round float32 to 10 bits of mantissa in matrix products and convolutions.
         cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest; no seed repeats it.
-        channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C].
+        channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C]; None: where the
+            model allows it.
     """
 
     dtype: torch.dtype = torch.float32
@@ -40,7 +41,7 @@ class Precision:
     compile: bool = False
     tf32: bool = False
     cudnn_benchmark: bool = False
-    channels_last: bool = False
+    channels_last: bool | None = False
 
     def check(self, method: Method) -> None:
         """Raise ConfigError for what cannot be computed, or would not be what it says."""
@@ -63,9 +64,9 @@ class Precision:
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
         """Move ``module`` to ``device``, in the dtype and memory format of the run."""
-        module.to(device, self.dtype)
+        in_dtype(module, self.dtype, device)
         if self.channels_last:
-            to_channels_last(module)
+            in_memory_format(module, channels_last=True)
         return module
 
     def autocasting(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -178,8 +179,24 @@ def _named(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def to_channels_last(module: nn.Module) -> None:
-    """Store the weights of convolutions as [out, H, W, in], in place."""
+def in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
+    """Convert floating-point tensors of ``module`` to ``dtype``, complex ones to that of two such numbers, in place.
+
+    ``module.to(dtype)`` would drop the imaginary parts. ``device`` None: they stay where they are.
+    """
+    to_complex = torch.complex128 if dtype is torch.float64 else torch.complex64  # none has parts of 16 bits
+
+    def convert(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else to_complex if tensor.is_complex() else tensor.dtype
+        return tensor.to(device, wanted)
+
+    module._apply(convert)  # as ``module.to`` itself does
+    return module
+
+
+def in_memory_format(module: nn.Module, *, channels_last: bool) -> None:
+    """Store the weights of convolutions as [out, H, W, in], or, without ``channels_last``, in the plain format."""
+    wanted = torch.channels_last if channels_last else torch.contiguous_format
     for parameter in module.parameters():
-        if parameter.ndim == 4:  # the others have no such format
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        if parameter.ndim == 4 and not parameter.is_contiguous(memory_format=wanted):
+            parameter.data = parameter.data.contiguous(memory_format=wanted)

@@ -79,6 +79,8 @@ class StageTraits:
         recomputes: whether its backward computes with its parameters again, as activation checkpointing does, so that
             they have to be those of the forward then.
         draws: those of the streams ``python`` and ``numpy`` that its forward draws from.
+        moves: what its forward in training moves that is not in its ``state_dict``, by name: non-persistent buffers,
+            plain tensors, generators, numbers in Python.
     """
 
     overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ())
@@ -88,3 +90,4 @@ class StageTraits:
     gets_grad: Sequence[bool] | None = None
     recomputes: bool = False
     draws: frozenset[str] = frozenset()
+    moves: Sequence[str] = ()

@@ -16,11 +16,13 @@ from adl_dist.optim import build_lr_schedule, fast_forward
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import Stage, TrainSpec
+from adl_dist.stage import Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
-from adl_dist.training.input import DeviceLoader, common_sample
-from adl_dist.training.partitioned_model import PartitionedModel
-from adl_dist.training.shape_inference import Agreed, check_consistent, infer_shapes
+from adl_dist.training import samples as samples_of
+from adl_dist.training.agreement import check_consistent
+from adl_dist.training.input import DeviceLoader
+from adl_dist.training.partitioned_model import Measuring, PartitionedModel
+from adl_dist.training.shape_inference import Agreed
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
@@ -35,33 +37,39 @@ def build_worker(
     store: dist.Store,
     loaders: tuple[DeviceLoader | None, DeviceLoader | None],
     *,
+    sizes: Sequence[int],
     micro_batch_size: int,
     folder: Path | None = None,
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
 ) -> LocalWorker:
     """Build the worker of this process; every rank calls it, and they settle through ``store`` what must be agreed on.
 
-    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them. If the cut is measured, it
-    is with ``micro_batch_size`` samples, and ``folder`` keeps the measurement.
+    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them; the training micro-batches
+    have ``sizes``. If the cut is measured, it is with ``micro_batch_size`` samples, and ``folder`` keeps the
+    measurement.
 
     Raises:
         ConfigError, PartitionError, DataError: the job cannot be done.
         StageFailed, ChannelError: another rank found so, or does not answer.
     """
-    precision, device = spec.precision, world.device
+    device = world.device
     if isinstance(spec.loss_fn, nn.Module):
-        spec.loss_fn.to(device, precision.dtype)
-    sample = common_sample(*loaders)
+        in_dtype(spec.loss_fn, spec.precision.dtype, device)
+    check_consistent(store, world.rank, world.size, settings_of(spec, partitioned), found=False)
+    samples = samples_of.share(store, samples_of.take(*loaders, sizes), rank=world.rank, size=world.size)
     feed = loaders[0] or loaders[1]
-    partitioned.finalize(store, spec, sample=sample, feed=feed, micro_batch_size=micro_batch_size, folder=folder)
+    measuring = Measuring(feed, micro_batch_size, folder) if feed is not None else None
+    spec, agreed, _ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
+    check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
+    precision = spec.precision
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
-    check_consistent(store, world.rank, world.size, settings_of(spec, partitioned))
-    agreed = infer_shapes(store, modules, spec, sample=sample, device=device)
     check_targets(spec.pipeline, agreed)
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
     for loader in loaders:
-        if loader is not None and agreed.num_classes is not None:
-            loader.expect_classes(spec.loss_fn, agreed.num_classes)
+        if loader is not None:
+            loader.precision = precision
+            if agreed.num_classes is not None:
+                loader.expect_classes(spec.loss_fn, agreed.num_classes)
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
     contexts = connect_stages(world, stages, acts, agreed.target, spec.pipeline)
     return LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, pick_next)
@@ -109,7 +117,7 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
         head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
-    return Stage(module, k, spec, device=device, head=head, overwrites=agreed.overwrites[k])
+    return Stage(module, k, spec, device=device, head=head, overwrites=agreed.traits[k].overwrites)
 
 
 def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:

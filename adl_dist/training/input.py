@@ -13,7 +13,6 @@ from adl_dist.data import Loader, check_dataset
 from adl_dist.engine import Batches
 from adl_dist.errors import DataError
 from adl_dist.stage import Precision
-from adl_dist.transport.spec import TensorSpec
 from adl_dist.transport.staging import to_device
 
 CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
@@ -45,7 +44,8 @@ class DeviceLoader:
         pinned = device.type == "cuda"
         self._loader = Loader(dataset, seed=seed, shuffle=shuffle, num_workers=num_workers, pin_memory=pinned)
         self.num_samples = self._loader.num_samples
-        self._device, self._precision, self._name = device, precision, name
+        self.precision = precision  # of what is loaded; the memory format may be settled later on
+        self._device, self._name = device, name
         self._num_classes: int | None = None
         self._ignore_index = -100
 
@@ -67,9 +67,9 @@ class DeviceLoader:
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.
                 input_ = to_device(input_, self._device)
-            dtype = self._precision.dtype
+            dtype = self.precision.dtype
             input_, target = (x.to(dtype) if x.is_floating_point() else x for x in (input_, target))
-            if self._precision.channels_last and input_.ndim == 4:
+            if self.precision.channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target
 
@@ -97,23 +97,3 @@ class DeviceLoader:
                 f"outputs, so targets must be in [0, {num_classes}); set data.num_classes (model.num_classes) to the "
                 "number of classes, or correct the targets"
             )
-
-
-def common_sample(*loaders: DeviceLoader | None) -> tuple[Tensor, Tensor] | None:
-    """Return input and target [1, ...] as all ``loaders`` give them to stage 0; None where no data is fed.
-
-    Raises:
-        DataError: they give samples of different shapes or dtypes.
-    """
-    samples = []
-    for loader in loaders:
-        if loader is not None:
-            with closing(loader.batches(0, [1])) as batches:
-                samples.append(next(batches))
-    specs = [tuple(str(TensorSpec.of(tensor)) for tensor in sample) for sample in samples]
-    if len(set(specs)) > 1:
-        raise DataError(
-            f"validation dataset: its samples are {' and '.join(specs[1])}, but those of the training dataset are "
-            f"{' and '.join(specs[0])}; give both the same shape and dtype"
-        )
-    return samples[0] if samples else None

@@ -19,6 +19,8 @@ class PartitionSpec:
         granularity: ``layer``, also inside blocks, or ``block``; None: ``layer`` if ``balance`` is ``auto`` or names,
             else ``block``.
         speeds: speeds of the stages' devices relative to the one that measures; None: all equal.
+        verify: whether the cut model is compared with the uncut one before the first update, if there are several
+            stages.
 
     Raises:
         ConfigError: none of these.
@@ -27,6 +29,7 @@ class PartitionSpec:
     balance: str | Sequence[int] | Sequence[str] = "even"
     granularity: str | None = None
     speeds: Sequence[float] | None = None
+    verify: bool = True
 
     def __post_init__(self) -> None:
         kinds = {type(entry) for entry in self.balance} if isinstance(self.balance, list | tuple) else set()

@@ -1,272 +1,416 @@
-"""Start-up agreement: what travels on each edge is settled, through the store, before the first tensor is sent.
+"""The trial at the start: all stages, one after the other, on two real micro-batches of different sizes.
 
-Stage 0 publishes the spec of its input. Each stage takes what is published for it, runs its part of the model
-once on zeros, and publishes what comes out for the next. A stage whose part refuses its input publishes the
-reason instead, so the error is readable on both sides; in gloo a mismatch would abort the process.
+Every rank runs the whole model, so nothing has to be agreed on: each finds by itself what travels over every edge, what
+has to be known of every stage, and the same mistakes.
 """
 
-import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from textwrap import shorten
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from adl_dist.distributed.world import disconnect
-from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition.module_state import PLAIN, ModuleState, Streams
 from adl_dist.stage import LossFn, TrainSpec
-from adl_dist.stage.calls import packed, takes_gradient, unpacked
+from adl_dist.stage.calls import Tensors, packed, takes_gradient
 from adl_dist.stage.heads import check_outs
+from adl_dist.stage.traits import StageTraits, Structure
+from adl_dist.stage.versions import moved_on, swap, swapped
+from adl_dist.training.input import CLASS_LOSSES
+from adl_dist.training.samples import SIZES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 
-SIZES = "sizes"  # the key of a cut that rank 0 has measured
-NUM_SAMPLES = 2  # of the dry run
-
-InBothModes = tuple[list[bool], list[bool]]  # in training, in evaluation
+CAN_CROSS = (*PLAIN, torch.dtype, torch.device, torch.Size)  # besides tensors, if it never changes
+FIRST, SECOND, EVALUATION = "the first micro-batch", "the second micro-batch", "evaluation"
 
 
 class Agreed(NamedTuple):
-    """The result of the agreement for one process."""
+    """What is known of all stages, the same on every rank."""
 
-    acts: dict[int, Specs]  # what arrives at each stage k of this process and at k + 1 (K: the model's output)
+    acts: dict[int, Specs]  # what arrives at each stage
     target: TensorSpec  # what the loss takes besides the output
-    overwrites: dict[int, InBothModes]  # for each act of each stage here whether the stage's module writes to it
+    traits: dict[int, StageTraits]
     num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
+    learns: bool  # whether a gradient of the loss reaches the model
+
+    def plain(self) -> dict[str, Any]:
+        """Return in plain values what all ranks must have found alike."""
+        acts = {str(k): [[str(spec) for spec in mode] for mode in specs] for k, specs in self.acts.items()}
+        grads = {str(k): list(traits.gets_grad or ()) for k, traits in self.traits.items()}
+        return {"acts": acts, "target": str(self.target), "gradients": grads, "classes": self.num_classes}
 
 
-def infer_shapes(
-    store: dist.Store,
-    modules: Mapping[int, nn.Module],
-    spec: TrainSpec,
-    *,
-    sample: tuple[Tensor, Tensor] | None,
-    device: torch.device,
-) -> Agreed:
-    """Settle what arrives at each stage of this process, through a ``store`` that is fresh for this agreement.
+class CutImpossible(PartitionError):
+    """What a stage returns cannot cross a cut.
 
-    The stages' ``modules`` are on ``device``. Stage 0's process alone has a ``sample``: input [1, ...] and target
-    [1, ...] as stage 0 will get them.
-
-    Raises:
-        ConfigError: a part of the model does not take what it gets, or returns what cannot be sent on.
-        StageFailed: another stage found so.
-        ChannelError: no answer from another stage in time.
+    Attributes:
+        stage: the stage, after which the cut is.
+        reason: why not.
     """
-    K, method = spec.pipeline.num_stages, spec.pipeline.method
-    within = spec.precision.autocasting(device)
-    if sample is not None:
-        _publish(store, 0, Specs.always([TensorSpec.of(sample[0])]), TensorSpec.of(sample[1]), ([False], [False]))
-    acts: dict[int, Specs] = {}
-    overwrites: dict[int, InBothModes] = {}
-    for k in sorted(modules):
-        acts[k], target, shared = _await(store, k, by=max(k - 1, 0))
+
+    def __init__(self, text: str, *, stage: int, reason: str) -> None:
+        super().__init__(text)
+        self.stage, self.reason = stage, reason
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """How the weights change from the first micro-batch to the second.
+
+    Attributes:
+        parameters: all that are trained, by the uncut model's names.
+        when: ``between`` forward and backward of the first, where others take their place as in a delayed backward;
+            ``after`` its backward, in place; ``never``.
+        recomputes: stages that get the weights of their forward back for their backward.
+    """
+
+    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    when: Literal["between", "after", "never"] = "never"
+    recomputes: frozenset[int] = frozenset()
+
+
+@dataclass
+class Outcome:
+    """What came of the trial, by (when, what, name): outputs, losses, gradients. None: no gradient."""
+
+    values: dict[tuple[str, str, str], Tensor | None] = field(default_factory=dict)
+
+    def add(self, when: str, what: str, values: Mapping[str, Tensor | None]) -> None:
+        """Keep ``values`` by their names."""
+        self.values |= {(when, what, name): value for name, value in values.items()}
+
+
+@dataclass
+class _Passage:
+    """A micro-batch between its forward and its backward."""
+
+    acts: list[Tensors] = field(default_factory=list)  # of each stage, leaves of its graph
+    ends: list[Tensors] = field(default_factory=list)  # of each stage, where its graph ends
+    output: Any = None
+    loss: Tensor | None = None
+
+
+@dataclass
+class _Seen:
+    """What was seen of one stage in one mode."""
+
+    specs: list[tuple[TensorSpec, ...]] = field(default_factory=list)  # what arrived, each time
+    takes: list[Structure | None] = field(default_factory=list)  # its structure
+    overwrites: list[list[bool]] = field(default_factory=list)
+    needs_grad: list[list[bool]] = field(default_factory=list)
+    gets_grad: list[list[bool]] = field(default_factory=list)
+
+
+class StageChain:
+    """All stages of a model, called one after the other as in training."""
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        spec: TrainSpec,
+        device: torch.device,
+        *,
+        on_turn: Callable[[str], None] = lambda when: None,
+    ) -> None:
+        """Take the ``stages``, which are on ``device``; ``on_turn`` is told whose turn it is, like ``FIRST``."""
+        self.stages, self.last = stages, len(stages) - 1
+        self._on_turn = on_turn
+        self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
+        self._device = device
+        self._seen = [[_Seen() for _ in stages] for _ in Specs._fields]
+        self._traits = [StageTraits() for _ in stages]
+        self._target: TensorSpec | None = None
+        self._num_classes: int | None = None
+        self._learns = False
+        self._names = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
+
+    def run(self, samples: Samples, change: Replacement | None = None, *, backward: bool = True) -> Outcome:
+        """Forward and backward of both micro-batches, and their evaluation; what they move stays moved.
+
+        Only parameters of ``change`` are put back, and only their gradients are part of the outcome. Without
+        ``backward`` there are none.
+
+        Raises:
+            ConfigError: a stage does not take what it gets, or the loss fails on what the model returns.
+            CutImpossible: what a stage returns cannot cross a cut.
+            PartitionError: a stage computes with a parameter of another one.
+        """
+        change, outcome, older = change or Replacement(), Outcome(), list[nn.Parameter]()
+        first, second = samples.pair
+        present = list(change.parameters.values())
         try:
-            loss_target = target if k == K - 1 else None
-            found = dry_run(modules[k], k, acts[k], loss_target, spec.loss_fn, device, shared, within=within)
-            if method.spec.local_losses and k < K - 1:
-                check_outs(method.head, k, [out.shape for out in found.outs.training])
-        except AdlError as error:
-            publish_error(store, error, stages=range(k + 1, K + 1))
+            self._on_turn(FIRST)
+            passage = self.forward(first, look=True)
+            if change.when == "between":
+                older = moved_on(present)
+                change_values(present)
+            if backward:
+                holders = dict(zip(change.parameters, older or present, strict=True))
+                self._backward(passage, FIRST, holders, outcome, _swapped_in(change, older))
+                for p in present:  # what went to the new weights was not meant for them
+                    p.grad = None
+            _keep(outcome, FIRST, passage)
+            if change.when == "after":
+                change_values(present)
+            self._on_turn(SECOND)
+            passage = self.forward(second)
+            if backward:
+                self._backward(passage, SECOND, change.parameters, outcome)
+            _keep(outcome, SECOND, passage)
+            del passage
+            self._on_turn(EVALUATION)
+            _keep(outcome, EVALUATION, self.forward(first, training=False))
+            self.forward(second, training=False)
+        finally:
+            if older:
+                swap(present, older)
+        return outcome
+
+    def forward(self, batch: MicroBatch, *, training: bool = True, look: bool = False) -> _Passage:
+        """Forward one micro-batch through all stages; ``look``: note also what each of them moves."""
+        passage, size = _Passage(), len(batch.input_)
+        for stage in self.stages:
+            stage.train(training)
+        tensors: Tensors = (batch.input_,)
+        needs, shared = [False], [False]
+        structure: Structure | None = None
+        for k, stage in enumerate(self.stages):
+            seen = self._seen[0 if training else 1][k]
+            specs = tuple(map(TensorSpec.of, tensors))
+            gets = f"stage {k} ({units_of(stage)}) gets {', '.join(map(str, specs))}"
+            leaves = tuple(
+                spec.fit(t, size, lambda: gets).detach().requires_grad_(need)  # noqa: B023
+                for spec, t, need in zip(specs, tensors, needs, strict=True)
+            )
+            with torch.set_grad_enabled(training):
+                # Clones: autograd would refuse an operation in place on a leaf, and those are to be found.
+                acts = tuple(leaf.clone() for leaf in leaves)
+                argument = packed(acts) if structure is None else structure.build(acts)
+                versions = [act._version for act in acts]
+                with self._looking(k) if look else nullcontext():
+                    out = self._call(k, argument, gets)
+            overwrites = [act._version != version for act, version in zip(acts, versions, strict=True)]
+            if any(a and b for a, b in zip(overwrites, shared, strict=True)):
+                reason = f"{gets} and writes in place to one that shares its memory with another"
+                text = f"{reason}, which would not see it; cut elsewhere, or replace the operation by one that does"
+                raise CutImpossible(f"{text} not work in place", stage=k - 1, reason=reason)
+            seen.specs.append(specs)
+            seen.takes.append(structure)
+            seen.overwrites.append(overwrites)
+            seen.needs_grad.append(needs)
+            passage.acts.append(leaves)
+            if k == self.last:
+                passage.output = out
+                with torch.set_grad_enabled(training):
+                    passage.loss = self._loss(k, out, batch.target)
+                self._learns = self._learns or passage.loss.requires_grad
+                passage.ends.append((passage.loss,))
+            else:
+                tensors, structure = self._crossing(k, out, size, gets, self._seen[0 if training else 1][k + 1])
+                passage.ends.append(tensors)
+                shared = _shared(tensors, acts, shared)
+                needs = [t.requires_grad for t in tensors]
+        return passage
+
+    def agreed(self, spec: TrainSpec) -> Agreed:
+        """Return what has been seen."""
+        training, evaluation = self._seen
+        acts = {k: Specs(a.specs[-1], b.specs[-1]) for k, (a, b) in enumerate(zip(training, evaluation, strict=True))}
+        traits = {}
+        for k in range(len(self.stages)):
+            modes = training[k], evaluation[k]
+            both = self._seen[0][k + 1 : k + 2], self._seen[1][k + 1 : k + 2]
+            traits[k] = replace(
+                self._traits[k],
+                overwrites=(_any(modes[0].overwrites), _any(modes[1].overwrites)),
+                takes=(modes[0].takes[-1], modes[1].takes[-1]),
+                returns=(both[0][0].takes[-1], both[1][0].takes[-1]) if both[0] else (None, None),
+                needs_grad=_any(modes[0].needs_grad),
+                gets_grad=_any(modes[0].gets_grad),
+            )
+        assert self._target is not None
+        method = spec.pipeline.method
+        if method.spec.local_losses:
+            for k in range(self.last):
+                check_outs(method.head, k, [out.shape for out in acts[k + 1].training])
+        return Agreed(acts, self._target, traits, self._num_classes, self._learns)
+
+    @contextmanager
+    def _looking(self, k: int) -> Iterator[None]:
+        """Note what the stage's forward moves and draws from."""
+        streams, state = Streams(), ModuleState.of(self.stages[k])
+        yield
+        persistent = {*self.stages[k].state_dict(keep_vars=True)}
+        moves = tuple(found.name for found in state.changes() if found.name not in persistent)
+        draws = frozenset(streams.moved() - {"torch"})
+        self._traits[k] = replace(self._traits[k], draws=draws, moves=moves)
+
+    def _call(self, k: int, argument: Any, gets: str) -> Any:
+        try:
+            with self._within():
+                return self.stages[k](argument)
+        except torch.OutOfMemoryError:
             raise
-        acts[k + 1], overwrites[k] = found.outs, found.overwrites
-        _publish(store, k + 1, found.outs, target, found.shared)
-    # No stage starts before the last one has agreed: a refusal downstream is reported upstream, too.
-    shape = _await(store, K, by=K - 1)[0].evaluation[0].shape
-    return Agreed(acts, target, overwrites, shape[0] if len(shape) == 1 else None)
+        except Exception as error:  # the user's own forward can raise anything
+            text = f"{gets} and fails on it: {type(error).__name__}: {error}"
+            raise ConfigError(text) from error
 
+    def _crossing(self, k: int, out: Any, size: int, gets: str, behind: _Seen) -> tuple[Tensors, Structure | None]:
+        """Return the tensors in ``out``, and how they stand in it; None: it is one tensor or a tuple of several."""
 
-def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str, Any]) -> None:
-    """Refuse to start if the processes were not given the same job.
+        def refuse(found: str) -> CutImpossible:
+            reason = f"returns {found} for {size} samples"
+            return CutImpossible(
+                f"{gets} and {reason}; expected tensors whose first dimension is the batch, and what never changes; "
+                "cut elsewhere: partition.balance=even finds where",
+                stage=k,
+                reason=f"what would cross it has no batch dimension or changes: stage {k} {reason}",
+            )
 
-    Raises:
-        ConfigError: names the two ranks and the first entry that differs.
-    """
-    with _reaching(0):
-        store.set(f"fingerprint/{rank}", json.dumps(fingerprint))
-    mine = json.loads(json.dumps(fingerprint))
-    for other in range(1, size) if rank == 0 else [0]:
-        theirs = read(store, f"fingerprint/{other}", other)
-        if theirs != mine:
-            name = next(n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n))
-            here, there = (shorten(str(job.get(name)), 60, placeholder="...") for job in (mine, theirs))
-            raise ConfigError(
-                f"rank {rank} and rank {other} were not given the same job: {name} is {here} here and {there} there; "
-                "start all ranks with one command"
+        leaves = tree_leaves(out)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if leaf.shape[:1] != (size,):
+                    raise refuse(str(list(leaf.shape)))
+            elif not isinstance(leaf, CAN_CROSS):
+                raise refuse(type(leaf).__name__)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        is_plain = isinstance(out, Tensor) or (type(out) is tuple and len(tensors) == len(out) > 1)
+        structure = None if is_plain else Structure.of(out)
+        specs = tuple(map(TensorSpec.of, tensors))
+        shapes = [(spec.shape, spec.dtype) for spec in specs]
+        before = [(spec.shape, spec.dtype) for spec in behind.specs[0]] if behind.specs else shapes
+        if behind.takes and (behind.takes[0] != structure or before != shapes):
+            now = f"{structure or ''} {', '.join(map(str, specs))}".strip()
+            other = f"{behind.takes[0] or ''} {', '.join(map(str, behind.specs[0]))}".strip()
+            raise refuse(f"{other} for {SIZES[0]} samples, but {now}")
+        return tensors, structure
+
+    def _loss(self, k: int, out: Any, target: Tensor) -> Tensor:
+        outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        specs = [TensorSpec.of(leaf) if leaf.ndim else "a number" for leaf in outs]
+        self._target = TensorSpec.of(target)
+        self._num_classes = outs[0].shape[1] if outs and outs[0].ndim == 2 else None
+        target = target.to(outs[0].device if outs else self._device)
+        if isinstance(self._loss_fn, CLASS_LOSSES) and outs and outs[0].ndim > 1 and not target.is_floating_point():
+            # One out of range ends a GPU's process; the loader names the micro-batch.
+            known = target.clamp(0, outs[0].shape[1] - 1)
+            target = torch.where(target == self._loss_fn.ignore_index, target, known)
+        with self._within():
+            return _try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, target, self._loss_fn)
+
+    def _backward(
+        self,
+        passage: _Passage,
+        when: str,
+        holders: Mapping[str, nn.Parameter],
+        outcome: Outcome,
+        within: Callable[[int], AbstractContextManager[None]] = lambda k: nullcontext(),
+    ) -> None:
+        """Backward stage by stage, from the last to the first; a gradient that is None stays so."""
+        assert passage.loss is not None
+        gradients: dict[str, Tensor | None] = dict.fromkeys(holders)
+        grads: list[Tensor | None] = [torch.ones_like(passage.loss) if passage.loss.requires_grad else None]
+        for k in reversed(range(len(self.stages))):
+            arrived = zip(passage.ends[k], grads, strict=True)
+            if pairs := [(end, grad) for end, grad in arrived if end.requires_grad and grad is not None]:
+                try:
+                    with within(k):
+                        torch.autograd.backward([end for end, _ in pairs], [grad for _, grad in pairs])
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # a hook or a function of the user's own can raise anything
+                    raise ConfigError(
+                        f"stage {k} ({units_of(self.stages[k])}): its backward fails: {type(error).__name__}: {error}"
+                    ) from error
+            grads = [leaf.grad for leaf in passage.acts[k]]
+            self._seen[0][k].gets_grad.append([grad is not None for grad in grads])
+            for name, holder in holders.items():
+                if holder.grad is not None:
+                    self._check_home(name, k)
+                    gradients[name], holder.grad = holder.grad, None
+        outcome.add(when, "gradient", gradients)
+
+    def _check_home(self, name: str, k: int) -> None:
+        """Refuse that stage ``k`` computes with parameter ``name`` if that is another stage's."""
+        homes = [stage for stage, names in enumerate(self._names) if name in names]
+        if homes and k not in homes:
+            raise PartitionError(
+                f"'{name}' is a parameter of stage {homes[0]} ({units_of(self.stages[homes[0]])}), but stage {k} "
+                f"({units_of(self.stages[k])}) computes with it, too, by a reference that is not registered; assign "
+                "the module or parameter to an attribute there, so that it counts as shared, or cut elsewhere "
+                "(partition.balance) so that both are on one stage"
             )
 
 
-def publish_error(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
-    """Publish why there is no agreement to ``stages``, and to those that wait for the fingerprint of ``rank``."""
-    message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
-    keys = [f"arrives/{stage}" for stage in stages] + [f"fingerprint/{rank}"] * (rank is not None)
-    with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
-        for key in keys + [SIZES] * (rank == 0):
-            store.set(key, message)
+def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:
+    leaves = [leaf.detach() for leaf in tree_leaves(passage.output) if isinstance(leaf, Tensor)]
+    outcome.add(when, "output", {str(place): leaf for place, leaf in enumerate(leaves)})
+    assert passage.loss is not None
+    outcome.add(when, "loss", {"": passage.loss.detach()})
 
 
-@contextmanager
-def propagate_errors(store: dist.Store, *, stages: Iterable[int], rank: int) -> Iterator[None]:
-    """Report an error inside, before the agreement, to the ranks that would wait for this one."""
-    try:
-        yield
-    except StageFailed:
-        raise
-    except Exception as error:
-        publish_error(store, error, stages=stages, rank=rank)
-        disconnect(in_order=False)
-        raise
+def change_values(parameters: Sequence[nn.Parameter]) -> None:
+    """Change the weights in place, unevenly and by a quarter at most, so that what still uses the old ones shows."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        for p in parameters:
+            if takes_gradient(p) and p.numel():
+                p.mul_(torch.linspace(0.8, 1.25, p.numel(), dtype=torch.float64).to(p.device, p.dtype).view(p.shape))
+                if not p.any():
+                    p.add_(0.01)
 
 
-def read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
-    """Return what ``rank`` has set ``key`` to.
-
-    Raises:
-        StageFailed: it has failed instead, and published why.
-        ChannelError: no answer in time.
-    """
-    with _reaching(rank):
-        message = dict(json.loads(store.get(key)))
-    if "failed" in message:
-        raise StageFailed(message["failed"], exit_code=message["exit_code"])
-    return message
+def units_of(module: nn.Module) -> str:
+    """Return the names of the first and the last unit of a stage."""
+    names = getattr(module, "unit_names", None) or [name for name, _ in module.named_children()]
+    names = names or [type(module).__name__]
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
-def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec, shared: InBothModes) -> None:
-    specs_of = {mode: [spec.to_json() for spec in specs] for mode, specs in acts._asdict().items()}
-    with _reaching(0):
-        store.set(f"arrives/{stage}", json.dumps({**specs_of, "target": target.to_json(), "shared": shared}))
+def _swapped_in(change: Replacement, older: Sequence[nn.Parameter]) -> Callable[[int], AbstractContextManager[None]]:
+    """Return what the backward of a stage runs in: with the weights of its forward if it recomputes."""
+    return lambda k: (
+        swapped([*change.parameters.values()], older) if older and k in change.recomputes else nullcontext()
+    )
 
 
-def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec, InBothModes]:
-    message = read(store, f"arrives/{stage}", by)
-    acts = Specs(*(tuple(map(TensorSpec.from_json, message[mode])) for mode in Specs._fields))
-    return acts, TensorSpec.from_json(message["target"]), (message["shared"][0], message["shared"][1])
-
-
-@contextmanager
-def _reaching(rank: int) -> Iterator[None]:
-    # The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error.
-    try:
-        yield
-    except RuntimeError as error:
-        text = f"no word from rank {rank} at start-up; its own log, logs/rank{rank}.log, says why"
-        raise ChannelError(text) from error
-
-
-class DryRunResult(NamedTuple):
-    """The outcome of a dry run."""
-
-    outs: Specs  # what the module returns
-    overwrites: InBothModes  # for each act whether the module writes to it
-    # For each out whether it is a view of the same memory as another tensor that crosses a cut. Behind the cut they are
-    # two: a write to one would not be seen in the other.
-    shared: InBothModes
-
-
-def dry_run(
-    module: nn.Module,
-    stage: int,
-    arriving: Specs,
-    target: TensorSpec | None,
-    loss_fn: LossFn,
-    device: torch.device,
-    shared: InBothModes | None = None,
-    *,
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> DryRunResult:
-    """Run ``module``, the part of a stage on ``device``, in both modes on zeros; its buffers stay as they are.
-
-    It gets what is ``arriving``, ``shared`` as the dry run of the stage before has found. ``target`` is what the loss
-    takes besides the output; None: this is not the last stage. Both are called in the context that ``within`` makes.
-
-    Raises:
-        ConfigError: it does not take what it gets, writes to a shared act, or returns no batch of tensors; or the loss
-            fails on it.
-    """
-    results = []
-    was_training = module.training
-    try:
-        for mode, specs in enumerate(arriving):
-            module.train(mode == 0)
-            gets = f"stage {stage} ({_units(module)}) gets {', '.join(map(str, specs))}"
-            # Clones: autograd would refuse an operation in place on a leaf, and those are to be found.
-            leaves = [spec.empty(NUM_SAMPLES, device).zero_() for spec in specs]
-            acts = [leaf.requires_grad_(stage > 0 and takes_gradient(leaf)).clone() for leaf in leaves]
-            with within():
-                out, overwrites = _run(module, acts, gets, device)
-            outs = _specs_of(out, gets)
-            of_acts = shared[mode] if shared else [False] * len(acts)
-            if any(a and b for a, b in zip(overwrites, of_acts, strict=True)):
-                raise ConfigError(
-                    f"{gets} and writes in place to one that shares its memory with another, which would not see it; "
-                    "cut elsewhere, or replace the operation by one that does not work in place"
-                )
-            results.append((outs, overwrites, _shared(unpacked(out), acts, of_acts)))
-            if target is not None:
-                with within():
-                    _try_loss(stage, outs, out, target, loss_fn)
-    finally:
-        module.train(was_training)
-    training, evaluation = results
-    return DryRunResult(Specs(training[0], evaluation[0]), (training[1], evaluation[1]), (training[2], evaluation[2]))
-
-
-def _run(module: nn.Module, acts: Sequence[Tensor], gets: str, device: torch.device) -> tuple[Any, list[bool]]:
-    before = [act._version for act in acts]
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # running statistics must not move
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-            out = torch.func.functional_call(module, buffers, (packed(tuple(acts)),))
-    except Exception as error:  # the user's own forward can raise anything
-        raise ConfigError(f"{gets} and fails on it: {type(error).__name__}: {error}") from error
-    return out, [act._version != version for act, version in zip(acts, before, strict=True)]
+def _any(flags: Sequence[Sequence[bool]]) -> list[bool]:
+    return [any(each) for each in zip(*flags, strict=True)]
 
 
 def _shared(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequence[bool]) -> list[bool]:
+    """Return for each of ``outs`` whether it shares memory with another tensor that crosses a cut.
+
+    Behind the cut they are two: a write to one would not be seen in the other.
+    """
     memory = [out.untyped_storage().data_ptr() for out in outs]
     of_acts = {act.untyped_storage().data_ptr() for act, is_shared in zip(acts, shared, strict=True) if is_shared}
     pairs = zip(outs, memory, strict=True)
     return [bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts) for out, mine in pairs]
 
 
-def _specs_of(out: Any, gets: str) -> tuple[TensorSpec, ...]:
-    outs = unpacked(out)
-    if isinstance(out, tuple | list) and len(outs) == 1:
-        raise ConfigError(f"{gets} and returns a {type(out).__name__} of one tensor; return the tensor itself")
-    for tensor in outs:
-        if not isinstance(tensor, Tensor) or tensor.shape[:1] != (NUM_SAMPLES,):
-            found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ConfigError(
-                f"{gets} and returns {found} for {NUM_SAMPLES} samples; expected tensors whose first dimension is the "
-                "batch (numbers cannot cross, either); cut elsewhere: partition.balance=auto knows where"
-            )
-    return tuple(TensorSpec.of(tensor) for tensor in outs)
-
-
-def _try_loss(stage: int, specs: Sequence[TensorSpec], out: Any, target: TensorSpec, loss_fn: LossFn) -> None:
-    got = f"{', '.join(map(str, specs))} and {target}"
+def _try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -> Tensor:
+    """Return the loss of a micro-batch; ``got`` says what it is given."""
     if getattr(loss_fn, "reduction", "mean") == "sum":
         raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
+    expected = "expected one number, the mean over the samples"
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
-            loss = loss_fn(out, target.empty(NUM_SAMPLES, unpacked(out)[0].device).zero_())
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            loss = loss_fn(out, target)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the user's own loss can raise anything
         raise ConfigError(
             f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
             "loss._target_ (loss_fn), or correct the model's output or the targets"
         ) from error
+    if not isinstance(loss, Tensor):
+        raise ConfigError(f"stage {stage}: the loss returns a {type(loss).__name__} for {got}; {expected}, as a tensor")
     if loss.ndim > 0:
-        raise ConfigError(
-            f"stage {stage}: the loss has shape {list(loss.shape)} for {got}; expected one number, the mean over "
-            "the samples"
-        )
-
-
-def _units(module: nn.Module) -> str:
-    names = getattr(module, "unit_names", None) or [name for name, _ in module.named_children()]
-    names = names or [type(module).__name__]
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        raise ConfigError(f"stage {stage}: the loss has shape {list(loss.shape)} for {got}; {expected}")
+    return loss

@@ -40,8 +40,9 @@ from adl_dist.report import Progress, Recorder
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
-from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
-from adl_dist.training import build, shape_inference
+from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
+from adl_dist.training import build
+from adl_dist.training.agreement import propagate_errors
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
@@ -76,7 +77,7 @@ class Trainer:
         timeouts: WatchdogTimeouts | None = None,
         seed: int = 0,
     ) -> None:
-        """Cut the model. Of K processes each keeps only its own stage. None: the value's defaults.
+        """Take what is trained and how; the model is cut when there is data to try it with. None: a value's defaults.
 
         Args:
             model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks; it takes one tensor.
@@ -95,7 +96,6 @@ class Trainer:
 
         Raises:
             ConfigError: the number of processes is not K, a value is out of range, or the method does not fit K.
-            PartitionError: the model cannot be cut like that.
         """
         if seed < 0:
             raise ConfigError(f"seed must be >= 0, got {seed}")
@@ -112,7 +112,7 @@ class Trainer:
         self._timeouts = timeouts or WatchdogTimeouts()
         self._lr_schedule = lr_schedule
         self._partitioned = PartitionedModel(
-            model.to(self._spec.precision.dtype),
+            in_dtype(model, self._spec.precision.dtype),
             num_stages,
             partition or PartitionSpec(),
             own=[launched_rank()] if self._distributed else range(num_stages),
@@ -258,8 +258,7 @@ class Trainer:
         tune_malloc()
         world = self._join()
         store = world.fresh_store()
-        stages = range(self._spec.pipeline.num_stages + 1)
-        with self._applied(), shape_inference.propagate_errors(store, stages=stages, rank=world.rank):
+        with self._applied(), propagate_errors(store, rank=world.rank):
             path = folder.path if folder is not None else None
             running = job.Job(world, self._timeouts, path)
             self.requests = running.requests
@@ -279,8 +278,8 @@ class Trainer:
             }
             lengths = {name: loader.num_samples for name, loader in loaders.items()}
             plan = make_plan(num_samples=lengths.get("training", 0), num_validation=lengths.get("validation", 0))
-            if "training" in loaders:
-                build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
+            sizes = plan.first_epoch.sizes if "training" in loaders else []
+            build.check_sizes(self._spec.pipeline, sizes)
             # With the threads that the first forward starts, but without the loaders: their workers are not bound.
             with self._bound(world):
                 worker = build.build_worker(
@@ -289,6 +288,7 @@ class Trainer:
                     world,
                     store,
                     (loaders.get("training"), loaders.get("validation")),
+                    sizes=sizes,
                     micro_batch_size=plan.micro_batch_size,
                     folder=path,
                     pick_next=self._processes.pick_next,
@@ -344,8 +344,8 @@ class Trainer:
         stops_early = not is_planned and not pipeline.method.is_asynchronous_greedy
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=monitoring.tensorboard)
         progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet)
-        if self._partitioned.summary and world.rank == 0:
-            progress.note(self._partitioned.summary)
+        for note in self._partitioned.notes if world.rank == 0 else []:
+            progress.note(note)
         coordinator = Coordinator(
             plan,
             saving=saving,

@@ -1,0 +1,96 @@
+"""Start-up agreement: what the ranks settle through the store before the first tensor is sent.
+
+All hold the whole model then, and try it out with the same samples, so each finds by itself what travels where. Through
+the store go only those samples, a cut that rank 0 has measured, and what all must have in common. A rank that fails
+publishes why, so that the others end with the same error; in gloo a mismatch would abort the process.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from textwrap import shorten
+from typing import Any
+
+import torch.distributed as dist
+
+from adl_dist.distributed.world import disconnect
+from adl_dist.errors import ChannelError, ConfigError, StageFailed
+
+SIZES = "sizes"  # the key of a cut that rank 0 has measured
+SAMPLES = "samples"  # the key of what rank 0 has taken from the data
+ROUNDS = "given", "found"  # of :func:`check_consistent`
+
+
+def check_consistent(store: dist.Store, rank: int, size: int, values: Mapping[str, Any], *, found: bool) -> None:
+    """Refuse to start if the processes were not given the same job, or, with ``found``, have not found the same.
+
+    Raises:
+        ConfigError: names the two ranks and the first entry that differs.
+        StageFailed, ChannelError: another rank has failed, or does not answer.
+    """
+    turn = ROUNDS[found]
+    with reaching(0):
+        store.set(f"{turn}/{rank}", json.dumps(values))
+    mine = json.loads(json.dumps(values))
+    for other in (other for other in range(size) if other != rank):  # all of them: any may have failed
+        theirs = read(store, f"{turn}/{other}", other)
+        if theirs != mine and 0 in (rank, other):
+            name = next(n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n))
+            here, there = (shorten(str(job.get(name)), 60, placeholder="...") for job in (mine, theirs))
+            what = "do not find the same at the start" if found else "were not given the same job"
+            raise ConfigError(
+                f"rank {rank} and rank {other} {what}: {name} is {here} here and {there} there; "
+                + ("the model computes something else in each process" if found else "start all ranks with one command")
+            )
+
+
+def publish_error(store: dist.Store, error: Exception, *, rank: int) -> None:
+    """Publish why there is no agreement to those that wait for ``rank``."""
+    message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
+    with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
+        for key in [f"{turn}/{rank}" for turn in ROUNDS] + [SIZES, SAMPLES] * (rank == 0):
+            store.set(key, message)
+
+
+@contextmanager
+def propagate_errors(store: dist.Store, *, rank: int) -> Iterator[None]:
+    """Report an error inside to the ranks that would wait for this one."""
+    try:
+        yield
+    except StageFailed:
+        raise
+    except Exception as error:
+        publish_error(store, error, rank=rank)
+        disconnect(in_order=False)
+        raise
+
+
+def read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
+    """Return what ``rank`` has set ``key`` to.
+
+    Raises:
+        StageFailed: it has failed instead, and published why.
+        ChannelError: no answer in time.
+    """
+    return dict(json.loads(read_bytes(store, key, rank)))
+
+
+def read_bytes(store: dist.Store, key: str, rank: int) -> bytes:
+    """Return the bytes that ``rank`` has set ``key`` to; raises as :func:`read`."""
+    with reaching(rank):
+        message = bytes(store.get(key))
+    if message.startswith(b'{"failed"'):
+        failure = json.loads(message)
+        raise StageFailed(failure["failed"], exit_code=failure["exit_code"])
+    return message
+
+
+@contextmanager
+def reaching(rank: int) -> Iterator[None]:
+    """Say in a ChannelError, if the store fails inside, that there is no word from ``rank``."""
+    # The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error.
+    try:
+        yield
+    except RuntimeError as error:
+        text = f"no word from rank {rank} at start-up; its own log, logs/rank{rank}.log, says why"
+        raise ChannelError(text) from error

@@ -1,0 +1,337 @@
+"""The cut model is compared with the uncut one, on real samples, before the first update.
+
+Both go forward and backward over one micro-batch, change their weights, and do the same with a second one, then they
+evaluate. The cut one changes its weights as the method does: with delayed gradients between forward and backward, where
+others take their place. Outputs, losses, gradients and what the forwards move must be the same: to the bit, or but for
+the rounding of a sum in another order.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition.module_state import ModuleState, Streams, tensors_reached
+from adl_dist.stage import TrainSpec
+from adl_dist.stage.calls import takes_gradient
+from adl_dist.stage.versions import check_versions
+from adl_dist.training.samples import Samples
+from adl_dist.training.shape_inference import (
+    EVALUATION,
+    FIRST,
+    SECOND,
+    Agreed,
+    Outcome,
+    Replacement,
+    StageChain,
+    units_of,
+)
+
+STATE = "after that"
+ORDER = {key: place for place, key in enumerate(("output", "loss", "gradient", "state"))}
+# In which order a difference is told, of which the first is nearest to its cause.
+TIMES = (FIRST, SECOND, EVALUATION, STATE)
+SHARE = 30  # of the run's rounding, what is nothing beside the largest gradient of the model
+WAYS_OUT = (
+    "use partition.granularity=block, which leaves blocks as they are, cut elsewhere (partition.balance), or hand over "
+    "an nn.Sequential of units; partition.verify=false would train this other model"
+)
+CAUSES = {
+    (FIRST, "output"): "the forward asks for a type or a value, which was answered once while it was read",
+    (FIRST, "loss"): "the loss draws random numbers or keeps something of its own",
+    (FIRST, "gradient"): "it passes a detached value, a hook, or a tie that is not registered",
+    (SECOND, "output"): "the forward counts, draws from a generator or keeps something of its own, which was read once",
+    (EVALUATION, "output"): "the forward does something else in evaluation, which was read once",
+    (STATE, "state"): "the forward writes to it in a way that was read once",
+}
+STALE = "the model keeps a view or a copy of a weight from when it was built, which an update does not reach"
+
+
+class Kept:
+    """Everything that can be seen of some modules, and the random streams, to be put back."""
+
+    def __init__(self, model: nn.Module, stages: Iterable[nn.Module], spec: TrainSpec, device: torch.device) -> None:
+        others = [spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else []
+        self._seed = spec.seed % 2**32  # as numpy takes it
+        modules = [model, *(stage for stage in stages if stage is not model), *others]
+        self._state, self._streams = ModuleState.of(*modules), Streams()
+        self._modes = [(module, module.training) for one in modules for module in one.modules()]
+        self._grads = [(p, p.grad) for one in modules for p in one.parameters()]
+        self._device = device if device.type == "cuda" else None
+        self._of_device = torch.cuda.get_rng_state(device) if self._device is not None else None
+
+    def put_back(self, *, gradients: bool = False) -> None:
+        """Put it back; ``gradients``: also those that were there, else there are none."""
+        self._state.restore()
+        self._streams.restore()
+        if self._device is not None and self._of_device is not None:
+            torch.cuda.set_rng_state(self._of_device, self._device)
+        for module, mode in self._modes:
+            module.training = mode
+        for parameter, grad in self._grads:
+            parameter.grad = grad if gradients else None
+
+    def begin(self) -> None:
+        """Put everything back, without gradients, and seed the streams, alike on every rank."""
+        self.put_back()
+        torch.default_generator.manual_seed(self._seed)
+        random.seed(self._seed)
+        np.random.seed(self._seed)
+        if self._device is not None:
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(self._seed)
+
+
+@contextmanager
+def kept(model: nn.Module, stages: Iterable[nn.Module], loss_fn: Any, device: torch.device) -> Iterator[Kept]:
+    """Leave everything as it was found; inside there are no gradients."""
+    found = Kept(model, stages, loss_fn, device)
+    try:
+        found.put_back()
+        yield found
+    finally:
+        found.put_back(gradients=True)
+
+
+@dataclass
+class Verification:
+    """The comparison of a cut model with the uncut one."""
+
+    model: nn.Module
+    stages: Sequence[nn.Module]
+    spec: TrainSpec
+    samples: Samples
+    device: torch.device
+    kept: Kept
+
+    def __post_init__(self) -> None:
+        named = self.model.named_parameters()
+        self._parameters = {name: p for name, p in named if p.requires_grad and takes_gradient(p)}
+        self._chain = StageChain(self.stages, self.spec, self.device)
+
+    def agreed(self) -> Agreed:
+        """Compare, and return what is known of the stages.
+
+        Raises:
+            ConfigError, CutImpossible: a stage does not run, or not there.
+            PartitionError: the cut model is another one; names where it differs and the likely cause.
+        """
+        pipeline = self.spec.pipeline
+        when = "after" if pipeline.drain_is_exact or pipeline.spec.local_losses else "between"
+        if pipeline.method.weights == "recompute":
+            when = "after"
+        if when == "between":
+            for k, stage in enumerate(self.stages):
+                check_versions(stage, f"stage {k} ({units_of(stage)})")
+        found = self._outcome(self._chain, when)
+        expected = self._outcome(StageChain([self.model], self.spec, self.device), "after")
+        compare = _Comparison(self.spec, expected)
+        recomputes: frozenset[int] = frozenset()
+        difference = compare.first_difference(found)
+        if difference is not None and when == "between":
+            in_place = compare.first_difference(self._outcome(self._again(), "after"))
+            if in_place is None:
+                recomputes = self._recomputing(compare, difference)
+                difference = None
+            else:
+                difference = in_place
+        if difference is not None:
+            raise PartitionError(self._told(difference, CAUSES.get((difference.when, difference.what))))
+        agreed = self._chain.agreed(self.spec)
+        traits = {k: replace(t, recomputes=k in recomputes) for k, t in agreed.traits.items()}
+        return agreed._replace(traits=traits)
+
+    def _again(self) -> StageChain:
+        return StageChain(self.stages, self.spec, self.device)
+
+    def _outcome(self, chain: StageChain, when: Any, recomputes: frozenset[int] = frozenset()) -> Outcome:
+        self.kept.begin()
+        outcome = chain.run(self.samples, Replacement(self._parameters, when, recomputes))
+        weights = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        outcome.add(
+            STATE,
+            "state",
+            {
+                name: tensor.detach().clone()
+                for name, tensor in tensors_reached(self.model)
+                if not isinstance(tensor, nn.Parameter)
+                and tensor.layout is torch.strided
+                and tensor.untyped_storage().data_ptr() not in weights
+            },
+        )
+        return outcome
+
+    def _recomputing(self, compare: "_Comparison", difference: "Difference") -> frozenset[int]:
+        """Return the stages whose backward computes with their weights again.
+
+        Raises:
+            PartitionError: that is not what makes the difference, or the method has no weights of the forward.
+        """
+        recomputes: frozenset[int] = frozenset()
+        found: Difference | None = difference
+        while found is not None:
+            if (found.when, found.what) != (FIRST, "gradient"):
+                raise PartitionError(self._told(found, STALE))
+            home = self._home(found.last_gradient)
+            if home in recomputes:
+                raise PartitionError(self._told(found, STALE))
+            if self.spec.pipeline.method.weights == "latest":
+                raise PartitionError(
+                    f"stage {home} ({units_of(self.stages[home])}) computes with its weights again in its backward, as "
+                    "activation checkpointing does, but method.weights=latest has no weights of the forward; use "
+                    "method.weights=stash, or no checkpointing"
+                )
+            recomputes |= {home}
+            found = compare.first_difference(self._outcome(self._again(), "between", recomputes))
+        return recomputes
+
+    def _home(self, name: str) -> int:
+        names = [{inner for inner, _ in stage.named_parameters(remove_duplicate=False)} for stage in self.stages]
+        return next(k for k, inside in enumerate(names) if name in inside)
+
+    def _told(self, difference: "Difference", cause: str | None) -> str:
+        where = ""
+        if difference.what in ("output", "loss"):
+            with suppress(ConfigError, PartitionError):
+                where = self._first_unlike(difference.when)
+        likely = f" Likely cause: {cause}." if cause else ""
+        return f"the cut model is not the uncut one: {difference}{where}.{likely} {WAYS_OUT[0].upper()}{WAYS_OUT[1:]}"
+
+    def _first_unlike(self, when: str) -> str:
+        """Return which module's output is the first that differs."""
+        calls = []
+        for stages in ([self.model], self.stages):
+            self.kept.begin()
+            with _watched(self.model) as made:
+                chain = StageChain(stages, self.spec, self.device, on_turn=partial(made.__setitem__, "now"))
+                chain.run(self.samples, Replacement(self._parameters, "after"))
+            calls.append(made["calls"])
+        expected, found = calls
+        before = ""
+        for key, outs in expected.items():
+            if key[0] != when or key not in found or not outs:
+                continue
+            if not all(a.shape == b.shape and _largest(a, b) == 0 for a, b in zip(outs, found[key], strict=False)):
+                return f"; the first that differs is '{key[1]}'" + (f", right after '{before}'" if before else "")
+            before = key[1]
+        return f"; all modules agree, so it is what the model itself computes after '{before}'" if before else ""
+
+
+class Difference(NamedTuple):
+    """One value that is not the same."""
+
+    when: str
+    what: str
+    name: str
+    text: str
+    last_gradient: str = ""  # of all gradients that differ at that time, the one nearest the loss
+
+    def __str__(self) -> str:
+        of = f" of '{self.name}'" if self.what == "gradient" else f" '{self.name}'" if self.what == "state" else ""
+        what = "what a forward moves," if self.what == "state" else f"the {self.what}{of}"
+        return f"{what}{of if self.what == 'state' else ''} {self.text} in {self.when}".replace(" in after", " after")
+
+
+class _Comparison:
+    """What is expected, and how much may be rounding."""
+
+    def __init__(self, spec: TrainSpec, expected: Outcome) -> None:
+        self._expected = expected.values
+        dtypes = [spec.precision.dtype, *([spec.precision.autocast] if spec.precision.autocast else [])]
+        self._eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        self._largest: dict[str, float] = {}
+        for (when, what, _), value in self._expected.items():
+            if what == "gradient" and value is not None and value.numel():
+                largest = float(value.abs().max())
+                if math.isfinite(largest):
+                    self._largest[when] = max(self._largest.get(when, 0.0), largest)
+
+    def first_difference(self, found: Outcome) -> Difference | None:
+        """Return the first in the order of the causes; None: all is the same."""
+        unlike = []
+        for key in {**self._expected, **found.values}:
+            text = self._unlike(key, self._expected.get(key), found.values.get(key))
+            if text:
+                unlike.append(Difference(*key, text))
+        if not unlike:
+            return None
+        first = min(unlike, key=lambda one: (TIMES.index(one.when), ORDER[one.what]))
+        same = [one for one in unlike if (one.when, one.what) == (first.when, first.what)]
+        # Parameters are in the order in which they are used, mostly: the last is the nearest to the loss.
+        return (same[-1] if first.what == "gradient" else first)._replace(last_gradient=same[-1].name)
+
+    def _unlike(self, key: tuple[str, str, str], expected: Tensor | None, found: Tensor | None) -> str:
+        if expected is None or found is None:
+            if (expected is None) is (found is None):
+                return ""
+            return "is missing, but was expected" if found is None else "is there, but none was expected"
+        if expected.shape != found.shape or expected.dtype != found.dtype:
+            return f"is {_kind(found)}, expected {_kind(expected)}"
+        if torch.equal(expected, found) or not expected.numel():
+            return ""
+        expected, found = (x.to_dense() if x.layout is not torch.strided else x for x in (expected, found))
+        difference, scale = _largest(expected, found), _scale(expected, found)
+        eps = max(self._eps, torch.finfo(expected.dtype).eps if takes_gradient(expected) else 0.0)
+        allowed = math.sqrt(eps) * scale if takes_gradient(expected) else 0.0
+        if key[1] == "gradient":
+            allowed += math.sqrt(eps) / SHARE * self._largest.get(key[0], 0.0)
+        if difference <= allowed:
+            return ""
+        place = int((_wide(expected) - _wide(found)).abs().nan_to_num(math.inf).argmax())
+        pair = [f"{x.flatten()[place].item():.6g}" for x in (expected, found)]
+        share = f"{difference / scale:.2g} of its largest element" if scale and math.isfinite(difference) else "NaN"
+        return f"differs by {share} (expected {pair[0]}, found {pair[1]})"
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two tensors of one shape; equal infinities and NaN do not differ."""
+    if not a.numel() or torch.equal(a, b):
+        return 0.0
+    same = (a == b) | ((a != a) & (b != b))
+    return float((_wide(a) - _wide(b)).abs().masked_fill(same, 0.0).nan_to_num(math.inf).max())
+
+
+def _scale(a: Tensor, b: Tensor) -> float:
+    sizes = torch.stack([_wide(a).abs(), _wide(b).abs()])
+    return float(sizes.masked_fill(~sizes.isfinite(), 0.0).max())
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Collect what the modules of ``model`` return: by (when, name, how often called at that time)."""
+    made: dict[str, Any] = {"now": FIRST, "calls": {}}
+    counts: dict[tuple[str, str], int] = {}
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            count = counts[made["now"], name] = counts.get((made["now"], name), 0) + 1
+            leaves = [leaf.detach().clone() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            made["calls"][made["now"], name, count] = leaves
+
+        return hook
+
+    handles = []
+    for name, module in model.named_modules():
+        if name and not isinstance(module, torch.jit.ScriptModule):
+            handles.append(module.register_forward_hook(look(name)))
+    try:
+        yield made
+    finally:
+        for handle in handles:
+            handle.remove()
