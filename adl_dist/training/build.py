@@ -117,7 +117,7 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
         head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
-    return Stage(module, k, spec, device=device, head=head, overwrites=agreed.traits[k].overwrites)
+    return Stage(module, k, spec, device=device, head=head, traits=agreed.traits[k])
 
 
 def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:

@@ -206,8 +206,12 @@ class StageChain:
             passage.acts.append(leaves)
             if k == self.last:
                 passage.output = out
+                streams = Streams() if look else None
                 with torch.set_grad_enabled(training):
                     passage.loss = self._loss(k, out, batch.target)
+                if streams is not None:
+                    draws = self._traits[k].draws | (streams.moved() - {"torch"})
+                    self._traits[k] = replace(self._traits[k], draws=draws)
                 self._learns = self._learns or passage.loss.requires_grad
                 passage.ends.append((passage.loss,))
             else:
@@ -220,18 +224,26 @@ class StageChain:
     def agreed(self, spec: TrainSpec) -> Agreed:
         """Return what has been seen."""
         training, evaluation = self._seen
-        acts = {k: Specs(a.specs[-1], b.specs[-1]) for k, (a, b) in enumerate(zip(training, evaluation, strict=True))}
-        traits = {}
-        for k in range(len(self.stages)):
-            modes = training[k], evaluation[k]
-            both = self._seen[0][k + 1 : k + 2], self._seen[1][k + 1 : k + 2]
+        acts, traits = {}, {}
+        for k, (seen, in_evaluation) in enumerate(zip(training, evaluation, strict=True)):
+            gets_grad = seen.gets_grad[-1] if seen.gets_grad else [True] * len(seen.specs[-1])
+            gradients = zip(seen.specs[-1], gets_grad, strict=True)
+            of_training = tuple(replace(spec, gets_gradient=gets) for spec, gets in gradients)
+            acts[k] = Specs(of_training, in_evaluation.specs[-1])
             traits[k] = replace(
                 self._traits[k],
-                overwrites=(_any(modes[0].overwrites), _any(modes[1].overwrites)),
-                takes=(modes[0].takes[-1], modes[1].takes[-1]),
-                returns=(both[0][0].takes[-1], both[1][0].takes[-1]) if both[0] else (None, None),
-                needs_grad=_any(modes[0].needs_grad),
-                gets_grad=_any(modes[0].gets_grad),
+                overwrites=(_any(seen.overwrites), _any(in_evaluation.overwrites)),
+                takes=(seen.takes[-1], in_evaluation.takes[-1]),
+                needs_grad=seen.needs_grad[-1],
+                gets_grad=gets_grad,
+            )
+        for k in range(self.last):
+            behind = traits[k + 1]
+            traits[k] = replace(
+                traits[k],
+                returns=behind.takes,
+                out_needs_grad=behind.needs_grad,
+                out_gets_grad=behind.gets_grad,
             )
         assert self._target is not None
         method = spec.pipeline.method
@@ -329,12 +341,20 @@ class StageChain:
                         f"stage {k} ({units_of(self.stages[k])}): its backward fails: {type(error).__name__}: {error}"
                     ) from error
             grads = [leaf.grad for leaf in passage.acts[k]]
-            self._seen[0][k].gets_grad.append([grad is not None for grad in grads])
+            self._note_gradients(k, [grad is not None for grad in grads])
             for name, holder in holders.items():
                 if holder.grad is not None:
                     self._check_home(name, k)
                     gradients[name], holder.grad = holder.grad, None
         outcome.add(when, "gradient", gradients)
+
+    def _note_gradients(self, k: int, gets: list[bool]) -> None:
+        """Note which of the stage's acts got a gradient, which must be the same each time."""
+        before = self._seen[0][k].gets_grad
+        before.append(gets)
+        if gets != before[0] and k > 0:
+            reason = f"stage {k} ({units_of(self.stages[k])}) gives what it gets a gradient for some micro-batches only"
+            raise CutImpossible(f"{reason}; cut elsewhere (partition.balance)", stage=k - 1, reason=reason)
 
     def _check_home(self, name: str, k: int) -> None:
         """Refuse that stage ``k`` computes with parameter ``name`` if that is another stage's."""
