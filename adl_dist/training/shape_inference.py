@@ -5,10 +5,10 @@ has to be known of every stage, and the same mistakes.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +64,13 @@ class Replacement:
 
     Attributes:
         parameters: all that are trained, by the uncut model's names.
-        when: ``between`` forward and backward of the first, where others take their place as in a delayed backward;
-            ``after`` its backward, in place; ``never``.
+        between: those that others take the place of between forward and backward of the first micro-batch, as in a
+            delayed backward; the rest changes in place, after it.
         recomputes: stages that get the weights of their forward back for their backward.
     """
 
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    when: Literal["between", "after", "never"] = "never"
+    between: Set[str] = frozenset()
     recomputes: frozenset[int] = frozenset()
 
 
@@ -129,11 +129,13 @@ class StageChain:
         self._learns = False
         self._names = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
 
-    def run(self, samples: Samples, change: Replacement | None = None, *, backward: bool = True) -> Outcome:
+    def run(
+        self, samples: Samples, change: Replacement | None = None, *, backward: bool = True, look: bool = True
+    ) -> Outcome:
         """Forward and backward of both micro-batches, and their evaluation; what they move stays moved.
 
-        Only parameters of ``change`` are put back, and only their gradients are part of the outcome. Without
-        ``backward`` there are none.
+        Only what ``change`` has replaced is put back, and only its gradients are part of the outcome. Without
+        ``backward`` there are none; without ``look`` nothing is found out for :meth:`agreed`.
 
         Raises:
             ConfigError: a stage does not take what it gets, or the loss fails on what the model returns.
@@ -142,21 +144,20 @@ class StageChain:
         """
         change, outcome, older = change or Replacement(), Outcome(), list[nn.Parameter]()
         first, second = samples.pair
-        present = list(change.parameters.values())
+        replaced = {name: p for name, p in change.parameters.items() if name in change.between}
         try:
             self._on_turn(FIRST)
-            passage = self.forward(first, look=True)
-            if change.when == "between":
-                older = moved_on(present)
-                change_values(present)
+            passage = self.forward(first, look=look)
+            older = moved_on([*replaced.values()])
+            change_values([*replaced.values()])
             if backward:
-                holders = dict(zip(change.parameters, older or present, strict=True))
-                self._backward(passage, FIRST, holders, outcome, _swapped_in(change, older))
-                for p in present:  # what went to the new weights was not meant for them
+                within = _swapped_in(change, [*replaced.values()], older)
+                holders = {**change.parameters, **dict(zip(replaced, older, strict=True))}
+                self._backward(passage, FIRST, holders, outcome, within)
+                for p in replaced.values():  # what went to the new weights was not meant for them
                     p.grad = None
             _keep(outcome, FIRST, passage)
-            if change.when == "after":
-                change_values(present)
+            change_values([p for name, p in change.parameters.items() if name not in replaced])
             self._on_turn(SECOND)
             passage = self.forward(second)
             if backward:
@@ -165,10 +166,10 @@ class StageChain:
             del passage
             self._on_turn(EVALUATION)
             _keep(outcome, EVALUATION, self.forward(first, training=False))
-            self.forward(second, training=False)
+            if look:
+                self.forward(second, training=False)
         finally:
-            if older:
-                swap(present, older)
+            swap([*replaced.values()][: len(older)], older)
         return outcome
 
     def forward(self, batch: MicroBatch, *, training: bool = True, look: bool = False) -> _Passage:
@@ -392,11 +393,11 @@ def units_of(module: nn.Module) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
-def _swapped_in(change: Replacement, older: Sequence[nn.Parameter]) -> Callable[[int], AbstractContextManager[None]]:
+def _swapped_in(
+    change: Replacement, replaced: Sequence[nn.Parameter], older: Sequence[nn.Parameter]
+) -> Callable[[int], AbstractContextManager[None]]:
     """Return what the backward of a stage runs in: with the weights of its forward if it recomputes."""
-    return lambda k: (
-        swapped([*change.parameters.values()], older) if older and k in change.recomputes else nullcontext()
-    )
+    return lambda k: swapped(replaced, older) if k in change.recomputes else nullcontext()
 
 
 def _any(flags: Sequence[Sequence[bool]]) -> list[bool]:

@@ -46,14 +46,16 @@ WAYS_OUT = (
     "an nn.Sequential of units; partition.verify=false would train this other model"
 )
 CAUSES = {
-    (FIRST, "output"): "the forward asks for a type or a value, which was answered once while it was read",
+    (FIRST, "output"): "the forward asks for a type or a value, counts, or draws from a generator of its own, which "
+    "was done once and for all while it was read",
     (FIRST, "loss"): "the loss draws random numbers or keeps something of its own",
     (FIRST, "gradient"): "it passes a detached value, a hook, or a tie that is not registered",
     (SECOND, "output"): "the forward counts, draws from a generator or keeps something of its own, which was read once",
     (EVALUATION, "output"): "the forward does something else in evaluation, which was read once",
     (STATE, "state"): "the forward writes to it in a way that was read once",
 }
-STALE = "the model keeps a view or a copy of a weight from when it was built, which an update does not reach"
+STALE = "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches"
+NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, gpipe or 1f1b, which keep no older versions"
 
 
 class Kept:
@@ -124,37 +126,45 @@ class Verification:
             ConfigError, CutImpossible: a stage does not run, or not there.
             PartitionError: the cut model is another one; names where it differs and the likely cause.
         """
-        pipeline = self.spec.pipeline
-        when = "after" if pipeline.drain_is_exact or pipeline.spec.local_losses else "between"
-        if pipeline.method.weights == "recompute":
-            when = "after"
-        if when == "between":
-            for k, stage in enumerate(self.stages):
-                check_versions(stage, f"stage {k} ({units_of(stage)})")
-        found = self._outcome(self._chain, when)
-        expected = self._outcome(StageChain([self.model], self.spec, self.device), "after")
-        compare = _Comparison(self.spec, expected)
-        recomputes: frozenset[int] = frozenset()
+        between = self._replaced()
+        found = self._outcome(self._chain, Replacement(self._parameters, between), look=True)
+        expected = self._outcome(self._uncut(), Replacement(self._parameters))
+        compare, recomputes = _Comparison(self.spec, expected), frozenset[int]()
         difference = compare.first_difference(found)
-        if difference is not None and when == "between":
-            in_place = compare.first_difference(self._outcome(self._again(), "after"))
+        if difference is not None and between:
+            in_place = compare.first_difference(self._outcome(self._cut(), Replacement(self._parameters)))
             if in_place is None:
-                recomputes = self._recomputing(compare, difference)
-                difference = None
-            else:
-                difference = in_place
+                recomputes = self._recomputing(compare, difference, between)
+            difference = in_place
         if difference is not None:
-            raise PartitionError(self._told(difference, CAUSES.get((difference.when, difference.what))))
+            raise self._error(difference, CAUSES.get((difference.when, difference.what), ""))
         agreed = self._chain.agreed(self.spec)
         traits = {k: replace(t, recomputes=k in recomputes) for k, t in agreed.traits.items()}
         return agreed._replace(traits=traits)
 
-    def _again(self) -> StageChain:
+    def _cut(self) -> StageChain:
         return StageChain(self.stages, self.spec, self.device)
 
-    def _outcome(self, chain: StageChain, when: Any, recomputes: frozenset[int] = frozenset()) -> Outcome:
+    def _uncut(self) -> StageChain:
+        return StageChain([self.model], self.spec, self.device)
+
+    def _replaced(self) -> frozenset[str]:
+        """Return the parameters that the method replaces between a forward and its backward.
+
+        Raises:
+            ConfigError: no older version can be kept of one.
+        """
+        pipeline, names = self.spec.pipeline, set[str]()
+        weights, flush = pipeline.method.weights, pipeline.spec.flush
+        for k, stage in enumerate(self.stages):
+            if weights == "2bw" or (weights != "recompute" and pipeline.delays[k] and not flush):
+                check_versions(stage, f"stage {k} ({units_of(stage)})")
+                names |= {name for name, _ in stage.named_parameters()}
+        return frozenset(names)
+
+    def _outcome(self, chain: StageChain, change: Replacement, *, look: bool = False) -> Outcome:
         self.kept.begin()
-        outcome = chain.run(self.samples, Replacement(self._parameters, when, recomputes))
+        outcome = chain.run(self.samples, change, look=look)
         weights = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
         outcome.add(
             STATE,
@@ -169,7 +179,7 @@ class Verification:
         )
         return outcome
 
-    def _recomputing(self, compare: "_Comparison", difference: "Difference") -> frozenset[int]:
+    def _recomputing(self, compare: "_Comparison", difference: "Difference", between: frozenset[str]) -> frozenset[int]:
         """Return the stages whose backward computes with their weights again.
 
         Raises:
@@ -178,11 +188,9 @@ class Verification:
         recomputes: frozenset[int] = frozenset()
         found: Difference | None = difference
         while found is not None:
-            if (found.when, found.what) != (FIRST, "gradient"):
-                raise PartitionError(self._told(found, STALE))
-            home = self._home(found.last_gradient)
-            if home in recomputes:
-                raise PartitionError(self._told(found, STALE))
+            home = self._home(found.name) if (found.when, found.what) == (FIRST, "gradient") else None
+            if home is None or home in recomputes:
+                raise self._error(found, STALE, NO_VIEWS, between)
             if self.spec.pipeline.method.weights == "latest":
                 raise PartitionError(
                     f"stage {home} ({units_of(self.stages[home])}) computes with its weights again in its backward, as "
@@ -190,39 +198,42 @@ class Verification:
                     "method.weights=stash, or no checkpointing"
                 )
             recomputes |= {home}
-            found = compare.first_difference(self._outcome(self._again(), "between", recomputes))
+            change = Replacement(self._parameters, between, recomputes)
+            found = compare.first_difference(self._outcome(self._cut(), change))
         return recomputes
 
     def _home(self, name: str) -> int:
         names = [{inner for inner, _ in stage.named_parameters(remove_duplicate=False)} for stage in self.stages]
         return next(k for k, inside in enumerate(names) if name in inside)
 
-    def _told(self, difference: "Difference", cause: str | None) -> str:
+    def _error(
+        self, difference: "Difference", cause: str, way_out: str = WAYS_OUT, between: frozenset[str] = frozenset()
+    ) -> PartitionError:
         where = ""
         if difference.what in ("output", "loss"):
             with suppress(ConfigError, PartitionError):
-                where = self._first_unlike(difference.when)
-        likely = f" Likely cause: {cause}." if cause else ""
-        return f"the cut model is not the uncut one: {difference}{where}.{likely} {WAYS_OUT[0].upper()}{WAYS_OUT[1:]}"
+                where = self._first_unlike(difference.when, between)
+        likely = f"; likely cause: {cause}" if cause else ""
+        return PartitionError(f"the cut model is not the uncut one: {difference}{where}{likely}; {way_out}")
 
-    def _first_unlike(self, when: str) -> str:
-        """Return which module's output is the first that differs."""
+    def _first_unlike(self, time: str, between: frozenset[str]) -> str:
+        """Return which module's output is the first that differs, with these parameters replaced in the cut model."""
         calls = []
-        for stages in ([self.model], self.stages):
+        for stages, replaced in (([self.model], frozenset[str]()), (self.stages, between)):
             self.kept.begin()
             with _watched(self.model) as made:
                 chain = StageChain(stages, self.spec, self.device, on_turn=partial(made.__setitem__, "now"))
-                chain.run(self.samples, Replacement(self._parameters, "after"))
+                chain.run(self.samples, Replacement(self._parameters, replaced), look=False)
             calls.append(made["calls"])
         expected, found = calls
         before = ""
         for key, outs in expected.items():
-            if key[0] != when or key not in found or not outs:
+            if key[0] != time or key not in found or not outs:
                 continue
             if not all(a.shape == b.shape and _largest(a, b) == 0 for a, b in zip(outs, found[key], strict=False)):
                 return f"; the first that differs is '{key[1]}'" + (f", right after '{before}'" if before else "")
             before = key[1]
-        return f"; all modules agree, so it is what the model itself computes after '{before}'" if before else ""
+        return "; what its modules return is the same, so it is what the model computes itself" if before else ""
 
 
 class Difference(NamedTuple):
@@ -232,7 +243,6 @@ class Difference(NamedTuple):
     what: str
     name: str
     text: str
-    last_gradient: str = ""  # of all gradients that differ at that time, the one nearest the loss
 
     def __str__(self) -> str:
         of = f" of '{self.name}'" if self.what == "gradient" else f" '{self.name}'" if self.what == "state" else ""
@@ -266,7 +276,7 @@ class _Comparison:
         first = min(unlike, key=lambda one: (TIMES.index(one.when), ORDER[one.what]))
         same = [one for one in unlike if (one.when, one.what) == (first.when, first.what)]
         # Parameters are in the order in which they are used, mostly: the last is the nearest to the loss.
-        return (same[-1] if first.what == "gradient" else first)._replace(last_gradient=same[-1].name)
+        return same[-1] if first.what == "gradient" else first
 
     def _unlike(self, key: tuple[str, str, str], expected: Tensor | None, found: Tensor | None) -> str:
         if expected is None or found is None:
