@@ -315,8 +315,9 @@ def test_dropout_depends_on_seed_epoch_stage_and_micro_batch():
 def test_a_module_that_starts_in_place_leaves_its_input_alone():
     module, spec = nn.Sequential(nn.ReLU(inplace=True)), spec_of(3, sgd)
     chain = StageChain([nn.Linear(2, 2), module, nn.Linear(2, 2)], spec, torch.device("cpu"))
-    chain.run(Samples.of(torch.randn(7, 2), torch.zeros(7, dtype=torch.long)))
-    traits = chain.agreed(spec).traits[1]
+    samples = Samples.of(torch.randn(7, 2), torch.zeros(7, dtype=torch.long))
+    chain.run(samples)
+    traits = chain.agreed(samples, spec).traits[1]
     assert traits.overwrites == ([True], [True])
     stage = training_stage(module, 1, spec, traits=StageTraits(overwrites=traits.overwrites))
     x = torch.tensor([[-1.0, 2.0]])

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +128,7 @@ class StageChain:
         self._target: TensorSpec | None = None
         self._num_classes: int | None = None
         self._learns = False
-        self._names = [{name for name, _ in stage.named_parameters(remove_duplicate=False)} for stage in stages]
+        self._held = [{id(p) for p in stage.parameters()} for stage in stages]
 
     def run(
         self, samples: Samples, change: Replacement | None = None, *, backward: bool = True, look: bool = True
@@ -152,8 +153,8 @@ class StageChain:
             change_values([*replaced.values()])
             if backward:
                 within = _swapped_in(change, [*replaced.values()], older)
-                holders = {**change.parameters, **dict(zip(replaced, older, strict=True))}
-                self._backward(passage, FIRST, holders, outcome, within)
+                gather = dict(zip(replaced, older, strict=True))
+                self._backward(passage, FIRST, change.parameters, outcome, gather, within)
                 for p in replaced.values():  # what went to the new weights was not meant for them
                     p.grad = None
             _keep(outcome, FIRST, passage)
@@ -166,8 +167,6 @@ class StageChain:
             del passage
             self._on_turn(EVALUATION)
             _keep(outcome, EVALUATION, self.forward(first, training=False))
-            if look:
-                self.forward(second, training=False)
         finally:
             swap([*replaced.values()][: len(older)], older)
         return outcome
@@ -222,8 +221,9 @@ class StageChain:
                 needs = [t.requires_grad for t in tensors]
         return passage
 
-    def agreed(self, spec: TrainSpec) -> Agreed:
-        """Return what has been seen."""
+    def agreed(self, samples: Samples, spec: TrainSpec) -> Agreed:
+        """Return what has been seen of the ``samples``, after one more look at evaluation, with the other size."""
+        self.forward(samples.pair[1], training=False)
         training, evaluation = self._seen
         acts, traits = {}, {}
         for k, (seen, in_evaluation) in enumerate(zip(training, evaluation, strict=True)):
@@ -321,13 +321,17 @@ class StageChain:
         self,
         passage: _Passage,
         when: str,
-        holders: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         outcome: Outcome,
+        older: Mapping[str, nn.Parameter] = MappingProxyType({}),
         within: Callable[[int], AbstractContextManager[None]] = lambda k: nullcontext(),
     ) -> None:
-        """Backward stage by stage, from the last to the first; a gradient that is None stays so."""
+        """Backward stage by stage, from the last to the first; a gradient that is None stays so.
+
+        ``older``: those that gather the gradients of the ``parameters`` of their names.
+        """
         assert passage.loss is not None
-        gradients: dict[str, Tensor | None] = dict.fromkeys(holders)
+        gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
         grads: list[Tensor | None] = [torch.ones_like(passage.loss) if passage.loss.requires_grad else None]
         for k in reversed(range(len(self.stages))):
             arrived = zip(passage.ends[k], grads, strict=True)
@@ -343,9 +347,10 @@ class StageChain:
                     ) from error
             grads = [leaf.grad for leaf in passage.acts[k]]
             self._note_gradients(k, [grad is not None for grad in grads])
-            for name, holder in holders.items():
+            for name in parameters:
+                holder = older.get(name, parameters[name])
                 if holder.grad is not None:
-                    self._check_home(name, k)
+                    self._check_home(name, parameters[name], k)
                     gradients[name], holder.grad = holder.grad, None
         outcome.add(when, "gradient", gradients)
 
@@ -357,9 +362,9 @@ class StageChain:
             reason = f"stage {k} ({units_of(self.stages[k])}) gives what it gets a gradient for some micro-batches only"
             raise CutImpossible(f"{reason}; cut elsewhere (partition.balance)", stage=k - 1, reason=reason)
 
-    def _check_home(self, name: str, k: int) -> None:
-        """Refuse that stage ``k`` computes with parameter ``name`` if that is another stage's."""
-        homes = [stage for stage, names in enumerate(self._names) if name in names]
+    def _check_home(self, name: str, parameter: nn.Parameter, k: int) -> None:
+        """Refuse that stage ``k`` computes with ``parameter`` if that is another stage's."""
+        homes = [stage for stage, held in enumerate(self._held) if id(parameter) in held]
         if homes and k not in homes:
             raise PartitionError(
                 f"'{name}' is a parameter of stage {homes[0]} ({units_of(self.stages[homes[0]])}), but stage {k} "

@@ -74,7 +74,7 @@ class Trial:
                 found.begin()
                 chain = StageChain(stages, self.spec, self.device)
                 chain.run(self._samples, backward=len(stages) > 1)
-                agreed = chain.agreed(self.spec)
+                agreed = chain.agreed(self._samples, self.spec)
             if self._samples.trains:
                 check_learns(agreed)
             for size in self._samples.small_sizes:

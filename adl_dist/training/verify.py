@@ -128,6 +128,7 @@ class Verification:
         """
         between = self._replaced()
         found = self._outcome(self._chain, Replacement(self._parameters, between), look=True)
+        agreed = self._chain.agreed(self.samples, self.spec)
         expected = self._outcome(self._uncut(), Replacement(self._parameters))
         compare, recomputes = _Comparison(self.spec, expected), frozenset[int]()
         difference = compare.first_difference(found)
@@ -138,7 +139,6 @@ class Verification:
             difference = in_place
         if difference is not None:
             raise self._error(difference, CAUSES.get((difference.when, difference.what), ""))
-        agreed = self._chain.agreed(self.spec)
         traits = {k: replace(t, recomputes=k in recomputes) for k, t in agreed.traits.items()}
         return agreed._replace(traits=traits)
 
@@ -154,13 +154,13 @@ class Verification:
         Raises:
             ConfigError: no older version can be kept of one.
         """
-        pipeline, names = self.spec.pipeline, set[str]()
+        pipeline, replaced = self.spec.pipeline, set[int]()
         weights, flush = pipeline.method.weights, pipeline.spec.flush
         for k, stage in enumerate(self.stages):
             if weights == "2bw" or (weights != "recompute" and pipeline.delays[k] and not flush):
                 check_versions(stage, f"stage {k} ({units_of(stage)})")
-                names |= {name for name, _ in stage.named_parameters()}
-        return frozenset(names)
+                replaced |= {id(p) for p in stage.parameters()}
+        return frozenset(name for name, p in self._parameters.items() if id(p) in replaced)
 
     def _outcome(self, chain: StageChain, change: Replacement, *, look: bool = False) -> Outcome:
         self.kept.begin()
@@ -203,8 +203,8 @@ class Verification:
         return recomputes
 
     def _home(self, name: str) -> int:
-        names = [{inner for inner, _ in stage.named_parameters(remove_duplicate=False)} for stage in self.stages]
-        return next(k for k, inside in enumerate(names) if name in inside)
+        parameter = self._parameters[name]
+        return next(k for k, stage in enumerate(self.stages) if any(p is parameter for p in stage.parameters()))
 
     def _error(
         self, difference: "Difference", cause: str, way_out: str = WAYS_OUT, between: frozenset[str] = frozenset()

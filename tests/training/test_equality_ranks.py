@@ -103,7 +103,7 @@ def different_jobs():
     ("body", "cause", "victim", "message"),
     [
         (a_bug_on_stage_1, "cause-rank1", "victim-rank0", "a bug of the user's"),
-        (a_head_where_none_can_be, "cause-rank0", "victim-rank1", "expected one tensor [B, C, H, W] or [B, C]"),
+        (a_head_where_none_can_be, "cause-rank0", "cause-rank1", "expected one tensor [B, C, H, W] or [B, C]"),
     ],
 )
 def test_every_rank_knows_the_cause_of_a_failure_first(body, cause, victim, message):
@@ -113,7 +113,7 @@ def test_every_rank_knows_the_cause_of_a_failure_first(body, cause, victim, mess
     assert "still ran" not in text
     assert text.index(cause) < text.index(victim)
     assert message in text[: text.index(victim)]
-    assert message in text[text.index(victim) :], "through the control plane, or the store"
+    assert message in text[text.index(victim) :], "through the control plane, or because it finds the same"
 
 
 def test_ranks_that_were_given_different_jobs_refuse_to_start():
