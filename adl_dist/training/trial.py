@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage import TrainSpec, in_memory_format
-from adl_dist.training.samples import SIZES, Samples
+from adl_dist.training.samples import Samples
 from adl_dist.training.shape_inference import Agreed, StageChain
 from adl_dist.training.verify import Verification, kept
 
@@ -89,7 +89,7 @@ class Trial:
         except ConfigError as error:
             raise ConfigError(
                 f"a micro-batch of the training data holds {size} sample{'s' * (size > 1)}, and {error}; choose "
-                f"another train.batch_size, so that all of them, also the last of an epoch, hold {SIZES[0]} or more"
+                "another train.batch_size, so that none is that small, also not the last of an epoch"
             ) from error
 
     def _use(self, device: torch.device) -> None:
