@@ -20,9 +20,10 @@ from adl_dist.partition.module_state import PLAIN, ModuleState, Streams
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import Tensors, packed, takes_gradient
 from adl_dist.stage.heads import check_outs
-from adl_dist.stage.traits import StageTraits, Structure
+from adl_dist.stage.traits import StageTraits, Structure, joined
 from adl_dist.stage.versions import moved_on, swap, swapped
 from adl_dist.training.input import CLASS_LOSSES
+from adl_dist.training.loss_checks import check_broadcast, check_loss
 from adl_dist.training.samples import SIZES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 
@@ -127,7 +128,7 @@ class StageChain:
         self._traits = [StageTraits() for _ in stages]
         self._target: TensorSpec | None = None
         self._num_classes: int | None = None
-        self._learns = False
+        self._learns = self._is_loss_tried = False
         self._held = [{id(p) for p in stage.parameters()} for stage in stages]
 
     def run(
@@ -227,10 +228,8 @@ class StageChain:
         training, evaluation = self._seen
         acts, traits = {}, {}
         for k, (seen, in_evaluation) in enumerate(zip(training, evaluation, strict=True)):
-            gets_grad = seen.gets_grad[-1] if seen.gets_grad else [True] * len(seen.specs[-1])
-            gradients = zip(seen.specs[-1], gets_grad, strict=True)
-            of_training = tuple(replace(spec, gets_gradient=gets) for spec, gets in gradients)
-            acts[k] = Specs(of_training, in_evaluation.specs[-1])
+            gets_grad = seen.gets_grad[-1] if seen.gets_grad else None
+            acts[k] = Specs(seen.specs[-1], in_evaluation.specs[-1]).getting_gradients(gets_grad)
             traits[k] = replace(
                 self._traits[k],
                 overwrites=(_any(seen.overwrites), _any(in_evaluation.overwrites)),
@@ -239,13 +238,8 @@ class StageChain:
                 gets_grad=gets_grad,
             )
         for k in range(self.last):
-            behind = traits[k + 1]
-            traits[k] = replace(
-                traits[k],
-                returns=behind.takes,
-                out_needs_grad=behind.needs_grad,
-                out_gets_grad=behind.gets_grad,
-            )
+            traits[k] = replace(traits[k], returns=traits[k + 1].takes)
+        traits = joined(traits)
         assert self._target is not None
         method = spec.pipeline.method
         if method.spec.local_losses:
@@ -269,7 +263,7 @@ class StageChain:
                 return self.stages[k](argument)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # the user's own forward can raise anything
+        except (Exception, SystemExit) as error:  # the user's own forward can raise anything
             text = f"{gets} and fails on it: {type(error).__name__}: {error}"
             raise ConfigError(text) from error
 
@@ -315,7 +309,11 @@ class StageChain:
             known = target.clamp(0, outs[0].shape[1] - 1)
             target = torch.where(target == self._loss_fn.ignore_index, target, known)
         with self._within():
-            return _try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, target, self._loss_fn)
+            loss = _try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, target, self._loss_fn)
+            if len(target) > 1 and not self._is_loss_tried:
+                check_broadcast(k, self._loss_fn, out, target)
+                self._is_loss_tried = True
+        return loss
 
     def _backward(
         self,
@@ -424,7 +422,6 @@ def _try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -
     """Return the loss of a micro-batch; ``got`` says what it is given."""
     if getattr(loss_fn, "reduction", "mean") == "sum":
         raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
-    expected = "expected one number, the mean over the samples"
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
             loss = loss_fn(out, target)
@@ -435,8 +432,5 @@ def _try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -
             f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
             "loss._target_ (loss_fn), or correct the model's output or the targets"
         ) from error
-    if not isinstance(loss, Tensor):
-        raise ConfigError(f"stage {stage}: the loss returns a {type(loss).__name__} for {got}; {expected}, as a tensor")
-    if loss.ndim > 0:
-        raise ConfigError(f"stage {stage}: the loss has shape {list(loss.shape)} for {got}; {expected}")
+    check_loss(stage, loss, got)
     return loss
