@@ -40,12 +40,27 @@ class Structure:
 
     def take_apart(self, value: Any, where: str) -> Tensors:
         """Return the tensors of ``value``; raise a PartitionError, which begins with ``where``, if it is unlike."""
-        if Structure.of(value) != self:
+        leaves, tree = tree_flatten(value)
+        found = Structure(tree, {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)})
+        if found != self:
             raise PartitionError(
-                f"{where} returned {Structure.of(value)}, but {self} in the trial at the start; what crosses a cut must "
-                "have the same containers and numbers for every micro-batch: cut elsewhere"
+                f"{where} returned {found}, but {self} in the trial at the start; what crosses a cut must have the "
+                "same containers, and the same in them beside tensors, for every micro-batch: cut elsewhere"
             )
-        return tuple(leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def __str__(self) -> str:
+        shown = [repr(self.constants[n]) if n in self.constants else "tensor" for n in range(self.tree.num_leaves)]
+        return repr(tree_unflatten([_Shown(text) for text in shown], self.tree))
+
+
+class _Shown(str):
+    """A text that stands for itself in the ``repr`` of a container."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,89 @@
+"""Versions of a stage's weights: one Parameter object each for ever, with now these, now those weights under it.
+
+A micro-batch in flight holds a graph, and the graph holds the weights of its forward, which therefore must stay as they
+are. The Parameter must stay, too: an optimizer, a user's list, a hook or another module may hold it, and has to meet
+the present weights there. So what is exchanged is the inside of the Python object, torch's TensorImpl: memory,
+gradient, and the place where autograd adds to it.
+
+    older = moved_on(parameters)        # the Parameters now hold copies; ``older``: what the graphs in flight refer to
+    loss.backward()                     # of a graph built before: adds to the ``.grad`` of ``older``
+    with swapped(parameters, older):    # the Parameters are as they were when that graph was built, gradients too
+        ...
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from adl_dist.errors import ConfigError
+
+
+def swap(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+    """Exchange memory, gradient and place in graphs of each of ``parameters`` with those of its partner.
+
+    The Python objects keep their identity, type and attributes.
+    """
+    # A private call. The public torch.utils.swap_tensors refuses a tensor that a graph refers to, which is what this is
+    # for, and would exchange type and attributes as well. ``.data`` is no way: graphs would see the new values.
+    for one, other in zip(parameters, others, strict=True):
+        torch._C._swap_tensor_impl(one, other)
+
+
+@contextmanager
+def swapped(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
+    """Have ``parameters`` hold the weights and gradients of ``others`` inside, also if that ends by an error."""
+    swap(parameters, others)
+    try:
+        yield
+    finally:
+        swap(parameters, others)
+
+
+def moved_on(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Put copies, in the same memory format, into ``parameters``, and return what they held.
+
+    Graphs built before refer to what is returned, and their backward adds gradients to it. Its gradients so far have
+    moved to ``parameters``; hooks are called for both, and removed from both. To undo it: :func:`swap` the two.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        copies = [torch.empty_like(p) for p in parameters]
+        if copies:
+            torch._foreach_copy_(copies, tuple(parameters))
+        older = [_like(p, copy) for p, copy in zip(parameters, copies, strict=True)]
+        for p, other in zip(parameters, older, strict=True):
+            other.grad, p.grad = p.grad, None
+    swap(parameters, older)
+    return older
+
+
+def check_versions(module: nn.Module, where: str) -> list[nn.Parameter]:
+    """Return the trainable parameters of ``module``, whose versions can be kept.
+
+    Raises:
+        ConfigError: those of one cannot; the text begins with ``where``.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    for name, p in trained.items():
+        try:
+            if type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                raise TypeError("a tensor with its own __torch_dispatch__ may hold its memory anywhere")
+            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), swapped([p], [_like(p, p.detach())]):
+                pass
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"{where}: no older version can be kept of parameter '{name}', a {type(p).__name__}: {error}; make it "
+                "a plain nn.Parameter, or choose method=bp, gpipe or 1f1b, which need no older versions"
+            ) from error
+    return list(trained.values())
+
+
+def _like(parameter: nn.Parameter, copy: Tensor) -> nn.Parameter:
+    """Return another tensor of the parameter's type, with the memory of ``copy`` and the same hooks."""
+    other = torch.Tensor._make_subclass(type(parameter), copy, parameter.requires_grad)
+    if parameter._backward_hooks is not None:
+        other._backward_hooks = parameter._backward_hooks
+    if parameter._post_accumulate_grad_hooks is not None:
+        other._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    return other
