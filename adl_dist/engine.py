@@ -131,7 +131,7 @@ def step(action: Action, context: StageContext) -> None:
         case Op.RECOMPUTE:
             stage.recompute(b)
         case Op.PREDICT:
-            held["out"] = stage.predict(held.pop("act"), held["target"][0] if stage.is_last else None)
+            held["out"] = stage.predict(b, held.pop("act"), held["target"][0] if stage.is_last else None)
         case Op.SEND_GO:
             if stage.is_last:
                 stage.wait_for_device()  # on a GPU the forward is only launched by now

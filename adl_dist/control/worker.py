@@ -166,8 +166,6 @@ class LocalWorker:
                     self.contexts[k].stage.faults.check()
                     self.contexts[k].drain()
             finally:
-                for context in self.contexts.values():
-                    context.stage.end()
                 if batches is not None:
                     batches.close()
 

@@ -71,14 +71,16 @@ class StageTraits:
         overwrites: in training and in evaluation, for each act whether the module writes to it.
         takes: in training and in evaluation, the structure of the module's argument; None: a tensor, or a tuple of
             several.
-        returns: likewise of what it returns, where that goes downstream.
+        returns: likewise of what it returns, where that goes downstream; None: whatever containers hold its tensors.
         needs_grad: in training, for each act whether it is part of a graph in the uncut model; None: all that are
             floating-point or complex are.
         gets_grad: for each act whether its backward reaches it; a gradient goes upstream for these only, and the
             others have none, as in the uncut model. None: all that need one.
+        out_needs_grad: what ``needs_grad`` of the next stage says of the tensors that go there.
+        out_gets_grad: what ``gets_grad`` of the next stage says of them: those for which a gradient comes back.
         recomputes: whether its backward computes with its parameters again, as activation checkpointing does, so that
             they have to be those of the forward then.
-        draws: those of the streams ``python`` and ``numpy`` that its forward draws from.
+        draws: those of the streams ``python`` and ``numpy`` that its forward, or the loss, draws from.
     """
 
     overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ())
@@ -86,5 +88,7 @@ class StageTraits:
     returns: tuple[Structure | None, Structure | None] = (None, None)
     needs_grad: Sequence[bool] | None = None
     gets_grad: Sequence[bool] | None = None
+    out_needs_grad: Sequence[bool] | None = None
+    out_gets_grad: Sequence[bool] | None = None
     recomputes: bool = False
     draws: frozenset[str] = frozenset()

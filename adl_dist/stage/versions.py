@@ -13,6 +13,7 @@ gradient, and the place where autograd adds to it.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -58,25 +59,47 @@ def moved_on(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return older
 
 
-def check_versions(module: nn.Module, where: str) -> list[nn.Parameter]:
-    """Return the trainable parameters of ``module``, whose versions can be kept.
+def check_versions(module: nn.Module, where: str) -> None:
+    """Check that versions of the trainable parameters of ``module`` can be kept.
 
     Raises:
-        ConfigError: those of one cannot; the text begins with ``where``.
+        ConfigError: they cannot; the text begins with ``where`` and names one of them.
     """
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    for name, p in trained.items():
-        try:
-            if type(p).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-                raise TypeError("a tensor with its own __torch_dispatch__ may hold its memory anywhere")
-            with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), swapped([p], [_like(p, p.detach())]):
-                pass
-        except (RuntimeError, TypeError) as error:
+    for name, p in module.named_parameters():
+        if p.requires_grad and (reason := _why_unversionable(p)):
             raise ConfigError(
-                f"{where}: no older version can be kept of parameter '{name}', a {type(p).__name__}: {error}; make it "
+                f"{where}: no older version can be kept of parameter '{name}', a {type(p).__name__}: {reason}; make it "
                 "a plain nn.Parameter, or choose method=bp, gpipe or 1f1b, which need no older versions"
-            ) from error
-    return list(trained.values())
+            )
+    tensors = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if _is_plain(t)]
+    spans = sorted((*_span(t), name, t.requires_grad) for name, t in tensors if t.numel())
+    for (_, end, one, trained), (start, _, other, trained_too) in pairwise(spans):
+        if start < end and (trained or trained_too):
+            raise ConfigError(
+                f"{where}: '{one}' and '{other}' share memory, which a new version of one would not do; register one "
+                "tensor under both names, or choose method=bp, gpipe or 1f1b, which need no older versions"
+            )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its memory is its own, at an address."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
+
+
+def _why_unversionable(parameter: nn.Parameter) -> str | None:
+    if not _is_plain(parameter):
+        return "its memory is not at one address"
+    try:
+        with torch._C.DisableTorchFunctionSubclass(), swapped([parameter], [_like(parameter, parameter.detach())]):
+            return None
+    except (RuntimeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor with elements, and the first behind it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _like(parameter: nn.Parameter, copy: Tensor) -> nn.Parameter:

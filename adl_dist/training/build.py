@@ -18,6 +18,7 @@ from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, TrainSpec
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
+from adl_dist.stage.traits import StageTraits
 from adl_dist.training.input import DeviceLoader, common_sample
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.shape_inference import Agreed, check_consistent, infer_shapes
@@ -109,7 +110,7 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
         head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
-    return Stage(module, k, spec, device=device, head=head, overwrites=agreed.overwrites[k])
+    return Stage(module, k, spec, device=device, head=head, traits=StageTraits(overwrites=agreed.overwrites[k]))
 
 
 def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
