@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from adl_dist.control.messages import Command, EvaluateResult, Record, Reporter,
 from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
+from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import FINISHING, ActivityLog
 from adl_dist.monitor.memory import MemoryMeter, peak_memory_bytes
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
+from adl_dist.partition.module_state import Streams
 from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
@@ -140,8 +142,7 @@ class LocalWorker:
         if feed is not None:
             batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
             self.contexts[0].batches = batches
-        # Dropout's generators are seeded in place; the caller's own generators stay untouched.
-        with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
+        with _streams_kept(self.stages, self.world.device):
             try:
                 for k, context in self.contexts.items():
                     weights = work[k].loss_weights if context.stage.has_loss else []
@@ -168,6 +169,30 @@ class LocalWorker:
             finally:
                 if batches is not None:
                     batches.close()
+
+
+@contextlib.contextmanager
+def _streams_kept(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+    """Leave the caller's random streams as they were found: stages seed those that they draw from in place.
+
+    Raises:
+        ConfigError: one has moved at the end that none of them seeds.
+    """
+    streams = Streams()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+            moved = streams.moved() - {"torch"} - frozenset().union(*(stage.draws for stage in stages))
+        finally:
+            streams.restore()
+    if moved:
+        where = f"stage{'s' * (len(stages) > 1)} {', '.join(str(stage.index) for stage in stages)}"
+        which = " and ".join("Python's" if name == "python" else f"{name}'s" for name in sorted(moved))
+        raise ConfigError(
+            f"{where}: something drew from {which} global random stream, but nothing did in the trial at the start, so "
+            "that it was not seeded and cannot be repeated; draw from torch's stream, or, where it is no part of the "
+            "model, from a generator of its own"
+        )
 
 
 class _UpdateReports:

@@ -81,23 +81,31 @@ class Streams:
     """The global random streams of this process: torch's on the CPU, Python's and numpy's legacy one, as they are."""
 
     def __init__(self) -> None:
-        numpys: Any = np.random.get_state(legacy=True)
-        self._states: dict[str, Any] = {
-            "torch": torch.get_rng_state().numpy().tobytes(),
-            "python": random.getstate(),
-            "numpy": (numpys[0], tuple(numpys[1].tolist()), *numpys[2:]),
-        }
+        self._torchs, self._pythons = torch.get_rng_state(), random.getstate()
+        self._numpys: Any = np.random.get_state(legacy=False)  # of whatever generator is set
 
     def moved(self) -> set[str]:
         """Return which of ``torch``, ``python`` and ``numpy`` have been drawn from, or seeded, since then."""
-        now = Streams()._states
-        return {name for name, state in self._states.items() if now[name] != state}
+        now = Streams()
+        pairs = {
+            "torch": (now._torchs.numpy().tobytes(), self._torchs.numpy().tobytes()),
+            "python": (now._pythons, self._pythons),
+            "numpy": (_as_bytes(now._numpys), _as_bytes(self._numpys)),
+        }
+        return {name for name, (state, before) in pairs.items() if state != before}
 
     def restore(self) -> None:
         """Put all three back."""
-        torch.set_rng_state(torch.frombuffer(bytearray(self._states["torch"]), dtype=torch.uint8))
-        random.setstate(self._states["python"])
-        np.random.set_state(self._states["numpy"])
+        torch.set_rng_state(self._torchs)
+        random.setstate(self._pythons)
+        np.random.set_state(self._numpys)
+
+
+def _as_bytes(state: Any) -> Any:
+    """Return the state of a numpy generator in a form that can be compared."""
+    if isinstance(state, dict):
+        return {key: _as_bytes(value) for key, value in state.items()}
+    return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 class _Walk:

@@ -110,6 +110,11 @@ class Stage:
         return self.is_last or self.head is not None
 
     @property
+    def draws(self) -> frozenset[str]:
+        """The random streams besides torch's that are seeded for each micro-batch: ``python``, ``numpy``."""
+        return self._traits.draws
+
+    @property
     def head_prefix(self) -> str:
         """The prefix of the names of the head's tensors; no name of a module has a colon."""
         return f"head{self.index}:"
@@ -314,7 +319,9 @@ class Stage:
 
     def _gradients_of(self, acts: Tensors, micro_batch: int) -> Tensors:
         """Return the gradients of those that get one."""
-        gets = self._traits.gets_grad if self._traits.gets_grad is not None else [act.requires_grad for act in acts]
+        gets = self._traits.gets_grad
+        if gets is None:
+            return tuple(a.grad if a.grad is not None else torch.zeros_like(a) for a in acts if a.requires_grad)
         for place, (act, get) in enumerate(zip(acts, gets, strict=True)):
             if (act.grad is not None) != get:
                 got = "got no gradient" if get else "got a gradient"

@@ -1,7 +1,7 @@
 """What the trial run at the start has found out about one stage, so that training needs to look for nothing."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +45,7 @@ class Structure:
         if found != self:
             raise PartitionError(
                 f"{where} returned {found}, but {self} in the trial at the start; what crosses a cut must have the "
-                "same containers, and the same in them beside tensors, for every micro-batch: cut elsewhere"
+                "same containers and, but for tensors, the same in them for every micro-batch: cut elsewhere"
             )
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -75,7 +75,7 @@ class StageTraits:
         needs_grad: in training, for each act whether it is part of a graph in the uncut model; None: all that are
             floating-point or complex are.
         gets_grad: for each act whether its backward reaches it; a gradient goes upstream for these only, and the
-            others have none, as in the uncut model. None: all that need one.
+            others have none, as in the uncut model. None: not looked for; all that need one get one, or zeros.
         out_needs_grad: what ``needs_grad`` of the next stage says of the tensors that go there.
         out_gets_grad: what ``gets_grad`` of the next stage says of them: those for which a gradient comes back.
         recomputes: whether its backward computes with its parameters again, as activation checkpointing does, so that
@@ -92,3 +92,13 @@ class StageTraits:
     out_gets_grad: Sequence[bool] | None = None
     recomputes: bool = False
     draws: frozenset[str] = frozenset()
+
+
+def joined(traits: Mapping[int, StageTraits]) -> dict[int, StageTraits]:
+    """Return the traits of consecutive stages, each with what the next one says of the tensors between them."""
+    nothing = StageTraits()
+    behind = {k: traits.get(k + 1, nothing) for k in traits}
+    return {
+        k: replace(of_stage, out_needs_grad=behind[k].needs_grad, out_gets_grad=behind[k].gets_grad)
+        for k, of_stage in traits.items()
+    }

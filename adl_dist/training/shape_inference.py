@@ -21,6 +21,7 @@ from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import packed, takes_gradient, unpacked
 from adl_dist.stage.heads import check_outs
+from adl_dist.stage.traits import StageTraits
 from adl_dist.transport.spec import Specs, TensorSpec
 
 SIZES = "sizes"  # the key of a cut that rank 0 has measured
@@ -34,7 +35,7 @@ class Agreed(NamedTuple):
 
     acts: dict[int, Specs]  # what arrives at each stage k of this process and at k + 1 (K: the model's output)
     target: TensorSpec  # what the loss takes besides the output
-    overwrites: dict[int, InBothModes]  # for each act of each stage here whether the stage's module writes to it
+    traits: dict[int, StageTraits]  # of each stage here
     num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
 
 
@@ -61,7 +62,7 @@ def infer_shapes(
     if sample is not None:
         _publish(store, 0, Specs.always([TensorSpec.of(sample[0])]), TensorSpec.of(sample[1]), ([False], [False]))
     acts: dict[int, Specs] = {}
-    overwrites: dict[int, InBothModes] = {}
+    traits: dict[int, StageTraits] = {}
     for k in sorted(modules):
         acts[k], target, shared = _await(store, k, by=max(k - 1, 0))
         try:
@@ -72,11 +73,11 @@ def infer_shapes(
         except AdlError as error:
             publish_error(store, error, stages=range(k + 1, K + 1))
             raise
-        acts[k + 1], overwrites[k] = found.outs, found.overwrites
+        acts[k + 1], traits[k] = found.outs, StageTraits(overwrites=found.overwrites)
         _publish(store, k + 1, found.outs, target, found.shared)
     # No stage starts before the last one has agreed: a refusal downstream is reported upstream, too.
     shape = _await(store, K, by=K - 1)[0].evaluation[0].shape
-    return Agreed(acts, target, overwrites, shape[0] if len(shape) == 1 else None)
+    return Agreed(acts, target, traits, shape[0] if len(shape) == 1 else None)
 
 
 def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str, Any]) -> None:

@@ -141,6 +141,13 @@ class Specs(NamedTuple):
         """Return the same specs, each sent in ``dtype`` if that is narrower and both are floating-point."""
         return Specs(*(tuple(spec.travelling(dtype) for spec in specs) for specs in self))
 
+    def getting_gradients(self, gets: Iterable[bool] | None) -> "Specs":
+        """Return the same specs, with a gradient in training for those alone that ``gets`` names; None: for all."""
+        if gets is None:
+            return self
+        pairs = zip(self.training, gets, strict=True)
+        return self._replace(training=tuple(replace(spec, gets_gradient=get) for spec, get in pairs))
+
     def of_gradients(self) -> "Specs":
         """Return the specs of the gradients that come back."""
         return Specs(*(tuple(spec for spec in specs if spec.takes_gradient) for specs in self))
