@@ -76,18 +76,20 @@ class RandomStreams:
         of_epoch = self._first_micro_batch + micro_batch
         if of_epoch not in self._seeds:
             block = range(of_epoch, of_epoch + SEEDS_AT_ONCE)
-            seeds = (
+            columns = [
                 stream_seeds(self._seed, purpose, self._epoch, self._stage, last=block).tolist()
                 for purpose in self._purposes
-            )
-            self._seeds = dict(zip(block, zip(*seeds, strict=True), strict=True))
-        torchs, *others = self._seeds[of_epoch]
+            ]
+            self._seeds = dict(zip(block, zip(*columns, strict=True), strict=True))
+        seeds = self._seeds[of_epoch]
         if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(torchs)
+            torch.cuda.default_generators[device.index or 0].manual_seed(seeds[0])
         else:
-            torch.default_generator.manual_seed(torchs)
-        for purpose, seed in zip(self._purposes[1:], others, strict=True):
+            torch.default_generator.manual_seed(seeds[0])
+        if len(seeds) == 1:
+            return
+        for purpose, seed in zip(self._purposes, seeds, strict=True):
             if purpose == "python":
                 random.seed(seed)
-            else:
+            elif purpose == "numpy":
                 np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits

@@ -310,10 +310,11 @@ class Stage:
         """Return where the backward of ``outs`` starts; the tensors themselves are free once they have been sent."""
         ends: Iterable[Tensor] = outs
         if not self.has_loss:
-            for place, (out, needs) in enumerate(zip(outs, self._traits.out_needs_grad or (), strict=False)):
-                if out.requires_grad and not needs:
-                    raise self._unlike_trial(f"output {place} of {len(outs)} takes part in training", micro_batch)
-            gets = self._traits.out_gets_grad
+            needs, gets = self._traits.out_needs_grad, self._traits.out_gets_grad
+            if needs is not None:
+                for place, (out, need) in enumerate(zip(outs, needs, strict=True)):
+                    if out.requires_grad and not need:
+                        raise self._unlike_trial(f"output {place} of {len(outs)} takes part in training", micro_batch)
             ends = filter(takes_gradient, outs) if gets is None else compress(outs, gets)
         return tuple(get_gradient_edge(out) if out.requires_grad else None for out in ends)
 
