@@ -18,7 +18,6 @@ from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, TrainSpec
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
-from adl_dist.stage.traits import StageTraits, joined
 from adl_dist.training.input import DeviceLoader, common_sample
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.shape_inference import Agreed, check_consistent, infer_shapes
@@ -59,15 +58,11 @@ def build_worker(
     check_consistent(store, world.rank, world.size, settings_of(spec, partitioned))
     agreed = infer_shapes(store, modules, spec, sample=sample, device=device)
     check_targets(spec.pipeline, agreed)
-    traits = joined(agreed.traits)
-    stages = {k: build_stage(module, k, spec, agreed, traits[k], device) for k, module in modules.items()}
+    stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
     for loader in loaders:
         if loader is not None and agreed.num_classes is not None:
             loader.expect_classes(spec.loss_fn, agreed.num_classes)
-    gets = {k: of_stage.gets_grad for k, of_stage in traits.items()}
-    acts = {
-        k: specs.travelling(precision.wire_dtype).getting_gradients(gets.get(k)) for k, specs in agreed.acts.items()
-    }
+    acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
     contexts = connect_stages(world, stages, acts, agreed.target, spec.pipeline)
     return LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, pick_next)
 
@@ -106,9 +101,7 @@ def check_targets(pipeline: Pipeline, agreed: Agreed) -> None:
         raise ConfigError("method=dgl needs a model that returns [B, classes], or there is nothing to learn locally")
 
 
-def build_stage(
-    module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, traits: StageTraits, device: torch.device
-) -> Stage:
+def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, device: torch.device) -> Stage:
     """Build the stage that trains ``module``, part k of the model on ``device``."""
     method, head = spec.pipeline.method, None
     if method.spec.local_losses and k < spec.pipeline.num_stages - 1:
@@ -116,7 +109,7 @@ def build_stage(
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
         head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
-    return Stage(module, k, spec, device=device, head=head, traits=traits)
+    return Stage(module, k, spec, device=device, head=head, traits=agreed.traits[k])
 
 
 def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
