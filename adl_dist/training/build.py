@@ -18,6 +18,7 @@ from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, TrainSpec
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
+from adl_dist.stage.loss_terms import LossTerms, loss_terms
 from adl_dist.training.input import DeviceLoader, common_sample
 from adl_dist.training.partitioned_model import PartitionedModel
 from adl_dist.training.shape_inference import Agreed, check_consistent, infer_shapes
@@ -26,6 +27,7 @@ from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
 
 GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
+COUNTS = TensorSpec((2,), "float64")  # travels with the target, where the loss counts its terms
 
 
 def build_worker(
@@ -52,19 +54,23 @@ def build_worker(
     if isinstance(spec.loss_fn, nn.Module):
         spec.loss_fn.to(device, precision.dtype)
     sample = common_sample(*loaders)
+    if sample is not None and (terms := loss_terms(spec.loss_fn, sample[1])) is not None:
+        terms.count(sample[1])  # a function of the user's that fails, does so now
     feed = loaders[0] or loaders[1]
     partitioned.finalize(store, spec, sample=sample, feed=feed, micro_batch_size=micro_batch_size, folder=folder)
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
     check_consistent(store, world.rank, world.size, settings_of(spec, partitioned))
     agreed = infer_shapes(store, modules, spec, sample=sample, device=device)
-    check_targets(spec.pipeline, agreed)
+    terms = loss_terms(spec.loss_fn, agreed.target.empty(1, torch.device("cpu")))
+    check_targets(spec.pipeline, agreed, terms)
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
     for loader in loaders:
-        if loader is not None and agreed.num_classes is not None:
-            loader.expect_classes(spec.loss_fn, agreed.num_classes)
+        if loader is not None:
+            loader.expect(spec.loss_fn, terms, num_outputs=agreed.num_outputs)
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
-    contexts = connect_stages(world, stages, acts, agreed.target, spec.pipeline)
-    return LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, pick_next)
+    targets = [agreed.target] if terms is None else [agreed.target, COUNTS]
+    contexts = connect_stages(world, stages, acts, targets, spec.pipeline)
+    return LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, terms, pick_next)
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
@@ -87,10 +93,20 @@ def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
         )
 
 
-def check_targets(pipeline: Pipeline, agreed: Agreed) -> None:
-    """Raise ConfigError for a local loss without classes to learn or to compare; every rank finds it alike."""
+def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -> None:
+    """Raise ConfigError for a local loss without classes to learn or to compare; every rank finds it alike.
+
+    And for stages that each make groups of their own, so that no other stage can say what a group has of the ``terms``.
+    """
     if not pipeline.spec.local_losses:
         return
+    is_greedy, M = pipeline.method.is_asynchronous_greedy, pipeline.micro_batches_per_update
+    if terms is not None and is_greedy and M > 1 and pipeline.num_stages > 1:
+        raise ConfigError(
+            f"the loss counts its terms (class weights, targets to ignore, several in a sample, or its own num_terms), "
+            f"but with method.buffer_size={pipeline.method.buffer_size} each stage has groups of its own, whose terms "
+            "are not known beforehand; use method.buffer_size=0 or method.accumulation_steps=1"
+        )
     target = agreed.target
     if pipeline.method.head == "predsim" and (target.is_floating_point or target.shape):
         raise ConfigError(
@@ -126,11 +142,16 @@ def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
 
 
 def connect_stages(
-    world: World, stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: TensorSpec, pipeline: Pipeline
+    world: World,
+    stages: Mapping[int, Stage],
+    acts: Mapping[int, Specs],
+    targets: Sequence[TensorSpec],
+    pipeline: Pipeline,
 ) -> dict[int, StageContext]:
     """Join the stages of this process to their neighbours, in this process or in others.
 
-    ``acts`` are what arrives at each of them and at the next one, ``target`` what the loss takes besides the output.
+    ``acts`` are what arrives at each of them and at the next one, ``targets`` what the loss takes besides the output,
+    and the counts of its terms if there are any.
     """
     edges = edges_of(pipeline)
     contexts = {k: StageContext(stage) for k, stage in stages.items()}
@@ -145,7 +166,7 @@ def connect_stages(
         elif what == "grad":
             specs = acts[source].of_gradients()
         else:
-            specs = GO if what == "go" else Specs.always([target])
+            specs = GO if what == "go" else Specs.always(targets)
         if not world.is_distributed:
             channel = LocalChannel(specs, what=what, edge=f"stage {source} -> stage {to}")
             contexts[source].senders[what] = contexts[to].receivers[what] = channel
@@ -158,8 +179,9 @@ def connect_stages(
                 max_pending_in_evaluation=pipeline.max_pending,
             )
         else:
-            # Labels travel to the next stage from the CPU; a stage that computes with one moves it.
-            device = torch.device("cpu") if what in ("go", "label") else world.device
+            # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
+            is_read = what in ("go", "label") or (what == "target" and len(targets) > 1)
+            device = torch.device("cpu") if is_read else world.device
             contexts[to].receivers[what] = ProcessReceiver(world.edges[what, source], specs, what=what, device=device)
     return contexts
 

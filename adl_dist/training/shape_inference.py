@@ -21,6 +21,7 @@ from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import packed, takes_gradient, unpacked
 from adl_dist.stage.heads import check_outs
+from adl_dist.stage.loss_terms import is_sum
 from adl_dist.transport.spec import Specs, TensorSpec
 
 SIZES = "sizes"  # the key of a cut that rank 0 has measured
@@ -36,6 +37,7 @@ class Agreed(NamedTuple):
     target: TensorSpec  # what the loss takes besides the output
     overwrites: dict[int, InBothModes]  # for each act of each stage here whether the stage's module writes to it
     num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
+    num_outputs: int | None  # the second dimension of its output; None if that has none
 
 
 def infer_shapes(
@@ -76,7 +78,7 @@ def infer_shapes(
         _publish(store, k + 1, found.outs, target, found.shared)
     # No stage starts before the last one has agreed: a refusal downstream is reported upstream, too.
     shape = _await(store, K, by=K - 1)[0].evaluation[0].shape
-    return Agreed(acts, target, overwrites, shape[0] if len(shape) == 1 else None)
+    return Agreed(acts, target, overwrites, shape[0] if len(shape) == 1 else None, shape[0] if shape else None)
 
 
 def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str, Any]) -> None:
@@ -249,7 +251,7 @@ def _specs_of(out: Any, gets: str) -> tuple[TensorSpec, ...]:
 
 def _try_loss(stage: int, specs: Sequence[TensorSpec], out: Any, target: TensorSpec, loss_fn: LossFn) -> None:
     got = f"{', '.join(map(str, specs))} and {target}"
-    if getattr(loss_fn, "reduction", "mean") == "sum":
+    if is_sum(loss_fn):
         raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
