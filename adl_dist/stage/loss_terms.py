@@ -27,15 +27,17 @@ KEYWORDS = {"weight", "ignore_index", "reduction", "label_smoothing"}  # of thes
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """torch's cross-entropy or negative log-likelihood of classes, which divides by the weights of its targets."""
+    """torch's cross-entropy or negative log-likelihood of classes, which divides by the weights of its targets.
+
+    Attributes:
+        ignore_index: the target that it ignores.
+        weight: of each class, float64[C] on the CPU; None: 1.
+        is_torchs_own: whether it is known to do that; not if a derived class computes something of its own.
+    """
 
     ignore_index: int
-    weight: Tensor | None  # of each class, float64[C] on the CPU; None: 1
-
-    @classmethod
-    def of(cls, ignore_index: int, weight: Tensor | None) -> "ClassLoss":
-        """Take what the loss was made with; ``weight`` is wherever the loss needs it."""
-        return cls(ignore_index, None if weight is None else weight.detach().double().cpu())
+    weight: Tensor | None
+    is_torchs_own: bool = True
 
     def num_terms(self, target: Tensor) -> float:
         """Return the sum of the weights of those classes in ``target`` [B, ...] that count."""
@@ -73,25 +75,29 @@ class LossTerms:
         return number
 
 
-def class_loss(loss_fn: Callable[..., Any]) -> ClassLoss | None:
-    """Return how torch's own loss of classes is set; None: ``loss_fn`` is another one.
+def class_loss(loss_fn: Any) -> ClassLoss | None:
+    """Return how torch's loss of classes is set; None: ``loss_fn`` is none.
 
-    Known are nn.CrossEntropyLoss and nn.NLLLoss, also classes derived from them that have no ``forward`` of their own,
-    and their functions, also with keywords by functools.partial.
+    These are nn.CrossEntropyLoss and nn.NLLLoss, also classes derived from them, and their functions, also with
+    keywords by functools.partial.
     """
+    settings: dict[str, Any] = {}
+    own = True
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
+        settings = {"ignore_index": loss_fn.ignore_index, "weight": loss_fn.weight}
         # Looked up in the object, which may have been given another one.
-        known = getattr(loss_fn.forward, "__func__", None) in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-        return ClassLoss.of(loss_fn.ignore_index, loss_fn.weight) if known else None
-    keywords: dict[str, Any] = {}
-    if isinstance(loss_fn, functools.partial) and not loss_fn.args:
-        loss_fn, keywords = loss_fn.func, loss_fn.keywords
-    if not (loss_fn is F.cross_entropy or loss_fn is F.nll_loss) or not keywords.keys() <= KEYWORDS:
-        return None
-    return ClassLoss.of(keywords.get("ignore_index", IGNORED), keywords.get("weight"))
+        own = getattr(loss_fn.forward, "__func__", None) in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+    else:
+        if isinstance(loss_fn, functools.partial) and not loss_fn.args:
+            loss_fn, settings = loss_fn.func, loss_fn.keywords
+        if not (loss_fn is F.cross_entropy or loss_fn is F.nll_loss) or not settings.keys() <= KEYWORDS:
+            return None
+    weight = settings.get("weight")
+    weight = None if weight is None else weight.detach().double().cpu()
+    return ClassLoss(settings.get("ignore_index", IGNORED), weight, own)
 
 
-def is_sum(loss_fn: Callable[..., Any]) -> bool:
+def is_sum(loss_fn: Any) -> bool:
     """Whether ``loss_fn`` is one of torch's losses, or a function of them with keywords, set to add up."""
     if isinstance(loss_fn, functools.partial):
         return bool(loss_fn.keywords.get("reduction") == "sum")
@@ -116,7 +122,7 @@ def loss_terms(loss_fn: Callable[..., Any], target: Tensor) -> LossTerms | None:
     if (own := own_num_terms(loss_fn)) is not None:
         return LossTerms(own)
     found = class_loss(loss_fn)
-    if found is None or target.is_floating_point():  # class probabilities: every sample counts as one
+    if found is None or not found.is_torchs_own or target.is_floating_point():  # class probabilities: one per sample
         return None
     is_plain = target.ndim == 1 and found.weight is None and found.ignore_index == IGNORED
     return None if is_plain else LossTerms(found.num_terms)

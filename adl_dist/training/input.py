@@ -13,7 +13,7 @@ from adl_dist.data import Loader, check_dataset
 from adl_dist.engine import Batches
 from adl_dist.errors import DataError
 from adl_dist.stage import LossFn, Precision
-from adl_dist.stage.loss_terms import IGNORED, LossTerms, class_loss
+from adl_dist.stage.loss_terms import IGNORED, ClassLoss, LossTerms, class_loss
 from adl_dist.transport.spec import TensorSpec
 from adl_dist.transport.staging import to_device
 
@@ -46,7 +46,8 @@ class DeviceLoader:
         self.num_samples = self._loader.num_samples
         self._device, self._precision, self._name = device, precision, name
         self._num_classes: int | None = None
-        self._ignored, self._may_ignore = IGNORED, True
+        self._classes = ClassLoss(IGNORED, None, is_torchs_own=False)
+        self._may_ignore = True
 
     def expect(self, loss_fn: LossFn, terms: LossTerms | None, *, num_outputs: int | None) -> None:
         """Check targets from now on, as far as it is known what ``loss_fn`` wants.
@@ -54,10 +55,9 @@ class DeviceLoader:
         Those of torch's losses of classes against the number of outputs; and if the ``terms`` of a loss are not
         counted, that there is no target that it ignores.
         """
-        classes = class_loss(loss_fn)
         self._may_ignore = terms is not None
-        if classes is not None:
-            self._num_classes, self._ignored = num_outputs, classes.ignore_index
+        if (classes := class_loss(loss_fn)) is not None:
+            self._num_classes, self._classes = num_outputs, classes
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
         """Yield micro-batches of ``sizes`` samples, from ``first_sample`` in the order of ``epoch`` on.
@@ -96,23 +96,23 @@ class DeviceLoader:
     def _check(self, target: Tensor, where: str) -> None:
         if target.is_floating_point():
             return
+        ignored = self._classes.ignore_index
         if self._num_classes is None:
-            wrong = target == self._ignored
+            wrong = target == ignored
         else:
             wrong = (target < 0) | (target >= self._num_classes)
             if self._may_ignore:
-                wrong &= target != self._ignored
+                wrong &= target != ignored
         if not bool(wrong.any()):
             return
         value = int(target[wrong][0])
         found = f"{self._name} dataset: {where} has target {value}"
-        if value == self._ignored and self._num_classes is not None:
+        if value == ignored and self._classes.is_torchs_own:
             raise DataError(
-                f"{found}, which the loss ignores, so that it is no mean over the samples; expected targets in [0, "
-                f"{self._num_classes}): mark those to be ignored by another number and name it, for example "
-                "loss.ignore_index=-1, and those that are not ignored are counted"
+                f"{found}, which the loss ignores, so that it is no mean over the samples; mark targets to be ignored "
+                "by another number and name it, for example loss.ignore_index=-1, and those that are not are counted"
             )
-        if value == self._ignored:
+        if value == ignored:
             raise DataError(
                 f"{found}, which torch's losses ignore; whether this one does must be known: give the loss a "
                 "num_terms(target), the number of terms that it averages over (docs/own.md); len, if it is the samples"
