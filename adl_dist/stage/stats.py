@@ -47,16 +47,16 @@ class StepStats:
     def score_counted(
         self, out: Tensor | None, target: Tensor, loss: Tensor, num_terms: float, classes: ClassLoss | None
     ) -> None:
-        """Add one micro-batch whose ``loss`` is the mean over ``num_terms``; ``classes``: if it is torch's of classes.
+        """Add one micro-batch whose ``loss`` is the mean over ``num_terms``; ``classes``: how torch's own is set.
 
-        That one may have several targets in a sample: ``out`` is then [B, C, ...], and ``target`` [B, ...].
+        Of that one it is known that several targets in a sample, [B, ...], belong to outputs [B, C, ...].
         """
         self.sizes.append(target.shape[0])
         self.num_terms.append(num_terms)
         self.losses.append(loss.detach())
         if out is None or target.is_floating_point() or out.ndim != target.ndim + 1:
             return
-        if target.ndim == 1 or classes is not None:
+        if target.ndim == 1 or (classes is not None and classes.is_torchs_own):
             counts = (target >= 0) & (target < out.shape[1])  # what is no class can only be ignored
             if classes is not None:
                 counts &= target != classes.ignore_index

@@ -96,9 +96,10 @@ class DeviceLoader:
     def _check(self, target: Tensor, where: str) -> None:
         if target.is_floating_point():
             return
-        ignored = self._classes.ignore_index
-        if self._num_classes is None:
-            wrong = target == ignored
+        ignored, is_torchs_own = self._classes.ignore_index, self._classes.is_torchs_own
+        # Of several targets in a sample a class derived from torch's may want the outputs in another order.
+        if self._num_classes is None or (target.ndim > 1 and not is_torchs_own):
+            wrong = (target == ignored) & (not self._may_ignore)
         else:
             wrong = (target < 0) | (target >= self._num_classes)
             if self._may_ignore:
@@ -107,7 +108,7 @@ class DeviceLoader:
             return
         value = int(target[wrong][0])
         found = f"{self._name} dataset: {where} has target {value}"
-        if value == ignored and self._classes.is_torchs_own:
+        if value == ignored and is_torchs_own:
             raise DataError(
                 f"{found}, which the loss ignores, so that it is no mean over the samples; mark targets to be ignored "
                 "by another number and name it, for example loss.ignore_index=-1, and those that are not are counted"
