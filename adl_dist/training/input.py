@@ -67,7 +67,7 @@ class DeviceLoader:
                 the loss ignores, though nothing counts its terms.
         """
         for micro_batch, (input_, target) in enumerate(self._loader.batches(epoch, sizes, first_sample=first_sample)):
-            if self._num_classes is not None or not self._may_ignore:
+            if (self._num_classes is not None or not self._may_ignore) and not target.is_floating_point():
                 self._check(target, f"micro-batch {micro_batch} of epoch {epoch}")
             if self._device.type != "cpu":
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
@@ -94,8 +94,6 @@ class DeviceLoader:
         return min(seconds) * micro_batch_size / sizes[0]
 
     def _check(self, target: Tensor, where: str) -> None:
-        if target.is_floating_point():
-            return
         ignored, is_torchs_own = self._classes.ignore_index, self._classes.is_torchs_own
         # Of several targets in a sample a class derived from torch's may want the outputs in another order.
         if self._num_classes is None or (target.ndim > 1 and not is_torchs_own):
