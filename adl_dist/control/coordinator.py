@@ -215,10 +215,10 @@ class Coordinator:
         command = messages.Evaluate(self._plan.num_validation, self._plan.micro_batch_size)
         last = self._workers.call(command, EvaluateResult)[-1]
         assert last.num_samples == self._plan.num_validation, "every sample is evaluated exactly once"
-        loss = last.loss_sum / last.num_samples
+        loss = last.loss_sum / last.num_terms if last.num_terms else math.nan
         self._metrics = {"validation_loss": loss}
-        if last.num_correct is not None:
-            self._metrics["validation_accuracy"] = last.num_correct / last.num_samples
+        if last.num_correct is not None and last.num_classed:
+            self._metrics["validation_accuracy"] = last.num_correct / last.num_classed
         for name, value in self._metrics.items():
             self._record(name.replace("_", "/"), value)
         self._progress.end(loss, self._metrics.get("validation_accuracy"))

@@ -3,12 +3,13 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from adl_dist import engine
 from adl_dist.checkpoint.async_save import PartWriter
@@ -27,6 +28,7 @@ from adl_dist.partition.module_state import Streams
 from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
+from adl_dist.stage.loss_terms import LossTerms, counted
 from adl_dist.transport.process import POSTED_AHEAD
 
 
@@ -41,6 +43,7 @@ class LocalWorker:
     contexts: Mapping[int, StageContext]  # this process's stages with their channels, by stage
     train_loader: BatchSource | None = None  # on stage 0's process only
     validation_loader: BatchSource | None = None  # likewise
+    terms: LossTerms | None = None  # what the loss averages over, where that is not samples
     pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
     meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
@@ -115,8 +118,10 @@ class LocalWorker:
             EvaluateResult(
                 stage=stage.index,
                 num_samples=int(numbers["num_samples"]),
+                num_terms=numbers.get("num_terms", numbers["num_samples"]),
                 loss_sum=numbers.get("loss_sum", 0.0),
                 num_correct=int(numbers["num_correct"]) if "num_correct" in numbers else None,
+                num_classed=int(numbers.get("num_classed", numbers["num_samples"])),
             )
             for stage in self.stages
             for numbers in [stage.tally.numbers()]
@@ -130,6 +135,16 @@ class LocalWorker:
                 done = update if stage.lr_updates is None else min(update, stage.lr_updates)
                 fast_forward(stage.lr_schedule, done)
 
+    def _batches(
+        self, feed: BatchSource, segment: Segment, *, training: bool
+    ) -> Generator[tuple[Tensor, ...], None, None]:
+        """Return the source of stage 0's micro-batches, with counts if the loss counts its terms."""
+        batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
+        if self.terms is None:
+            return batches
+        group_sizes = segment.group_sizes if training else None
+        return counted(batches, self.terms, group_sizes, reduction=self.pipeline.method.reduction)
+
     def _run(
         self,
         work: Mapping[int, StageWork],
@@ -140,8 +155,7 @@ class LocalWorker:
         """Carry out ``work``, and report each update; None: this is evaluation."""
         training, batches = reports is not None, None
         if feed is not None:
-            batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
-            self.contexts[0].batches = batches
+            batches = self.contexts[0].batches = self._batches(feed, segment, training=training)
         with _streams_kept(self.stages, self.world.device):
             try:
                 for k, context in self.contexts.items():
@@ -233,14 +247,17 @@ def _records(stats: StepStats, seconds: float, *, is_last: bool) -> Iterator[Rec
             yield {"name": "train/skipped_updates", "value": 1, "unit": "updates", "why": stats.skipped}
         return
     numbers = stats.numbers()
+    n = numbers["num_samples"]
+    num_terms, num_classed = numbers.get("num_terms", n), numbers.get("num_classed", n)
     if "gradient_norm" in numbers:
         yield {"name": "stage/gradient_norm", "value": numbers["gradient_norm"]}
     if "loss_sum" in numbers and not is_last:
-        yield {"name": "stage/local_loss", "value": numbers["loss_sum"] / numbers["num_samples"]}
+        yield {"name": "stage/local_loss", "value": numbers["loss_sum"] / num_terms}
     elif "loss_sum" in numbers:
-        n = numbers["num_samples"]
-        yield {"name": "train/loss", "value": numbers["loss_sum"] / n, "num_samples": n, "elapsed_seconds": seconds}
+        sizes: Record = {name: numbers[name] for name in ("num_samples", "num_terms") if name in numbers}
+        yield {"name": "train/loss", "value": numbers["loss_sum"] / num_terms, **sizes, "elapsed_seconds": seconds}
         if stats.learning_rate is not None:
             yield {"name": "train/learning_rate", "value": stats.learning_rate}
-        if "num_correct" in numbers:
-            yield {"name": "train/accuracy", "value": numbers["num_correct"] / n}
+        if "num_correct" in numbers and num_classed:
+            more: Record = {"num_targets": num_classed} if "num_classed" in numbers else {}
+            yield {"name": "train/accuracy", "value": numbers["num_correct"] / num_classed, **more}

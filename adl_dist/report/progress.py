@@ -23,9 +23,10 @@ class Progress:
         with suppress(ValueError):  # it is closed
             self._live = not quiet and self._out is not None and self._out.isatty()
         self._staleness: list[float | None] = [None] * num_stages
-        self._head, self._has_accuracy = "", False
+        self._head = ""
         self._update = self._total_updates = self._last_size = self._num_skipped = 0
         self._loss_sum = self._num_correct = self._samples = self._rate = self._shown_at = 0.0
+        self._num_terms = self._num_judged = 0.0
         self._seconds = self._seconds_before = 0.0  # since training began or resumed, and before
 
     def begin(self, epoch: int, epochs: int, total_updates: int, *, goes_on: bool = False) -> None:
@@ -36,6 +37,7 @@ class Progress:
             self._seconds_before += self._seconds
         else:
             self._loss_sum = self._num_correct = self._samples = self._seconds_before = 0.0
+            self._num_terms = self._num_judged = 0.0
             self._num_skipped = 0
         self._seconds = 0.0
 
@@ -48,12 +50,15 @@ class Progress:
                 self._update = record["update"] + 1
                 self._last_size = record["num_samples"]
                 self._samples += self._last_size
-                self._loss_sum += record["value"] * self._last_size
+                num_terms = record.get("num_terms", self._last_size)  # what the loss is the mean over
+                self._loss_sum += record["value"] * num_terms
+                self._num_terms += num_terms
                 self._seconds = record["elapsed_seconds"]
                 self._rate = self._samples / max(self._seconds_before + self._seconds, 1e-9)
             case "train/accuracy":
-                self._has_accuracy = True
-                self._num_correct += record["value"] * self._last_size
+                num_targets = record.get("num_targets", self._last_size)
+                self._num_correct += record["value"] * num_targets
+                self._num_judged += num_targets
             case "train/skipped_updates":
                 self._update = record["update"] + 1
                 self._num_skipped += 1
@@ -77,8 +82,8 @@ class Progress:
 
     def _line(self) -> str:
         stale = "/".join("-" if s is None else f"{s:.3g}" for s in self._staleness)
-        accuracy = f"  acc {self._num_correct / self._samples:7.2%}" if self._has_accuracy and self._samples else ""
-        loss = self._loss_sum / self._samples if self._samples else float("nan")
+        accuracy = f"  acc {self._num_correct / self._num_judged:7.2%}" if self._num_judged else ""
+        loss = self._loss_sum / self._num_terms if self._num_terms else float("nan")
         width = len(str(self._total_updates))
         skipped = f"  skipped {self._num_skipped}" if self._num_skipped else ""
         return (

@@ -145,8 +145,8 @@ class GradientPolicy:
 class TrainSpec:
     """Everything about a training that is the same in all stages and on all ranks, except the model and its cut.
 
-    ``loss_fn`` is (output, target) to the mean loss over the samples; ``optimizer`` makes that of one stage from its
-    parameters; ``seed`` seeds data order, augmentation and dropout.
+    ``loss_fn`` is (output, target) to the mean loss over the samples, or over terms that it counts; ``optimizer`` makes
+    that of one stage from its parameters; ``seed`` seeds data order, augmentation and dropout.
 
     Raises:
         ConfigError: a value is out of range, or does not fit the method.

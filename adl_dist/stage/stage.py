@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.calls import RandomStreams, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.stage.spec import TrainSpec
@@ -40,6 +41,9 @@ class InFlight:
     grad_edges: GradEdges | None = None  # where the graph begins to go backward; None: to be recomputed
     output_and_loss: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
     buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
+    # Where the loss counts its terms: its weight in the group, and how many terms it has.
+    loss_weight: float | None = None
+    num_terms: float | None = None
 
 
 class Stage:
@@ -96,6 +100,7 @@ class Stage:
         self._forward_version: int | None = None  # None: the newest
         self._first_version = 0  # of the segment
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
+        self._class_loss = class_loss(spec.loss_fn)
         self._call_module = call_of(module, compiled=spec.precision.compile)
         self._gradient_shrink, self._lr_factor = method.gradient_shrink, pipeline.lr_factor(index)
         self._learns_locally = method.spec.local_losses
@@ -152,11 +157,20 @@ class Stage:
         """Forward from here on with the weights after ``num_updates`` updates of the segment."""
         self._forward_version = self._first_version + num_updates
 
-    def forward(self, micro_batch: int, acts: Tensors, target: Tensor | None, *, keep_graph: bool = True) -> Tensors:
+    def forward(
+        self,
+        micro_batch: int,
+        acts: Tensors,
+        target: Tensor | None,
+        counts: Tensor | None = None,
+        *,
+        keep_graph: bool = True,
+    ) -> Tensors:
         """Forward one micro-batch; return what goes downstream, cut off from the graph, or () on the last stage.
 
-        ``acts`` [B, ...] come from upstream or the data; ``target`` is [B, ...] where there is a loss, else None. The
-        graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
+        ``acts`` [B, ...] come from upstream or the data; ``target`` is [B, ...] where there is a loss, else None, and
+        ``counts`` are those of :func:`~adl_dist.stage.loss_terms.counted` if the loss counts its terms. The graph is
+        kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
         """
         leaves = acts
         if self.index > 0:
@@ -167,6 +181,8 @@ class Stage:
             target = target.to(acts[0].device, non_blocking=True)
         version = self.version if self._forward_version is None else self._forward_version
         kept = self.in_flight[micro_batch] = InFlight(leaves, target, version)
+        if counts is not None:
+            kept.loss_weight, kept.num_terms = counts[0].tolist()
         given = leaves
         if not keep_graph:  # the module may overwrite what it is given, and its buffers, which the replay needs
             given = tuple(leaf.clone() for leaf in leaves)
@@ -176,7 +192,7 @@ class Stage:
             with self._watching_buffers(self.module):
                 out = self._call(given)
             outs = self._taken_apart(out)
-            last = (self._loss(out, target),) if self.has_loss else outs
+            last = (self._loss(out, target, kept.num_terms),) if self.has_loss else outs
         if self.has_loss:
             kept.output_and_loss = outs[0] if self.is_last else None, last[0]
         if keep_graph:
@@ -192,21 +208,23 @@ class Stage:
         kept = self.in_flight[micro_batch]
         self._random.seed(micro_batch, kept.acts[0].device)
         out = self._call(kept.acts, kept.buffers)
-        last = (self._loss(out, kept.target),) if self.has_loss else self._taken_apart(out)
+        last = (self._loss(out, kept.target, kept.num_terms),) if self.has_loss else self._taken_apart(out)
         kept.grad_edges = self._grad_edges_of(last, micro_batch)
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
 
         ``grads`` has one for each tensor that gets one and went downstream; where there is a loss, the weight of this
-        micro-batch in its group, which scales every gradient that follows from it. Return the gradients of the acts
-        that get one, for upstream; none on stage 0 and where stages learn locally.
+        micro-batch in its group, which scales every gradient that follows from it, unless it came to the forward.
+        Return the gradients of the acts that get one, for upstream; none on stage 0 and where stages learn locally.
 
         Raises:
             PartitionError: an act that should get a gradient has none, or the other way round.
         """
         kept = self.in_flight.pop(micro_batch)
         assert kept.grad_edges is not None, "the schedule recomputes before it goes backward"
+        if kept.loss_weight is not None and kept.output_and_loss is not None:
+            grads = (torch.full_like(kept.output_and_loss[1], kept.loss_weight),)
         if self._gradient_shrink != 1.0 and not self.has_loss:
             grads = tuple(grad * self._gradient_shrink for grad in grads)
         if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
@@ -216,7 +234,11 @@ class Stage:
         self.tally.staleness.append(self.version - kept.version)
         if kept.output_and_loss is not None:
             assert kept.target is not None
-            self.tally.score(kept.output_and_loss[0], kept.target, kept.output_and_loss[1])
+            out, loss = kept.output_and_loss
+            if kept.num_terms is None:
+                self.tally.score(out, kept.target, loss)
+            else:
+                self.tally.score_counted(out, kept.target, loss, kept.num_terms, self._class_loss)
         if self.index == 0 or self._learns_locally:
             return ()
         leaving = self._gradients_of(kept.acts, micro_batch)
@@ -260,8 +282,11 @@ class Stage:
                 self.lr_schedule.step()
 
     @torch.no_grad()
-    def predict(self, micro_batch: int, acts: Tensors, target: Tensor | None) -> Tensors:
-        """Forward one micro-batch for evaluation; the last stage scores it and returns nothing."""
+    def predict(self, micro_batch: int, acts: Tensors, target: Tensor | None, counts: Tensor | None = None) -> Tensors:
+        """Forward one micro-batch for evaluation; the last stage scores it and returns nothing.
+
+        ``counts`` are those of :meth:`forward`.
+        """
         self._random.seed(micro_batch, acts[0].device)
         out = self._call(acts)
         outs = self._taken_apart(out)
@@ -269,7 +294,11 @@ class Stage:
             return outs
         assert target is not None
         target = target.to(outs[0].device, non_blocking=True)
-        self.tally.score(outs[0], target, self._loss(out, target))
+        if counts is None:
+            self.tally.score(outs[0], target, self._loss(out, target))
+            return ()
+        _, num_terms = counts[0].tolist()
+        self.tally.score_counted(outs[0], target, self._loss(out, target, num_terms), num_terms, self._class_loss)
         return ()
 
     def _set_mode(self, *, training: bool) -> None:
@@ -336,8 +365,12 @@ class Stage:
             "elsewhere"
         )
 
-    def _loss(self, out: Any, target: Tensor | None) -> Tensor:
+    def _loss(self, out: Any, target: Tensor | None, num_terms: float | None = None) -> Tensor:
         assert target is not None
+        if num_terms == 0:
+            # The mean over nothing is NaN. In the mean over the whole group such a micro-batch counts for nothing: its
+            # samples get a gradient, of zeros.
+            return torch.stack([(tensor.real * 0).sum() for tensor in unpacked(out) if takes_gradient(tensor)]).sum()
         with self._within():
             if self.is_last:
                 return self._loss_fn(out, target)

@@ -18,6 +18,7 @@ from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
+from adl_dist.stage.loss_terms import LossTerms, loss_terms
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import check_consistent
 from adl_dist.training.input import DeviceLoader
@@ -28,6 +29,7 @@ from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
 
 GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
+COUNTS = TensorSpec((2,), "float64")  # travels with the target, where the loss counts its terms
 
 
 def build_worker(
@@ -57,22 +59,23 @@ def build_worker(
         in_dtype(spec.loss_fn, spec.precision.dtype, device)
     check_consistent(store, world.rank, world.size, settings_of(spec, partitioned), found=False)
     samples = samples_of.share(store, samples_of.take(*loaders, sizes), rank=world.rank, size=world.size)
+    terms = loss_terms(spec.loss_fn, samples.one[1])
     feed = loaders[0] or loaders[1]
     measuring = Measuring(feed, micro_batch_size, folder) if feed is not None else None
     spec, agreed, _ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
     check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
     precision = spec.precision
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
-    check_targets(spec.pipeline, agreed)
+    check_targets(spec.pipeline, agreed, terms)
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
     for loader in loaders:
         if loader is not None:
             loader.precision = precision
-            if agreed.num_classes is not None:
-                loader.expect_classes(spec.loss_fn, agreed.num_classes)
+            loader.expect(spec.loss_fn, terms, num_outputs=agreed.num_outputs)
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
-    contexts = connect_stages(world, stages, acts, agreed.target, spec.pipeline)
-    return LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, pick_next)
+    targets = [agreed.target] if terms is None else [agreed.target, COUNTS]
+    contexts = connect_stages(world, stages, acts, targets, spec.pipeline)
+    return LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, terms, pick_next)
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
@@ -95,10 +98,20 @@ def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
         )
 
 
-def check_targets(pipeline: Pipeline, agreed: Agreed) -> None:
-    """Raise ConfigError for a local loss without classes to learn or to compare; every rank finds it alike."""
+def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -> None:
+    """Raise ConfigError for a local loss without classes to learn or to compare; every rank finds it alike.
+
+    And for stages that each make groups of their own, so that no other stage can say what a group has of the ``terms``.
+    """
     if not pipeline.spec.local_losses:
         return
+    is_greedy, M = pipeline.method.is_asynchronous_greedy, pipeline.micro_batches_per_update
+    if terms is not None and is_greedy and M > 1 and pipeline.num_stages > 1:
+        raise ConfigError(
+            f"the loss counts its terms (class weights, targets to ignore, several in a sample, or its own num_terms), "
+            f"but with method.buffer_size={pipeline.method.buffer_size} each stage has groups of its own, whose terms "
+            "are not known beforehand; use method.buffer_size=0 or method.accumulation_steps=1"
+        )
     target = agreed.target
     if pipeline.method.head == "predsim" and (target.is_floating_point or target.shape):
         raise ConfigError(
@@ -134,11 +147,16 @@ def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
 
 
 def connect_stages(
-    world: World, stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: TensorSpec, pipeline: Pipeline
+    world: World,
+    stages: Mapping[int, Stage],
+    acts: Mapping[int, Specs],
+    targets: Sequence[TensorSpec],
+    pipeline: Pipeline,
 ) -> dict[int, StageContext]:
     """Join the stages of this process to their neighbours, in this process or in others.
 
-    ``acts`` are what arrives at each of them and at the next one, ``target`` what the loss takes besides the output.
+    ``acts`` are what arrives at each of them and at the next one, ``targets`` what the loss takes besides the output,
+    and the counts of its terms if there are any.
     """
     edges = edges_of(pipeline)
     contexts = {k: StageContext(stage) for k, stage in stages.items()}
@@ -153,7 +171,7 @@ def connect_stages(
         elif what == "grad":
             specs = acts[source].of_gradients()
         else:
-            specs = GO if what == "go" else Specs.always([target])
+            specs = GO if what == "go" else Specs.always(targets)
         if not world.is_distributed:
             channel = LocalChannel(specs, what=what, edge=f"stage {source} -> stage {to}")
             contexts[source].senders[what] = contexts[to].receivers[what] = channel
@@ -166,8 +184,9 @@ def connect_stages(
                 max_pending_in_evaluation=pipeline.max_pending,
             )
         else:
-            # Labels travel to the next stage from the CPU; a stage that computes with one moves it.
-            device = torch.device("cpu") if what in ("go", "label") else world.device
+            # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
+            is_read = what in ("go", "label") or (what == "target" and len(targets) > 1)
+            device = torch.device("cpu") if is_read else world.device
             contexts[to].receivers[what] = ProcessReceiver(world.edges[what, source], specs, what=what, device=device)
     return contexts
 

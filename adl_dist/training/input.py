@@ -1,21 +1,20 @@
 """Micro-batches as the first stage takes them: on its device, in the run's dtype and memory format, checked."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from adl_dist.data import Loader, check_dataset
 from adl_dist.engine import Batches
 from adl_dist.errors import DataError
-from adl_dist.stage import Precision
+from adl_dist.stage import LossFn, Precision
+from adl_dist.stage.loss_terms import IGNORED, ClassLoss, LossTerms, class_loss
 from adl_dist.transport.staging import to_device
-
-CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 class DeviceLoader:
@@ -47,22 +46,29 @@ class DeviceLoader:
         self.precision = precision  # of what is loaded; the memory format may be settled later on
         self._device, self._name = device, name
         self._num_classes: int | None = None
-        self._ignore_index = -100
+        self._classes = ClassLoss(IGNORED, None, is_torchs_own=False)
+        self._may_ignore = True
 
-    def expect_classes(self, loss_fn: Callable[[Tensor, Tensor], Tensor], num_outputs: int) -> None:
-        """Check targets against the number of outputs from now on, if ``loss_fn`` wants class indices."""
-        if isinstance(loss_fn, CLASS_LOSSES):
-            self._num_classes, self._ignore_index = num_outputs, loss_fn.ignore_index
+    def expect(self, loss_fn: LossFn, terms: LossTerms | None, *, num_outputs: int | None) -> None:
+        """Check targets from now on, as far as it is known what ``loss_fn`` wants.
+
+        Those of torch's losses of classes against the number of outputs; and if the ``terms`` of a loss are not
+        counted, that there is no target that it ignores.
+        """
+        self._may_ignore = terms is not None
+        if (classes := class_loss(loss_fn)) is not None:
+            self._num_classes, self._classes = num_outputs, classes
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
         """Yield micro-batches of ``sizes`` samples, from ``first_sample`` in the order of ``epoch`` on.
 
         Raises:
-            DataError: a target that is no class; torch would only say so in the loss, two processes away.
+            DataError: a target that is no class; torch would only say so in the loss, two processes away. Or one that
+                the loss ignores, though nothing counts its terms.
         """
         for micro_batch, (input_, target) in enumerate(self._loader.batches(epoch, sizes, first_sample=first_sample)):
-            if self._num_classes is not None:
-                self._check(target, self._num_classes, f"micro-batch {micro_batch} of epoch {epoch}")
+            if (self._num_classes is not None or not self._may_ignore) and not target.is_floating_point():
+                self._check(target, f"micro-batch {micro_batch} of epoch {epoch}")
             if self._device.type != "cpu":
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.
@@ -87,13 +93,30 @@ class DeviceLoader:
                 seconds.append(time.perf_counter() - start)
         return min(seconds) * micro_batch_size / sizes[0]
 
-    def _check(self, target: Tensor, num_classes: int, where: str) -> None:
-        if target.is_floating_point() or target.ndim != 1:
-            return  # class probabilities, or one class per pixel: the loss checks those
-        wrong = (target != self._ignore_index) & ((target < 0) | (target >= num_classes))
-        if bool(wrong.any()):
+    def _check(self, target: Tensor, where: str) -> None:
+        ignored, is_torchs_own = self._classes.ignore_index, self._classes.is_torchs_own
+        # Of several targets in a sample a class derived from torch's may want the outputs in another order.
+        if self._num_classes is None or (target.ndim > 1 and not is_torchs_own):
+            wrong = (target == ignored) & (not self._may_ignore)
+        else:
+            wrong = (target < 0) | (target >= self._num_classes)
+            if self._may_ignore:
+                wrong &= target != ignored
+        if not bool(wrong.any()):
+            return
+        value = int(target[wrong][0])
+        found = f"{self._name} dataset: {where} has target {value}"
+        if value == ignored and is_torchs_own:
             raise DataError(
-                f"{self._name} dataset: {where} has target {int(target[wrong][0])}, but the model has {num_classes} "
-                f"outputs, so targets must be in [0, {num_classes}); set data.num_classes (model.num_classes) to the "
-                "number of classes, or correct the targets"
+                f"{found}, which the loss ignores, so that it is no mean over the samples; mark targets to be ignored "
+                "by another number and name it, for example loss.ignore_index=-1, and those that are not are counted"
             )
+        if value == ignored:
+            raise DataError(
+                f"{found}, which torch's losses ignore; whether this one does must be known: give the loss a "
+                "num_terms(target), the number of terms that it averages over (docs/own.md); len, if it is the samples"
+            )
+        raise DataError(
+            f"{found}, but the model has {self._num_classes} outputs, so targets must be in [0, {self._num_classes}); "
+            "set data.num_classes (model.num_classes) to the number of classes, or correct the targets"
+        )

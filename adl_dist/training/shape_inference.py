@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.module_state import PLAIN, ModuleState, Streams
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import Tensors, packed, takes_gradient
 from adl_dist.stage.heads import check_outs
+from adl_dist.stage.loss_check import check_is_mean
+from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
 from adl_dist.stage.traits import StageTraits, Structure, joined
 from adl_dist.stage.versions import moved_on, swap, swapped
-from adl_dist.training.input import CLASS_LOSSES
 from adl_dist.training.loss_checks import check_broadcast, check_loss
 from adl_dist.training.samples import SIZES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
@@ -38,6 +39,7 @@ class Agreed(NamedTuple):
     target: TensorSpec  # what the loss takes besides the output
     traits: dict[int, StageTraits]
     num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
+    num_outputs: int | None  # the second dimension of its output; None if that has none
     learns: bool  # whether a gradient of the loss reaches the model
 
     def plain(self) -> dict[str, Any]:
@@ -128,6 +130,8 @@ class StageChain:
         self._traits = [StageTraits() for _ in stages]
         self._target: TensorSpec | None = None
         self._num_classes: int | None = None
+        self._num_outputs: int | None = None
+        self._outputs: list[tuple[Any, Tensor]] = []  # of both micro-batches in training, with their targets
         self._learns = self._is_loss_tried = False
         self._held = [{id(p) for p in stage.parameters()} for stage in stages]
 
@@ -245,7 +249,11 @@ class StageChain:
         if method.spec.local_losses:
             for k in range(self.last):
                 check_outs(method.head, k, [out.shape for out in acts[k + 1].training])
-        return Agreed(acts, self._target, traits, self._num_classes, self._learns)
+        if samples.trains and spec.pipeline.micro_batches_per_update > 1:
+            (out, target), (other_out, other_target) = self._outputs[:2]
+            terms = loss_terms(self._loss_fn, samples.one[1])
+            check_is_mean(self._loss_fn, (out, other_out), (target, other_target), terms)
+        return Agreed(acts, self._target, traits, self._num_classes, self._num_outputs, self._learns)
 
     @contextmanager
     def _looking(self, k: int) -> Iterator[None]:
@@ -303,11 +311,16 @@ class StageChain:
         specs = [TensorSpec.of(leaf) if leaf.ndim else "a number" for leaf in outs]
         self._target = TensorSpec.of(target)
         self._num_classes = outs[0].shape[1] if outs and outs[0].ndim == 2 else None
+        self._num_outputs = outs[0].shape[1] if outs and outs[0].ndim > 1 else None
         target = target.to(outs[0].device if outs else self._device)
-        if isinstance(self._loss_fn, CLASS_LOSSES) and outs and outs[0].ndim > 1 and not target.is_floating_point():
+        classes = class_loss(self._loss_fn)
+        if classes is not None and self._num_outputs is not None and not target.is_floating_point():
             # One out of range ends a GPU's process; the loader names the micro-batch.
-            known = target.clamp(0, outs[0].shape[1] - 1)
-            target = torch.where(target == self._loss_fn.ignore_index, target, known)
+            known = target.clamp(0, self._num_outputs - 1)
+            target = torch.where(target == classes.ignore_index, target, known)
+        if torch.is_grad_enabled():
+            held = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
+            self._outputs.append((held, target))
         with self._within():
             loss = _try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, target, self._loss_fn)
             if len(target) > 1 and not self._is_loss_tried:
@@ -420,7 +433,7 @@ def _shared(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequence[boo
 
 def _try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -> Tensor:
     """Return the loss of a micro-batch; ``got`` says what it is given."""
-    if getattr(loss_fn, "reduction", "mean") == "sum":
+    if is_sum(loss_fn):
         raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises

@@ -81,7 +81,7 @@ class Trainer:
 
         Args:
             model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks; it takes one tensor.
-            loss_fn: (output, target) to the mean loss over the samples.
+            loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
             optimizer: makes a torch optimizer from the parameters of one stage.
             method: from :func:`adl_dist.method`; None: ADL with M = 4.
             num_stages: K.
