@@ -129,6 +129,7 @@ class StageChain:
         self._target: TensorSpec | None = None
         self._num_classes: int | None = None
         self._learns = self._is_loss_tried = False
+        self._is_training: bool | None = None  # which mode the stages are in; None: unknown
         self._held = [{id(p) for p in stage.parameters()} for stage in stages]
 
     def run(
@@ -175,8 +176,10 @@ class StageChain:
     def forward(self, batch: MicroBatch, *, training: bool = True, look: bool = False) -> _Passage:
         """Forward one micro-batch through all stages; ``look``: note also what each of them moves."""
         passage, size = _Passage(), len(batch.input_)
-        for stage in self.stages:
-            stage.train(training)
+        if training != self._is_training:
+            self._is_training = training
+            for stage in self.stages:
+                stage.train(training)
         tensors: Tensors = (batch.input_,)
         needs, shared = [False], [False]
         structure: Structure | None = None
