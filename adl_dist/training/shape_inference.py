@@ -387,7 +387,10 @@ def change_values(parameters: Sequence[nn.Parameter]) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for p in parameters:
             if takes_gradient(p) and p.numel():
-                p.mul_(torch.linspace(0.8, 1.25, p.numel(), dtype=torch.float64).to(p.device, p.dtype).view(p.shape))
+                half = len(p) // 2 if p.ndim else 0
+                if half:
+                    p[:half].mul_(0.8)
+                (p[half:] if p.ndim else p).mul_(1.25)
                 if not p.any():
                     p.add_(0.01)
 
