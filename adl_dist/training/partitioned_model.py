@@ -27,6 +27,7 @@ from adl_dist.training.options import PartitionSpec
 from adl_dist.training.samples import NUM_SAMPLES, Samples
 from adl_dist.training.shape_inference import Agreed, CutImpossible
 from adl_dist.training.trial import Trial, check_learns, in_a_memory_format
+from adl_dist.training.verify import kept
 from adl_dist.transport.spec import TensorSpec
 
 PROFILE = "profile.json"
@@ -141,7 +142,8 @@ class PartitionedModel:
         trial = Trial(self._model, spec, samples, device)
         chain = None
         if self._num_stages > 1 or not isinstance(self.spec.balance, str):
-            chain = linearise(self._model, granularity=self.spec.units, samples=trial.inputs)
+            with spec.precision.autocasting(trial.device)():
+                chain = linearise(self._model, granularity=self.spec.units, samples=trial.inputs)
         if chain is None or self._num_stages == 1:
             if chain is not None:
                 checked_sizes(chain, 1, self.spec.balance)
@@ -188,16 +190,17 @@ class PartitionedModel:
     def _measured(self, trial: Trial, chain: Chain, measuring: Measuring) -> list[int]:
         """Return the sizes that are best for what is measured now, or was before."""
         assert self._model is not None
-        profile = take_profile(
-            self._model,
-            chain,
-            trial.spec,
-            granularity=self.spec.units,
-            sample=trial.one,
-            micro_batch_size=measuring.micro_batch_size,
-            kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
-            feed=measuring.feed,
-        )
+        with kept(self._model, [], trial.spec, trial.device):
+            profile = take_profile(
+                self._model,
+                chain,
+                trial.spec,
+                granularity=self.spec.units,
+                sample=trial.one,
+                micro_batch_size=measuring.micro_batch_size,
+                kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
+                feed=measuring.feed,
+            )
         machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(trial.device))
         while True:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]

@@ -133,6 +133,7 @@ class StageChain:
         self._num_outputs: int | None = None
         self._outputs: list[tuple[Any, Tensor]] = []  # of both micro-batches in training, with their targets
         self._learns = self._is_loss_tried = False
+        self._is_training: bool | None = None  # which mode the stages are in; None: unknown
         self._held = [{id(p) for p in stage.parameters()} for stage in stages]
 
     def run(
@@ -179,8 +180,10 @@ class StageChain:
     def forward(self, batch: MicroBatch, *, training: bool = True, look: bool = False) -> _Passage:
         """Forward one micro-batch through all stages; ``look``: note also what each of them moves."""
         passage, size = _Passage(), len(batch.input_)
-        for stage in self.stages:
-            stage.train(training)
+        if training != self._is_training:
+            self._is_training = training
+            for stage in self.stages:
+                stage.train(training)
         tensors: Tensors = (batch.input_,)
         needs, shared = [False], [False]
         structure: Structure | None = None
@@ -397,7 +400,10 @@ def change_values(parameters: Sequence[nn.Parameter]) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         for p in parameters:
             if takes_gradient(p) and p.numel():
-                p.mul_(torch.linspace(0.8, 1.25, p.numel(), dtype=torch.float64).to(p.device, p.dtype).view(p.shape))
+                half = len(p) // 2 if p.ndim else 0
+                if half:
+                    p[:half].mul_(0.8)
+                (p[half:] if p.ndim else p).mul_(1.25)
                 if not p.any():
                     p.add_(0.01)
 

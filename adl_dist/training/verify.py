@@ -64,10 +64,13 @@ class Kept:
     def __init__(self, model: nn.Module, stages: Iterable[nn.Module], spec: TrainSpec, device: torch.device) -> None:
         others = [spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else []
         self._seed = spec.seed % 2**32  # as numpy takes it
+        self._is_moved = False
         modules = [model, *(stage for stage in stages if stage is not model), *others]
         self._state, self._streams = ModuleState.of(*modules), Streams()
         self._modes = [(module, module.training) for one in modules for module in one.modules()]
         self._grads = [(p, p.grad) for one in modules for p in one.parameters()]
+        for parameter, _ in self._grads:
+            parameter.grad = None
         self._device = device if device.type == "cuda" else None
         self._of_device = torch.cuda.get_rng_state(device) if self._device is not None else None
 
@@ -78,13 +81,16 @@ class Kept:
         if self._device is not None and self._of_device is not None:
             torch.cuda.set_rng_state(self._of_device, self._device)
         for module, mode in self._modes:
-            module.training = mode
+            if module.training != mode:
+                module.training = mode
         for parameter, grad in self._grads:
             parameter.grad = grad if gradients else None
 
     def begin(self) -> None:
         """Put everything back, without gradients, and seed the streams, alike on every rank."""
-        self.put_back()
+        if self._is_moved:
+            self.put_back()
+        self._is_moved = True
         torch.default_generator.manual_seed(self._seed)
         random.seed(self._seed)
         np.random.seed(self._seed)
@@ -118,6 +124,14 @@ class Verification:
         named = self.model.named_parameters()
         self._parameters = {name: p for name, p in named if p.requires_grad and takes_gradient(p)}
         self._chain = StageChain(self.stages, self.spec, self.device)
+        weights = {p.untyped_storage().data_ptr() for p in self.model.parameters() if p.layout is torch.strided}
+        self._plain = {  # what a forward may move besides buffers, which it may replace
+            name: tensor
+            for name, tensor in tensors_reached(self.model)
+            if not isinstance(tensor, nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage().data_ptr() not in weights
+        }
 
     def agreed(self) -> Agreed:
         """Compare, and return what is known of the stages.
@@ -165,18 +179,8 @@ class Verification:
     def _outcome(self, chain: StageChain, change: Replacement, *, look: bool = False) -> Outcome:
         self.kept.begin()
         outcome = chain.run(self.samples, change, look=look)
-        weights = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
-        outcome.add(
-            STATE,
-            "state",
-            {
-                name: tensor.detach().clone()
-                for name, tensor in tensors_reached(self.model)
-                if not isinstance(tensor, nn.Parameter)
-                and tensor.layout is torch.strided
-                and tensor.untyped_storage().data_ptr() not in weights
-            },
-        )
+        moved = {**self._plain, **dict(self.model.named_buffers())}
+        outcome.add(STATE, "state", {name: tensor.detach().clone() for name, tensor in moved.items()})
         return outcome
 
     def _recomputing(self, compare: "_Comparison", difference: "Difference", between: frozenset[str]) -> frozenset[int]:

@@ -28,6 +28,7 @@ from tests.support import commands
 from tests.support.commands import as_command, in_process, left_behind, shows
 
 SURVEY = ModelSurvey(
+    channels_last=True,
     sizes=[1, 1], granularity="block", overwrites=[], target=TensorSpec((), "int64"), predicted={"adl": 125.0},
     act_bytes=300, grad_bytes=300, parameter_bytes=12_000,
 )  # fmt: skip
