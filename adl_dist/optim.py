@@ -1,20 +1,58 @@
-"""Learning rates as functions of the update index s alone: stages reach it at different times, but share gamma_s.
+"""Optimizers, and learning rates as functions of the update index s alone.
 
-So a schedule may look at s, never at the clock, a metric or another stage; a resumed run finds its place by counting.
+Stages reach s at different times, but share gamma_s. So a schedule may look at s, never at the clock, a metric or
+another stage; a resumed run finds its place by counting.
 """
 
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import AdlError, ConfigError
+
+# Updates for which a schedule is tried out at the start, in about a second.
+MOST_TRIED = 100_000
+
+
+def make_optimizer(
+    factory: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: Mapping[str, nn.Parameter], *, where: str
+) -> Optimizer:
+    """Return what ``factory`` makes of ``parameters`` (by name, at least one) of a stage or model called ``where``.
+
+    Raises:
+        ConfigError: it refuses them, or makes no optimizer; names the first parameter that it refuses by itself.
+    """
+    expected = "expected a function of a stage's parameters, like lambda p: torch.optim.SGD(p, lr=0.1)"
+    if not callable(factory):
+        raise ConfigError(f"optimizer is a {type(factory).__name__}; {expected}")
+    try:
+        made = factory([*parameters.values()])
+    except Exception as error:  # the user's own code: say whose it is and what it said
+        refused = [name for name, parameter in parameters.items() if _refuses(factory, parameter)]
+        named = f", parameter {refused[0]}" if 0 < len(refused) < len(parameters) else ""
+        said = str(error) if isinstance(error, AdlError) else f"the optimizer fails: {type(error).__name__}: {error}"
+        raise ConfigError(f"{where}{named}: {said}") from error
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"{where}: optimizer must return a torch.optim.Optimizer, got {type(made).__name__}; {expected}"
+        )
+    return made
+
+
+def _refuses(factory: Callable[[Iterable[nn.Parameter]], Optimizer], parameter: nn.Parameter) -> bool:
+    try:
+        factory([parameter])
+    except Exception:
+        return True
+    return False
 
 
 def warmup_factor(update: int, *, num_warmup_updates: int) -> float:
@@ -96,8 +134,9 @@ def build_lr_schedule(
 ) -> LRScheduler:
     """Call one of the schedules above, a class of ``torch.optim.lr_scheduler``, or anything like them.
 
-    ``target`` takes one stage's optimizer, ``options`` (the other keys of ``lr_schedule``), and ``updates_per_epoch``
-    (the last, shorter group counts as one) and ``total_updates`` if it has parameters of these names.
+    ``target`` takes one stage's optimizer, ``options`` (the other keys of ``lr_schedule``), and, if it has parameters
+    of these names and they are not given, ``updates_per_epoch`` (the last, shorter group counts as one) and
+    ``total_updates``, also as ``total_steps``.
 
     Returns:
         A scheduler to be stepped once per update: what torch calls an epoch is then an update.
@@ -105,21 +144,27 @@ def build_lr_schedule(
     Raises:
         ConfigError: options that ``target`` does not take or refuses, or a schedule that needs a metric.
     """
-    name = getattr(target, "__name__", repr(target))
-    signature = inspect.signature(target)
-    run = {"updates_per_epoch": updates_per_epoch, "total_updates": total_updates}
-    given = {**{key: value for key, value in run.items() if key in signature.parameters}, **options}
+    name = _name_of(target)
     try:
-        signature.bind(optimizer, **given)
+        takes = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"lr_schedule must make a torch.optim.lr_scheduler.LRScheduler of an optimizer, got {name}; expected a "
+            "function, like lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"
+        ) from error
+    given = {**_length_for(target, takes, options, updates_per_epoch, total_updates), **options}
+    try:
+        inspect.signature(target).bind(optimizer, **given)
     except TypeError as error:
-        keys = [key for key in list(signature.parameters)[1:] if key not in run]
+        keys = [key for key in takes[1:] if key not in ("updates_per_epoch", "total_updates")]
         raise ConfigError(f"lr_schedule: {name} takes {', '.join(keys)}; given {options}: {error}") from error
     try:
         schedule = target(optimizer, **given)
-    except ConfigError:
+    except AdlError:
         raise
-    except ValueError as error:
-        raise ConfigError(f"lr_schedule: {name} refuses {options}: {error}") from error
+    except Exception as error:  # the user's own code
+        said = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"lr_schedule: {name} refuses {options}: {said}") from error
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError(
             "lr_schedule: ReduceLROnPlateau follows a metric, but here a learning rate is a function of the update "
@@ -130,6 +175,82 @@ def build_lr_schedule(
             f"lr_schedule: {name} must return a torch.optim.lr_scheduler.LRScheduler, got {type(schedule).__name__}"
         )
     return schedule
+
+
+def _length_for(
+    target: Callable[..., Any], takes: Sequence[str], options: Mapping[str, Any], updates_per_epoch: int, total: int
+) -> dict[str, int]:
+    """Return the run's length by the names under which ``target`` takes it and the user has not given it."""
+    run = {"updates_per_epoch": updates_per_epoch, "total_updates": total, "total_steps": total}
+    given = {*options, *(target.keywords if isinstance(target, partial) else ())}
+    if given & {"epochs", "steps_per_epoch"}:  # OneCycleLR's other way to say how long it is
+        given.add("total_steps")
+    return {key: value for key, value in run.items() if key in takes and key not in given}
+
+
+def _name_of(target: object) -> str:
+    while isinstance(target, partial):
+        target = target.func
+    return getattr(target, "__name__", None) or type(target).__name__
+
+
+def takes_length(target: Callable[..., Any]) -> bool:
+    """Return whether a schedule that ``target`` makes depends on the length of the run."""
+    return bool(_length_for(target, list(inspect.signature(target).parameters), {}, 1, 1))
+
+
+def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_updates: int) -> set[str]:
+    """Step a schedule of ``optimizer`` through a whole run; return the keys of ``param_groups`` that it sets.
+
+    ``make`` makes it; the groups are then as before. A longer run than ``MOST_TRIED`` is tried for so many updates.
+
+    Raises:
+        ConfigError: the schedule is shorter than the run, or raises otherwise.
+    """
+    groups, done = optimizer.param_groups, 0
+    first = [dict(group) for group in groups]
+    contents = [(v, v.clone()) for group in groups for v in group.values() if isinstance(v, Tensor)]
+    scheduled = {"lr", "initial_lr"}
+
+    def look() -> None:
+        for group, before in zip(groups, first, strict=True):
+            scheduled.update(key for key, value in group.items() if key not in scheduled and _moved(value, before, key))
+
+    schedule = make()
+    try:
+        look()
+        with _without_order_warning():
+            while done < min(total_updates, MOST_TRIED):
+                schedule.step()
+                look()
+                done += 1
+        if isinstance(length := getattr(schedule, "total_steps", None), int) and length < total_updates:
+            done = length
+            raise ValueError(f"it has total_steps={length}")
+    except Exception as error:
+        raise ConfigError(
+            f"lr_schedule: {type(schedule).__name__} fails after update {done + 1} of the run's {total_updates}: "
+            f"{' '.join(str(error).split())}; make it as long as the run"
+        ) from error
+    finally:
+        for group, before in zip(groups, first, strict=True):
+            group.clear()
+            group.update(before)
+        for tensor, content in contents:
+            tensor.copy_(content)
+    return scheduled
+
+
+def _moved(value: Any, before: Mapping[str, Any], key: str) -> bool:
+    return key not in before or (value is not before[key] and (isinstance(value, Tensor) or value != before[key]))
+
+
+@contextmanager
+def _without_order_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # True, and meant: these updates were made by an earlier process, or will never be made.
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
+        yield
 
 
 def fast_forward(scheduler: LRScheduler, num_updates: int) -> None:
@@ -144,8 +265,6 @@ def fast_forward(scheduler: LRScheduler, num_updates: int) -> None:
             group["lr"].fill_(learning_rate)
         else:
             group["lr"] = learning_rate
-    with warnings.catch_warnings():
-        # True, and meant: these updates were made by an earlier process.
-        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
+    with _without_order_warning():
         for _ in range(num_updates):
             scheduler.step()

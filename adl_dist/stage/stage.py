@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from adl_dist.errors import ConfigError
 from adl_dist.stage.calls import DropoutStreams, Tensors, call_of, packed, takes_gradient, unpacked
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.spec import TrainSpec
@@ -245,7 +246,16 @@ class Stage:
             with warnings.catch_warnings() if skip else nullcontext():
                 if skip:
                     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self.lr_schedule.step()
+                self._advance(self.lr_schedule)
+
+    def _advance(self, lr_schedule: LRScheduler) -> None:
+        try:
+            lr_schedule.step()
+        except Exception as error:  # the user's own code
+            raise ConfigError(
+                f"stage {self.index}: lr_schedule: {type(lr_schedule).__name__} fails after update {self.version}: "
+                f"{' '.join(str(error).split())}; make it as long as the run"
+            ) from error
 
     @torch.no_grad()
     def predict(self, acts: Tensors, target: Tensor | None) -> Tensors:

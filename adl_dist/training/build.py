@@ -1,18 +1,24 @@
 """Builds one process's worker: settles the cut and what travels, then makes its stages and joins them to channels."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim import Optimizer
 
+from adl_dist.checkpoint.identity import described_optimizer, described_schedule, merged
+from adl_dist.checkpoint.state import FreshStage
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
-from adl_dist.optim import build_lr_schedule, fast_forward
+from adl_dist.optim import build_lr_schedule, fast_forward, make_optimizer, try_schedule
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
@@ -20,11 +26,12 @@ from adl_dist.stage import Stage, TrainSpec
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
 from adl_dist.training.input import DeviceLoader, common_sample
 from adl_dist.training.partitioned_model import PartitionedModel
-from adl_dist.training.shape_inference import Agreed, check_consistent, infer_shapes
+from adl_dist.training.shape_inference import LENGTH, MADE, Agreed, check_consistent, exchange, infer_shapes, read
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
 
+Settings = dict[str, Any]
 GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
 
 
@@ -35,14 +42,18 @@ def build_worker(
     store: dist.Store,
     loaders: tuple[DeviceLoader | None, DeviceLoader | None],
     *,
-    micro_batch_size: int,
+    plan: Plan,
     folder: Path | None = None,
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
-) -> LocalWorker:
+) -> tuple[LocalWorker, Settings]:
     """Build the worker of this process; every rank calls it, and they settle through ``store`` what must be agreed on.
 
-    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them. If the cut is measured, it
-    is with ``micro_batch_size`` samples, and ``folder`` keeps the measurement.
+    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them, and the ``plan`` for that
+    data. If the cut is measured, ``folder`` keeps the measurement; what the stages of a run without one begin with is
+    not remembered, since nothing will be saved.
+
+    Returns:
+        The worker, and the settings in the optimizers and learning rate schedules of all stages; the same on each rank.
 
     Raises:
         ConfigError, PartitionError, DataError: the job cannot be done.
@@ -52,19 +63,24 @@ def build_worker(
     if isinstance(spec.loss_fn, nn.Module):
         spec.loss_fn.to(device, precision.dtype)
     sample = common_sample(*loaders)
-    feed = loaders[0] or loaders[1]
-    partitioned.finalize(store, spec, sample=sample, feed=feed, micro_batch_size=micro_batch_size, folder=folder)
+    feed, size = loaders[0] or loaders[1], plan.micro_batch_size
+    partitioned.finalize(store, spec, sample=sample, feed=feed, micro_batch_size=size, folder=folder)
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
     check_consistent(store, world.rank, world.size, settings_of(spec, partitioned))
     agreed = infer_shapes(store, modules, spec, sample=sample, device=device)
     check_targets(spec.pipeline, agreed)
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
+    made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
+    # The makers are the user's own: where one has failed, no rank goes on to wait for that stage.
+    of_all = [one for some in exchange(store, MADE, world.rank, world.size, made) for one in some]
     for loader in loaders:
         if loader is not None and agreed.num_classes is not None:
             loader.expect_classes(spec.loss_fn, agreed.num_classes)
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
     contexts = connect_stages(world, stages, acts, agreed.target, spec.pipeline)
-    return LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, pick_next)
+    fresh = {k: FreshStage.of(stage, scheduled.get(k, ())) for k, stage in stages.items()} if folder is not None else {}
+    worker = LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, pick_next, fresh=fresh)
+    return worker, {kind: merged(one[kind] for one in of_all if kind in one) for kind in ("optimizer", "lr_schedule")}
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
@@ -109,6 +125,13 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
         head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
+    named, factory = {id(p): name for name, p in module.named_parameters()}, spec.optimizer
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        by_name = {named.get(id(p), f"{number} of its head"): p for number, p in enumerate(parameters)}
+        return make_optimizer(factory, by_name, where=f"stage {k}")
+
+    spec = replace(spec, optimizer=optimizer)
     return Stage(module, k, spec, device=device, head=head, overwrites=agreed.overwrites[k])
 
 
@@ -165,16 +188,34 @@ def connect_stages(
 
 
 def schedule_learning_rates(
-    worker: LocalWorker, lr_schedule: Callable[..., LRScheduler], plan: Plan, store: dist.Store
-) -> None:
-    """Give each stage with an optimizer the schedule that ``lr_schedule`` makes, where the method has it start."""
-    if 0 in worker.contexts:  # only the process with the data knows how long an epoch is
-        store.set("updates_per_epoch", str(plan.updates_per_epoch))
-        store.set("total_updates", str(plan.total_updates))
-    length = {name: int(store.get(name)) for name in ("updates_per_epoch", "total_updates")}
-    for stage in worker.stages:
-        if stage.optimizer is not None:
-            lead = worker.pipeline.lr_lead(stage.index)
-            stage.lr_schedule = build_lr_schedule(lr_schedule, stage.optimizer, **length)
-            stage.lr_updates = length["total_updates"] - lead
-            fast_forward(stage.lr_schedule, min(lead, length["total_updates"]))
+    stages: Mapping[int, Stage], spec: TrainSpec, plan: Plan, store: dist.Store
+) -> tuple[list[dict[str, Any]], dict[int, set[str]]]:
+    """Give each stage with an optimizer the schedule of ``spec``, if it has one, where the method has it start.
+
+    Returns:
+        The settings in optimizer and schedule of each stage, and by stage the keys of groups that the schedule sets.
+
+    Raises:
+        ConfigError: the schedule cannot be made, or is shorter than the run.
+    """
+    if 0 in stages:  # only the process with the data knows how long an epoch is
+        lengths = {"updates_per_epoch": plan.updates_per_epoch, "total_updates": plan.total_updates}
+        store.set(LENGTH, json.dumps(lengths))
+    length = read(store, LENGTH, 0)
+    made: list[dict[str, Any]] = []
+    scheduled: dict[int, set[str]] = {}
+    for k, stage in stages.items():
+        if stage.optimizer is None:
+            continue
+        made.append({"optimizer": described_optimizer(stage.optimizer)})
+        if spec.lr_schedule is None:
+            continue
+        make = partial(build_lr_schedule, spec.lr_schedule, stage.optimizer, **length)
+        tried = next(iter(scheduled.values()), None)  # one for all: a schedule knows no stage
+        scheduled[k] = try_schedule(make, stage.optimizer, length["total_updates"]) if tried is None else tried
+        lead = spec.pipeline.lr_lead(k)
+        stage.lr_schedule = make()
+        made[-1]["lr_schedule"] = described_schedule(stage.lr_schedule)
+        stage.lr_updates = length["total_updates"] - lead
+        fast_forward(stage.lr_schedule, min(lead, length["total_updates"]))
+    return made, scheduled

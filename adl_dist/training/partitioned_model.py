@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from adl_dist.checkpoint.state import signature
 from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.optim import make_optimizer
 from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linearise
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import measure
@@ -161,13 +162,14 @@ def take_profile(
     """
     device, precision = sample[0].device, spec.precision
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
     of = {  # what a measurement that was kept is recognised by
         "units": len(chain.units),
         "granularity": granularity,
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
-        "optimizer": type(spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
+        "optimizer": type(make_optimizer(spec.optimizer, trained, where="the model")).__name__ if trained else None,
         **precision.settings,
         "micro_batch_size": micro_batch_size,
         "input": list(sample[0].shape[1:]),

@@ -23,7 +23,8 @@ from adl_dist.stage.calls import packed, takes_gradient, unpacked
 from adl_dist.stage.heads import check_outs
 from adl_dist.transport.spec import Specs, TensorSpec
 
-SIZES = "sizes"  # the key of a cut that rank 0 has measured
+SIZES, LENGTH = "sizes", "length"  # keys of what rank 0 alone knows: a cut that it has measured, the run's length
+MADE = "made"  # begins the keys of what each rank has made
 NUM_SAMPLES = 2  # of the dry run
 
 InBothModes = tuple[list[bool], list[bool]]  # in training, in evaluation
@@ -99,12 +100,25 @@ def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mappi
             )
 
 
+def exchange(store: dist.Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    """Publish ``value`` of this ``rank`` as ``key``, and return that of each rank, as soon as all have one.
+
+    Raises:
+        StageFailed, ChannelError: a rank has failed, or does not answer.
+    """
+    with _reaching(0):
+        store.set(f"{key}/{rank}", json.dumps({"value": value}))
+    return [read(store, f"{key}/{other}", other)["value"] for other in range(size)]
+
+
 def publish_error(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
-    """Publish why there is no agreement to ``stages``, and to those that wait for the fingerprint of ``rank``."""
+    """Publish why there is no agreement to ``stages``, and to those that wait for what ``rank`` would publish."""
     message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
-    keys = [f"arrives/{stage}" for stage in stages] + [f"fingerprint/{rank}"] * (rank is not None)
+    keys = [f"arrives/{stage}" for stage in stages]
+    if rank is not None:
+        keys += [f"fingerprint/{rank}", f"{MADE}/{rank}"] + [SIZES, LENGTH] * (rank == 0)
     with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
-        for key in keys + [SIZES] * (rank == 0):
+        for key in keys:
             store.set(key, message)
 
 
