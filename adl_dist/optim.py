@@ -196,7 +196,9 @@ def _name_of(target: object) -> str:
 
 def takes_length(target: Callable[..., Any]) -> bool:
     """Return whether a schedule that ``target`` makes depends on the length of the run."""
-    return bool(_length_for(target, list(inspect.signature(target).parameters), {}, 1, 1))
+    return bool(
+        {"total_updates", "total_steps"} & _length_for(target, [*inspect.signature(target).parameters], {}, 1, 1).keys()
+    )
 
 
 def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_updates: int) -> set[str]:

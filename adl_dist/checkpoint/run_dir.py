@@ -176,8 +176,10 @@ class RunFolder:
                 "this is; choose another run_dir"
             ) from error
         mine = flatten(config)
-        names = sorted(n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without)
-        if differing := [n for n in names if mine.get(n) != theirs.get(n)]:
+        names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without}
+        # Of another optimizer most keys are there on one side only; its name says more.
+        in_order = sorted(names, key=lambda n: (n not in mine or n not in theirs, n))
+        if differing := [n for n in in_order if mine.get(n) != theirs.get(n)]:
             shown = ", ".join(f"{n} is {theirs.get(n)!r} there and {mine.get(n)!r} here" for n in differing[:3])
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise ConfigError(
