@@ -232,7 +232,7 @@ def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_up
     except Exception as error:
         raise ConfigError(
             f"lr_schedule: {type(schedule).__name__} fails after update {done + 1} of the run's {total_updates}: "
-            f"{' '.join(str(error).split())}; make it as long as the run"
+            f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
         ) from error
     finally:
         for group, before in zip(groups, first, strict=True):

@@ -254,7 +254,7 @@ class Stage:
         except Exception as error:  # the user's own code
             raise ConfigError(
                 f"stage {self.index}: lr_schedule: {type(lr_schedule).__name__} fails after update {self.version}: "
-                f"{' '.join(str(error).split())}; make it as long as the run"
+                f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
             ) from error
 
     @torch.no_grad()

@@ -67,7 +67,7 @@ def test_a_resumed_run_has_the_buffers_that_moved(K, tmp_path):
 def test_moved_buffers_have_the_same_names_in_another_cut(tmp_path):
     """And those that were restored are saved again, though this run does not move them."""
     run(tmp_path, 1, 2)
-    trainer, loss = run(tmp_path, 1, 3)
+    _, loss = run(tmp_path, 1, 3)
     assert moved_in(tmp_path) == {f"{unit}.{name}" for unit in (2, 4) for name in ("largest", "count", "recent")}
     assert run(tmp_path, 1, 1)[1] == loss
     run(tmp_path, 2, 3)

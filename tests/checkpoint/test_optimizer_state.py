@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import adl_dist
 from adl_dist.errors import CheckpointError, ConfigError
-from tests.support.commands import assert_same
+from tests.support.commands import assert_same, in_process, shows, words
 from tests.support.kill import records
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
@@ -258,9 +258,20 @@ def matrices():
 def test_muon_trains_matrices_and_resumes(tmp_path):
     """It refuses every parameter that is no matrix, also one that only shows its name."""
     muon = partial(torch.optim.Muon, lr=0.01)
-    expected = Run(muon, model=matrices(), balance="auto").fit(None, 2)
+    Run(muon, model=matrices(), balance="auto").fit(None, 1)  # measured with it, too
+    expected = Run(muon, model=matrices()).fit(None, 2)
     Run(muon, model=matrices()).fit(tmp_path, 1)
     assert_same(Run(muon, model=matrices()).fit(tmp_path, 2), expected)
+
+
+def test_the_command_takes_muon_where_it_fits(tmp_path):
+    muon = "optimizer._target_=torch.optim.Muon", "optimizer.lr=0.01", "train.epochs=1"
+    done = in_process(*words(tmp_path / "run", "model._target_=tests.support.user_code.matrices", *muon))
+    assert (done.code, done.err) == (0, "")
+    line = in_process(*words(tmp_path / "two", "model._target_=tests.support.user_code.good", *muon)).refusal(2)
+    shows(
+        line, ["stage 0, parameter 0.1.bias: optimizer: torch.optim.Muon refuses {'lr': 0.01}: Muon only supports 2D"]
+    )
 
 
 def test_an_optimizer_that_refuses_a_parameter_is_told(tmp_path):
