@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from adl_dist.checkpoint import nested
 from adl_dist.errors import CheckpointError
 from adl_dist.schedule.run_plan import Plan
 
-LONGEST_SHOWN = 200  # characters of a list or tensor that is described by its values, not by a checksum
+LONGEST_SHOWN = 200  # characters of a list, and elements of a tensor, that is described by its values, not a checksum
 MOST_SHOWN = 16  # modules of a loss whose parts are described, too
 
 
@@ -37,7 +38,8 @@ def described(thing: object) -> Any:
     if thing is None:
         return None
     if isinstance(thing, Tensor):
-        return _shortened(thing.detach().cpu().tolist())
+        is_small = thing.numel() <= LONGEST_SHOWN
+        return _shortened(thing.tolist()) if is_small else nested.digest(thing).hex()[:16]
     if isinstance(thing, list | tuple):
         return _shortened([described(one) for one in thing])
     if isinstance(thing, dict):
@@ -80,7 +82,7 @@ def _settings(thing: object) -> dict[str, Any]:
     """Return the public attributes of an object that are plain values."""
     values = {key: value for key, value in getattr(thing, "__dict__", {}).items() if key[0] != "_"}
     if isinstance(thing, nn.Module):
-        del values["training"]
+        values.pop("training", None)
         values |= dict(thing.named_buffers(recurse=False))
         if len([*thing.modules()]) <= MOST_SHOWN:  # a loss made of losses, not one that holds a network
             values |= dict(thing.named_children())

@@ -87,7 +87,8 @@ class Trainer:
             num_stages: K.
             partition: where the model is cut.
             lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
-                ``updates_per_epoch`` and ``total_updates`` if it takes them.
+                ``updates_per_epoch`` and ``total_updates`` (or ``total_steps``) if it takes them. It may be made, and
+                stepped through the run, more than once.
             precision: number formats and kernels; all parameters and floating-point inputs get its ``dtype``.
             gradients: clipping, and what happens if a loss or gradient is not finite.
             processes: device, threads and processes.

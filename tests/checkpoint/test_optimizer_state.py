@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import adl_dist
+from adl_dist.checkpoint.nested import Packer, unpacked
 from adl_dist.errors import CheckpointError, ConfigError
 from tests.support.commands import assert_same, in_process, shows, words
 from tests.support.kill import records
@@ -295,3 +296,23 @@ def test_what_makes_no_optimizer_is_told_by_its_own_words(make, told):
         toy_trainer(optimizer=make).fit(
             FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True)
         )
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def placed(*, saved_on, steps_on_cpu=True):
+    """Where a counter on the CPU and an average that is with its parameter come back, now that this is on "meta"."""
+    on_gpu = torch.device("meta") if saved_on == "gpu" else torch.device("cpu")
+    packer = Packer({}, on_gpu)
+    packed = packer.packed("w", {"step": torch.zeros(()), "average": torch.zeros(2, device=on_gpu)})
+    read = {name: torch.zeros(tensor.shape) for name, tensor in packer.tensors.items()}
+    back = unpacked(packed, read, device=torch.device("meta"), steps_on_cpu=steps_on_cpu)
+    return {key: value.device.type for key, value in back.items()}
+
+
+def test_a_counter_comes_back_where_it_was_or_torch_keeps_it():
+    """On a CPU nothing says which state goes to a GPU; "meta" stands for one."""
+    assert placed(saved_on="gpu") == {"step": "cpu", "average": "meta"}
+    assert placed(saved_on="cpu") == {"step": "cpu", "average": "meta"}
+    assert placed(saved_on="cpu", steps_on_cpu=False) == {"step": "meta", "average": "meta"}
