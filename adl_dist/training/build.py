@@ -71,7 +71,7 @@ def build_worker(
     check_targets(spec.pipeline, agreed)
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
-    # The makers are the user's own: where one has failed, no rank goes on to wait for that stage.
+    # The makers are the user's own: where one has failed, no rank begins to wait for that stage.
     of_all = [one for some in exchange(store, MADE, world.rank, world.size, made) for one in some]
     for loader in loaders:
         if loader is not None and agreed.num_classes is not None:
