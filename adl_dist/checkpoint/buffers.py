@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adl_dist.checkpoint import nested, storage
 from adl_dist.checkpoint.storage import Stored
+from adl_dist.errors import ConfigError
 
 Place = tuple[nn.Module, str]  # the module that has a buffer, and the buffer's name there
 
@@ -23,12 +24,14 @@ class FreshBuffers:
         self._restored: set[str] = set()  # from a checkpoint: no longer what a new model has
 
     def moved(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return those that are others now, by name."""
-        return {
-            name: buffer
-            for name, buffer in _present(module)
-            if name in self._restored or self._marks.get(name) != nested.digest(buffer)
-        }
+        """Return those that are others now, by name; raise ConfigError if one of them cannot be saved."""
+        moved = {}
+        for name, buffer in _present(module):
+            if name in self._restored or self._marks.get(name) != nested.digest(buffer):
+                if reason := storage.why_unstorable(buffer):
+                    raise ConfigError(f"{name} of the model cannot be saved: {reason}")
+                moved[name] = buffer
+        return moved
 
     def restored(self, names: Mapping[str, Stored]) -> None:
         """Remember that these come from a checkpoint, so that the next one holds them, too."""

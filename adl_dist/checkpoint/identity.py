@@ -113,8 +113,8 @@ def _shortened(values: Any) -> Any:
 
 
 def optimizer_name(made: Mapping[str, Any]) -> str:
-    """Return the class of the optimizers among the :func:`merged` settings of all stages; empty if there are none."""
-    names = made.get("optimizer", {}).get("name", [])
+    """Return the class of the optimizers in the :func:`merged` settings of all stages; empty if there are none."""
+    names = (made["optimizer"] or {}).get("name", [])
     return ", ".join(name.rpartition(".")[2] for name in ([names] if isinstance(names, str) else names))
 
 

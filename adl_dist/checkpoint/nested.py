@@ -9,7 +9,7 @@ import io
 import json
 import pickle
 from collections.abc import Iterable, Mapping
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -131,6 +131,8 @@ def mark(value: Any) -> str:
 
 def digest(tensor: Tensor) -> bytes:
     """Return a checksum of dtype, shape and content."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
     content = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content.numpy().tobytes()).digest()
 
@@ -141,9 +143,9 @@ class _Marker(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, CONSTANT):
             return "constant"
-        if isinstance(value, Tensor):
-            return digest(value)
-        return None
+        if isinstance(value, GeneratorType):  # what it draws is hidden, but not whether it has begun
+            return f"generator {value.gi_frame and value.gi_frame.f_lasti}"
+        return digest(value) if isinstance(value, Tensor) else None
 
 
 def _checked_key(name: str, key: Any) -> Any:

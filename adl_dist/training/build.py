@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from adl_dist.checkpoint.identity import described_optimizer, described_schedule, merged
+from adl_dist.checkpoint.identity import described, described_optimizer, described_schedule, merged
 from adl_dist.checkpoint.state import FreshStage
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
-from adl_dist.optim import build_lr_schedule, fast_forward, make_optimizer, try_schedule
+from adl_dist.optim import build_lr_schedule, fast_forward, make_optimizer, takes_length, try_schedule
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
@@ -72,7 +72,7 @@ def build_worker(
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
     # The makers are the user's own: where one has failed, no rank begins to wait for that stage.
-    of_all = [one for some in exchange(store, MADE, world.rank, world.size, made) for one in some]
+    by_rank = exchange(store, MADE, world.rank, world.size, made)
     for loader in loaders:
         if loader is not None and agreed.num_classes is not None:
             loader.expect_classes(spec.loss_fn, agreed.num_classes)
@@ -80,7 +80,7 @@ def build_worker(
     contexts = connect_stages(world, stages, acts, agreed.target, spec.pipeline)
     fresh = {k: FreshStage.of(stage, scheduled.get(k, ())) for k, stage in stages.items()} if folder is not None else {}
     worker = LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, pick_next, fresh=fresh)
-    return worker, {kind: merged(one[kind] for one in of_all if kind in one) for kind in ("optimizer", "lr_schedule")}
+    return worker, settings_made(spec, [one for some in by_rank for one in some])
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
@@ -91,6 +91,18 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
         "balance": balance if isinstance(balance, str) else list(balance),
         "model": {name: list(shape) for name, shape in partitioned.signature.items()},
     }
+
+
+def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:
+    """Return what a run of a script is recognised by, of the optimizers and schedules that its stages have ``made``."""
+    optimizer, schedule = (
+        merged(one[kind] for one in made if kind in one) or None for kind in ("optimizer", "lr_schedule")
+    )
+    if spec.lr_schedule is not None and schedule is not None:
+        # The length of a run may change, and what follows from it.
+        kept = {"name": schedule["name"]} if takes_length(spec.lr_schedule) else schedule
+        schedule = {"made_by": described(spec.lr_schedule), **kept}
+    return {"optimizer": optimizer, "lr_schedule": schedule}
 
 
 def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:

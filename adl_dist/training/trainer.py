@@ -191,7 +191,7 @@ class Trainer:
             return Plan(epochs=epochs, max_updates=max_updates, **every, **sizes, **lengths)
 
         def recognise(made: build.Settings) -> None:
-            known_by.update({name: self._settings_made(name, made) for name in later})
+            known_by.update({name: made[name] for name in later})
             if folder is not None:
                 folder.recognise(known_by)
 
@@ -252,14 +252,6 @@ class Trainer:
     def _settings(self) -> dict[str, Any]:
         """The settings of this trainer that a run folder is recognised by, as far as they are known already."""
         return {**build.settings_of(self._spec, self._partitioned), "loss": self._loss_settings}
-
-    def _settings_made(self, name: str, made: build.Settings) -> Any:
-        """Return the settings ``optimizer`` or ``lr_schedule`` of a script, of what all stages have ``made``."""
-        settings, schedule = made.get(name), self._spec.lr_schedule
-        if name == "optimizer" or settings is None or schedule is None:
-            return settings
-        # The length of a run may change, and what follows from it.
-        return {"made_by": described(schedule), **({"name": settings["name"]} if takes_length(schedule) else settings)}
 
     def _check_outputs(self, run_dir: str | os.PathLike[str] | None, resume: str, monitoring: Monitoring) -> None:
         if run_dir is None and resume != "auto":

@@ -194,6 +194,14 @@ class Draws(Own):
         return p.grad * self.stream.random()
 
 
+class DrawsFromAGenerator(Own):
+    def prepare(self):
+        self.factors = (1 / (1 + i) for i in range(1000))
+
+    def begin(self, group):
+        group["factor"] = next(self.factors)
+
+
 class DrawsFromTorch(Own):
     def begin(self, group):
         torch.rand((), generator=group.setdefault("stream", torch.Generator().manual_seed(0)))
@@ -223,6 +231,7 @@ class Aliases(Own):
     ("make", "told"),
     [
         (Draws, "self.stream is a Random"),
+        (DrawsFromAGenerator, "self.factors is a generator"),
         (DrawsFromTorch, r"param_groups\[0\].stream is a Generator"),
         (Wraps, "self.inner is a SGD"),
         (KeepsASet, r"4.conv.weight.seen.0 is a set; expected tensors, numbers, text, None, and lists,"),
