@@ -274,7 +274,7 @@ def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
         return path
     if saved := layout.complete(path / "checkpoints"):
         return saved[-1]
-    if path is not run_dir:
+    if path is not run_dir and not path.exists():
         raise CheckpointError(
             f"checkpoint={wanted} is none of best, newest, the folder of a checkpoint, like "
             "runs/NAME/checkpoints/update-00000042, and a run folder that holds one"

@@ -374,7 +374,7 @@ DAMAGES = {
     "empty manifest": ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
     "no update": ("manifest.json", edited(update=None), ["its manifest.json", "'update'"]),
     "a word for the update": ("manifest.json", edited(update="two"), ["its manifest.json", "update"]),
-    "another format": ("manifest.json", edited(format=5), ["its manifest.json", "does not have the checksum"]),
+    "another format": ("manifest.json", edited(format=6), ["its manifest.json", "does not have the checksum"]),
 }
 
 
