@@ -34,6 +34,7 @@ class Packer:
         """Begin with the tensors that the values may not share memory with, by name; they are on ``device``."""
         self.tensors: dict[str, Tensor] = {}
         self._device = device
+        self._ids = {id(tensor) for tensor in own.values()}
         self._at = {tensor.data_ptr(): name for name, tensor in own.items()}
 
     def packed(self, name: str, value: Any) -> Any:
@@ -50,11 +51,17 @@ class Packer:
         if kind is tuple:
             return {"tuple": [self.packed(f"{name}.{i}", one) for i, one in enumerate(value)]}
         if kind is dict:
-            pairs = [(_checked_key(name, key), self.packed(f"{name}.{key}", one)) for key, one in value.items()]
-            return {"dict": [[self.packed(name, key), one] for key, one in pairs]}
+            return {"dict": [[self._key(name, key), self.packed(f"{name}.{key}", one)] for key, one in value.items()]}
         if kind is Tensor:
             return self._tensor(name, value)
         raise Unstorable(f"{name} is a {kind.__name__}; expected {KINDS}")
+
+    def _key(self, name: str, key: Any) -> Any:
+        if not all(type(part) in PLAIN for part in (key if type(key) is tuple else (key,))):
+            raise Unstorable(f"{name} has a key that is a {type(key).__name__}; expected text or numbers")
+        if key in self._ids:
+            raise Unstorable(f"{name} has the id() of a parameter for a key, which is another one in every process")
+        return self.packed(name, key)
 
     def _tensor(self, name: str, tensor: Tensor) -> dict[str, Any]:
         if reason := storage.why_unstorable(tensor):
@@ -146,10 +153,3 @@ class _Marker(pickle.Pickler):
         if isinstance(value, GeneratorType):  # what it draws is hidden, but not whether it has begun
             return f"generator {value.gi_frame and value.gi_frame.f_lasti}"
         return digest(value) if isinstance(value, Tensor) else None
-
-
-def _checked_key(name: str, key: Any) -> Any:
-    parts = key if type(key) is tuple else (key,)
-    if not all(type(part) in PLAIN for part in parts):
-        raise Unstorable(f"{name} has a key that is a {type(key).__name__}; expected text or numbers")
-    return key

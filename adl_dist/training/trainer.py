@@ -176,7 +176,8 @@ class Trainer:
         sizes = {"micro_batch_size": micro_batch_size_of(batch_size, steps), "accumulation_steps": steps}
         self._check_outputs(run_dir, resume, monitoring)
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
-        known_by = dict(config or {**self._settings, "batch_size": batch_size, "shuffle": shuffle, **every})
+        own = {**self._settings, "batch_size": batch_size, "shuffle": shuffle, **every}
+        known_by = own if config is None else dict(config)
         # A script has no settings for its optimizer and schedule: what they are is known when they are made.
         later = () if config is not None else ("optimizer", "lr_schedule")
         resume = resume if folder is None else folder.check(known_by, resume=resume, later=later)

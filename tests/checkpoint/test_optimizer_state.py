@@ -221,6 +221,15 @@ class KeepsASet(Own):
         return p.grad
 
 
+class KeyedById(Own):
+    def prepare(self):
+        self.sums = {}
+
+    def change(self, p, state, group):
+        self.sums[id(p)] = self.sums.get(id(p), 0.0) + 1.0
+        return p.grad
+
+
 class Aliases(Own):
     def change(self, p, state, group):
         state["first"] = state["second"] = p.grad.clone()
@@ -235,6 +244,7 @@ class Aliases(Own):
         (DrawsFromTorch, r"param_groups\[0\].stream is a Generator"),
         (Wraps, "self.inner is a SGD"),
         (KeepsASet, r"4.conv.weight.seen.0 is a set; expected tensors, numbers, text, None, and lists,"),
+        (KeyedById, r"self.sums has the id\(\) of a parameter"),
         (Aliases, "4.conv.weight.second shares its memory with 4.conv.weight.first"),
     ],
 )
