@@ -21,7 +21,7 @@ from adl_dist.checkpoint.state import read_weights
 from adl_dist.checkpoint.storage import SUFFIX
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
-from adl_dist.optim import build_lr_schedule, make_optimizer
+from adl_dist.optim import build_lr_schedule
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.trainer import Trainer
@@ -115,7 +115,7 @@ def check_targets(config: RunConfig) -> None:
     try:
         optimizer = make([nn.Parameter(torch.zeros(1, 1))])  # a matrix, which most take
     except ConfigError:
-        optimizer = make_optimizer(make, dict(build_model(config).named_parameters()), where="the model")
+        optimizer = make([*build_model(config).parameters()])
     epoch = 1000  # any length will do: the data is not there yet
     total = epoch * config.train.epochs
     build_lr_schedule(lr_schedule(config), optimizer, updates_per_epoch=epoch, total_updates=total)
