@@ -165,8 +165,6 @@ def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
     lines, run_dir = [final_table(summary)], config.run_dir
     if "stopped" in summary:
         return lines[0]
-    if not summary["stages"]:
-        lines.insert(0, f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir=")
     lines += ["", f"run folder       {run_dir}"]
     if config.runtime.tensorboard:
         lines.append("learning curves  tensorboard --logdir runs")

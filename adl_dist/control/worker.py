@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adl_dist import engine
 from adl_dist.checkpoint.async_save import PartWriter
-from adl_dist.checkpoint.state import load, state_of
+from adl_dist.checkpoint.state import FreshStage, check_storable, load, state_of
 from adl_dist.control import messages
 from adl_dist.control.messages import Command, EvaluateResult, Record, Reporter, Result, TrainResult, command_name
 from adl_dist.control.stop import EarlyStop
@@ -45,6 +45,7 @@ class LocalWorker:
     validation_loader: BatchSource | None = None  # likewise
     terms: LossTerms | None = None  # what the loss averages over, where that is not samples
     pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
+    fresh: Mapping[int, FreshStage] = field(default_factory=dict)  # what each stage was; empty: nothing is saved
     meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
     activity: ActivityLog = field(init=False)
@@ -72,7 +73,7 @@ class LocalWorker:
                     self._load(command.path, command.update)
                 case messages.Save():
                     part = PartWriter(self.world.rank, reporter.part)
-                    tensors = state_of(self.stages, self.pipeline.num_stages)
+                    tensors = state_of(self.stages, self.pipeline.num_stages, self.fresh)
                     part.write(Path(command.path), tensors, token=command.token, background=command.background)
                 case messages.Trace():
                     folder, stages = Path(command.run_dir), sorted(self.contexts)
@@ -128,7 +129,7 @@ class LocalWorker:
         ]
 
     def _load(self, path: str, update: int) -> None:
-        load(Path(path), self.stages)
+        load(Path(path), self.stages, self.fresh)
         for stage in self.stages:
             stage.version = update
             if stage.lr_schedule is not None:
@@ -218,12 +219,18 @@ class _UpdateReports:
         self._pending: deque[tuple[Iterator[Record], Record]] = deque()
         # A GPU's figures are read an update later: reading them at once would wait for all that is launched.
         self._lag = len(worker.contexts) if worker.world.device.type == "cuda" else 0
+        # What no checkpoint can hold is told after the first update, and not when an epoch is lost with it.
+        self._unchecked = {*worker.contexts} if worker.fresh else set()
+        self._fresh = worker.fresh
 
     def add(self, k: int, group: int) -> None:
         """Take the figures of stage ``k``'s update with ``group``, and let it begin to count the next one's."""
         if self._meter is not None:
             self._meter.count_update()
         stage, stats = self._contexts[k].stage, self._contexts[k].stage.tally
+        if k in self._unchecked:
+            self._unchecked.remove(k)
+            check_storable(stage, self._fresh[k])
         stage.tally = StepStats()
         where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}
         seconds = time.perf_counter() - self._start

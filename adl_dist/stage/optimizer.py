@@ -1,6 +1,6 @@
 """The optimizer of one stage, from the user's factory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -10,33 +10,45 @@ from adl_dist.errors import AdlError, ConfigError
 from adl_dist.stage.spec import OptimizerFactory
 
 
-def stage_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter], where: str) -> Optimizer | None:
-    """Make the optimizer of a stage from all its ``parameters``; None: it has nothing to train, and gets none.
+def stage_optimizer(
+    factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter], *, where: str
+) -> Optimizer | None:
+    """Make the optimizer of a stage from all its ``parameters``, by name; None: it has nothing to train, and gets none.
 
     Raises:
-        ConfigError: the factory fails on them, or makes something that cannot train this stage by itself. The text
-            begins with ``where``.
+        ConfigError: the factory refuses them, or makes something that cannot train this stage by itself. The text
+            begins with ``where``, and names the first parameter that the factory refuses by itself.
     """
-    if not any(p.requires_grad for p in parameters):
+    if not any(p.requires_grad for p in parameters.values()):
         return None
+    expected = "expected a function of a stage's parameters, like lambda p: torch.optim.SGD(p, lr=0.1)"
+    if not callable(factory):
+        raise ConfigError(f"optimizer is a {type(factory).__name__}; {expected}")
     try:
-        made = factory(parameters)
-    except AdlError:
-        raise
-    except Exception as error:  # the user's own factory can raise anything
-        raise ConfigError(
-            f"{where}: the optimizer cannot be made from its parameters: {type(error).__name__}: {error}"
-        ) from error
+        made = factory([*parameters.values()])
+    except Exception as error:  # the user's own code: say whose it is and what it said
+        refused = [name for name, parameter in parameters.items() if _refuses(factory, parameter)]
+        named = f", parameter {refused[0]}" if 0 < len(refused) < len(parameters) else ""
+        said = str(error) if isinstance(error, AdlError) else f"the optimizer fails: {type(error).__name__}: {error}"
+        raise ConfigError(f"{where}{named}: {said}") from error
     if not isinstance(made, Optimizer):
         raise ConfigError(
-            f"{where}: the optimizer's factory returned a {type(made).__name__}; expected a torch.optim.Optimizer"
+            f"{where}: optimizer must return a torch.optim.Optimizer, got {type(made).__name__}; {expected}"
         )
     if isinstance(made, torch.optim.LBFGS):
         raise ConfigError("optimizer: LBFGS evaluates the loss itself, which no pipeline can do; choose another")
-    own = set(map(id, parameters))
+    own = set(map(id, parameters.values()))
     if any(id(p) not in own for group in made.param_groups for p in group["params"]):
         raise ConfigError(
             f"{where}: the optimizer holds parameters that are not of this stage; build it from the parameters that "
             "the factory is given: every stage has an optimizer of its own"
         )
     return made
+
+
+def _refuses(factory: OptimizerFactory, parameter: nn.Parameter) -> bool:
+    try:
+        factory([parameter])
+    except Exception:
+        return True
+    return False

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Method, Pipeline
@@ -146,7 +147,8 @@ class TrainSpec:
     """Everything about a training that is the same in all stages and on all ranks, except the model and its cut.
 
     ``loss_fn`` is (output, target) to the mean loss over the samples, or over terms that it counts; ``optimizer`` makes
-    that of one stage from its parameters; ``seed`` seeds data order, augmentation and dropout.
+    that of one stage from its parameters, and ``lr_schedule`` its learning rate schedule; ``seed`` seeds data order,
+    augmentation and dropout.
 
     Raises:
         ConfigError: a value is out of range, or does not fit the method.
@@ -155,6 +157,7 @@ class TrainSpec:
     pipeline: Pipeline
     loss_fn: LossFn
     optimizer: OptimizerFactory
+    lr_schedule: Callable[..., LRScheduler] | None = None
     precision: Precision = field(default_factory=Precision)
     gradients: GradientPolicy = field(default_factory=GradientPolicy)
     seed: int = 0

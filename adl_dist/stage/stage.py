@@ -89,8 +89,7 @@ class Stage:
         self._gradient_norm: Tensor | None = None  # of the group that is complete
         # What is trained together: the part of the model and what serves only to train it.
         self._trained = module if head is None else nn.ModuleList([module, head])
-        parameters = list(self._trained.parameters())
-        self.optimizer = stage_optimizer(spec.optimizer, parameters, f"stage {index}")
+        self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=f"stage {index}")
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
         self._traits = traits
@@ -279,7 +278,16 @@ class Stage:
             with warnings.catch_warnings() if skip else nullcontext():
                 if skip:
                     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self.lr_schedule.step()
+                self._advance(self.lr_schedule)
+
+    def _advance(self, lr_schedule: LRScheduler) -> None:
+        try:
+            lr_schedule.step()
+        except Exception as error:  # the user's own code
+            raise ConfigError(
+                f"stage {self.index}: lr_schedule: {type(lr_schedule).__name__} fails after update {self.version}: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
+            ) from error
 
     @torch.no_grad()
     def predict(self, micro_batch: int, acts: Tensors, target: Tensor | None, counts: Tensor | None = None) -> Tensors:

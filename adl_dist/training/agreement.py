@@ -16,7 +16,8 @@ import torch.distributed as dist
 from adl_dist.distributed.world import disconnect
 from adl_dist.errors import ChannelError, ConfigError, StageFailed
 
-SIZES = "sizes"  # the key of a cut that rank 0 has measured
+SIZES, LENGTH = "sizes", "length"  # keys of what rank 0 alone knows: a cut that it has measured, the run's length
+MADE = "made"  # begins the keys of what each rank has made
 SAMPLES = "samples"  # the key of what rank 0 has taken from the data
 ROUNDS = "given", "found"  # of :func:`check_consistent`
 
@@ -44,11 +45,22 @@ def check_consistent(store: dist.Store, rank: int, size: int, values: Mapping[st
             )
 
 
+def exchange(store: dist.Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    """Publish ``value`` of this ``rank`` as ``key``, and return that of each rank, as soon as all have one.
+
+    Raises:
+        StageFailed, ChannelError: a rank has failed, or does not answer.
+    """
+    with reaching(0):
+        store.set(f"{key}/{rank}", json.dumps({"value": value}))
+    return [read(store, f"{key}/{other}", other)["value"] for other in range(size)]
+
+
 def publish_error(store: dist.Store, error: Exception, *, rank: int) -> None:
     """Publish why there is no agreement to those that wait for ``rank``."""
     message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
     with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
-        for key in [f"{turn}/{rank}" for turn in ROUNDS] + [SIZES, SAMPLES] * (rank == 0):
+        for key in [f"{turn}/{rank}" for turn in (*ROUNDS, MADE)] + [SIZES, LENGTH, SAMPLES] * (rank == 0):
             store.set(key, message)
 
 

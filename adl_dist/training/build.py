@@ -1,18 +1,22 @@
 """Builds one process's worker: settles the cut and what travels, then makes its stages and joins them to channels."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
+from adl_dist.checkpoint.identity import described, described_optimizer, described_schedule, merged
+from adl_dist.checkpoint.state import FreshStage, refuse_hidden_state
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
-from adl_dist.optim import build_lr_schedule, fast_forward
+from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
@@ -20,7 +24,7 @@ from adl_dist.stage import Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
 from adl_dist.stage.loss_terms import LossTerms, loss_terms
 from adl_dist.training import samples as samples_of
-from adl_dist.training.agreement import check_consistent
+from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
 from adl_dist.training.shape_inference import Agreed
@@ -28,6 +32,7 @@ from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
 
+Settings = dict[str, Any]
 GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
 COUNTS = TensorSpec((2,), "float64")  # travels with the target, where the loss counts its terms
 
@@ -39,16 +44,18 @@ def build_worker(
     store: dist.Store,
     loaders: tuple[DeviceLoader | None, DeviceLoader | None],
     *,
-    sizes: Sequence[int],
-    micro_batch_size: int,
+    plan: Plan,
     folder: Path | None = None,
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
-) -> LocalWorker:
+) -> tuple[LocalWorker, Settings]:
     """Build the worker of this process; every rank calls it, and they settle through ``store`` what must be agreed on.
 
-    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them; the training micro-batches
-    have ``sizes``. If the cut is measured, it is with ``micro_batch_size`` samples, and ``folder`` keeps the
-    measurement.
+    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them, and the ``plan`` for that
+    data. If the cut is measured, ``folder`` keeps the measurement; what the stages of a run without one begin with is
+    not remembered, since nothing will be saved.
+
+    Returns:
+        The worker, and the settings in the optimizers and learning rate schedules of all stages; the same on each rank.
 
     Raises:
         ConfigError, PartitionError, DataError: the job cannot be done.
@@ -58,16 +65,22 @@ def build_worker(
     if isinstance(spec.loss_fn, nn.Module):
         in_dtype(spec.loss_fn, spec.precision.dtype, device)
     check_consistent(store, world.rank, world.size, settings_of(spec, partitioned), found=False)
+    sizes = plan.first_epoch.sizes if loaders[0] is not None else []
     samples = samples_of.share(store, samples_of.take(*loaders, sizes), rank=world.rank, size=world.size)
     terms = loss_terms(spec.loss_fn, samples.one[1])
     feed = loaders[0] or loaders[1]
-    measuring = Measuring(feed, micro_batch_size, folder) if feed is not None else None
+    measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
     spec, agreed, _ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
     check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
     precision = spec.precision
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
     check_targets(spec.pipeline, agreed, terms)
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
+    if folder is not None:
+        refuse_hidden_state(hidden_state(modules, agreed))
+    made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
+    # The makers are the user's own: where one has failed, no rank begins to wait for that stage.
+    by_rank = exchange(store, MADE, world.rank, world.size, made)
     for loader in loaders:
         if loader is not None:
             loader.precision = precision
@@ -75,7 +88,11 @@ def build_worker(
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
     targets = [agreed.target] if terms is None else [agreed.target, COUNTS]
     contexts = connect_stages(world, stages, acts, targets, spec.pipeline)
-    return LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, terms, pick_next)
+    fresh = {k: FreshStage.of(stage, scheduled.get(k, ())) for k, stage in stages.items()} if folder is not None else {}
+    worker = LocalWorker(
+        world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, terms, pick_next, fresh=fresh
+    )
+    return worker, settings_made(spec, [one for some in by_rank for one in some])
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
@@ -86,6 +103,24 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
         "balance": balance if isinstance(balance, str) else list(balance),
         "model": {name: list(shape) for name, shape in partitioned.signature.items()},
     }
+
+
+def hidden_state(modules: Mapping[int, nn.Module], agreed: Agreed) -> list[str]:
+    """Return the names of what the forwards of these stages move and no checkpoint holds: all but buffers."""
+    buffers = {name for module in modules.values() for name, _ in module.named_buffers()}
+    return [name for k in modules for name in agreed.traits[k].moves if name not in buffers]
+
+
+def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:
+    """Return what a run of a script is recognised by, of the optimizers and schedules that its stages have ``made``."""
+    optimizer, schedule = (
+        merged(one[kind] for one in made if kind in one) or None for kind in ("optimizer", "lr_schedule")
+    )
+    if spec.lr_schedule is not None and schedule is not None:
+        # The length of a run may change, and what follows from it.
+        kept = {"name": schedule["name"]} if takes_length(spec.lr_schedule) else schedule
+        schedule = {"made_by": described(spec.lr_schedule), **kept}
+    return {"optimizer": optimizer, "lr_schedule": schedule}
 
 
 def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
@@ -192,16 +227,34 @@ def connect_stages(
 
 
 def schedule_learning_rates(
-    worker: LocalWorker, lr_schedule: Callable[..., LRScheduler], plan: Plan, store: dist.Store
-) -> None:
-    """Give each stage with an optimizer the schedule that ``lr_schedule`` makes, where the method has it start."""
-    if 0 in worker.contexts:  # only the process with the data knows how long an epoch is
-        store.set("updates_per_epoch", str(plan.updates_per_epoch))
-        store.set("total_updates", str(plan.total_updates))
-    length = {name: int(store.get(name)) for name in ("updates_per_epoch", "total_updates")}
-    for stage in worker.stages:
-        if stage.optimizer is not None:
-            lead = worker.pipeline.lr_lead(stage.index)
-            stage.lr_schedule = build_lr_schedule(lr_schedule, stage.optimizer, **length)
-            stage.lr_updates = length["total_updates"] - lead
-            fast_forward(stage.lr_schedule, min(lead, length["total_updates"]))
+    stages: Mapping[int, Stage], spec: TrainSpec, plan: Plan, store: dist.Store
+) -> tuple[list[dict[str, Any]], dict[int, set[str]]]:
+    """Give each stage with an optimizer the schedule of ``spec``, if it has one, where the method has it start.
+
+    Returns:
+        The settings in optimizer and schedule of each stage, and by stage the keys of groups that the schedule sets.
+
+    Raises:
+        ConfigError: the schedule cannot be made, or is shorter than the run.
+    """
+    if 0 in stages:  # only the process with the data knows how long an epoch is
+        lengths = {"updates_per_epoch": plan.updates_per_epoch, "total_updates": plan.total_updates}
+        store.set(LENGTH, json.dumps(lengths))
+    length = read(store, LENGTH, 0)
+    made: list[dict[str, Any]] = []
+    scheduled: dict[int, set[str]] = {}
+    for k, stage in stages.items():
+        if stage.optimizer is None:
+            continue
+        made.append({"optimizer": described_optimizer(stage.optimizer)})
+        if spec.lr_schedule is None:
+            continue
+        make = partial(build_lr_schedule, spec.lr_schedule, stage.optimizer, **length)
+        tried = next(iter(scheduled.values()), None)  # one for all: a schedule knows no stage
+        scheduled[k] = try_schedule(make, stage.optimizer, length["total_updates"]) if tried is None else tried
+        lead = spec.pipeline.lr_lead(k)
+        stage.lr_schedule = make()
+        made[-1]["lr_schedule"] = described_schedule(stage.lr_schedule)
+        stage.lr_updates = length["total_updates"] - lead
+        fast_forward(stage.lr_schedule, min(lead, length["total_updates"]))
+    return made, scheduled

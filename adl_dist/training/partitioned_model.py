@@ -21,6 +21,7 @@ from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut
 from adl_dist.stage import TrainSpec
+from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.training.agreement import SIZES, read
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
@@ -270,13 +271,14 @@ def take_profile(
     """
     device, precision = sample[0].device, spec.precision
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
     of = {  # what a measurement that was kept is recognised by
         "units": len(chain.units),
         "granularity": granularity,
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
-        "optimizer": type(spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
+        "optimizer": type(stage_optimizer(spec.optimizer, trained, where="the model")).__name__,
         **precision.settings,
         "micro_batch_size": micro_batch_size,
         "input": list(sample[0].shape[1:]),

@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from adl_dist.checkpoint import state
 from adl_dist.checkpoint.async_save import Saver
+from adl_dist.checkpoint.identity import described, optimizer_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
-from adl_dist.checkpoint.run_dir import RunFolder, log_to
+from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
 from adl_dist.control import job
 from adl_dist.control.coordinator import Coordinator, Saving
 from adl_dist.control.messages import Summary
@@ -36,6 +36,7 @@ from adl_dist.launch import signals
 from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
+from adl_dist.optim import takes_length
 from adl_dist.report import Progress, Recorder
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
@@ -87,7 +88,8 @@ class Trainer:
             num_stages: K.
             partition: where the model is cut.
             lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
-                ``updates_per_epoch`` and ``total_updates`` if it takes them.
+                ``updates_per_epoch`` and ``total_updates`` (or ``total_steps``) if it takes them. It may be made, and
+                stepped through the run, more than once.
             precision: number formats and kernels; all parameters and floating-point inputs get its ``dtype``.
             gradients: clipping, and what happens if a loss or gradient is not finite.
             processes: device, threads and processes.
@@ -103,6 +105,7 @@ class Trainer:
             pipeline=Pipeline(method or Method(), num_stages),
             loss_fn=loss_fn,
             optimizer=optimizer,
+            lr_schedule=lr_schedule,
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
             seed=seed,
@@ -110,7 +113,7 @@ class Trainer:
         self._processes = processes or ProcessOptions()
         self._distributed = _is_distributed(self._processes, num_stages)
         self._timeouts = timeouts or WatchdogTimeouts()
-        self._lr_schedule = lr_schedule
+        self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
         self._partitioned = PartitionedModel(
             in_dtype(model, self._spec.precision.dtype),
             num_stages,
@@ -175,18 +178,32 @@ class Trainer:
         steps = self._spec.pipeline.micro_batches_per_update
         every: dict[str, Any] = {"checkpoint_every_updates": checkpoints.every_updates}
         sizes = {"micro_batch_size": micro_batch_size_of(batch_size, steps), "accumulation_steps": steps}
-        make_plan = partial(Plan, epochs=epochs, max_updates=max_updates, **every, **sizes)
         self._check_outputs(run_dir, resume, monitoring)
-        if config is None:
-            settings = build.settings_of(self._spec, self._partitioned)
-            config = {**settings, "batch_size": batch_size, "shuffle": shuffle, **every}
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
-        resume = resume if folder is None else folder.check(config, resume=resume)
+        own = {**self._settings, "batch_size": batch_size, "shuffle": shuffle, **every}
+        known_by = own if config is None else dict(config)
+        # A script has no settings for its optimizer and schedule: what they are is known when they are made.
+        later = () if config is not None else ("optimizer", "lr_schedule")
+        resume = resume if folder is None else folder.check(known_by, resume=resume, later=later)
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
+
+        def make_plan(**lengths: int) -> Plan:
+            if checkpoints.keep_best and folder is not None and self.needs_data and not lengths["num_validation"]:
+                raise ConfigError(
+                    "keep_best=True (runtime.keep_best) keeps the checkpoint with the best validation, but there is no "
+                    "validation dataset; give one, or omit keep_best"
+                )
+            return Plan(epochs=epochs, max_updates=max_updates, **every, **sizes, **lengths)
+
+        def recognise(made: build.Settings) -> None:
+            known_by.update({name: made[name] for name in later})
+            if folder is not None:
+                folder.recognise(known_by)
+
         data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
-        running, worker, plan = self._start(make_plan, data, folder, batch_size, shuffle, num_workers)
+        running, worker, plan, made = self._start(make_plan, data, folder, batch_size, shuffle, num_workers, recognise)
         with contextlib.nullcontext() if folder is None else contextlib.closing(folder):
-            saving = self._saving(worker.world, folder, config, resume, checkpoints, trace=monitoring.trace)
+            saving = self._saving(worker.world, folder, known_by, resume, checkpoints, made, trace=monitoring.trace)
             return self._train(running, worker, plan, saving, checkpoints, monitoring)
 
     def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Summary:
@@ -202,7 +219,7 @@ class Trainer:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         make_plan = partial(Plan, epochs=0, max_updates=None, micro_batch_size=batch_size, accumulation_steps=1)
-        running, worker, plan = self._start(make_plan, {"validation": dataset}, num_workers=num_workers)
+        running, worker, plan, _ = self._start(make_plan, {"validation": dataset}, num_workers=num_workers)
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
         with self._applied(), self._bound(worker.world):
@@ -221,15 +238,25 @@ class Trainer:
         self._join()
         return self._partitioned.full_state_dict(distributed=self._distributed)
 
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest") -> None:
         """Read weights and running statistics from a checkpoint, whatever cut wrote it.
+
+        Args:
+            path: the checkpoint's own folder, or a run folder.
+            which: of a run folder, the ``newest``, or the ``best`` by validation.
 
         Raises:
             CheckpointError: damaged, no checkpoint, or of another model.
         """
-        state.verify(Path(path), self._partitioned.signature)
+        chosen = chosen_checkpoint(Path(path), which)
+        state.verify(chosen, self._partitioned.signature)
         for module in self._partitioned.modules.values():
-            state.load_weights(Path(path), module)
+            state.load_weights(chosen, module)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The settings of this trainer that a run folder is recognised by, as far as they are known already."""
+        return {**build.settings_of(self._spec, self._partitioned), "loss": self._loss_settings}
 
     def _check_outputs(self, run_dir: str | os.PathLike[str] | None, resume: str, monitoring: Monitoring) -> None:
         if run_dir is None and resume != "auto":
@@ -253,11 +280,13 @@ class Trainer:
         min_samples: int = 1,
         shuffle: bool = False,
         num_workers: int = 0,
-    ) -> tuple[job.Job, LocalWorker, Plan]:
+        recognise: Callable[[build.Settings], None] | None = None,
+    ) -> tuple[job.Job, LocalWorker, Plan, build.Settings]:
         """Join the other ranks, open the data, build this process's worker, and make the plan for so much data.
 
         ``datasets`` are ``training`` and ``validation``, for the first of which ``min_samples`` and ``shuffle`` are.
-        An error of one rank reaches the others through the store.
+        ``recognise`` looks at the settings in the optimizers and schedules that all stages have made, which are
+        returned, too. An error of one rank reaches the others through the store.
         """
         tune_malloc()
         world = self._join()
@@ -282,24 +311,23 @@ class Trainer:
             }
             lengths = {name: loader.num_samples for name, loader in loaders.items()}
             plan = make_plan(num_samples=lengths.get("training", 0), num_validation=lengths.get("validation", 0))
-            sizes = plan.first_epoch.sizes if "training" in loaders else []
-            build.check_sizes(self._spec.pipeline, sizes)
+            if "training" in loaders:
+                build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
             # With the threads that the first forward starts, but without the loaders: their workers are not bound.
             with self._bound(world):
-                worker = build.build_worker(
+                worker, made = build.build_worker(
                     self._spec,
                     self._partitioned,
                     world,
                     store,
                     (loaders.get("training"), loaders.get("validation")),
-                    sizes=sizes,
-                    micro_batch_size=plan.micro_batch_size,
+                    plan=plan,
                     folder=path,
                     pick_next=self._processes.pick_next,
                 )
-        if self._lr_schedule is not None and "training" in datasets:
-            build.schedule_learning_rates(worker, self._lr_schedule, plan, store)
-        return running, worker, plan
+            if recognise is not None:
+                recognise(made)
+        return running, worker, plan, made
 
     def _saving(
         self,
@@ -308,6 +336,7 @@ class Trainer:
         config: Mapping[str, Any],
         resume: str,
         policy: CheckpointPolicy,
+        made: build.Settings,
         *,
         trace: bool,
     ) -> Saving | None:
@@ -320,7 +349,8 @@ class Trainer:
             every_epochs=policy.every_epochs,
             saver=Saver(folder.checkpoints, keep=policy.keep, keep_best=policy.keep_best, background=policy.background),
             signature=self._partitioned.signature,
-            optimizer=type(self._spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
+            optimizer=optimizer_name(made),
+            schedule_follows=self._spec.lr_schedule is not None and takes_length(self._spec.lr_schedule),
             cut={
                 "num_stages": self._spec.pipeline.num_stages,
                 "balance": self._partitioned.sizes,

@@ -374,7 +374,7 @@ DAMAGES = {
     "empty manifest": ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
     "no update": ("manifest.json", edited(update=None), ["its manifest.json", "'update'"]),
     "a word for the update": ("manifest.json", edited(update="two"), ["its manifest.json", "update"]),
-    "another format": ("manifest.json", edited(format=5), ["its manifest.json", "does not have the checksum"]),
+    "another format": ("manifest.json", edited(format=6), ["its manifest.json", "does not have the checksum"]),
 }
 
 
@@ -413,9 +413,9 @@ def test_where_no_checkpoint_is_good_nothing_is_changed(run_dir):
 
 
 def test_a_newer_checkpoint_format_is_refused_with_both_formats(run_dir):
-    edited(format=5, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
+    edited(format=6, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
     line = refused(*words(run_dir, SMALL, "train.epochs=3"))
-    shows(line, [NEWEST, "has format 5", "reads format 4"])
+    shows(line, [NEWEST, "has format 6", "reads format 5"])
 
 
 def test_a_checkpoint_of_another_model_names_the_difference(run_dir, foreign, tmp_path):

@@ -21,6 +21,12 @@ def good():
     return nn.Sequential(*units())
 
 
+def matrices():
+    """The same without biases: every parameter is a matrix."""
+    first = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 8, bias=False))
+    return nn.Sequential(first, *(nn.Linear(8, width, bias=False) for width in (8, 8, NUM_CLASSES)))
+
+
 class Branching(nn.Module):
     """A model whose way depends on its input, so that its blocks cannot be seen."""
 

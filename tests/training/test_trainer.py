@@ -225,17 +225,19 @@ def test_a_loss_that_is_a_sum_is_refused():
 def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
     """Other data, another optimizer, an older checkpoint: each is told, and nothing is written over."""
 
-    def fit(samples=12, optimizer=torch.optim.SGD, epochs=2, resume="auto"):
+    def fit(samples=12, optimizer=torch.optim.SGD, epochs=2, resume="auto", run_dir=tmp_path):
         trainer = toy_trainer(1, 4, optimizer=lambda p: optimizer(p, lr=0.1))
-        options = {"epochs": epochs, "batch_size": 4, "run_dir": tmp_path, "resume": resume, "monitoring": SILENT}
+        options = {"epochs": epochs, "batch_size": 4, "run_dir": run_dir, "resume": resume, "monitoring": SILENT}
         trainer.fit(FixedImages(samples), **options)
 
     fit()
     saved = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    elsewhere = {"epochs": 3, "resume": str(tmp_path / "checkpoints" / saved[0]), "run_dir": tmp_path / "other"}
     for options, message in (
         ({"samples": 40}, "num_samples is 12 there and 40 here"),
-        ({"optimizer": torch.optim.AdamW, "epochs": 3}, "optimizer is SGD there and AdamW here"),
-        ({"epochs": 3, "resume": str(tmp_path / "checkpoints" / saved[0])}, "would write over"),
+        ({"optimizer": torch.optim.AdamW, "epochs": 3}, "optimizer.name is '.*SGD' there and '.*AdamW' here"),
+        ({"optimizer": torch.optim.AdamW, **elsewhere}, "optimizer is SGD there and AdamW here"),
+        ({"epochs": 3, "resume": elsewhere["resume"]}, "would write over"),
     ):
         with pytest.raises(adl_dist.AdlError, match=message):
             fit(**options)

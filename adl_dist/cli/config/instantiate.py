@@ -105,10 +105,17 @@ def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Check arguments against signatures, and try optimizer and schedule out; no model is built, no data read."""
+    """Check arguments against signatures, and try optimizer and schedule out; no data is read.
+
+    No model is built, unless the optimizer refuses a parameter that is none of the model's: then that may be why.
+    """
     for name, node in (("data", data_arguments(config.data)), ("model", config.model), ("loss", config.loss)):
         _bind(name, node)
-    optimizer = train_spec(config).optimizer([nn.Parameter(torch.zeros(1))])
+    make = train_spec(config).optimizer
+    try:
+        optimizer = make([nn.Parameter(torch.zeros(1, 1))])  # a matrix, which most take
+    except ConfigError:
+        optimizer = make([*build_model(config).parameters()])
     epoch = 1000  # any length will do: the data is not there yet
     total = epoch * config.train.epochs
     build_lr_schedule(lr_schedule(config), optimizer, updates_per_epoch=epoch, total_updates=total)
@@ -136,7 +143,9 @@ def build_optimizer(config: RunConfig) -> OptimizerFactory:
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         try:
             optimizer = target(parameters, **arguments)
-        except (TypeError, ValueError) as error:
+        except AdlError:
+            raise
+        except Exception as error:  # the user's own code
             raise ConfigError(f"optimizer: {config.optimizer['_target_']} refuses {arguments}: {error}") from error
         is_optimizer = isinstance(optimizer, Optimizer)
         _expect(is_optimizer, "optimizer", config.optimizer, optimizer, "a torch.optim.Optimizer")
@@ -149,6 +158,8 @@ def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
     """Return what makes the LR scheduler of an optimizer, from it and from how long the run is."""
     taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or set()
     supplied = taken & {"optimizer", "updates_per_epoch", "total_updates"}
+    if "total_steps" in taken - config.lr_schedule.keys():
+        supplied |= {"total_steps"}
     target, arguments = _bind("lr_schedule", config.lr_schedule, *supplied)
     return partial(target, **arguments)
 
