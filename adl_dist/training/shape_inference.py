@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from adl_dist.distributed.world import disconnect
 from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
+from adl_dist.partition.piece import traced_units
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import packed, takes_gradient, unpacked
 from adl_dist.stage.heads import check_outs
@@ -267,6 +268,5 @@ def _try_loss(stage: int, specs: Sequence[TensorSpec], out: Any, target: TensorS
 
 
 def _units(module: nn.Module) -> str:
-    names = getattr(module, "unit_names", None) or [name for name, _ in module.named_children()]
-    names = names or [type(module).__name__]
+    names = traced_units(module) or [name for name, _ in module.named_children()] or [type(module).__name__]
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
