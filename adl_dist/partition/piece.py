@@ -198,6 +198,8 @@ def shape_proxy(shape_token: Tensor) -> Tensor:
 
 def _compiled(graph: fx.Graph) -> Callable[[nn.Module, Any], Any]:
     graph.lint()
+    for node in graph.nodes:
+        node.meta.pop("is_wrapped", None)  # or torch.fx would register the function under a name that the code lacks
     # Not an fx.GraphModule, which would hold the state a second time, and has names of its own.
     code = graph.python_code(root_module="self")
     try:

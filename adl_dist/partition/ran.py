@@ -130,7 +130,7 @@ def _differ(one: Tensor, other: Tensor) -> bool:
 def _reached(value: Any, history: set[Any]) -> list[Tensor]:
     """Return the tensors at the ends of the graph of ``value``, up to the ``history`` of what it was computed from."""
     reached: list[Tensor] = []
-    waiting = [t.grad_fn for t in tree_leaves(value) if isinstance(t, Tensor)]
+    waiting: list[Any] = [t.grad_fn for t in tree_leaves(value) if isinstance(t, Tensor)]
     seen: set[Any] = {None, *history}
     while waiting:
         step = waiting.pop()

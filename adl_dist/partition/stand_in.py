@@ -64,6 +64,8 @@ def stand_in(node: fx.Node, tracer: Any, known: Known | None) -> Any:
 class StandIn(fx.Proxy):
     """A value of the forward. What Python spells += works in place, as it does on tensors; torch.fx's own would not."""
 
+    tracer: Any
+
     def is_a(self, kind: Any) -> bool:
         """Return whether its value is an instance of ``kind``; without samples, whatever is no shape is a tensor."""
         known = self.tracer.known.get(self.node)
@@ -126,7 +128,7 @@ class StandIn(fx.Proxy):
         if self.is_a(dict):
             return iter(_keys(self))
         length = self.agreed("a walk through it", len, of_structure=True)
-        return iter([self[place] for place in range(length)])
+        return iter([self[place] for place in range(length)])  # type: ignore[index]
 
     def keys(self) -> Any:
         """Return the keys of a dictionary; of anything else, what it calls so."""
@@ -145,7 +147,7 @@ class StandIn(fx.Proxy):
         if known.is_data and not of_structure:
             self.tracer.refuse(f"{question} depends on the values of tensors, and would be decided once and for all")
         if any(answer != answers[0] for answer in answers):
-            shown = " and ".join(map(str, answers))
+            shown = " and ".join(dict.fromkeys(map(str, answers)))
             because = "on another device" if answers[0] == answers[1] else "for batches of other sizes"
             self.tracer.refuse(f"{question} is another {because} ({shown}), and would be decided once and for all")
         return answers[0]
@@ -202,7 +204,8 @@ class Attribute(StandIn):
     """An attribute, or a method that is about to be called: a node only if it is needed as one."""
 
     def __init__(self, root: StandIn, name: str, found: Any) -> None:
-        self.tracer, self.root, self.attr, self._found, self._node = root.tracer, root, name, found, None
+        self.tracer, self.root, self.attr, self._found = root.tracer, root, name, found
+        self._node: fx.Node | None = None
 
     def is_a(self, kind: Any) -> bool:
         """Return whether the attribute is an instance of ``kind``."""

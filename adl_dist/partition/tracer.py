@@ -16,13 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.errors import PartitionError
-from adl_dist.partition.forward_patches import (
-    CHECKPOINTS,
-    RegisteredRead,
-    as_without_reading,
-    factories_read,
-    types_answered,
-)
+from adl_dist.partition.forward_patches import CHECKPOINTS, Patches
 from adl_dist.partition.module_state import ModuleState, Streams
 from adl_dist.partition.nodes import asks_about_tensor, asks_for_shape, is_of_python
 from adl_dist.partition.ran import Pair, Ran, Samples, ValuesAskedForError, is_same, run, same_values, shape_only
@@ -73,7 +67,7 @@ def symbolic(model: nn.Module, *, granularity: str, samples: Samples | None) -> 
     _check_hooks(model, type(model).__name__)
     with _as_before(model):
         tracer = _Tracer(model, granularity, samples)
-        with types_answered(), factories_read(), tracer.mode:
+        with tracer.patches.applied():
             try:
                 graph = tracer.trace(model)
             except Exception as error:  # the user's own forward, met by stand-ins, can raise anything
@@ -107,7 +101,7 @@ class _Tracer(fx.Tracer):
         self._held: dict[str, Held] = {}
         self._copies: dict[str, tuple[Any, Any]] = {}
         self.is_paused = False  # while parts of the model run as they are, and nothing is read
-        self.mode = RegisteredRead(self)
+        self.patches = Patches(self)
         self.names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
 
     def reading(self, graph: fx.Graph) -> Reading:
@@ -228,7 +222,7 @@ class _Tracer(fx.Tracer):
 
     def _run(self, node: fx.Node) -> Known:
         """Return the values of ``node``; what it moves of the model and of random streams is put back."""
-        with self.paused(), as_without_reading(self.mode):
+        with self.paused(), self.patches.lifted():
             if node.op == "placeholder":
                 assert self._samples is not None
                 first, second = (sample.clone() for sample in self._samples)
@@ -272,7 +266,7 @@ class _Tracer(fx.Tracer):
             first = self.known[source].pair[0]
             return tree_map(shape_only, first) if source in self._of_data else first
 
-        args, kwargs = (fx.node.map_arg(given, value) for given in (node.args, node.kwargs))
+        args, kwargs = _mapped(node, value)
         try:
             again = self._callable(node)(*args, **kwargs)
         except ValuesAskedForError:
@@ -330,8 +324,12 @@ class _Tracer(fx.Tracer):
             known = self.known[n]
             return known.pair[0] if known.elsewhere is SAME else known.elsewhere
 
-        args, kwargs = (fx.node.map_arg(given, value) for given in (node.args, node.kwargs))
+        args, kwargs = _mapped(node, value)
         return self._callable(node)(*args, **kwargs)
+
+
+def _mapped(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
+    return fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
 
 
 @contextmanager
