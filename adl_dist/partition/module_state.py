@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 MOST_ELEMENTS = 10_000  # a longer container holds data: its own elements are compared, but not looked into
 LIBRARIES = {"torch", "numpy", "builtins", "typing", "collections", "functools", "torchvision", "abc", "enum", "types"}
@@ -170,7 +171,7 @@ class _Walk:
         if not self._is_new(tensor):
             return
         self.tensors.append((name, tensor))
-        if not self._copying or tensor.is_meta:
+        if not self._copying or tensor.is_meta or is_lazy(tensor):
             return
         kept = tensor.detach().clone()
 

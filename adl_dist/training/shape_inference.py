@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.module_state import PLAIN, ModuleState, Streams
+from adl_dist.partition.piece import traced_units
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import Tensors, packed, takes_gradient
 from adl_dist.stage.heads import check_outs
@@ -410,8 +411,7 @@ def change_values(parameters: Sequence[nn.Parameter]) -> None:
 
 def units_of(module: nn.Module) -> str:
     """Return the names of the first and the last unit of a stage."""
-    names = getattr(module, "unit_names", None) or [name for name, _ in module.named_children()]
-    names = names or [type(module).__name__]
+    names = traced_units(module) or [name for name, _ in module.named_children()] or [type(module).__name__]
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
