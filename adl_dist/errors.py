@@ -37,12 +37,12 @@ class SaveError(AdlError, RuntimeError):
 
 
 class DivergedError(AdlError, ArithmeticError):
-    """A loss or a gradient is not finite at ``update``; it and its ``epoch`` are counted from 0."""
+    """A loss or a gradient is not finite at ``update``; it and its ``epoch`` are counted from 0, as in metrics.jsonl."""
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         self.stage, self.update, self.epoch = stage, update, epoch
         super().__init__(
-            f"stage {stage}: {what} at update {update} (epoch {epoch}); the last checkpoint is kept. Lower "
+            f"stage {stage}: {what} at update {update} (epoch {epoch + 1}); the last checkpoint is kept. Lower "
             "optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the "
             "staleness"
         )

@@ -79,7 +79,7 @@ def train(overrides: list[str]) -> None:
     if launched_rank() == 0:
         say(_ending(summary, config))
     if "stopped" in summary:
-        _end_stopped(summary["stopped"])
+        _end_stopped(summary["stopped"], config.train.epochs)
 
 
 def evaluate(arguments: list[str]) -> None:
@@ -146,10 +146,11 @@ def _restored(options: Mapping[str, str]) -> tuple[RunConfig, Path, Trainer]:
     return config, path, trainer
 
 
-def _end_stopped(stopped: Mapping[str, Any]) -> None:
+def _end_stopped(stopped: Mapping[str, Any], epochs: int) -> None:
     """Say where the run has stopped; exit with a code that says so, unless a launcher would take that for a failure."""
     if launched_rank() == 0:
-        where = f"stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}"
+        complete = f"{stopped['epoch']} of {epochs} epochs complete"
+        where = f"stopped at update {stopped['update']} ({complete}) by {stopped['why']}"
         note = (
             "; the pipeline was emptied in mid-epoch, so values will differ from those of a run that was not stopped "
             "(runtime.checkpoint_every_updates avoids that)"

@@ -172,7 +172,8 @@ class Coordinator:
                 self._saving.folder.claim(self._saving.config)
         self._recorder.start(from_update=self._update)
         if path is not None:
-            self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
+            done = f"update {self._update}, {self._epoch} of {self._plan.epochs} epochs complete"
+            self._progress.note(f"resumed from {path} ({done})")
 
     def _load_newest(self, candidates: Sequence[Path], saving: Saving) -> Path:
         path, manifest, rejected = layout.first_usable(candidates, lambda path: state.verify(path, saving.signature))

@@ -105,7 +105,7 @@ class Loader:
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)[first_sample:]
         if sum(sizes) > len(order) or min(sizes, default=1) < 1:
             raise DataError(
-                f"epoch {epoch}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "
+                f"epoch {epoch + 1}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "
                 f"{list(sizes)}, {sum(sizes)} in all"
             )
         order = order[: sum(sizes)]

@@ -62,7 +62,7 @@ class DeviceLoader:
         """
         for micro_batch, (input_, target) in enumerate(self._loader.batches(epoch, sizes, first_sample=first_sample)):
             if self._num_classes is not None:
-                self._check(target, self._num_classes, f"micro-batch {micro_batch} of epoch {epoch}")
+                self._check(target, self._num_classes, f"micro-batch {micro_batch} of epoch {epoch + 1}")
             if self._device.type != "cpu":
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.

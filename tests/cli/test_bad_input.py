@@ -198,14 +198,14 @@ IS_NO_CLASS = ["the model has 10 outputs", "[0, 10)", "data.num_classes"]
 DIVERGES = ["optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_steps"]
 # What shows at some micro-batch: nothing is saved.
 IN_TRAINING = [
-    ([IMAGES, "data.last_target=10"], ["training dataset", "of epoch 0", "target 10", *IS_NO_CLASS]),
-    ([IMAGES, "data.last_target=-1"], ["training dataset", "of epoch 0", "target -1", *IS_NO_CLASS]),
+    ([IMAGES, "data.last_target=10"], ["training dataset", "of epoch 1", "target 10", *IS_NO_CLASS]),
+    ([IMAGES, "data.last_target=-1"], ["training dataset", "of epoch 1", "target -1", *IS_NO_CLASS]),
     ([f"data._target_={USER}.bad_validation_target"], ["validation dataset", "micro-batch 1", *IS_NO_CLASS]),
-    (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 0)", *DIVERGES]),
-    (["optimizer.lr=1e20", ONE_STAGE], ["stage 0: the loss is nan at update 1 (epoch 0)", *DIVERGES]),
-    ([f"loss._target_={USER}.InfiniteLoss"], ["stage 1: the loss is inf at update 0 (epoch 0)", *DIVERGES]),
+    (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 1)", *DIVERGES]),
+    (["optimizer.lr=1e20", ONE_STAGE], ["stage 0: the loss is nan at update 1 (epoch 1)", *DIVERGES]),
+    ([f"loss._target_={USER}.InfiniteLoss"], ["stage 1: the loss is inf at update 0 (epoch 1)", *DIVERGES]),
     # One update in each epoch: its loss was still that of the weights before.
-    (["data.num_samples=16", "optimizer.lr=1e20"], ["stage 1", "validation loss is nan", "update 0 (epoch 0)"]),
+    (["data.num_samples=16", "optimizer.lr=1e20"], ["stage 1", "validation loss is nan", "update 0 (epoch 1)"]),
 ]
 
 
@@ -220,7 +220,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     # Two updates of four micro-batches in each epoch: the tenth micro-batch is in update 2, the first of epoch 1.
     explodes = [f"model._target_={USER}.explodes", "model.after=9"]
     line = refused(*words(tmp_path / "run", *explodes, "train.epochs=3", "lr_schedule=constant"))
-    shows(line, ["stage 1: the loss is nan at update 2 (epoch 1)", "the last checkpoint is kept"])
+    shows(line, ["stage 1: the loss is nan at update 2 (epoch 2)", "the last checkpoint is kept"])
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [OLDER]
     in_process(*words(tmp_path / "good", *explodes, "train.epochs=1", "lr_schedule=constant"))
     kept, good = (in_process("evaluate", f"run_dir={tmp_path / name}") for name in ("run", "good"))

@@ -109,7 +109,7 @@ def test_micro_batches_have_exactly_the_sizes_asked_for():
     ],
 )
 def test_sizes_that_the_dataset_cannot_fill_are_refused(sizes, first, message):
-    with pytest.raises(DataError, match=f"epoch 2: expected micro-batches .*{message}"):
+    with pytest.raises(DataError, match=f"epoch 3: expected micro-batches .*{message}"):
         next(Loader(Augmented(), seed=5, shuffle=True).batches(2, sizes, first_sample=first))
 
 
