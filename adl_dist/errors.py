@@ -37,7 +37,7 @@ class SaveError(AdlError, RuntimeError):
 
 
 class DivergedError(AdlError, ArithmeticError):
-    """A loss or a gradient is not finite at ``update``; it and its ``epoch`` are counted from 0, as in metrics.jsonl."""
+    """A loss or a gradient is not finite at ``update``; it and ``epoch`` count from 0, as in metrics.jsonl."""
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         self.stage, self.update, self.epoch = stage, update, epoch

@@ -125,8 +125,8 @@ def test_a_signal_to_any_process_stops_saves_and_says_so(tmp_path):
         update = layout.read_manifest(saved)["update"]
         assert epoch * UPDATES_PER_EPOCH < update < (epoch + 1) * UPDATES_PER_EPOCH
         assert run.err.startswith(
-            f"adl-dist: stopped at update {update} ({epoch} of 4 epochs complete) by {number.name}; saved {saved}; the same "
-            "command resumes it; the pipeline was emptied in mid-epoch, so values will differ"
+            f"adl-dist: stopped at update {update} ({epoch} of 4 epochs complete) by {number.name}; saved {saved}; the "
+            "same command resumes it; the pipeline was emptied in mid-epoch, so values will differ"
         )
         assert run.err.count("\n") == 1
         assert run.left_in_tmp() == []
