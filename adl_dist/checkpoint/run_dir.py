@@ -269,6 +269,11 @@ def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
         return path
     if saved := layout.complete(path / "checkpoints"):
         return saved[-1]
+    if wanted is not None:
+        raise CheckpointError(
+            f"checkpoint={wanted} is neither 'best' nor the folder of a checkpoint or of a run, like "
+            f"{run_dir}/checkpoints/update-00000042; omit it for the newest of {run_dir}"
+        )
     raise CheckpointError(f"{path} holds no complete checkpoint; train first: adl-dist train run_dir={path}")
 
 

@@ -154,10 +154,11 @@ def test_a_mistake_is_reported_before_anything_is_written(override, parts, tmp_p
     [
         (["trian"], ["there is no command 'trian'", "choose one of train, evaluate, export"]),
         (["schedule", "partition.num_stage=3"], ["'partition.num_stage'", "did you mean 'partition.num_stages'?"]),
-        (["evaluate"], ["adl-dist evaluate needs run_dir=", "for example run_dir=runs/NAME"]),
-        (["evaluate", "rundir=x"], ["does not know 'rundir=x'", "it takes run_dir=, checkpoint="]),
-        (["evaluate", "train.epochs=2"], ["does not know 'train.epochs=2'", "it takes run_dir="]),
-        (["export", "run_dir=x"], ["adl-dist export needs out=", "for example out=model.safetensors"]),
+        (["evaluate"], ["takes one run folder, got none: adl-dist evaluate RUN_DIR [checkpoint=best]"]),
+        (["evaluate", "rundir=x"], ["does not know 'rundir=x'", "adl-dist evaluate RUN_DIR [checkpoint=best]"]),
+        (["evaluate", "x", "train.epochs=2"], ["does not know 'train.epochs=2'", "adl-dist evaluate RUN_DIR"]),
+        (["evaluate", "x", "run_dir=y"], ["takes one run folder, got 'x y'"]),
+        (["export", "run_dir=x"], ["adl-dist export needs out=", "adl-dist export x out=model.safetensors"]),
     ],
     ids=" ".join,
 )
@@ -444,13 +445,45 @@ def test_an_unreadable_configuration_is_reported(garbage, run_dir):
 @pytest.mark.parametrize("command", [["evaluate"], ["export", "out={out}"]], ids=["evaluate", "export"])
 def test_evaluate_and_export_refuse_a_folder_that_is_no_run(command, run_dir, tmp_path):
     command = [word.format(out=tmp_path / "model.pt") for word in command]
-    shows(refused(*command, f"run_dir={tmp_path}"), [f"run_dir={tmp_path} is not a run folder", "no config.yaml"])
+    shows(refused(*command, str(tmp_path)), [f"run_dir={tmp_path} is not a run folder", "no config.yaml"])
     shows(refused(*command, f"run_dir={tmp_path / 'none'}"), ["is not a run folder", "train first"])
-    shows(refused(*command, f"run_dir={run_dir}", f"checkpoint={tmp_path}"), [f"{tmp_path} holds no complete"])
+    for wanted in (tmp_path, "worst"):
+        line = refused(*command, f"run_dir={run_dir}", f"checkpoint={wanted}")
+        shows(line, [f"checkpoint={wanted} is neither 'best' nor the folder of a checkpoint", "omit it for the newest"])
     shutil.rmtree(run_dir / "checkpoints")
     line = refused(*command, f"run_dir={run_dir}")
     shows(line, [f"{run_dir} holds no complete checkpoint", f"adl-dist train run_dir={run_dir}"])
     assert not (tmp_path / "model.pt").exists()
+
+
+def test_a_run_folder_is_named_alike_for_every_command(run_dir, tmp_path):
+    """``RUN_DIR`` or ``run_dir=RUN_DIR``, also of a folder whose own name looks like a setting."""
+    odd = run_dir.rename(tmp_path / "lr=0.1")
+    for command in (["evaluate"], ["export", "out={out}"], ["status"], ["compare", f"out={tmp_path}"]):
+        said = []
+        for form in (str(odd), f"run_dir={odd}"):
+            filled = [word.format(out=tmp_path / f"model{len(said)}.pt") for word in command]
+            outcome = in_process(*filled, form)
+            assert outcome.code == 0, outcome
+            said.append(outcome.out.replace("model1.pt", "model0.pt").replace(f"run_dir={odd}", str(odd)))
+        assert said[0] == said[1]
+
+
+def test_the_status_of_a_run_that_has_ended_is_its_summary(run_dir):
+    said, as_json = in_process("status", str(run_dir)), in_process("status", str(run_dir), "--json")
+    shows(said.out, [f"no run is training in {run_dir}", "2 epochs, 4 updates", "staleness mean"])
+    assert json.loads(as_json.out)["ended"] == json.loads((run_dir / "summary.json").read_text())
+    later = run_dir / "checkpoints/update-00000006"  # of a run that went on, and was killed
+    shutil.copytree(run_dir / "checkpoints" / NEWEST, later)
+    shows(refused("status", str(run_dir)), ["no run is training there"])
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export", "compare", "status", "checkpoint", "stop"])
+def test_help_of_a_command_lists_what_it_takes(command):
+    outcome = in_process(command, "--help")
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"adl-dist {command} RUN")
+    assert ("checkpoint=best" in outcome.out) == (command in ("evaluate", "export"))
 
 
 def test_export_never_writes_over_what_is_there(run_dir, tmp_path):
