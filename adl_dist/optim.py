@@ -105,8 +105,10 @@ def build_lr_schedule(
     Raises:
         ConfigError: options that ``target`` does not take or refuses, or a schedule that needs a metric.
     """
-    name = getattr(target, "__name__", repr(target))
+    if isinstance(target, partial) and not target.args:  # the command line's
+        target, options = target.func, {**target.keywords, **options}
     signature = inspect.signature(target)
+    name = getattr(target, "__name__", repr(target))
     run = {"updates_per_epoch": updates_per_epoch, "total_updates": total_updates}
     given = {**{key: value for key, value in run.items() if key in signature.parameters}, **options}
     try:

@@ -105,9 +105,10 @@ def _unit_named(name: str, units: Sequence[str]) -> int:
     for unit, known in enumerate(units):
         if known == name or known.startswith(f"{name}."):
             return unit
-    blocks = [known.rsplit(".", 1)[0] for known in units]
-    close = difflib.get_close_matches(name, [*units, *blocks], n=3) or units[:3]
+    blocks = [".".join(parts[:n]) for parts in (known.split(".") for known in units) for n in range(1, len(parts))]
+    inner = [known for known in dict.fromkeys([*blocks, *units]) if known.endswith(f".{name}")]
+    close = inner[:3] or difflib.get_close_matches(name, [*units, *blocks], n=3) or units[:3]
     raise PartitionError(
         f"partition.balance: there is no unit or block '{name}'; near it are {', '.join(dict.fromkeys(close))}; "
-        "adl-dist plan lists them all"
+        "adl-dist plan --units lists them all"
     )

@@ -45,6 +45,10 @@ NONSENSE = [
     # unknown choices
     ("model=resnet21", ["there is no model=resnet21", "choose one of", "resnet18, resnet20", "custom"]),
     ("method=foo", ["there is no method=foo", "choose one of 1f1b, 2bw, adl"]),
+    (
+        "model=resnet50",
+        ["there is no model=resnet50", "torchvision has resnet50: model=torchvision model.name=resnet50"],
+    ),
     ("model=null", ["model=null is no choice of model", "choose one of", "resnet8"]),
     ("method.name=adll", ["method.name=adll", "choose a method by method=NAME"]),
     # wrong types
@@ -94,10 +98,15 @@ NONSENSE = [
     ("model._target_=5", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
     ("model._target_=nosuch.module.Net", ["model._target_=nosuch.module.Net", "No module named 'nosuch'"]),
     (f"model._target_={USER}.nosuch", [f"model._target_={USER}.nosuch cannot be imported", "expected a dotted name"]),
+    (f"model._target_={USER}.god", [f"{USER}.god cannot be imported", f"did you mean '{USER}.good'?"]),
     (f"model._target_={USER}.answer", [f"{USER}.answer is a int", "not something to call"]),
     ("optimizer._target_=torch.nn.Linear", ["optimizer", "'in_features'", "torch.nn.Linear takes in_features"]),
     (f"optimizer._target_={USER}.no_optimizer", [f"{USER}.no_optimizer returned list", "torch.optim.Optimizer"]),
     ("loss._target_=builtins.print", ["builtins.print returned NoneType", "expected a callable that takes (output"]),
+    (
+        "lr_schedule._target_=torch.optim.lr_scheduler.OneCycleLR",
+        ["lr_schedule", "'max_lr'", "OneCycleLR takes max_lr"],
+    ),
     ("lr_schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", ["follows a metric", "multistep or cosine"]),
     # the cut
     ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "none of 'auto', 'even'"]),
