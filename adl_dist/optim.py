@@ -106,7 +106,8 @@ def build_lr_schedule(
         ConfigError: options that ``target`` does not take or refuses, or a schedule that needs a metric.
     """
     if isinstance(target, partial) and not target.args:  # the command line's
-        target, options = target.func, {**target.keywords, **options}
+        options = {**target.keywords, **options}
+        target = target.func
     signature = inspect.signature(target)
     name = getattr(target, "__name__", repr(target))
     run = {"updates_per_epoch": updates_per_epoch, "total_updates": total_updates}

@@ -99,6 +99,10 @@ class RunFolder:
             layout.first_usable(saved[::-1], layout.read_manifest)
         return resume
 
+    def is_resumed(self, resume: str) -> bool:
+        """Whether a run that ``resume`` was checked for here takes its weights from a checkpoint."""
+        return resume not in ("auto", "never") or bool(layout.complete(self.checkpoints))
+
     def _check_place(self) -> None:
         try:
             above = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())

@@ -55,7 +55,7 @@ def build_worker(
     feed = loaders[0] or loaders[1]
     partitioned.finalize(store, spec, sample=sample, feed=feed, micro_batch_size=micro_batch_size, folder=folder)
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
-    check_consistent(store, world.rank, world.size, settings_of(spec, partitioned))
+    check_consistent(store, world.rank, world.size, settings_of(spec, partitioned), partitioned.initial)
     agreed = infer_shapes(store, modules, spec, sample=sample, device=device)
     check_targets(spec.pipeline, agreed)
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}

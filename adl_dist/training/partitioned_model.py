@@ -25,6 +25,7 @@ from adl_dist.training.shape_inference import SIZES, read
 from adl_dist.transport.spec import TensorSpec
 
 PROFILE = "profile.json"
+NUM_SAMPLED = 4  # elements of a tensor by which ranks compare their initial weights
 SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, and for fragments
 
 logger = logging.getLogger("adl_dist")
@@ -39,6 +40,7 @@ class PartitionedModel:
         modules: the parts of the model that this process holds, by stage; the whole model until it is cut.
         sizes: units of each stage; None: not cut yet.
         summary: a measured cut in one line, on the rank that measured; else empty.
+        initial: samples of the weights that training begins with, see :func:`sampled`; empty: those of a checkpoint.
     """
 
     def __init__(self, model: nn.Module, num_stages: int, spec: PartitionSpec, *, own: Iterable[int]) -> None:
@@ -52,7 +54,7 @@ class PartitionedModel:
         speeds, balance = spec.speeds, spec.balance
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
             raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
-        self.signature = signature(model)
+        self.signature, self.initial = signature(model), sampled(model)
         self._model: nn.Module | None = model
         self._chain: Chain | None = None
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
@@ -208,6 +210,18 @@ def micro_batch(sample: tuple[Tensor, Tensor], size: int, device: torch.device) 
     """Return input [size, ...] and target [size, ...] of one sample, repeated."""
     input_, target = (TensorSpec.of(tensor).empty(size, device).copy_(tensor) for tensor in sample)
     return input_, target
+
+
+def sampled(model: nn.Module) -> dict[str, list[float]]:
+    """Return a few elements of each parameter and buffer: enough to tell other random weights, at no price."""
+    samples = {}
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and tensor.numel() and not tensor.is_meta:
+            flat = tensor.detach().flatten()
+            some = flat[:: max(1, len(flat) // NUM_SAMPLED)][:NUM_SAMPLED].cpu()
+            some = some.abs() if some.is_complex() else some
+            samples[name] = torch.nan_to_num(some.double()).tolist()
+    return samples
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ reason instead, so the error is readable on both sides; in gloo a mismatch would
 """
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -79,24 +80,48 @@ def infer_shapes(
     return Agreed(acts, target, overwrites, shape[0] if len(shape) == 1 else None)
 
 
-def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str, Any]) -> None:
+def check_consistent(
+    store: dist.Store, rank: int, size: int, fingerprint: Mapping[str, Any], initial: Mapping[str, Sequence[float]]
+) -> None:
     """Refuse to start if the processes were not given the same job.
+
+    ``initial`` are a few elements of each initial weight: other processors may round a random number differently in its
+    last digits, but another seed gives another number.
 
     Raises:
         ConfigError: names the two ranks and the first entry that differs.
     """
     with _reaching(0):
-        store.set(f"fingerprint/{rank}", json.dumps(fingerprint))
+        store.set(f"fingerprint/{rank}", json.dumps({"settings": fingerprint, "initial": initial}))
     mine = json.loads(json.dumps(fingerprint))
     for other in range(1, size) if rank == 0 else [0]:
-        theirs = read(store, f"fingerprint/{other}", other)
-        if theirs != mine:
-            name = next(n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n))
-            here, there = (shorten(str(job.get(name)), 60, placeholder="...") for job in (mine, theirs))
+        message = read(store, f"fingerprint/{other}", other)
+        if (found := _first_difference(mine, message["settings"])) is not None:
+            name, *both = found
+            here, there = (shorten(str(value), 60, placeholder="...") for value in both)
             raise ConfigError(
                 f"rank {rank} and rank {other} were not given the same job: {name} is {here} here and {there} there; "
                 "start all ranks with one command"
             )
+        for name, elements in initial.items():
+            theirs = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
+            if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(elements, theirs, strict=True)):
+                raise ConfigError(
+                    f"rank {rank} and rank {other} do not begin with the same weights: the initial {name} differs; "
+                    "call torch.manual_seed(...) before the model is built, on every rank"
+                )
+
+
+def _first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Return the dotted name of the first entry that differs, also in mappings inside, with both values."""
+    for name in {**mine, **theirs}:
+        here, there = mine.get(name, "missing"), theirs.get(name, "missing")
+        if here == there:
+            continue
+        if isinstance(here, dict) and isinstance(there, dict) and (inner := _first_difference(here, there)):
+            return f"{name} {inner[0]}" if name == "model" else f"{name}.{inner[0]}", *inner[1:]
+        return name, here, there
+    return None
 
 
 def publish_error(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:

@@ -41,16 +41,26 @@ from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
-from adl_dist.training import build, shape_inference
+from adl_dist.training import arguments, build, shape_inference
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
+
+# The arguments that are a value of one type.
+VALUES: dict[str, type] = {
+    **dict.fromkeys(("num_stages", "seed", "epochs", "batch_size", "max_updates", "num_workers"), int),
+    **{"partition": PartitionSpec, "precision": Precision, "gradients": GradientPolicy},
+    **{"processes": ProcessOptions, "timeouts": WatchdogTimeouts},
+    **{"checkpoints": CheckpointPolicy, "monitoring": Monitoring},
+}
 
 
 class Trainer:
     """Trains ``model`` cut into K stages: one process each under torchrun, all in this process otherwise.
 
     Example:
+        >>> torch.manual_seed(0)
+        >>> model = make_model()
         >>> trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(),
         ...                   optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         ...                   method=adl_dist.method("adl", accumulation_steps=4), num_stages=4)
@@ -66,7 +76,7 @@ class Trainer:
         *,
         loss_fn: LossFn,
         optimizer: OptimizerFactory,
-        method: Method | None = None,
+        method: Method | str | None = None,
         num_stages: int = 1,
         partition: PartitionSpec | None = None,
         lr_schedule: Callable[..., LRScheduler] | None = None,
@@ -78,11 +88,14 @@ class Trainer:
     ) -> None:
         """Cut the model. Of K processes each keeps only its own stage. None: the value's defaults.
 
+        Initial weights are the model's own: for the same ones in every run, and on every rank, call
+        ``torch.manual_seed`` before it is built. The parameters of ``model`` are trained in place.
+
         Args:
             model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks; it takes one tensor.
             loss_fn: (output, target) to the mean loss over the samples.
             optimizer: makes a torch optimizer from the parameters of one stage.
-            method: from :func:`adl_dist.method`; None: ADL with M = 4.
+            method: from :func:`adl_dist.method`, or a method's name; None: ADL with M = 4.
             num_stages: K.
             partition: where the model is cut.
             lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
@@ -91,16 +104,22 @@ class Trainer:
             gradients: clipping, and what happens if a loss or gradient is not finite.
             processes: device, threads and processes.
             timeouts: how long the job may stand still.
-            seed: seeds data order, augmentation and dropout. Initial weights are the model's own.
+            seed: seeds data order, augmentation and dropout.
 
         Raises:
-            ConfigError: the number of processes is not K, a value is out of range, or the method does not fit K.
+            ConfigError: an argument of a wrong kind, a value out of range, another number of processes than K, or a
+                method that does not fit K.
             PartitionError: the model cannot be cut like that.
         """
+        arguments.check_model(model)
+        arguments.check_loss(loss_fn)
+        arguments.check_factories(optimizer, lr_schedule)
+        given = {"partition": partition, "precision": precision, "gradients": gradients, "processes": processes}
+        arguments.check_values({**given, "timeouts": timeouts, "num_stages": num_stages, "seed": seed}, VALUES)
         if seed < 0:
             raise ConfigError(f"seed must be >= 0, got {seed}")
         self._spec = TrainSpec(
-            pipeline=Pipeline(method or Method(), num_stages),
+            pipeline=Pipeline(arguments.chosen_method(method), num_stages),
             loss_fn=loss_fn,
             optimizer=optimizer,
             precision=precision or Precision(),
@@ -166,6 +185,8 @@ class Trainer:
             StageFailed, ChannelError: another process failed.
             SaveError: the last checkpoint could not be written.
         """
+        given = {"epochs": epochs, "batch_size": batch_size, "max_updates": max_updates, "num_workers": num_workers}
+        arguments.check_values({**given, "checkpoints": checkpoints, "monitoring": monitoring}, VALUES)
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
         check_lengths(epochs=epochs, max_updates=max_updates)
         steps = self._spec.pipeline.micro_batches_per_update
@@ -178,6 +199,8 @@ class Trainer:
             config = {**settings, "batch_size": batch_size, "shuffle": shuffle, **every}
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
         resume = resume if folder is None else folder.check(config, resume=resume)
+        if folder is not None and folder.is_resumed(resume):
+            self._partitioned.initial = {}
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
         data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
         running, worker, plan = self._start(make_plan, data, folder, batch_size, shuffle, num_workers)
@@ -226,6 +249,7 @@ class Trainer:
         state.verify(Path(path), self._partitioned.signature)
         for module in self._partitioned.modules.values():
             state.load_weights(Path(path), module)
+        self._partitioned.initial = {}
 
     def _check_outputs(self, run_dir: str | os.PathLike[str] | None, resume: str, monitoring: Monitoring) -> None:
         if run_dir is None and resume != "auto":

@@ -53,7 +53,7 @@ def test_a_store_that_ended_with_rank_0_is_one_line():
             raise dist.DistNetworkError("Broken pipe")
 
     with pytest.raises(ChannelError, match=r"^no word from rank 0 at start-up; its own log, .* says why$"):
-        shape_inference.check_consistent(Ended(), 1, 2, {"seed": 0})
+        shape_inference.check_consistent(Ended(), 1, 2, {"seed": 0}, {})
     with pytest.raises(ConfigError, match="of its own"), shape_inference.propagate_errors(Ended(), stages=[1], rank=1):
         raise ConfigError("of its own")
 
