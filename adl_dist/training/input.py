@@ -58,9 +58,11 @@ class DeviceLoader:
         """Yield micro-batches of ``sizes`` samples, from ``first_sample`` in the order of ``epoch`` on.
 
         Raises:
-            DataError: a target that is no class; torch would only say so in the loss, two processes away.
+            DataError: a sample that cannot be loaded; a target that is no class, of which torch would only say so in
+                the loss, two processes away.
         """
-        for micro_batch, (input_, target) in enumerate(self._loader.batches(epoch, sizes, first_sample=first_sample)):
+        batches = self._named(self._loader.batches(epoch, sizes, first_sample=first_sample))
+        for micro_batch, (input_, target) in enumerate(batches):
             if self._num_classes is not None:
                 self._check(target, self._num_classes, f"micro-batch {micro_batch} of epoch {epoch + 1}")
             if self._device.type != "cpu":
@@ -72,6 +74,12 @@ class DeviceLoader:
             if self._precision.channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target
+
+    def _named(self, batches: Batches) -> Batches:
+        try:
+            yield from batches
+        except DataError as error:
+            raise DataError(f"{self._name} dataset: {error}") from error
 
     def seconds_to_load(self, micro_batch_size: int) -> float:
         """Return how long a micro-batch keeps the caller busy, the least of a few; 0 if workers load it."""
