@@ -4,6 +4,10 @@ import logging
 import traceback
 
 
+class Exit(SystemExit):
+    """The end of a command that has said all there is to say, with its exit code; what else exits is a user's code."""
+
+
 class AdlError(Exception):
     """Base of every error raised on purpose."""
 
@@ -71,6 +75,13 @@ class StageFailed(AdlError, RuntimeError):
     def __init__(self, text: str, *, exit_code: int, is_victim: bool = False, is_gone: bool = False) -> None:
         super().__init__(text)
         self.exit_code, self.is_victim, self.is_gone = exit_code, is_victim, is_gone
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost line of ``error`` outside of installed packages, like `` at mine.py:12``; empty if none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    return "".join(f" at {frame.filename}:{frame.lineno}" for frame in [*frames, *own][-1:])
 
 
 def describe(error: BaseException) -> str:

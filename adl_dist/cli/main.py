@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from adl_dist.distributed.parent_process import end_with_launcher, end_with_torchrun
-from adl_dist.errors import AdlError, ConfigError, describe
+from adl_dist.errors import AdlError, ConfigError, Exit, describe, place_of
 
 USAGE = """\
 adl-dist COMMAND [KEY=VALUE ...]
@@ -150,8 +150,14 @@ def _run(command_line: list[str]) -> int:
         way_on = "; the same command resumes from the last checkpoint" if name == "train" else ""
         sys.stderr.write(f"\nadl-dist: interrupted{way_on}\n")
         return 128 + signal.SIGINT
-    except SystemExit as done:
+    except Exit as done:
         return int(done.code or 0)
+    except SystemExit as error:
+        logger.error("%s", traceback.format_exc())
+        _print_error(
+            f"sys.exit({error.code}){place_of(error)} ended the command; raise an error instead", kind="error: "
+        )
+        return 2
     except BrokenPipeError:
         return 1
     except Exception as error:

@@ -22,7 +22,7 @@ from adl_dist.distributed import parent_process, print_turn
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import CheckpointError, ConfigError, DivergedError
+from adl_dist.errors import CheckpointError, ConfigError, DivergedError, Exit
 from adl_dist.launch.local import launch_local
 from adl_dist.report import final_table, say, tell
 from adl_dist.report.files import write_atomically
@@ -37,7 +37,7 @@ def train(overrides: list[str]) -> None:
         return
     asked_for = requested(overrides)
     if isinstance(asked_for, Sweep):
-        raise SystemExit(sweep.run(asked_for))
+        raise Exit(sweep.run(asked_for))
     config, plain = asked_for
     assert config.run_dir is not None
     instantiate.check_targets(config)
@@ -49,7 +49,7 @@ def train(overrides: list[str]) -> None:
         check_named_interfaces()
         command, restarts = ["train", *overrides], config.runtime.max_restarts
         try:
-            raise SystemExit(
+            raise Exit(
                 launch_local(command, num_processes=num_stages, max_restarts=restarts, passes_stops_on=stands_alone)
             )
         finally:
@@ -145,7 +145,7 @@ def _end_stopped(stopped: Mapping[str, Any], epochs: int) -> None:
         saved = f"saved {stopped['checkpoint']}; the same command resumes it{note}"
         tell(sys.stderr, f"adl-dist: {where}; {saved}\n")
     if launched_world_size() is None:
-        raise SystemExit(parent_process.STOPPED_CODE)
+        raise Exit(parent_process.STOPPED_CODE)
     parent_process.flag_stopped()
 
 

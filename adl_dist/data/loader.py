@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from adl_dist.errors import DataError
+from adl_dist.errors import DataError, place_of
 from adl_dist.seeds import stream_seed, stream_seeds
 
 # What is sent to a whole process group or job is for the process that trains. It may have to stop, and until its
@@ -228,11 +228,8 @@ class _Samples(Dataset["tuple[Tensor, Tensor] | DataError"]):
         except DataError:
             raise
         except (Exception, SystemExit) as error:  # the user's own code can raise anything
-            frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is this one
-            own = [frame for frame in frames if "site-packages" not in frame.filename]
-            where = "".join(f" at {frame.filename}:{frame.lineno}" for frame in [*frames, *own][-1:])
             raised = " ".join(f"{type(error).__name__}: {error}".split())
-            refusal = DataError(f"sample {index}: {type(self._dataset).__name__} raised {raised}{where}")
+            refusal = DataError(f"sample {index}: {type(self._dataset).__name__} raised {raised}{place_of(error)}")
             refusal.add_note(traceback.format_exc())  # for the log; a worker's error arrives without its cause
             raise refusal from error
 

@@ -49,6 +49,8 @@ def build_worker(
         StageFailed, ChannelError: another rank found so, or does not answer.
     """
     precision, device = spec.precision, world.device
+    if precision.compile:
+        check_compiler(device)
     if isinstance(spec.loss_fn, nn.Module):
         spec.loss_fn.to(device, precision.dtype)
     sample = common_sample(*loaders)
@@ -75,6 +77,23 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
         "balance": balance if isinstance(balance, str) else list(balance),
         "model": {name: list(shape) for name, shape in partitioned.signature.items()},
     }
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ConfigError if torch.compile lacks what it makes kernels for ``device`` with."""
+    # Imported late: it takes a second.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.utils._triton import has_triton
+
+    missing = "Triton" if device.type == "cuda" and not has_triton() else None
+    try:
+        get_cpp_compiler()  # of which kernels for a GPU need one, too
+    except RuntimeError:
+        missing = "a C++ compiler (g++, or the one that the variable CXX names)"
+    if missing is not None:
+        raise ConfigError(
+            f"runtime.compile=true needs {missing}, and there is none; install it, or omit runtime.compile"
+        )
 
 
 def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:

@@ -22,6 +22,7 @@ from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import packed, takes_gradient, unpacked
 from adl_dist.stage.heads import check_outs
+from adl_dist.training.loss_checks import check_broadcast, check_loss
 from adl_dist.transport.spec import Specs, TensorSpec
 
 SIZES = "sizes"  # the key of a cut that rank 0 has measured
@@ -246,7 +247,7 @@ def _run(module: nn.Module, acts: Sequence[Tensor], gets: str, device: torch.dev
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
             out = torch.func.functional_call(module, buffers, (packed(tuple(acts)),))
-    except Exception as error:  # the user's own forward can raise anything
+    except (Exception, SystemExit) as error:  # the user's own forward can raise anything
         raise ConfigError(f"{gets} and fails on it: {type(error).__name__}: {error}") from error
     return out, [act._version != version for act, version in zip(acts, before, strict=True)]
 
@@ -276,19 +277,17 @@ def _try_loss(stage: int, specs: Sequence[TensorSpec], out: Any, target: TensorS
     got = f"{', '.join(map(str, specs))} and {target}"
     if getattr(loss_fn, "reduction", "mean") == "sum":
         raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
+    targets = target.empty(NUM_SAMPLES, unpacked(out)[0].device).zero_()
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
-            loss = loss_fn(out, target.empty(NUM_SAMPLES, unpacked(out)[0].device).zero_())
+            loss = loss_fn(out, targets)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise ConfigError(
             f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
             "loss._target_ (loss_fn), or correct the model's output or the targets"
         ) from error
-    if loss.ndim > 0:
-        raise ConfigError(
-            f"stage {stage}: the loss has shape {list(loss.shape)} for {got}; expected one number, the mean over "
-            "the samples"
-        )
+    check_loss(stage, loss, got)
+    check_broadcast(stage, loss_fn, out, targets)
 
 
 def _units(module: nn.Module) -> str:

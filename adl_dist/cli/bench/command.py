@@ -33,7 +33,7 @@ from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
 from adl_dist.distributed.world import launched_world_size
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, Exit
 from adl_dist.report.files import write_atomically
 
 FACTS, FIGURE, LOGS = "bench.json", "bench.svg", "logs"
@@ -88,7 +88,7 @@ def bench(argv: list[str]) -> None:
     is_gpu = config.runtime.device is Device.cuda
     sys.stdout.write(f"{_head(setting)}\n\n{report(table, left_out, is_gpu=is_gpu)}\n\n")
     sys.stdout.write(f"written: {written}; output of each run: {out / LOGS}\n")
-    raise SystemExit(code or (1 if all("error" in row for row in table) else 0))
+    raise Exit(code or (1 if all("error" in row for row in table) else 0))
 
 
 def _folder_given(overrides: Sequence[str]) -> Path | None:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, Exit
 from adl_dist.report.runs import flatten
 from adl_dist.schedule import METHODS, Method
 
@@ -57,6 +57,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse the command line by a ConfigError."""
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help lists what it takes")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the command, as after its help."""
+        sys.stderr.write(message or "")
+        raise Exit(status)
 
 
 def config_folder() -> Path:

@@ -193,7 +193,7 @@ def _called(name: str, node: Mapping[str, Any], target: Callable[..., Any], argu
         return target(**arguments)
     except AdlError:
         raise
-    except Exception as error:  # the user's own code: say whose it is and what it said
+    except (Exception, SystemExit) as error:  # the user's own code: say whose it is and what it said
         raise ConfigError(f"{name}: {node['_target_']} failed: {type(error).__name__}: {error}") from error
 
 
