@@ -24,6 +24,7 @@ from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
 from adl_dist.errors import CheckpointError, ConfigError, DivergedError, Exit
 from adl_dist.launch.local import launch_local
+from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import final_table, say, tell
 from adl_dist.report.files import write_atomically
 from adl_dist.training.options import Monitoring
@@ -155,6 +156,10 @@ def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
         return lines[0]
     if not summary["stages"]:
         lines.insert(0, f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir=")
+    loads = [stage["busy_share"] for stage in summary["stages"]]
+    if len(loads) > 1 and is_uneven(loads) and config.partition.balance != "auto":
+        busy = "stages were busy " + ", ".join(f"{load:.0%}" for load in loads) + " of the time"
+        lines += ["", f"note: {busy}: the cut is uneven; partition.balance=auto measures it, and cuts where it is best"]
     lines += ["", f"run folder       {run_dir}"]
     if config.runtime.tensorboard:
         lines.append("learning curves  tensorboard --logdir runs")

@@ -10,6 +10,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.balance import best_balance
 from adl_dist.partition.chain import Chain, linearise
 from adl_dist.partition.costs import StageFootprint, UnitCost
+from adl_dist.partition.imbalance import usual
 
 
 def cut(
@@ -56,7 +57,7 @@ def even_sizes(chain: Chain, num_stages: int) -> list[int]:
         return sizes
     num_places = len(chain.units) - 1 - len(chain.forbidden)
     if num_places < num_stages - 1:
-        reason = next(iter(chain.forbidden.values()))
+        reason = usual(chain.forbidden.values())
         raise PartitionError(
             f"partition.num_stages={num_stages}: the model has {num_places} place(s) where it can be cut; among the "
             f"others, {reason}; use at most partition.num_stages={num_places + 1}, or untie them"

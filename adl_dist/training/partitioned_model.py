@@ -6,6 +6,7 @@ import logging
 import platform
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -16,8 +17,9 @@ from adl_dist.checkpoint.state import signature
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linearise
 from adl_dist.partition.costs import Profile
+from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.measure import measure
-from adl_dist.partition.predict import best_cut
+from adl_dist.partition.predict import best_cut, unevenness
 from adl_dist.stage import TrainSpec
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
@@ -40,6 +42,7 @@ class PartitionedModel:
         modules: the parts of the model that this process holds, by stage; the whole model until it is cut.
         sizes: units of each stage; None: not cut yet.
         summary: a measured cut in one line, on the rank that measured; else empty.
+        warning: why the cut leaves most of the work to one stage, where that is known; else None.
         initial: samples of the weights that training begins with, see :func:`sampled`; empty: those of a checkpoint.
     """
 
@@ -59,7 +62,7 @@ class PartitionedModel:
         self._chain: Chain | None = None
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
-        self.summary = ""
+        self.summary, self.warning = "", None
         self._home: dict[str, tuple[int, torch.dtype]] = {}
         if num_stages == 1 and isinstance(balance, str):
             self._cut([1])
@@ -69,6 +72,10 @@ class PartitionedModel:
             sizes = even_sizes(self._chain, num_stages)  # also before a measurement: shows that it can be cut at all
         else:
             sizes = checked_sizes(self._chain, num_stages, balance)
+        if balance == "even":  # nothing is measured; but units may be had in few places only
+            reasons = [self._chain.forbidden.get(unit, "") for unit in range(len(self._chain.units))]
+            if any(reasons):
+                self.warning = why_uneven(self._chain.units, reasons, sizes, sizes, of="the units")
         if balance != "auto":
             self._cut(sizes)
 
@@ -126,8 +133,11 @@ class PartitionedModel:
         balance = best_cut(profile, spec.pipeline, machine=machine)
         store.set(SIZES, json.dumps({"sizes": balance.sizes}))
         shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in balance.stage_seconds)
-        self.summary = f"measured cut: {balance.sizes} units per stage, {shown} ms per micro-batch"
+        firsts = ", ".join(self._chain.units[stop] for stop in accumulate(balance.sizes[:-1]))
+        begins = f"the next begins at {firsts}"
+        self.summary = f"measured cut: {balance.sizes} units per stage, {begins}; {shown} ms per micro-batch"
         logger.info(self.summary)
+        self.warning = unevenness(profile.units, balance)
         self._cut(balance.sizes)
 
     def _cut(self, sizes: list[int]) -> None:

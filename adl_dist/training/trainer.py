@@ -36,7 +36,7 @@ from adl_dist.launch import signals
 from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
-from adl_dist.report import Progress, Recorder
+from adl_dist.report import Progress, Recorder, warn
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
@@ -370,6 +370,8 @@ class Trainer:
         progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet)
         if self._partitioned.summary and world.rank == 0:
             progress.note(self._partitioned.summary)
+        if self._partitioned.warning is not None and world.rank == 0:
+            warn(f"{self._partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
         coordinator = Coordinator(
             plan,
             saving=saving,
