@@ -305,6 +305,14 @@ def test_a_run_folder_that_cannot_be_made_says_why(tmp_path):
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is always full")
+def test_a_disk_that_is_full_from_the_start_is_one_line(tmp_path):
+    log = tmp_path / "run/logs/rank0.log"
+    log.parent.mkdir(parents=True)
+    log.symlink_to("/dev/full")
+    shows(refused(*words(tmp_path / "run")), [f"{log} cannot be written: No space left", "make room"])
+
+
 def test_curves_are_named_only_where_tensorboard_writes_them(run_dir):
     for written in (True, False):
         out = in_process(*words(run_dir, SMALL, "train.epochs=2", f"runtime.tensorboard={written}")).out
