@@ -110,6 +110,9 @@ def build_lr_schedule(
     Raises:
         ConfigError: options that ``target`` does not take or refuses, or a schedule that needs a metric.
     """
+    if isinstance(target, partial) and not target.args:  # the command line's
+        options = {**target.keywords, **options}
+        target = target.func
     name = _name_of(target)
     try:
         takes = list(inspect.signature(target).parameters)

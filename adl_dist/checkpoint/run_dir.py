@@ -7,6 +7,7 @@ counts attempts that were refused; and a requeued job, or an agent in the place 
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
@@ -98,6 +99,10 @@ class RunFolder:
             # Rank 0 reads the content, once. But where no checkpoint is even whole, all ranks find it out at once.
             layout.first_usable(saved[::-1], layout.read_manifest)
         return resume
+
+    def is_resumed(self, resume: str) -> bool:
+        """Whether a run that ``resume`` was checked for here takes its weights from a checkpoint."""
+        return resume not in ("auto", "never") or bool(layout.complete(self.checkpoints))
 
     def _check_place(self) -> None:
         try:
@@ -211,7 +216,11 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to(path: Path | None) -> None:
-    """Send this process's log to the file ``path``, and no longer to that of an earlier run; None: to no file."""
+    """Send this process's log to the file ``path``, and no longer to that of an earlier run; None: to no file.
+
+    Raises:
+        ConfigError: its folder cannot be made, or its disk is full.
+    """
     if path is not None:
         make_folder(path.parent)
     for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
@@ -222,7 +231,12 @@ def log_to(path: Path | None) -> None:
         return
     try:
         handler = _LogFile(path.resolve())
+        handler.stream.write(f"process {os.getpid()} begins\n")
+        handler.flush()
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # nothing else could be written either
+            reason = f"{path} cannot be written: {error.strerror}"
+            raise ConfigError(f"run_dir: {reason}; make room, or choose another run_dir") from None
         warn(f"{path} cannot be written: {error.strerror}; this process writes no log")
         return
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

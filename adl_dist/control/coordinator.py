@@ -174,7 +174,8 @@ class Coordinator:
                 self._saving.folder.claim(self._saving.config)
         self._recorder.start(from_update=self._update)
         if path is not None:
-            self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
+            done = f"update {self._update}, {self._epoch} of {self._plan.epochs} epochs complete"
+            self._progress.note(f"resumed from {path} ({done})")
             if self._is_over and self._saving is not None:
                 run_dir = self._saving.folder.path
                 self._progress.note(

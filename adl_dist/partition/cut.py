@@ -1,7 +1,6 @@
 """Cuts a model into K stages without renaming a single parameter."""
 
 import difflib
-from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
@@ -11,6 +10,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.balance import best_balance
 from adl_dist.partition.chain import Chain, linearise
 from adl_dist.partition.costs import StageFootprint, UnitCost
+from adl_dist.partition.imbalance import usual
 from adl_dist.partition.ran import Samples
 
 
@@ -59,7 +59,7 @@ def even_sizes(chain: Chain, num_stages: int) -> list[int]:
         return sizes
     num_places = len(chain.units) - 1 - len(chain.forbidden)
     if num_places < num_stages - 1:
-        ((reason, _),) = Counter(chain.forbidden.values()).most_common(1)
+        reason = usual(chain.forbidden.values())
         raise PartitionError(
             f"partition.num_stages={num_stages}: the model has {num_places} place(s) where it can be cut; at most of "
             f"the others, {reason}; use at most partition.num_stages={num_places + 1}"

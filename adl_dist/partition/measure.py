@@ -172,6 +172,7 @@ class _Bench:
                     held_before=sum(unsaved),
                     held_behind=sum(t.nbytes for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
                     may_cut=whole and unit not in chain.forbidden,
+                    reason=chain.forbidden.get(unit, "" if whole else "what would cross has no batch"),
                 )
             )
         return costs

@@ -24,7 +24,7 @@ class Precision:
     """The number formats and kernels of a run.
 
     Attributes:
-        dtype: dtype of parameters and floating-point inputs.
+        dtype: dtype of parameters and floating-point inputs: ``torch.float32`` or ``torch.float64``.
         autocast: dtype of the operations that torch.autocast lowers, in forward and loss; only ``torch.bfloat16``;
             None: all compute in ``dtype``.
         wire_dtype: dtype in which wider activations and gradients travel between stages; only ``torch.bfloat16``;
@@ -46,6 +46,11 @@ class Precision:
 
     def check(self, method: Method) -> None:
         """Raise ConfigError for what cannot be computed, or would not be what it says."""
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"dtype={_named(self.dtype)} is not supported: weights so narrow lose small updates; use float32 or "
+                "float64, and runtime.autocast (Precision(autocast=torch.bfloat16)) to compute in bfloat16"
+            )
         for key, narrow in (("autocast", self.autocast), ("wire_dtype", self.wire_dtype)):
             # float16 needs a loss scale, which would have to travel with every gradient until its update.
             if narrow not in (None, torch.bfloat16):

@@ -6,9 +6,11 @@ publishes why, so that the others end with the same error; in gloo a mismatch wo
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from textwrap import shorten
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -22,8 +24,19 @@ SAMPLES = "samples"  # the key of what rank 0 has taken from the data
 ROUNDS = "given", "found"  # of :func:`check_consistent`
 
 
-def check_consistent(store: dist.Store, rank: int, size: int, values: Mapping[str, Any], *, found: bool) -> None:
+def check_consistent(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    values: Mapping[str, Any],
+    *,
+    found: bool,
+    initial: Mapping[str, Sequence[float]] = MappingProxyType({}),
+) -> None:
     """Refuse to start if the processes were not given the same job, or, with ``found``, have not found the same.
+
+    ``initial`` are a few elements of each initial weight: other processors may round a random number differently in its
+    last digits, but another seed gives another number.
 
     Raises:
         ConfigError: names the two ranks and the first entry that differs.
@@ -31,18 +44,39 @@ def check_consistent(store: dist.Store, rank: int, size: int, values: Mapping[st
     """
     turn = ROUNDS[found]
     with reaching(0):
-        store.set(f"{turn}/{rank}", json.dumps(values))
+        store.set(f"{turn}/{rank}", json.dumps({"values": values, "initial": dict(initial)}))
     mine = json.loads(json.dumps(values))
     for other in (other for other in range(size) if other != rank):  # all of them: any may have failed
-        theirs = read(store, f"{turn}/{other}", other)
-        if theirs != mine and 0 in (rank, other):
-            name = next(n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n))
-            here, there = (shorten(str(job.get(name)), 60, placeholder="...") for job in (mine, theirs))
+        message = read(store, f"{turn}/{other}", other)
+        if 0 not in (rank, other):
+            continue
+        if (difference := _first_difference(mine, message["values"])) is not None:
+            name, *both = difference
+            here, there = (shorten(str(value), 60, placeholder="...") for value in both)
             what = "do not find the same at the start" if found else "were not given the same job"
             raise ConfigError(
                 f"rank {rank} and rank {other} {what}: {name} is {here} here and {there} there; "
                 + ("the model computes something else in each process" if found else "start all ranks with one command")
             )
+        for name, elements in initial.items():
+            theirs = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
+            if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(elements, theirs, strict=True)):
+                raise ConfigError(
+                    f"rank {rank} and rank {other} do not begin with the same weights: the initial {name} differs; "
+                    "call torch.manual_seed(...) before the model is built, on every rank"
+                )
+
+
+def _first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Return the dotted name of the first entry that differs, also in mappings inside, with both values."""
+    for name in {**mine, **theirs}:
+        here, there = mine.get(name, "missing"), theirs.get(name, "missing")
+        if here == there:
+            continue
+        if isinstance(here, dict) and isinstance(there, dict) and (inner := _first_difference(here, there)):
+            return f"{name} {inner[0]}" if name == "model" else f"{name}.{inner[0]}", *inner[1:]
+        return name, here, there
+    return None
 
 
 def exchange(store: dist.Store, key: str, rank: int, size: int, value: Any) -> list[Any]:

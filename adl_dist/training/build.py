@@ -62,13 +62,19 @@ def build_worker(
         StageFailed, ChannelError: another rank found so, or does not answer.
     """
     device = world.device
+    if spec.precision.compile:
+        check_compiler(device)
     if isinstance(spec.loss_fn, nn.Module):
         in_dtype(spec.loss_fn, spec.precision.dtype, device)
-    check_consistent(store, world.rank, world.size, settings_of(spec, partitioned), found=False)
+    settings = settings_of(spec, partitioned)
+    check_consistent(store, world.rank, world.size, settings, found=False, initial=partitioned.initial)
     sizes = plan.first_epoch.sizes if loaders[0] is not None else []
     samples = samples_of.share(store, samples_of.take(*loaders, sizes), rank=world.rank, size=world.size)
-    terms = loss_terms(spec.loss_fn, samples.one[1])
-    feed = loaders[0] or loaders[1]
+    terms, feed = loss_terms(spec.loss_fn, samples.one[1]), loaders[0] or loaders[1]
+    if feed is not None:
+        feed.expect(spec.loss_fn, terms, num_outputs=None)
+        for batch in samples.pair if not samples.one[1].is_floating_point() else ():
+            feed.check(batch.target, "micro-batch 0 of epoch 1")
     measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
     spec, agreed, _ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
     check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
@@ -121,6 +127,21 @@ def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Setting
         kept = {"name": schedule["name"]} if takes_length(spec.lr_schedule) else schedule
         schedule = {"made_by": described(spec.lr_schedule), **kept}
     return {"optimizer": optimizer, "lr_schedule": schedule}
+def check_compiler(device: torch.device) -> None:
+    """Raise ConfigError if torch.compile lacks what it makes kernels for ``device`` with."""
+    # Imported late: it takes a second.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.utils._triton import has_triton
+
+    missing = "Triton" if device.type == "cuda" and not has_triton() else None
+    try:
+        get_cpp_compiler()  # of which kernels for a GPU need one, too
+    except RuntimeError:
+        missing = "a C++ compiler (g++, or the one that the variable CXX names)"
+    if missing is not None:
+        raise ConfigError(
+            f"runtime.compile=true needs {missing}, and there is none; install it, or omit runtime.compile"
+        )
 
 
 def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:

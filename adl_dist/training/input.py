@@ -63,12 +63,13 @@ class DeviceLoader:
         """Yield micro-batches of ``sizes`` samples, from ``first_sample`` in the order of ``epoch`` on.
 
         Raises:
-            DataError: a target that is no class; torch would only say so in the loss, two processes away. Or one that
-                the loss ignores, though nothing counts its terms.
+            DataError: a sample that cannot be loaded; a target that is no class, of which torch would only say so in
+                the loss, two processes away; or one that the loss ignores, though nothing counts its terms.
         """
-        for micro_batch, (input_, target) in enumerate(self._loader.batches(epoch, sizes, first_sample=first_sample)):
+        batches = self._named(self._loader.batches(epoch, sizes, first_sample=first_sample))
+        for micro_batch, (input_, target) in enumerate(batches):
             if (self._num_classes is not None or not self._may_ignore) and not target.is_floating_point():
-                self._check(target, f"micro-batch {micro_batch} of epoch {epoch}")
+                self.check(target, f"micro-batch {micro_batch} of epoch {epoch + 1}")
             if self._device.type != "cpu":
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.
@@ -78,6 +79,12 @@ class DeviceLoader:
             if self.precision.channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target
+
+    def _named(self, batches: Batches) -> Batches:
+        try:
+            yield from batches
+        except DataError as error:
+            raise DataError(f"{self._name} dataset: {error}") from error
 
     def seconds_to_load(self, micro_batch_size: int) -> float:
         """Return how long a micro-batch keeps the caller busy, the least of a few; 0 if workers load it."""
@@ -93,7 +100,8 @@ class DeviceLoader:
                 seconds.append(time.perf_counter() - start)
         return min(seconds) * micro_batch_size / sizes[0]
 
-    def _check(self, target: Tensor, where: str) -> None:
+    def check(self, target: Tensor, where: str) -> None:
+        """Raise DataError for a ``target`` [B, ...] of whole numbers that is not as expected; ``where`` it was met."""
         ignored, is_torchs_own = self._classes.ignore_index, self._classes.is_torchs_own
         # Of several targets in a sample a class derived from torch's may want the outputs in another order.
         if self._num_classes is None or (target.ndim > 1 and not is_torchs_own):

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,9 @@ from adl_dist.checkpoint.state import signature
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linearise
 from adl_dist.partition.costs import Profile
+from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.measure import measure
-from adl_dist.partition.predict import best_cut
+from adl_dist.partition.predict import best_cut, unevenness
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.training.agreement import SIZES, read
@@ -32,6 +34,7 @@ from adl_dist.training.verify import kept
 from adl_dist.transport.spec import TensorSpec
 
 PROFILE = "profile.json"
+NUM_SAMPLED = 4  # elements of a tensor by which ranks compare their initial weights
 SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, and for fragments
 
 logger = logging.getLogger("adl_dist")
@@ -66,6 +69,8 @@ class PartitionedModel:
         signature: names and shapes of all parameters and buffers of the uncut model.
         modules: the parts of the model that this process holds, by stage; the whole model until it is cut.
         sizes: units of each stage; None: not cut yet.
+        warning: why the cut leaves most of the work to one stage, where that is known; else None.
+        initial: samples of the weights that training begins with, see :func:`sampled`; empty: those of a checkpoint.
         notes: what the user should know of the cut, a line each.
         verify_seconds: how long the comparison with the uncut model took; None: there was none.
     """
@@ -80,11 +85,12 @@ class PartitionedModel:
         speeds = spec.speeds
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
             raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
-        self.signature = signature(model)
+        self.signature, self.initial = signature(model), sampled(model)
         self._model: nn.Module | None = model
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
         self.notes: list[str] = []
+        self.warning: str | None = None
         self.verify_seconds: float | None = None
         self._settled: Settled | None = None
         self._home: dict[str, tuple[int, torch.dtype]] = {}
@@ -178,6 +184,10 @@ class PartitionedModel:
                 if explicit:
                     raise
                 chain.forbidden.setdefault(sum(sizes[: error.stage + 1]) - 1, error.reason)
+        if balance == "even":  # nothing is measured; but units may be had in few places only
+            reasons = [chain.forbidden.get(unit, "") for unit in range(len(chain.units))]
+            if any(reasons):
+                self.warning = why_uneven(chain.units, reasons, sizes, sizes, of="the units")
         if balance != "auto":
             return sizes, stages, agreed
         if measuring is None:
@@ -212,7 +222,11 @@ class PartitionedModel:
             except CutImpossible as error:
                 chain.forbidden.setdefault(sum(balance.sizes[: error.stage + 1]) - 1, error.reason)
         shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in balance.stage_seconds)
-        self._note(f"measured cut: {balance.sizes} units per stage, {shown} ms per micro-batch")
+        begins = ", ".join(chain.units[stop] for stop in accumulate(balance.sizes[:-1]))
+        self._note(
+            f"measured cut: {balance.sizes} units per stage, the next begins at {begins}; {shown} ms per micro-batch"
+        )
+        self.warning = unevenness(units, balance)
         return balance.sizes
 
     def _again(self, samples: Samples, device: torch.device) -> Settled:
@@ -319,6 +333,18 @@ def micro_batch(sample: tuple[Tensor, Tensor], size: int, device: torch.device) 
     """Return input [size, ...] and target [size, ...] of one sample, repeated."""
     input_, target = (TensorSpec.of(tensor).empty(size, device).copy_(tensor) for tensor in sample)
     return input_, target
+
+
+def sampled(model: nn.Module) -> dict[str, list[float]]:
+    """Return a few elements of each parameter and buffer: enough to tell other random weights, at no price."""
+    samples = {}
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and tensor.numel() and not tensor.is_meta:
+            flat = tensor.detach().flatten()
+            some = flat[:: max(1, len(flat) // NUM_SAMPLED)][:NUM_SAMPLED].cpu()
+            some = some.abs() if some.is_complex() else some
+            samples[name] = torch.nan_to_num(some.double()).tolist()
+    return samples
 
 
 def _plain(tensor: Tensor) -> Tensor:

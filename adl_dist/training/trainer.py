@@ -37,22 +37,32 @@ from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
 from adl_dist.optim import takes_length
-from adl_dist.report import Progress, Recorder
+from adl_dist.report import Progress, Recorder, warn
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
-from adl_dist.training import build
+from adl_dist.training import arguments, build
 from adl_dist.training.agreement import propagate_errors
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
+
+# The arguments that are a value of one type.
+VALUES: dict[str, type] = {
+    **dict.fromkeys(("num_stages", "seed", "epochs", "batch_size", "max_updates", "num_workers"), int),
+    **{"partition": PartitionSpec, "precision": Precision, "gradients": GradientPolicy},
+    **{"processes": ProcessOptions, "timeouts": WatchdogTimeouts},
+    **{"checkpoints": CheckpointPolicy, "monitoring": Monitoring},
+}
 
 
 class Trainer:
     """Trains ``model`` cut into K stages: one process each under torchrun, all in this process otherwise.
 
     Example:
+        >>> torch.manual_seed(0)
+        >>> model = make_model()
         >>> trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(),
         ...                   optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         ...                   method=adl_dist.method("adl", accumulation_steps=4), num_stages=4)
@@ -68,7 +78,7 @@ class Trainer:
         *,
         loss_fn: LossFn,
         optimizer: OptimizerFactory,
-        method: Method | None = None,
+        method: Method | str | None = None,
         num_stages: int = 1,
         partition: PartitionSpec | None = None,
         lr_schedule: Callable[..., LRScheduler] | None = None,
@@ -80,11 +90,14 @@ class Trainer:
     ) -> None:
         """Take what is trained and how; the model is cut when there is data to try it with. None: a value's defaults.
 
+        Initial weights are the model's own: for the same ones in every run, and on every rank, call
+        ``torch.manual_seed`` before it is built. The parameters of ``model`` are trained in place.
+
         Args:
             model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks; it takes one tensor.
             loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
             optimizer: makes a torch optimizer from the parameters of one stage.
-            method: from :func:`adl_dist.method`; None: ADL with M = 4.
+            method: from :func:`adl_dist.method`, or a method's name; None: ADL with M = 4.
             num_stages: K.
             partition: where the model is cut.
             lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
@@ -94,15 +107,21 @@ class Trainer:
             gradients: clipping, and what happens if a loss or gradient is not finite.
             processes: device, threads and processes.
             timeouts: how long the job may stand still.
-            seed: seeds data order, augmentation and dropout. Initial weights are the model's own.
+            seed: seeds data order, augmentation and dropout.
 
         Raises:
-            ConfigError: the number of processes is not K, a value is out of range, or the method does not fit K.
+            ConfigError: an argument of a wrong kind, a value out of range, another number of processes than K, or a
+                method that does not fit K.
         """
+        arguments.check_model(model)
+        arguments.check_loss(loss_fn)
+        arguments.check_factories(optimizer, lr_schedule)
+        given = {"partition": partition, "precision": precision, "gradients": gradients, "processes": processes}
+        arguments.check_values({**given, "timeouts": timeouts, "num_stages": num_stages, "seed": seed}, VALUES)
         if seed < 0:
             raise ConfigError(f"seed must be >= 0, got {seed}")
         self._spec = TrainSpec(
-            pipeline=Pipeline(method or Method(), num_stages),
+            pipeline=Pipeline(arguments.chosen_method(method), num_stages),
             loss_fn=loss_fn,
             optimizer=optimizer,
             lr_schedule=lr_schedule,
@@ -173,6 +192,8 @@ class Trainer:
             StageFailed, ChannelError: another process failed.
             SaveError: the last checkpoint could not be written.
         """
+        given = {"epochs": epochs, "batch_size": batch_size, "max_updates": max_updates, "num_workers": num_workers}
+        arguments.check_values({**given, "checkpoints": checkpoints, "monitoring": monitoring}, VALUES)
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
         check_lengths(epochs=epochs, max_updates=max_updates)
         steps = self._spec.pipeline.micro_batches_per_update
@@ -185,6 +206,8 @@ class Trainer:
         # A script has no settings for its optimizer and schedule: what they are is known when they are made.
         later = () if config is not None else ("optimizer", "lr_schedule")
         resume = resume if folder is None else folder.check(known_by, resume=resume, later=later)
+        if folder is not None and folder.is_resumed(resume):
+            self._partitioned.initial = {}
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
 
         def make_plan(**lengths: int) -> Plan:
@@ -252,6 +275,7 @@ class Trainer:
         state.verify(chosen, self._partitioned.signature)
         for module in self._partitioned.modules.values():
             state.load_weights(chosen, module)
+        self._partitioned.initial = {}
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -378,8 +402,11 @@ class Trainer:
         stops_early = not is_planned and not pipeline.method.is_asynchronous_greedy
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=monitoring.tensorboard)
         progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet)
-        for note in self._partitioned.notes if world.rank == 0 else []:
-            progress.note(note)
+        if world.rank == 0:
+            for note in self._partitioned.notes:
+                progress.note(note)
+            if self._partitioned.warning is not None:
+                warn(f"{self._partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
         coordinator = Coordinator(
             plan,
             saving=saving,

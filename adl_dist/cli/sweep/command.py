@@ -94,7 +94,7 @@ def _outcome(job: Job, code: int | None = None) -> str:
             return f"loss {summary['validation_loss']:.4f}" if "validation_loss" in summary else "complete"
         case "diverged":
             where = read_json(job.folder / "diverged.json")
-            return f"diverged at update {where.get('update')} (epoch {where.get('epoch')})"
+            return f"diverged at update {where.get('update')} (epoch {where.get('epoch', -1) + 1})"
         case _:
             how = "" if code is None else f"{how_it_ended(code)}; "
             return f"failed ({how}see {job.folder / LOG})"
