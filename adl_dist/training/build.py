@@ -127,6 +127,8 @@ def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Setting
         kept = {"name": schedule["name"]} if takes_length(spec.lr_schedule) else schedule
         schedule = {"made_by": described(spec.lr_schedule), **kept}
     return {"optimizer": optimizer, "lr_schedule": schedule}
+
+
 def check_compiler(device: torch.device) -> None:
     """Raise ConfigError if torch.compile lacks what it makes kernels for ``device`` with."""
     # Imported late: it takes a second.
