@@ -74,11 +74,14 @@ class PartitionedModel:
 
         Raises:
             ConfigError: the speeds do not fit K.
+            PartitionError: there are too few units, as far as that is known without reading the forward.
         """
         self._num_stages, self._own, self.spec = num_stages, list(own), spec
         speeds = spec.speeds
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
             raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
+        if type(model) is nn.Sequential and spec.units == "block" and num_stages > 1:
+            check_counts(model, num_stages, spec.balance)
         self.signature = signature(model)
         self._model: nn.Module | None = model
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
@@ -246,6 +249,16 @@ class PartitionedModel:
             raise PartitionError(f"no stage holds {', '.join(sorted(missing)[:3])}; use partition.num_stages=1")
         self.modules = {k: pieces[k] for k in self._own}
         self._model = None  # of K processes each keeps only its own stage
+
+
+def check_counts(model: nn.Sequential, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> None:
+    """Raise a PartitionError if the units of ``model``, its children, are too few, or not as many as asked for."""
+    chain = linearise(model)
+    chain.forbidden.clear()  # what cannot be cut is known with samples
+    if isinstance(balance, str):
+        even_sizes(chain, num_stages)
+    else:
+        checked_sizes(chain, num_stages, balance)
 
 
 def take_profile(

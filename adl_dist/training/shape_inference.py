@@ -209,6 +209,7 @@ class StageChain:
             seen.needs_grad.append(needs)
             passage.acts.append(leaves)
             if k == self.last:
+                self._check_output(out, size, gets)
                 passage.output = out
                 streams = Streams() if look else None
                 with torch.set_grad_enabled(training):
@@ -276,7 +277,7 @@ class StageChain:
         def refuse(found: str) -> CutImpossible:
             reason = f"returns {found} for {size} samples"
             return CutImpossible(
-                f"{gets} and {reason}; expected tensors whose first dimension is the batch, and what never changes; "
+                f"{gets} and {reason}; expected tensors whose first dimension is the batch, and numbers that stay; "
                 "cut elsewhere: partition.balance=even finds where",
                 stage=k,
                 reason=f"what would cross it has no batch dimension or changes: stage {k} {reason}",
@@ -300,6 +301,15 @@ class StageChain:
             other = f"{behind.takes[0] or ''} {', '.join(map(str, behind.specs[0]))}".strip()
             raise refuse(f"{other} for {SIZES[0]} samples, but {now}")
         return tensors, structure
+
+    @staticmethod
+    def _check_output(out: Any, size: int, gets: str) -> None:
+        for leaf in tree_leaves(out):  # numbers, like a penalty beside the output, are for the loss to take
+            if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != size:
+                raise ConfigError(
+                    f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "
+                    "first dimension is the batch"
+                )
 
     def _loss(self, k: int, out: Any, target: Tensor) -> Tensor:
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
