@@ -20,9 +20,9 @@ from adl_dist.stage import Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import check_consistent
+from adl_dist.training.findings import Agreed
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
-from adl_dist.training.shape_inference import Agreed
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec

@@ -22,10 +22,10 @@ from adl_dist.partition.measure import measure
 from adl_dist.partition.predict import best_cut
 from adl_dist.stage import TrainSpec
 from adl_dist.training.agreement import SIZES, read
+from adl_dist.training.findings import Agreed, CutImpossible
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.samples import NUM_SAMPLES, Samples
-from adl_dist.training.shape_inference import Agreed, CutImpossible
 from adl_dist.training.trial import Trial, check_learns, in_a_memory_format
 from adl_dist.training.verify import kept
 from adl_dist.transport.spec import TensorSpec
