@@ -37,16 +37,14 @@ def build_worker(
     store: dist.Store,
     loaders: tuple[DeviceLoader | None, DeviceLoader | None],
     *,
-    sizes: Sequence[int],
-    micro_batch_size: int,
+    plan: Plan,
     folder: Path | None = None,
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
 ) -> LocalWorker:
     """Build the worker of this process; every rank calls it, and they settle through ``store`` what must be agreed on.
 
-    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them; the training micro-batches
-    have ``sizes``. If the cut is measured, it is with ``micro_batch_size`` samples, and ``folder`` keeps the
-    measurement.
+    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them; ``plan`` says
+    what micro-batches they make. If the cut is measured, ``folder`` keeps the measurement.
 
     Raises:
         ConfigError, PartitionError, DataError: the job cannot be done.
@@ -56,9 +54,11 @@ def build_worker(
     if isinstance(spec.loss_fn, nn.Module):
         in_dtype(spec.loss_fn, spec.precision.dtype, device)
     check_consistent(store, world.rank, world.size, settings_of(spec, partitioned), found=False)
-    samples = samples_of.share(store, samples_of.take(*loaders, sizes), rank=world.rank, size=world.size)
+    samples = samples_of.share(
+        store, samples_of.take(*loaders, plan.first_epoch.sizes), rank=world.rank, size=world.size
+    )
     feed = loaders[0] or loaders[1]
-    measuring = Measuring(feed, micro_batch_size, folder) if feed is not None else None
+    measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
     spec, agreed, _ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
     check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
     precision = spec.precision

@@ -278,8 +278,7 @@ class Trainer:
             }
             lengths = {name: loader.num_samples for name, loader in loaders.items()}
             plan = make_plan(num_samples=lengths.get("training", 0), num_validation=lengths.get("validation", 0))
-            sizes = plan.first_epoch.sizes if "training" in loaders else []
-            build.check_sizes(self._spec.pipeline, sizes)
+            build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
             # With the threads that the first forward starts, but without the loaders: their workers are not bound.
             with self._bound(world):
                 worker = build.build_worker(
@@ -288,8 +287,7 @@ class Trainer:
                     world,
                     store,
                     (loaders.get("training"), loaders.get("validation")),
-                    sizes=sizes,
-                    micro_batch_size=plan.micro_batch_size,
+                    plan=plan,
                     folder=path,
                     pick_next=self._processes.pick_next,
                 )
