@@ -25,9 +25,9 @@ from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
 from adl_dist.stage.loss_terms import LossTerms, loss_terms
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
+from adl_dist.training.findings import Agreed
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
-from adl_dist.training.shape_inference import Agreed
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
@@ -68,8 +68,9 @@ def build_worker(
         in_dtype(spec.loss_fn, spec.precision.dtype, device)
     settings = settings_of(spec, partitioned)
     check_consistent(store, world.rank, world.size, settings, found=False, initial=partitioned.initial)
-    sizes = plan.first_epoch.sizes if loaders[0] is not None else []
-    samples = samples_of.share(store, samples_of.take(*loaders, sizes), rank=world.rank, size=world.size)
+    samples = samples_of.share(
+        store, samples_of.take(*loaders, plan.first_epoch.sizes), rank=world.rank, size=world.size
+    )
     terms, feed = loss_terms(spec.loss_fn, samples.one[1]), loaders[0] or loaders[1]
     if feed is not None:
         feed.expect(spec.loss_fn, terms, num_outputs=None)

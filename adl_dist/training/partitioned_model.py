@@ -25,10 +25,10 @@ from adl_dist.partition.predict import best_cut, unevenness
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.training.agreement import SIZES, read
+from adl_dist.training.findings import Agreed, CutImpossible
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.samples import NUM_SAMPLES, Samples
-from adl_dist.training.shape_inference import Agreed, CutImpossible
 from adl_dist.training.trial import Trial, check_learns, in_a_memory_format
 from adl_dist.training.verify import kept
 from adl_dist.transport.spec import TensorSpec
@@ -80,11 +80,14 @@ class PartitionedModel:
 
         Raises:
             ConfigError: the speeds do not fit K.
+            PartitionError: there are too few units, as far as that is known without reading the forward.
         """
         self._num_stages, self._own, self.spec = num_stages, list(own), spec
         speeds = spec.speeds
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
             raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
+        if type(model) is nn.Sequential and spec.units == "block" and num_stages > 1:
+            check_counts(model, num_stages, spec.balance)
         self.signature, self.initial = signature(model), sampled(model)
         self._model: nn.Module | None = model
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
@@ -261,6 +264,16 @@ class PartitionedModel:
             raise PartitionError(f"no stage holds {', '.join(sorted(missing)[:3])}; use partition.num_stages=1")
         self.modules = {k: pieces[k] for k in self._own}
         self._model = None  # of K processes each keeps only its own stage
+
+
+def check_counts(model: nn.Sequential, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> None:
+    """Raise a PartitionError if the units of ``model``, its children, are too few, or not as many as asked for."""
+    chain = linearise(model)
+    chain.forbidden.clear()  # what cannot be cut is known with samples
+    if isinstance(balance, str):
+        even_sizes(chain, num_stages)
+    else:
+        checked_sizes(chain, num_stages, balance)
 
 
 def take_profile(

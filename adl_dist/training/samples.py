@@ -3,7 +3,7 @@
 import io
 from collections.abc import Iterable
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from adl_dist.transport.spec import TensorSpec
 # Samples of each. Two sizes, or a dimension that is always 3 could not be told from that of the batch.
 SIZES = 3, 4
 NUM_SAMPLES = sum(SIZES)
+PART_BYTES = 2**22  # of one message: torch's store takes 8 MiB at most
 
 
 class MicroBatch(NamedTuple):
@@ -97,7 +98,9 @@ def share(store: dist.Store, samples: Samples | None, *, rank: int, size: int) -
         StageFailed, ChannelError: rank 0 has none, or does not answer.
     """
     if rank != 0:
-        kept = torch.load(io.BytesIO(read_bytes(store, SAMPLES, 0)), weights_only=True)
+        count = int(read_bytes(store, SAMPLES, 0))
+        parts = (read_bytes(store, f"{SAMPLES}/{part}", 0) for part in range(count))
+        kept = torch.load(io.BytesIO(b"".join(parts)), weights_only=True)
         first, second = (MicroBatch(*tensors) for tensors in kept["pair"])
         return Samples((first, second), kept["trains"], tuple(kept["small_sizes"]))
     assert samples is not None
@@ -105,8 +108,11 @@ def share(store: dist.Store, samples: Samples | None, *, rank: int, size: int) -
         file = io.BytesIO()
         pair = [[tensor.cpu() for tensor in batch] for batch in samples.pair]
         torch.save({"pair": pair, "trains": samples.trains, "small_sizes": list(samples.small_sizes)}, file)
+        data: Any = file.getvalue()
         with reaching(0):
-            store.set(SAMPLES, file.getvalue())  # type: ignore[arg-type]
+            for part, start in enumerate(range(0, len(data), PART_BYTES)):
+                store.set(f"{SAMPLES}/{part}", data[start : start + PART_BYTES])
+            store.set(SAMPLES, str(-(-len(data) // PART_BYTES)))
     return samples
 
 

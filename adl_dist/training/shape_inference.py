@@ -5,11 +5,11 @@ has to be known of every stage, and the same mistakes.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,75 +19,19 @@ from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.module_state import PLAIN, ModuleState, Streams
 from adl_dist.partition.piece import traced_units
 from adl_dist.stage import LossFn, TrainSpec
-from adl_dist.stage.calls import Tensors, packed, takes_gradient
+from adl_dist.stage.calls import Tensors, packed
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.loss_check import check_is_mean
 from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
 from adl_dist.stage.traits import StageTraits, Structure, joined
-from adl_dist.stage.versions import moved_on, swap, swapped
+from adl_dist.stage.versions import moved_on, swap
+from adl_dist.training.findings import Agreed, CutImpossible, Seen
 from adl_dist.training.loss_checks import check_broadcast, check_loss
+from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
 from adl_dist.training.samples import SIZES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 
 CAN_CROSS = (*PLAIN, torch.dtype, torch.device, torch.Size)  # besides tensors, if it never changes
-FIRST, SECOND, EVALUATION = "the first micro-batch", "the second micro-batch", "evaluation"
-
-
-class Agreed(NamedTuple):
-    """What is known of all stages, the same on every rank."""
-
-    acts: dict[int, Specs]  # what arrives at each stage
-    target: TensorSpec  # what the loss takes besides the output
-    traits: dict[int, StageTraits]
-    num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
-    num_outputs: int | None  # the second dimension of its output; None if that has none
-    learns: bool  # whether a gradient of the loss reaches the model
-
-    def plain(self) -> dict[str, Any]:
-        """Return in plain values what all ranks must have found alike."""
-        acts = {str(k): [[str(spec) for spec in mode] for mode in specs] for k, specs in self.acts.items()}
-        grads = {str(k): list(traits.gets_grad or ()) for k, traits in self.traits.items()}
-        return {"acts": acts, "target": str(self.target), "gradients": grads, "classes": self.num_classes}
-
-
-class CutImpossible(PartitionError):
-    """What a stage returns cannot cross a cut.
-
-    Attributes:
-        stage: the stage, after which the cut is.
-        reason: why not.
-    """
-
-    def __init__(self, text: str, *, stage: int, reason: str) -> None:
-        super().__init__(text)
-        self.stage, self.reason = stage, reason
-
-
-@dataclass(frozen=True)
-class Replacement:
-    """How the weights change from the first micro-batch to the second.
-
-    Attributes:
-        parameters: all that are trained, by the uncut model's names.
-        between: those that others take the place of between forward and backward of the first micro-batch, as in a
-            delayed backward; the rest changes in place, after it.
-        recomputes: stages that get the weights of their forward back for their backward.
-    """
-
-    parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
-    between: Set[str] = frozenset()
-    recomputes: frozenset[int] = frozenset()
-
-
-@dataclass
-class Outcome:
-    """What came of the trial, by (when, what, name): outputs, losses, gradients. None: no gradient."""
-
-    values: dict[tuple[str, str, str], Tensor | None] = field(default_factory=dict)
-
-    def add(self, when: str, what: str, values: Mapping[str, Tensor | None]) -> None:
-        """Keep ``values`` by their names."""
-        self.values |= {(when, what, name): value for name, value in values.items()}
 
 
 @dataclass
@@ -98,17 +42,6 @@ class _Passage:
     ends: list[Tensors] = field(default_factory=list)  # of each stage, where its graph ends
     output: Any = None
     loss: Tensor | None = None
-
-
-@dataclass
-class _Seen:
-    """What was seen of one stage in one mode."""
-
-    specs: list[tuple[TensorSpec, ...]] = field(default_factory=list)  # what arrived, each time
-    takes: list[Structure | None] = field(default_factory=list)  # its structure
-    overwrites: list[list[bool]] = field(default_factory=list)
-    needs_grad: list[list[bool]] = field(default_factory=list)
-    gets_grad: list[list[bool]] = field(default_factory=list)
 
 
 class StageChain:
@@ -127,7 +60,7 @@ class StageChain:
         self._on_turn = on_turn
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._device = device
-        self._seen = [[_Seen() for _ in stages] for _ in Specs._fields]
+        self._seen = [[Seen() for _ in stages] for _ in Specs._fields]
         self._traits = [StageTraits() for _ in stages]
         self._target: TensorSpec | None = None
         self._num_classes: int | None = None
@@ -138,19 +71,27 @@ class StageChain:
         self._held = [{id(p) for p in stage.parameters()} for stage in stages]
 
     def run(
-        self, samples: Samples, change: Replacement | None = None, *, backward: bool = True, look: bool = True
+        self,
+        samples: Samples,
+        change: Replacement | None = None,
+        *,
+        backward: bool = True,
+        look: bool = True,
+        into: Outcome | None = None,
     ) -> Outcome:
-        """Forward and backward of both micro-batches, and their evaluation; what they move stays moved.
+        """Forward and backward of both micro-batches, and evaluation of the first; what they move stays moved.
 
         Only what ``change`` has replaced is put back, and only its gradients are part of the outcome. Without
-        ``backward`` there are none; without ``look`` nothing is found out for :meth:`agreed`.
+        ``backward`` there are none; without ``look`` nothing is found out for :meth:`agreed`. ``into``: the outcome
+        to add to; None: a new one.
 
         Raises:
             ConfigError: a stage does not take what it gets, or the loss fails on what the model returns.
             CutImpossible: what a stage returns cannot cross a cut.
             PartitionError: a stage computes with a parameter of another one.
         """
-        change, outcome, older = change or Replacement(), Outcome(), list[nn.Parameter]()
+        change, outcome = change or Replacement(), Outcome() if into is None else into
+        older: list[nn.Parameter] = []
         first, second = samples.pair
         replaced = {name: p for name, p in change.parameters.items() if name in change.between}
         try:
@@ -159,7 +100,7 @@ class StageChain:
             older = moved_on([*replaced.values()])
             change_values([*replaced.values()])
             if backward:
-                within = _swapped_in(change, [*replaced.values()], older)
+                within = change.swapped_in([*replaced.values()], older)
                 gather = dict(zip(replaced, older, strict=True))
                 self._backward(passage, FIRST, change.parameters, outcome, gather, within)
                 for p in replaced.values():  # what went to the new weights was not meant for them
@@ -214,6 +155,7 @@ class StageChain:
             seen.needs_grad.append(needs)
             passage.acts.append(leaves)
             if k == self.last:
+                self._check_output(out, size, gets)
                 passage.output = out
                 streams = Streams() if look else None
                 with torch.set_grad_enabled(training):
@@ -279,13 +221,13 @@ class StageChain:
             text = f"{gets} and fails on it: {type(error).__name__}: {error}"
             raise ConfigError(text) from error
 
-    def _crossing(self, k: int, out: Any, size: int, gets: str, behind: _Seen) -> tuple[Tensors, Structure | None]:
+    def _crossing(self, k: int, out: Any, size: int, gets: str, behind: Seen) -> tuple[Tensors, Structure | None]:
         """Return the tensors in ``out``, and how they stand in it; None: it is one tensor or a tuple of several."""
 
         def refuse(found: str) -> CutImpossible:
             reason = f"returns {found} for {size} samples"
             return CutImpossible(
-                f"{gets} and {reason}; expected tensors whose first dimension is the batch, and what never changes; "
+                f"{gets} and {reason}; expected tensors whose first dimension is the batch, and numbers that stay; "
                 "cut elsewhere: partition.balance=even finds where",
                 stage=k,
                 reason=f"what would cross it has no batch dimension or changes: stage {k} {reason}",
@@ -309,6 +251,15 @@ class StageChain:
             other = f"{behind.takes[0] or ''} {', '.join(map(str, behind.specs[0]))}".strip()
             raise refuse(f"{other} for {SIZES[0]} samples, but {now}")
         return tensors, structure
+
+    @staticmethod
+    def _check_output(out: Any, size: int, gets: str) -> None:
+        for leaf in tree_leaves(out):  # numbers, like a penalty beside the output, are for the loss to take
+            if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != size:
+                raise ConfigError(
+                    f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "
+                    "first dimension is the batch"
+                )
 
     def _loss(self, k: int, out: Any, target: Tensor) -> Tensor:
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -396,30 +347,10 @@ def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:
     outcome.add(when, "loss", {"": passage.loss.detach()})
 
 
-def change_values(parameters: Sequence[nn.Parameter]) -> None:
-    """Change the weights in place, unevenly and by a quarter at most, so that what still uses the old ones shows."""
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        for p in parameters:
-            if takes_gradient(p) and p.numel():
-                half = len(p) // 2 if p.ndim else 0
-                if half:
-                    p[:half].mul_(0.8)
-                (p[half:] if p.ndim else p).mul_(1.25)
-                if not p.any():
-                    p.add_(0.01)
-
-
 def units_of(module: nn.Module) -> str:
     """Return the names of the first and the last unit of a stage."""
     names = traced_units(module) or [name for name, _ in module.named_children()] or [type(module).__name__]
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-
-def _swapped_in(
-    change: Replacement, replaced: Sequence[nn.Parameter], older: Sequence[nn.Parameter]
-) -> Callable[[int], AbstractContextManager[None]]:
-    """Return what the backward of a stage runs in: with the weights of its forward if it recomputes."""
-    return lambda k: swapped(replaced, older) if k in change.recomputes else nullcontext()
 
 
 def _any(flags: Sequence[Sequence[bool]]) -> list[bool]:

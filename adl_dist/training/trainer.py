@@ -335,8 +335,7 @@ class Trainer:
             }
             lengths = {name: loader.num_samples for name, loader in loaders.items()}
             plan = make_plan(num_samples=lengths.get("training", 0), num_validation=lengths.get("validation", 0))
-            if "training" in loaders:
-                build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
+            build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
             # With the threads that the first forward starts, but without the loaders: their workers are not bound.
             with self._bound(world):
                 worker, made = build.build_worker(

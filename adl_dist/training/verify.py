@@ -6,13 +6,12 @@ others take their place. Outputs, losses, gradients and what the forwards move m
 the rounding of a sum in another order.
 """
 
-import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,23 +23,12 @@ from adl_dist.partition.module_state import ModuleState, Streams, tensors_reache
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import check_versions
+from adl_dist.training.differences import STATE, Compared, Comparison, Difference, first_of, largest_difference
+from adl_dist.training.findings import Agreed
+from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement
 from adl_dist.training.samples import Samples
-from adl_dist.training.shape_inference import (
-    EVALUATION,
-    FIRST,
-    SECOND,
-    Agreed,
-    Outcome,
-    Replacement,
-    StageChain,
-    units_of,
-)
+from adl_dist.training.shape_inference import StageChain, units_of
 
-STATE = "after that"
-ORDER = {key: place for place, key in enumerate(("output", "loss", "gradient", "state"))}
-# In which order a difference is told, of which the first is nearest to its cause.
-TIMES = (FIRST, SECOND, EVALUATION, STATE)
-SHARE = 30  # of the run's rounding, what is nothing beside the largest gradient of the model
 WAYS_OUT = (
     "use partition.granularity=block, which leaves blocks as they are, cut elsewhere (partition.balance), or hand over "
     "an nn.Sequential of units; partition.verify=false would train this other model"
@@ -143,10 +131,11 @@ class Verification:
         between = self._replaced()
         found = self._outcome(self._chain, Replacement(self._parameters, between), look=True)
         agreed = self._chain.agreed(self.samples, self.spec)
-        expected = self._outcome(self._uncut(), Replacement(self._parameters))
-        compare, recomputes = _Comparison(self.spec, expected), frozenset[int]()
-        difference = compare.first_difference(found)
+        compared = Compared(self.spec, found)
+        self._outcome(self._uncut(), Replacement(self._parameters), into=compared)
+        difference, recomputes = first_of(compared.unlike), frozenset[int]()
         if difference is not None and between:
+            compare = Comparison(self.spec, self._outcome(self._uncut(), Replacement(self._parameters)))
             in_place = compare.first_difference(self._outcome(self._cut(), Replacement(self._parameters)))
             if in_place is None:
                 recomputes = self._recomputing(compare, difference, between)
@@ -176,14 +165,16 @@ class Verification:
                 replaced |= {id(p) for p in stage.parameters()}
         return frozenset(name for name, p in self._parameters.items() if id(p) in replaced)
 
-    def _outcome(self, chain: StageChain, change: Replacement, *, look: bool = False) -> Outcome:
+    def _outcome(
+        self, chain: StageChain, change: Replacement, *, look: bool = False, into: Outcome | None = None
+    ) -> Outcome:
         self.kept.begin()
-        outcome = chain.run(self.samples, change, look=look)
+        outcome = chain.run(self.samples, change, look=look, into=into)
         moved = {**self._plain, **dict(self.model.named_buffers())}
         outcome.add(STATE, "state", {name: tensor.detach().clone() for name, tensor in moved.items()})
         return outcome
 
-    def _recomputing(self, compare: "_Comparison", difference: "Difference", between: frozenset[str]) -> frozenset[int]:
+    def _recomputing(self, compare: Comparison, difference: Difference, between: frozenset[str]) -> frozenset[int]:
         """Return the stages whose backward computes with their weights again.
 
         Raises:
@@ -211,7 +202,7 @@ class Verification:
         return next(k for k, stage in enumerate(self.stages) if any(p is parameter for p in stage.parameters()))
 
     def _error(
-        self, difference: "Difference", cause: str, way_out: str = WAYS_OUT, between: frozenset[str] = frozenset()
+        self, difference: Difference, cause: str, way_out: str = WAYS_OUT, between: frozenset[str] = frozenset()
     ) -> PartitionError:
         where = ""
         if difference.what in ("output", "loss"):
@@ -234,96 +225,12 @@ class Verification:
         for key, outs in expected.items():
             if key[0] != time or key not in found or not outs:
                 continue
-            if not all(a.shape == b.shape and _largest(a, b) == 0 for a, b in zip(outs, found[key], strict=False)):
+            if not all(
+                a.shape == b.shape and largest_difference(a, b) == 0 for a, b in zip(outs, found[key], strict=False)
+            ):
                 return f"; the first that differs is '{key[1]}'" + (f", right after '{before}'" if before else "")
             before = key[1]
         return "; what its modules return is the same, so it is what the model computes itself" if before else ""
-
-
-class Difference(NamedTuple):
-    """One value that is not the same."""
-
-    when: str
-    what: str
-    name: str
-    text: str
-
-    def __str__(self) -> str:
-        of = f" of '{self.name}'" if self.what == "gradient" else f" '{self.name}'" if self.what == "state" else ""
-        what = "what a forward moves," if self.what == "state" else f"the {self.what}{of}"
-        return f"{what}{of if self.what == 'state' else ''} {self.text} in {self.when}".replace(" in after", " after")
-
-
-class _Comparison:
-    """What is expected, and how much may be rounding."""
-
-    def __init__(self, spec: TrainSpec, expected: Outcome) -> None:
-        self._expected = expected.values
-        dtypes = [spec.precision.dtype, *([spec.precision.autocast] if spec.precision.autocast else [])]
-        self._eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        self._largest: dict[str, float] = {}
-        for (when, what, _), value in self._expected.items():
-            if what == "gradient" and value is not None and value.numel():
-                largest = float(value.abs().max())
-                if math.isfinite(largest):
-                    self._largest[when] = max(self._largest.get(when, 0.0), largest)
-
-    def first_difference(self, found: Outcome) -> Difference | None:
-        """Return the first in the order of the causes; None: all is the same."""
-        unlike = []
-        for key in {**self._expected, **found.values}:
-            text = self._unlike(key, self._expected.get(key), found.values.get(key))
-            if text:
-                unlike.append(Difference(*key, text))
-        if not unlike:
-            return None
-        first = min(unlike, key=lambda one: (TIMES.index(one.when), ORDER[one.what]))
-        same = [one for one in unlike if (one.when, one.what) == (first.when, first.what)]
-        # Parameters are in the order in which they are used, mostly: the last is the nearest to the loss.
-        return same[-1] if first.what == "gradient" else first
-
-    def _unlike(self, key: tuple[str, str, str], expected: Tensor | None, found: Tensor | None) -> str:
-        if expected is None or found is None:
-            if (expected is None) is (found is None):
-                return ""
-            return "is missing, but was expected" if found is None else "is there, but none was expected"
-        if expected.shape != found.shape or expected.dtype != found.dtype:
-            return f"is {_kind(found)}, expected {_kind(expected)}"
-        if torch.equal(expected, found) or not expected.numel():
-            return ""
-        expected, found = (x.to_dense() if x.layout is not torch.strided else x for x in (expected, found))
-        difference, scale = _largest(expected, found), _scale(expected, found)
-        eps = max(self._eps, torch.finfo(expected.dtype).eps if takes_gradient(expected) else 0.0)
-        allowed = math.sqrt(eps) * scale if takes_gradient(expected) else 0.0
-        if key[1] == "gradient":
-            allowed += math.sqrt(eps) / SHARE * self._largest.get(key[0], 0.0)
-        if difference <= allowed:
-            return ""
-        place = int((_wide(expected) - _wide(found)).abs().nan_to_num(math.inf).argmax())
-        pair = [f"{x.flatten()[place].item():.6g}" for x in (expected, found)]
-        share = f"{difference / scale:.2g} of its largest element" if scale and math.isfinite(difference) else "NaN"
-        return f"differs by {share} (expected {pair[0]}, found {pair[1]})"
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _largest(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of two tensors of one shape; equal infinities and NaN do not differ."""
-    if not a.numel() or torch.equal(a, b):
-        return 0.0
-    same = (a == b) | ((a != a) & (b != b))
-    return float((_wide(a) - _wide(b)).abs().masked_fill(same, 0.0).nan_to_num(math.inf).max())
-
-
-def _scale(a: Tensor, b: Tensor) -> float:
-    sizes = torch.stack([_wide(a).abs(), _wide(b).abs()])
-    return float(sizes.masked_fill(~sizes.isfinite(), 0.0).max())
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 @contextmanager

@@ -67,6 +67,24 @@ def second_half_does_not_fit():
     return nn.Sequential(*parts)
 
 
+class KeepsView(nn.Module):
+    """Computes with a view of its weight that it made when it was built."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.flat = self.layer.weight.view(-1)
+
+    def forward(self, x):
+        return x @ self.flat.view(8, 8)
+
+
+def keeps_a_view():
+    parts = units()
+    parts[1] = nn.Sequential(parts[1], KeepsView())
+    return nn.Sequential(*parts)
+
+
 def raises():
     raise LookupError("no such weights\non any server")
 

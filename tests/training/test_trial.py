@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage import in_dtype
+from adl_dist.training import samples
 from tests.support.runs import sgd, toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
@@ -53,6 +54,18 @@ class By(nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+def test_all_ranks_get_the_samples_of_rank_0_however_large(monkeypatch):
+    monkeypatch.setattr(samples, "PART_BYTES", 100)
+    store = torch.distributed.HashStore()
+    inputs, targets = torch.randn(5, 3, 4, dtype=torch.float64), torch.arange(5)
+    sent = samples.share(store, samples.Samples.of(inputs, targets, trains=True, sizes=[9, 1, 2, 1]), rank=0, size=2)
+    got = samples.share(store, None, rank=1, size=2)
+    for ours, theirs in zip(sent.pair, got.pair, strict=True):
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(ours, theirs, strict=True))
+    assert torch.equal(torch.cat([batch.target for batch in got.pair]), torch.tensor([0, 1, 2, 3, 4, 0, 1]))
+    assert got[1:] == (True, (2, 1))
 
 
 # --- What crosses a cut ----------------------------------------------------------------------------------------
