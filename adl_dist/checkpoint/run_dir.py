@@ -230,9 +230,9 @@ def log_to(path: Path | None) -> None:
     if path is None:
         return
     try:
+        with path.resolve().open("a") as file:
+            file.write(f"process {os.getpid()} begins\n")
         handler = _LogFile(path.resolve())
-        handler.stream.write(f"process {os.getpid()} begins\n")
-        handler.flush()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # nothing else could be written either
             reason = f"{path} cannot be written: {error.strerror}"
