@@ -107,7 +107,7 @@ def test_an_edited_script_is_refused_with_both_values(before, after, told, epoch
         lambda: {"lr_schedule": lambda o, total_updates: lr_scheduler.OneCycleLR(o, 0.1, total_steps=total_updates)},
         lambda: {"lr_schedule": cosine, "optimizer": partial(torch.optim.SGD, lr=torch.tensor(0.1))},
     ],
-    ids=str,
+    ids=["lambdas", "groups", "one cycle", "cosine"],
 )
 def test_the_same_script_continues_longer_and_in_another_cut(script, tmp_path):
     for epochs, K in ((1, 2), (2, 2), (3, 3)):
