@@ -26,8 +26,8 @@ def check_is_mean(
 
     It is if n_A L(A) + n_B L(B) = (n_A + n_B) L(A and B), where n counts ``terms``, or the samples. ``loss_fn`` is
     copied, so that nothing that it holds moves, and the global random streams stay where they are. A loss that is not
-    finite, or not the same when it is asked twice, cannot be compared, and passes; so does one whose own ``num_terms``
-    says that it is a mean over samples.
+    finite, not the same when it is asked twice, or that cannot be copied, cannot be compared, and passes; so does one
+    whose own ``num_terms`` says that it is a mean over samples.
 
     Args:
         loss_fn: (output, target) to a scalar.
@@ -41,6 +41,10 @@ def check_is_mean(
     sizes = [len(target) for target in targets]
     counts = [float(len(t)) if terms is None else terms.count(t.cpu()) for t in targets]
     if not any(counts) or (own_num_terms(loss_fn) is not None and counts == sizes):
+        return
+    try:
+        copy.deepcopy(loss_fn)
+    except Exception:  # as of a torch.Generator; what the loss holds can raise anything
         return
     with _streams_kept(targets[0].device):
         *losses, again, tolerance = _losses(loss_fn, outs, targets)
@@ -79,7 +83,7 @@ def _losses(loss_fn: LossFn, outs: tuple[Any, Any], targets: tuple[Tensor, Tenso
 def _tried(
     loss_fn: LossFn, outs: tuple[Any, Any], targets: tuple[Tensor, Tensor], *, in_double: bool, varied: bool
 ) -> tuple[float, ...]:
-    own = copy.deepcopy(loss_fn)
+    own, generator = copy.deepcopy(loss_fn), torch.Generator(targets[0].device).manual_seed(0)
     if in_double and isinstance(own, nn.Module):
         own.double()
 
@@ -92,7 +96,7 @@ def _tried(
         out = prepared(out)
         if not isinstance(out, Tensor) or not out.is_floating_point():
             return out
-        return (_varied(out) if varied else out.clone()).requires_grad_()
+        return (_varied(out, generator) if varied else out.clone()).requires_grad_()
 
     def both(first: Any, second: Any) -> Any:
         return torch.cat([first, second]) if isinstance(first, Tensor) and first.ndim else first
@@ -106,22 +110,22 @@ def _tried(
     return (*(float(loss.detach() if isinstance(loss, Tensor) else loss) for loss in losses), tolerance)
 
 
-def _varied(out: Tensor) -> Tensor:
+def _varied(out: Tensor, generator: torch.Generator) -> Tensor:
     """Return ``out`` [B, ...] with each sample up to a tenth smaller, and zeros up to a tenth above 0.
 
     Probabilities stay between 0 and 1, their logarithms below 0.
     """
-    of_sample = torch.rand((len(out), *[1] * (out.ndim - 1)), dtype=out.dtype, device=out.device)
-    lifted = torch.where(out == 0, 0.1 * torch.rand_like(out), out)
+    options: Any = {"generator": generator, "dtype": out.dtype, "device": out.device}
+    of_sample = torch.rand((len(out), *[1] * (out.ndim - 1)), **options)
+    lifted = torch.where(out == 0, 0.1 * torch.rand(out.shape, **options), out)
     return (1 - 0.1 * of_sample) * lifted
 
 
 @contextmanager
 def _streams_kept(device: torch.device) -> Iterator[None]:
-    """Leave the global random streams as they were found; inside, torch's are seeded."""
+    """Leave the global random streams as they were found."""
     pythons, numpys = random.getstate(), np.random.get_state(legacy=False)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
         try:
             yield
         finally:

@@ -123,6 +123,16 @@ def test_a_loss_of_pairs_is_told_what_it_fails_on():
         check(of_pairs, OUTS, CLASSES)
 
 
+def test_a_loss_that_cannot_be_copied_is_not_asked():
+    class Locked(Moving):
+        def __deepcopy__(self, memo):
+            raise TypeError("cannot pickle a lock")
+
+    loss_fn = Locked()
+    check(loss_fn, OUTS, CLASSES)
+    assert loss_fn.calls == [0]
+
+
 class Moving(nn.Module):
     """No mean, because it remembers; it counts its calls, and draws from every stream."""
 
