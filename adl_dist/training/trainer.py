@@ -142,6 +142,10 @@ class Trainer:
     ) -> Summary:
         """Train, evaluating and saving between epochs.
 
+        Afterwards, also after an error, the module given to the trainer holds the newest weights, under the same
+        Parameter objects: all of them in one process, those of its own stage in each of K. ``full_state_dict`` gives
+        all of them in either case.
+
         Args:
             train_dataset: map-style, of (input, target); may be None where ``needs_data`` is False.
             epochs: passes over it.
