@@ -1,6 +1,7 @@
 """The optimizer of one stage, from the user's factory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -40,3 +41,16 @@ def stage_optimizer(factory: OptimizerFactory, parameters: Sequence[nn.Parameter
             "the factory is given: every stage has an optimizer of its own"
         )
     return made
+
+
+@contextmanager
+def scaled_learning_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Have the optimizer step with ``factor`` times its learning rates inside."""
+    # Around the step, not once and for all: some schedules set the learning rate, whatever it was.
+    groups = optimizer.param_groups if factor != 1.0 else []
+    before = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    yield
+    for group, rate in zip(groups, before, strict=True):
+        group["lr"] = rate
