@@ -1,6 +1,7 @@
 """The optimizer of one stage, from the user's factory."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -52,3 +53,16 @@ def _refuses(factory: OptimizerFactory, parameter: nn.Parameter) -> bool:
     except Exception:
         return True
     return False
+
+
+@contextmanager
+def scaled_learning_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Have the optimizer step with ``factor`` times its learning rates inside."""
+    # Around the step, not once and for all: some schedules set the learning rate, whatever it was.
+    groups = optimizer.param_groups if factor != 1.0 else []
+    before = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    yield
+    for group, rate in zip(groups, before, strict=True):
+        group["lr"] = rate

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grads_with_norm_
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.calls import RandomStreams, Tensors, call_of, packed, takes_gradient, unpacked
 from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
-from adl_dist.stage.optimizer import stage_optimizer
+from adl_dist.stage.optimizer import scaled_learning_rates, stage_optimizer
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
 from adl_dist.stage.traits import StageTraits
@@ -270,7 +269,7 @@ class Stage:
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
             graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
-            with _scaled_learning_rates(self.optimizer, self._lr_factor):
+            with scaled_learning_rates(self.optimizer, self._lr_factor):
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
@@ -384,15 +383,3 @@ class Stage:
                 return self._loss_fn(out, target)
             assert self.head is not None
             return self.head(out, target, self._loss_fn)  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _scaled_learning_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    # Around the step, not once and for all: some schedules set the learning rate, whatever it was.
-    groups = optimizer.param_groups if factor != 1.0 else []
-    before = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = group["lr"] * factor
-    yield
-    for group, rate in zip(groups, before, strict=True):
-        group["lr"] = rate

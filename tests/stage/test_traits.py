@@ -57,12 +57,12 @@ def trained(stage, *, delay=2, updates=4):
 # --- The weights of the forward ----------------------------------------------------------------------------------
 
 
-def test_a_checkpointed_stage_trains_as_one_that_keeps_its_activations():
+def test_a_checkpointed_stage_trains_as_one_that_keeps_all():
     plain, again = stage_of(layers()), stage_of(Checkpointed(layers()), recomputes=True)
     assert all(map(torch.equal, trained(again), trained(plain)))
 
 
-def test_a_checkpointed_stage_of_two_versions_trains_as_one_without():
+def test_a_checkpointed_stage_of_two_versions_trains_alike():
     spec = TrainSpec(pipeline=Pipeline(method("2bw", accumulation_steps=4), 3), loss_fn=nn.MSELoss(), optimizer=adam)
 
     def values(module, **traits):
@@ -85,7 +85,7 @@ def test_a_checkpointed_stage_of_two_versions_trains_as_one_without():
     assert all(map(torch.equal, values(Checkpointed(layers()), recomputes=True), values(layers())))
 
 
-def test_present_weights_for_a_stage_that_computes_again_are_refused():
+def test_present_weights_for_a_stage_that_recomputes_are_refused():
     with pytest.raises(ConfigError, match=r"stage 1 computes again in its backward.*use method\.weights=stash"):
         stage_of(layers(), spec_of(3, adam, weights="latest"), recomputes=True)
     stage_of(layers(), spec_of(3, adam, weights="latest"), index=2, recomputes=True)  # whose delay is 0
@@ -111,7 +111,7 @@ class Direct(Held):
         return x * self.weight
 
 
-def test_a_reference_in_a_plain_list_is_trained_as_an_attribute_is():
+def test_a_reference_in_a_plain_list_is_trained_as_well():
     assert all(map(torch.equal, trained(stage_of(Held())), trained(stage_of(Direct()))))
 
 
@@ -181,7 +181,7 @@ class Splits(nn.Module):
         return self.first(x), self.second(x)
 
 
-def test_a_parameter_whose_value_gets_no_gradient_is_left_alone():
+def test_a_parameter_without_a_gradient_is_left_alone():
     """Its optimizer would decay it, and count a step, for a gradient of zeros."""
     module = Splits()
     before = copy.deepcopy(module.second.state_dict())
@@ -292,7 +292,7 @@ def test_a_replay_and_an_evaluation_repeat_the_draws():
 # --- The optimizer -----------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_of_other_parameters_than_the_stages_is_refused():
+def test_an_optimizer_of_other_parameters_is_refused():
     other = nn.Linear(3, 3)
     with pytest.raises(ConfigError, match=r"stage 1: the optimizer holds parameters that are not of this stage"):
         stage_of(layers(), spec_of(3, lambda p: adam([*p, *other.parameters()])))

@@ -47,7 +47,7 @@ def test_a_dataset_may_draw_from_all_streams_unseen():
     assert not streams.moved()
 
 
-def test_streams_of_another_numpy_generator_are_compared_and_put_back():
+def test_another_numpy_generator_is_compared_and_put_back():
     own = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:

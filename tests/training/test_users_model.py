@@ -84,7 +84,7 @@ def test_after_a_stop_the_users_module_is_whole(method):
 
 
 @pytest.mark.parametrize("method", ["adl", "2bw"])
-def test_after_an_error_the_users_module_has_the_newest_weights(method):
+def test_after_an_error_the_users_module_is_whole(method):
     model, data = Positioned(), FixedImages(32)
     data.images[20] = float("nan")
     trainer = trainer_of(model, method)
