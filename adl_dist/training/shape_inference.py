@@ -51,10 +51,16 @@ class StageChain:
         spec: TrainSpec,
         device: torch.device,
         *,
+        name: str = "",
         on_turn: Callable[[str], None] = lambda when: None,
     ) -> None:
-        """Take the ``stages``, which are on ``device``; ``on_turn`` is told whose turn it is, like ``FIRST``."""
+        """Take the ``stages``, which are on ``device``.
+
+        ``name``: what they are called in errors; empty: each by its index and units. ``on_turn`` is told whose turn it
+        is, like ``FIRST``.
+        """
         self.stages, self.last = stages, len(stages) - 1
+        self._places = [name or f"stage {k} ({units_of(stage)})" for k, stage in enumerate(stages)]
         self._on_turn = on_turn
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._device = device
@@ -128,7 +134,7 @@ class StageChain:
         for k, stage in enumerate(self.stages):
             seen = self._seen[0 if training else 1][k]
             specs = tuple(map(TensorSpec.of, tensors))
-            gets = f"stage {k} ({units_of(stage)}) gets {', '.join(map(str, specs))}"
+            gets = f"{self._places[k]} gets {', '.join(map(str, specs))}"
             leaves = tuple(
                 spec.fit(t, size, lambda: gets).detach().requires_grad_(need)  # noqa: B023
                 for spec, t, need in zip(specs, tensors, needs, strict=True)
@@ -295,9 +301,8 @@ class StageChain:
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:  # a hook or a function of the user's own can raise anything
-                    raise ConfigError(
-                        f"stage {k} ({units_of(self.stages[k])}): its backward fails: {type(error).__name__}: {error}"
-                    ) from error
+                    text = f"{self._places[k]} fails in its backward: {type(error).__name__}: {error}"
+                    raise ConfigError(text) from error
             grads = [leaf.grad for leaf in passage.acts[k]]
             self._note_gradients(k, [grad is not None for grad in grads])
             for name in parameters:
@@ -312,7 +317,7 @@ class StageChain:
         before = self._seen[0][k].gets_grad
         before.append(gets)
         if gets != before[0] and k > 0:
-            reason = f"stage {k} ({units_of(self.stages[k])}) gives what it gets a gradient for some micro-batches only"
+            reason = f"{self._places[k]} gives what it gets a gradient for some micro-batches only"
             raise CutImpossible(f"{reason}; cut elsewhere (partition.balance)", stage=k - 1, reason=reason)
 
     def _check_home(self, name: str, parameter: nn.Parameter, k: int) -> None:
@@ -320,8 +325,8 @@ class StageChain:
         homes = [stage for stage, held in enumerate(self._held) if id(parameter) in held]
         if homes and k not in homes:
             raise PartitionError(
-                f"'{name}' is a parameter of stage {homes[0]} ({units_of(self.stages[homes[0]])}), but stage {k} "
-                f"({units_of(self.stages[k])}) computes with it, too, by a reference that is not registered; assign "
+                f"'{name}' is a parameter of {self._places[homes[0]]}, but {self._places[k]} computes with it, too, by "
+                "a reference that is not registered; assign "
                 "the module or parameter to an attribute there, so that it counts as shared, or cut elsewhere "
                 "(partition.balance) so that both are on one stage"
             )
