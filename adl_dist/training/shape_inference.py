@@ -131,7 +131,7 @@ class StageChain:
         tensors: Tensors = (batch.input_,)
         needs, shared = [False], [False]
         structure: Structure | None = None
-        for k, stage in enumerate(self.stages):
+        for k in range(len(self.stages)):
             seen = self._seen[0 if training else 1][k]
             specs = tuple(map(TensorSpec.of, tensors))
             gets = f"{self._places[k]} gets {', '.join(map(str, specs))}"
@@ -326,9 +326,8 @@ class StageChain:
         if homes and k not in homes:
             raise PartitionError(
                 f"'{name}' is a parameter of {self._places[homes[0]]}, but {self._places[k]} computes with it, too, by "
-                "a reference that is not registered; assign "
-                "the module or parameter to an attribute there, so that it counts as shared, or cut elsewhere "
-                "(partition.balance) so that both are on one stage"
+                "a reference that is not registered; assign the module or parameter to an attribute there, so that it "
+                "counts as shared, or cut elsewhere (partition.balance), so that both are on one stage"
             )
 
 
