@@ -4,6 +4,7 @@ Every rank runs the whole model, so nothing has to be agreed on: each finds by i
 has to be known of every stage, and the same mistakes.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import PLAIN, ModuleState, Streams
+from adl_dist.partition.module_state import PLAIN, ModuleState, Streams, tensors_reached
 from adl_dist.stage import LossFn, TrainSpec
-from adl_dist.stage.calls import Tensors, packed
+from adl_dist.stage.calls import Tensors, packed, takes_gradient
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.traits import StageTraits, Structure, joined
 from adl_dist.stage.versions import moved_on, swap
@@ -70,7 +71,8 @@ class StageChain:
         self._num_classes: int | None = None
         self._learns = self._is_loss_tried = False
         self._is_training: bool | None = None  # which mode the stages are in; None: unknown
-        self._held = [{id(p) for p in stage.parameters()} for stage in stages]
+        self._held = [{id(t) for t in (*stage.parameters(), *stage.buffers())} for stage in stages]
+        self._spoilt: Callable[[int], AbstractContextManager[None]] = lambda k: nullcontext()
 
     def run(
         self,
@@ -211,7 +213,7 @@ class StageChain:
 
     def _call(self, k: int, argument: Any, gets: str) -> Any:
         try:
-            with self._within():
+            with self._within(), self._spoilt(k):
                 return self.stages[k](argument)
         except torch.OutOfMemoryError:
             raise
@@ -320,15 +322,58 @@ class StageChain:
             reason = f"{self._places[k]} gives what it gets a gradient for some micro-batches only"
             raise CutImpossible(f"{reason}; cut elsewhere (partition.balance)", stage=k - 1, reason=reason)
 
-    def _check_home(self, name: str, parameter: nn.Parameter, k: int) -> None:
-        """Refuse that stage ``k`` computes with ``parameter`` if that is another stage's."""
-        homes = [stage for stage, held in enumerate(self._held) if id(parameter) in held]
+    def check_ties(self, samples: Samples) -> None:
+        """Refuse that a stage reads what belongs to another one, also where no gradient tells it.
+
+        Nothing else may have moved: the outcome of a forward must not change if all that a stage reaches of others,
+        through lists or closures, is spoilt.
+
+        Raises:
+            PartitionError: a stage reads it; names both.
+        """
+        of_others = [list(self._reached_of_others(k)) for k in range(len(self.stages))]
+        if not any(of_others):
+            return
+        found = [self.forward(samples.pair[0], training=False) for _ in range(2)]
+        for k, reached in enumerate(of_others):
+            for name, tensor in reached:
+                self._spoilt = lambda at, k=k, tensor=tensor: _spoilt(tensor) if at == k else nullcontext()  # type: ignore[misc]
+                try:
+                    spoilt = self.forward(samples.pair[0], training=False)
+                finally:
+                    self._spoilt = lambda at: nullcontext()
+                losses = [passage.loss for passage in (*found, spoilt) if passage.loss is not None]
+                if torch.equal(losses[0], losses[1]) and not torch.equal(losses[1], losses[2]):
+                    self._check_home(name, tensor, k)
+
+    def _reached_of_others(self, k: int) -> Iterator[tuple[str, Tensor]]:
+        others = set[int]().union(*(held for stage, held in enumerate(self._held) if stage != k)) - self._held[k]
+        for _, tensor in tensors_reached(self.stages[k]):
+            if id(tensor) in others and tensor.numel():
+                home = next(stage for stage, held in enumerate(self._held) if id(tensor) in held)
+                named = (*self.stages[home].named_parameters(), *self.stages[home].named_buffers())
+                yield next(name for name, one in named if one is tensor), tensor
+
+    def _check_home(self, name: str, tensor: Tensor, k: int) -> None:
+        """Refuse that stage ``k`` computes with ``tensor`` if that is another stage's."""
+        homes = [stage for stage, held in enumerate(self._held) if id(tensor) in held]
         if homes and k not in homes:
             raise PartitionError(
-                f"'{name}' is a parameter of {self._places[homes[0]]}, but {self._places[k]} computes with it, too, by "
+                f"'{name}' is a tensor of {self._places[homes[0]]}, but {self._places[k]} computes with it, too, by "
                 "a reference that is not registered; assign the module or parameter to an attribute there, so that it "
                 "counts as shared, or cut elsewhere (partition.balance), so that both are on one stage"
             )
+
+
+@contextmanager
+def _spoilt(tensor: Tensor) -> Iterator[None]:
+    """Have other values in ``tensor`` inside."""
+    kept = tensor.detach().clone()
+    try:
+        tensor.data.fill_(math.nan if takes_gradient(tensor) else 0).add_(1)
+        yield
+    finally:
+        tensor.data.copy_(kept)
 
 
 def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:

@@ -134,6 +134,7 @@ class Verification:
         between = self._replaced()
         found = self._outcome(self._chain, Replacement(self._parameters, between), look=True)
         agreed = self._chain.agreed(self.samples, self.spec)
+        self._cut().check_ties(self.samples)
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), Replacement(self._parameters), into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
