@@ -4,6 +4,7 @@ Every rank runs the whole model, so nothing has to be agreed on: each finds by i
 has to be known of every stage, and the same mistakes.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import PLAIN, ModuleState, Streams
+from adl_dist.partition.module_state import PLAIN, ModuleState, Streams, tensors_reached
 from adl_dist.partition.piece import traced_units
 from adl_dist.stage import LossFn, TrainSpec
-from adl_dist.stage.calls import Tensors, packed
+from adl_dist.stage.calls import Tensors, packed, takes_gradient
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.loss_check import check_is_mean
 from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
@@ -53,10 +54,16 @@ class StageChain:
         spec: TrainSpec,
         device: torch.device,
         *,
+        name: str = "",
         on_turn: Callable[[str], None] = lambda when: None,
     ) -> None:
-        """Take the ``stages``, which are on ``device``; ``on_turn`` is told whose turn it is, like ``FIRST``."""
+        """Take the ``stages``, which are on ``device``.
+
+        ``name``: what they are called in errors; empty: each by its index and units. ``on_turn`` is told whose turn it
+        is, like ``FIRST``.
+        """
         self.stages, self.last = stages, len(stages) - 1
+        self._places = [name or f"stage {k} ({units_of(stage)})" for k, stage in enumerate(stages)]
         self._on_turn = on_turn
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._device = device
@@ -68,7 +75,8 @@ class StageChain:
         self._outputs: list[tuple[Any, Tensor]] = []  # of both micro-batches in training, with their targets
         self._learns = self._is_loss_tried = False
         self._is_training: bool | None = None  # which mode the stages are in; None: unknown
-        self._held = [{id(p) for p in stage.parameters()} for stage in stages]
+        self._held = [{id(t) for t in (*stage.parameters(), *stage.buffers())} for stage in stages]
+        self._spoilt: Callable[[int], AbstractContextManager[None]] = lambda k: nullcontext()
 
     def run(
         self,
@@ -129,10 +137,10 @@ class StageChain:
         tensors: Tensors = (batch.input_,)
         needs, shared = [False], [False]
         structure: Structure | None = None
-        for k, stage in enumerate(self.stages):
+        for k in range(len(self.stages)):
             seen = self._seen[0 if training else 1][k]
             specs = tuple(map(TensorSpec.of, tensors))
-            gets = f"stage {k} ({units_of(stage)}) gets {', '.join(map(str, specs))}"
+            gets = f"{self._places[k]} gets {', '.join(map(str, specs))}"
             leaves = tuple(
                 spec.fit(t, size, lambda: gets).detach().requires_grad_(need)  # noqa: B023
                 for spec, t, need in zip(specs, tensors, needs, strict=True)
@@ -213,7 +221,7 @@ class StageChain:
 
     def _call(self, k: int, argument: Any, gets: str) -> Any:
         try:
-            with self._within():
+            with self._within(), self._spoilt(k):
                 return self.stages[k](argument)
         except torch.OutOfMemoryError:
             raise
@@ -308,9 +316,8 @@ class StageChain:
                 except torch.OutOfMemoryError:
                     raise
                 except Exception as error:  # a hook or a function of the user's own can raise anything
-                    raise ConfigError(
-                        f"stage {k} ({units_of(self.stages[k])}): its backward fails: {type(error).__name__}: {error}"
-                    ) from error
+                    text = f"{self._places[k]} fails in its backward: {type(error).__name__}: {error}"
+                    raise ConfigError(text) from error
             grads = [leaf.grad for leaf in passage.acts[k]]
             self._note_gradients(k, [grad is not None for grad in grads])
             for name in parameters:
@@ -325,19 +332,61 @@ class StageChain:
         before = self._seen[0][k].gets_grad
         before.append(gets)
         if gets != before[0] and k > 0:
-            reason = f"stage {k} ({units_of(self.stages[k])}) gives what it gets a gradient for some micro-batches only"
+            reason = f"{self._places[k]} gives what it gets a gradient for some micro-batches only"
             raise CutImpossible(f"{reason}; cut elsewhere (partition.balance)", stage=k - 1, reason=reason)
 
-    def _check_home(self, name: str, parameter: nn.Parameter, k: int) -> None:
-        """Refuse that stage ``k`` computes with ``parameter`` if that is another stage's."""
-        homes = [stage for stage, held in enumerate(self._held) if id(parameter) in held]
+    def check_ties(self, samples: Samples) -> None:
+        """Refuse that a stage reads what belongs to another one, also where no gradient tells it.
+
+        Nothing else may have moved: the outcome of a forward must not change if all that a stage reaches of others,
+        through lists or closures, is spoilt.
+
+        Raises:
+            PartitionError: a stage reads it; names both.
+        """
+        of_others = [list(self._reached_of_others(k)) for k in range(len(self.stages))]
+        if not any(of_others):
+            return
+        found = [self.forward(samples.pair[0], training=False) for _ in range(2)]
+        for k, reached in enumerate(of_others):
+            for name, tensor in reached:
+                self._spoilt = lambda at, k=k, tensor=tensor: _spoilt(tensor) if at == k else nullcontext()  # type: ignore[misc]
+                try:
+                    spoilt = self.forward(samples.pair[0], training=False)
+                finally:
+                    self._spoilt = lambda at: nullcontext()
+                losses = [passage.loss for passage in (*found, spoilt) if passage.loss is not None]
+                if torch.equal(losses[0], losses[1]) and not torch.equal(losses[1], losses[2]):
+                    self._check_home(name, tensor, k)
+
+    def _reached_of_others(self, k: int) -> Iterator[tuple[str, Tensor]]:
+        others = set[int]().union(*(held for stage, held in enumerate(self._held) if stage != k)) - self._held[k]
+        for _, tensor in tensors_reached(self.stages[k]):
+            if id(tensor) in others and tensor.numel():
+                home = next(stage for stage, held in enumerate(self._held) if id(tensor) in held)
+                named = (*self.stages[home].named_parameters(), *self.stages[home].named_buffers())
+                yield next(name for name, one in named if one is tensor), tensor
+
+    def _check_home(self, name: str, tensor: Tensor, k: int) -> None:
+        """Refuse that stage ``k`` computes with ``tensor`` if that is another stage's."""
+        homes = [stage for stage, held in enumerate(self._held) if id(tensor) in held]
         if homes and k not in homes:
             raise PartitionError(
-                f"'{name}' is a parameter of stage {homes[0]} ({units_of(self.stages[homes[0]])}), but stage {k} "
-                f"({units_of(self.stages[k])}) computes with it, too, by a reference that is not registered; assign "
-                "the module or parameter to an attribute there, so that it counts as shared, or cut elsewhere "
-                "(partition.balance) so that both are on one stage"
+                f"'{name}' is a tensor of {self._places[homes[0]]}, but {self._places[k]} computes with it, too, by "
+                "a reference that is not registered; assign the module or parameter to an attribute there, so that it "
+                "counts as shared, or cut elsewhere (partition.balance), so that both are on one stage"
             )
+
+
+@contextmanager
+def _spoilt(tensor: Tensor) -> Iterator[None]:
+    """Have other values in ``tensor`` inside."""
+    kept = tensor.detach().clone()
+    try:
+        tensor.data.fill_(math.nan if takes_gradient(tensor) else 0).add_(1)
+        yield
+    finally:
+        tensor.data.copy_(kept)
 
 
 def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:

@@ -42,7 +42,10 @@ CAUSES = {
     (EVALUATION, "output"): "the forward does something else in evaluation, which was read once",
     (STATE, "state"): "the forward writes to it in a way that was read once",
 }
-STALE = "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches"
+STALE = (
+    "the model keeps a view or a detached copy of a weight from when it was built, or TorchScript does, which no new "
+    "version reaches"
+)
 NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, gpipe or 1f1b, which keep no older versions"
 
 
@@ -131,6 +134,7 @@ class Verification:
         between = self._replaced()
         found = self._outcome(self._chain, Replacement(self._parameters, between), look=True)
         agreed = self._chain.agreed(self.samples, self.spec)
+        self._cut().check_ties(self.samples)
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), Replacement(self._parameters), into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
@@ -149,7 +153,7 @@ class Verification:
         return StageChain(self.stages, self.spec, self.device)
 
     def _uncut(self) -> StageChain:
-        return StageChain([self.model], self.spec, self.device)
+        return StageChain([self.model], self.spec, self.device, name="the uncut model")
 
     def _replaced(self) -> frozenset[str]:
         """Return the parameters that the method replaces between a forward and its backward.

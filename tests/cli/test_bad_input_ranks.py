@@ -129,7 +129,7 @@ ENDINGS = {
     "another model": (
         [f"model._target_={USER}.keeps_a_view"],
         (2, 2),
-        ["error: the cut model is not the uncut one", "the first that differs is '1'", "choose method=bp"],
+        ["error: the cut model is not the uncut one", "the first that differs is '1.1'", "choose method=bp"],
     ),
     "no such class": (["model.num_classes=5"], (2, 2), ["error: training dataset: micro-batch 0", "target 5"]),
     "bug on rank 1": ([FAULTY, "model.at=3"], (1, 1), ["rank 1: ", *BUG, "rank1.log"]),

@@ -180,9 +180,33 @@ class UsesAnother(nn.Module):
 def test_a_tie_that_is_not_registered_is_refused_by_name(method):
     first = layer()
     model = nn.Sequential(first, layer(), UsesAnother(first), last())
-    told = r"'0.weight' is a parameter of stage 0 \(0 .. 1\), but stage 1 \(0 .. 1\) computes with it, too"
+    told = r"'0.weight' is a tensor of stage 0 \(0 .. 1\), but stage 1 \(0 .. 1\) computes with it, too"
     with pytest.raises(PartitionError, match=told):
         tried(model, cut(model), method=method)
+
+
+@pytest.mark.parametrize("method", ["adl", "bp"])
+def test_a_tie_without_gradient_is_refused_by_name(method):
+    class Follows(UsesAnother):
+        def forward(self, x):
+            return self.layer(x) + x @ self.others[0].weight.detach()
+
+    first = layer()
+    model = nn.Sequential(first, layer(), Follows(first), last())
+    with pytest.raises(
+        PartitionError, match=r"'0.weight' is a tensor of stage 0 .* but stage 2 \(0\) computes with it"
+    ):
+        tried(model, [*map(nn.Sequential, model)], method=method)
+
+
+def test_a_reference_that_no_forward_reads_is_no_tie():
+    class Knows(UsesAnother):
+        def forward(self, x):
+            return self.layer(x)
+
+    first = layer()
+    model = nn.Sequential(first, layer(), Knows(first), last())
+    tried(model, cut(model))
 
 
 class Moves(nn.Module):
