@@ -77,7 +77,7 @@ class Progress:
             tell(self._out, ("\r\033[K" if self._live else "") + text + "\n")
 
     def _reset(self) -> None:
-        """Count anew, at the beginning of an epoch."""
+        """Begin to count, at the beginning of an epoch."""
         self._loss_sum = self._num_correct = self._seconds_before = 0.0
         self._samples = self._num_judged = self._num_skipped = 0
         self._staleness_sums, self._num_backwards = [0.0] * self._num_stages, [0] * self._num_stages

@@ -89,7 +89,7 @@ class Trainer:
         """Cut the model. Of K processes each keeps only its own stage. None: the value's defaults.
 
         Initial weights are the model's own: for the same ones in every run, and on every rank, call
-        ``torch.manual_seed`` before it is built. The parameters of ``model`` are trained in place.
+        ``torch.manual_seed`` before it is built. :meth:`full_state_dict` returns those that training ends with.
 
         Args:
             model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks; it takes one tensor.
