@@ -91,7 +91,7 @@ class Trainer:
         """Take what is trained and how; the model is cut when there is data to try it with. None: a value's defaults.
 
         Initial weights are the model's own: for the same ones in every run, and on every rank, call
-        ``torch.manual_seed`` before it is built. The parameters of ``model`` are trained in place.
+        ``torch.manual_seed`` before it is built. :meth:`full_state_dict` returns those that training ends with.
 
         Args:
             model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks; it takes one tensor.

@@ -514,7 +514,7 @@ def test_help_of_a_command_lists_what_it_takes(command):
     assert ("checkpoint=best" in outcome.out) == (command in ("evaluate", "export"))
 
 
-def test_config_yaml_holds_no_number_of_classes_that_nothing_was_given(tmp_path):
+def test_config_yaml_holds_no_class_count_that_nothing_was_given(tmp_path):
     in_process(*words(tmp_path / "own", f"data._target_={USER}.images", SMALL))
     in_process(*words(tmp_path / "ours", f"data._target_={USER}.images"))
     own, ours = (yaml.safe_load((tmp_path / name / "config.yaml").read_text())["data"] for name in ("own", "ours"))

@@ -164,7 +164,7 @@ def test_the_advice_is_what_is_fastest_and_fits(profile, devices, machine, is_ch
     shows(why, [reason])
 
 
-def test_a_model_that_cannot_be_cut_evenly_is_not_said_to_have_slow_links():
+def test_links_are_not_blamed_for_a_model_that_cannot_be_cut():
     profile, tied = known(parameter_bytes=100), "'wte' and 'head' are one tensor"
     units = [replace(unit, may_cut=not place, reason=tied * bool(place)) for place, unit in enumerate(profile.units)]
     profile, machine = replace(profile, units=units), Machine(bandwidth=1e3)

@@ -287,7 +287,7 @@ class Computed(Dataset):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("name", ["training", "validation"])
-def test_what_a_dataset_raises_is_told_with_its_name_index_and_line(name, num_workers):
+def test_what_a_dataset_raises_is_told_with_index_and_line(name, num_workers):
     how = {"seed": 0, "shuffle": False, "device": torch.device("cpu"), "precision": Precision()}
     loader = DeviceLoader(Computed(divides_by_zero), name, num_workers=num_workers, **how)
     line = rf"^{name} dataset: sample 5: Computed raised ZeroDivisionError: .*division by zero at .*test_data.py:\d+$"

@@ -19,7 +19,7 @@ NAMES, TIED = ["wte", "h.0", "h.1", "head"], "'wte' and 'head' are one"
     ("loads", "uneven"),
     [([1.0], False), ([0.32, 0.52], False), ([0.13, 0.92], True), ([0.0, 0.84], True), ([1, 1, 1, 9], True)],
 )
-def test_a_cut_is_uneven_if_stages_add_less_than_a_quarter_of_their_own(loads, uneven):
+def test_a_cut_is_uneven_if_stages_add_less_than_a_quarter(loads, uneven):
     assert is_uneven(loads) == uneven
 
 

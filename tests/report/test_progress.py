@@ -39,7 +39,7 @@ def test_accuracy_is_that_of_the_samples_it_was_counted_on(lines):
     assert set(re.findall(r"acc +([\d.]+)%", lines.getvalue())) == {"100.00"}
 
 
-def test_staleness_is_the_mean_of_the_epoch_not_of_its_last_group(lines):
+def test_staleness_is_the_mean_of_the_epoch_not_of_a_group(lines):
     progress = Progress(num_stages=2, out=lines)
     progress.begin(0, 2, 4)
     for record in (staleness(0, 1, 1, 1, 1), staleness(0, 2), staleness(1, 0)):

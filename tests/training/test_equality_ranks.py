@@ -152,7 +152,7 @@ def weights_of_a_checkpoint(checkpoint, run_dir):
     return loss, summary["updates"]
 
 
-def test_ranks_with_the_weights_of_a_checkpoint_need_no_common_seed(tmp_path):
+def test_ranks_with_weights_of_a_checkpoint_need_no_common_seed(tmp_path):
     trainer = toy_trainer(2, 2)
     trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, monitoring=SILENT)
     expected = trainer.evaluate(FixedImages(8), batch_size=4)["validation_loss"]
