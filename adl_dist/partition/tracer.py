@@ -3,12 +3,14 @@
 import inspect
 import math
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -67,7 +69,8 @@ def symbolic(model: nn.Module, *, granularity: str, samples: Samples | None) -> 
     _check_hooks(model, type(model).__name__)
     with _as_before(model):
         tracer = _Tracer(model, granularity, samples)
-        with tracer.patches.applied():
+        # It may warn of what it does when it runs; that it will do once more, where it trains.
+        with warnings.catch_warnings(action="ignore"), tracer.patches.applied():
             try:
                 graph = tracer.trace(model)
             except Exception as error:  # the user's own forward, met by stand-ins, can raise anything
@@ -176,6 +179,8 @@ class _Tracer(fx.Tracer):
                 return self.create_node("call_function", getattr, (self.create_arg(a.__self__), a.__name__), {})
             if isinstance(a, nn.Module) and a is self.root:
                 raise TypeError("the model itself is called inside of its forward")
+            if isinstance(a, FunctionType | partial):
+                raise TypeError("a function is handed over that cannot be read; hand over the module itself")
             if isinstance(a, nn.Parameter) and id(a) not in self.names:
                 raise TypeError("a parameter is used that is not registered with the model")
             return super().create_arg(a)
