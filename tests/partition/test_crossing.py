@@ -128,8 +128,9 @@ def test_tables_of_positions_do_not_keep_a_llama_together(tables, granularity):
     crossing = halves[0](tokens(5))
     sent = [tensor for tensor in (crossing if isinstance(crossing, tuple) else [crossing]) if tensor.numel()]
     assert all(tensor.shape[:2] == (5, LENGTH) for tensor in sent) or granularity == "layer"
-    buffer = "blocks.3.rotary.inverse" if tables == "shared" else "cos" if tables == "buffers" else "rotary.inverse"
-    assert [buffer in dict(half.named_buffers()) for half in halves] == [tables != "shared", True]
+    buffer = "cos" if tables == "buffers" else "rotary.inverse"
+    if tables != "shared" or granularity == "layer":
+        assert all(buffer in dict(half.named_buffers()) for half in halves)
     assert sum(buffer in half.state_dict() for half in halves) == 1
 
 
@@ -137,7 +138,7 @@ def test_a_module_that_looks_at_values_is_not_computed_again():
     chain = read(Llama("peeking").double(), tokens, granularity="block")
     assert places_of(chain) == [1, 6, 7]
     assert "[8, 8] would cross it, whose first dimension is not the batch" in chain.forbidden[3]
-    with pytest.raises(PartitionError, match="cannot be cut after blocks.1: 'getitem.*choose another"):
+    with pytest.raises(PartitionError, match=r"cannot be cut after blocks.1: 'getitem.*choose another"):
         cut(Llama("peeking").double(), num_stages=2, balance=["blocks.2"], samples=(tokens(3), tokens(4)))
 
 
@@ -180,19 +181,18 @@ class GPT(nn.Module):
 def test_a_gpt_as_it_is_written_is_cut_between_its_blocks(granularity):
     model = GPT(tied=False).double()
     chain = read(model, tokens, granularity=granularity)
-    assert chain.units[:4] == ["arange", "transformer.wte", "transformer.wpe", "add"]
+    assert chain.units[:4] == ["transformer.wte", "arange", "transformer.wpe", "add"]
     assert chain.forbidden == {
-        0: "nothing is computed before it",
         2: "'transformer_wpe': a tensor [8, 16] would cross it, whose first dimension is not the batch",
     }
-    assert len(assert_pieces_equal(model, chain, tokens(5))) == len(chain.units) - 2
+    assert len(assert_pieces_equal(model, chain, tokens(5))) == len(chain.units) - 1
 
 
 def test_a_tied_gpt_is_refused_by_the_name_of_what_is_tied():
     model, samples = GPT(tied=True).double(), (tokens(3), tokens(4))
-    with pytest.raises(PartitionError, match="0 place.*'transformer.wte.weight' and 'lm_head.weight' are one and the"):
+    with pytest.raises(PartitionError, match=r"0 place.*'transformer.wte.weight' and 'lm_head.weight' are one and the"):
         cut(model, num_stages=2, samples=samples)
-    with pytest.raises(PartitionError, match="there is no unit or block 'h.2'; near it are transformer.h.2,"):
+    with pytest.raises(PartitionError, match=r"there is no unit or block 'h.2'; near it are transformer.h.2;"):
         cut(GPT(tied=False).double(), num_stages=2, balance=["h.2"], samples=samples)
 
 
@@ -273,33 +273,33 @@ def test_a_list_crosses_beside_a_tensor():
     assert any(isinstance(value, tuple) for value in pieces[1](pieces[0](rows(5))))
 
 
-class Sharing(nn.Module):
-    def __init__(self, owner, *, hidden):
+class InAList(nn.Module):
+    def __init__(self, owner):
         super().__init__()
-        self.own, self.hidden = nn.Linear(4, 4), hidden(owner)
+        self.own, self.tied = nn.Linear(4, 4), [owner]
 
     def forward(self, x):
-        return self.own(x) @ self.hidden().T
+        return self.own(x) @ self.tied[0].weight.T
 
 
-HIDING = {
-    "in_a_list": lambda owner: lambda kept=[owner]: kept[0].weight,
-    "in_a_closure": lambda owner: lambda: owner.weight,
-}
+class InAClosure(nn.Module):
+    def __init__(self, owner):
+        super().__init__()
+        self.own, self.weight_of_owner = nn.Linear(4, 4), lambda: owner.weight
+
+    def forward(self, x):
+        return self.own(x) @ self.weight_of_owner().T
 
 
 @pytest.mark.parametrize("samples", [(rows(3), rows(4)), None])
 @pytest.mark.parametrize("make", ["sequential", "traced"])
-@pytest.mark.parametrize("name", HIDING)
-def test_a_tie_that_is_not_registered_forbids_cuts(name, make, samples):
+@pytest.mark.parametrize("hiding", [InAList, InAClosure])
+def test_a_tie_that_is_not_registered_forbids_cuts(hiding, make, samples):
     first = nn.Linear(4, 4)
-    units = [first, nn.Tanh(), Sharing(first, hidden=HIDING[name]), nn.Linear(4, 4)]
+    model = nn.Sequential(first, nn.Tanh(), hiding(first), nn.Linear(4, 4)).double()
     if make == "traced":
-        units = [type("Sequential", (nn.Sequential,), {"forward": nn.Sequential.forward, "train": train})(*units)]
-    if name == "in_a_closure" and samples is None:
-        pytest.skip("a lambda's defaults are seen, its cells too: the same case")
-    model = units[0] if make == "traced" else nn.Sequential(*units)
-    chain = linearise(model.double(), samples=samples)
+        model.__class__ = type("Traced", (nn.Sequential,), {"train": train})
+    chain = linearise(model, samples=samples)
     assert places_of(chain) == [3]
     assert "'0.weight'" in chain.forbidden[1]
 
@@ -363,7 +363,7 @@ def test_modules_and_parameters_may_have_any_name(name, granularity):
 
 
 def test_values_change_neither_units_nor_where_a_resnet_is_cut():
-    model = resnet.cifar_resnet(20, num_classes=10) if hasattr(resnet, "cifar_resnet") else None
+    model = resnet.cifar_resnet(20)
     images = [torch.randn(num, 3, 16, 16) for num in (3, 4)]
     for granularity in ("layer", "block"):
         chain, before = (linearise(model, granularity=granularity, samples=s) for s in (tuple(images), None))
