@@ -140,8 +140,9 @@ class _Mode:
             return "nothing is computed before it"
         for node, _ in self.crossing(cut):
             if node in self.trace.independent:
-                own = f"'{node.name}', which does not depend on the input, would cross it"
-                return f"{own}; what uses it must be on one stage"
+                return (
+                    f"'{node.name}', which does not depend on the input, would cross it; its uses must be on one stage"
+                )
             if node in self.trace.unsendable:
                 return f"'{node.name}': {self.trace.unsendable[node]}"
         return None

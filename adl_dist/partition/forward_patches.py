@@ -52,19 +52,24 @@ class Patches:
             _put(self._before)
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Inside of :meth:`applied`, let what runs inside run as ever: torch.compile, say, would not work otherwise."""
-        of_modules = [(nn.Module, name, getattr(nn.Module, name)) for name in _MODULE]
+    def lifted(self, *, completely: bool) -> Iterator[None]:
+        """Inside of :meth:`applied`, let what runs inside run as ever.
+
+        ``completely``: it may be the user's, and notice any patch, as torch.compile does; else what costs time remains,
+        and torch's own layers and functions do not mind.
+        """
         stack = torch.overrides._get_current_function_mode_stack()
         is_top = bool(stack) and stack[-1] is self._mode
+        of_modules = [(nn.Module, name, getattr(nn.Module, name)) for name in _MODULE] if completely else []
         was_tracing = _set_tracing(False)
         if is_top:
             torch.overrides._pop_mode()
-        _put([*self._before, *((nn.Module, name, method) for name, method in _MODULE.items())])
+        originals = [(nn.Module, name, method) for name, method in _MODULE.items()]
+        _put([*self._before, *originals] if completely else self._before[:1])
         try:
             yield
         finally:
-            _put([*self._patched, *of_modules])
+            _put([*self._patched, *of_modules] if completely else self._patched[:1])
             if is_top:
                 torch.overrides._push_mode(self._mode)
             _set_tracing(was_tracing)

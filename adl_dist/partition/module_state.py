@@ -164,7 +164,9 @@ class _Walk:
         elif isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():
                 self._take_cell(f"{name} (closure)", cell)
-        elif not isinstance(value, type | types.ModuleType) and not _is_of_a_library(type(value)):
+        elif isinstance(value, types.SimpleNamespace) or not (
+            isinstance(value, type | types.ModuleType) or _is_of_a_library(type(value))
+        ):
             self._take_object(name, value)
 
     def _take_tensor(self, name: str, tensor: Tensor, kind: str) -> None:

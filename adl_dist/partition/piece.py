@@ -58,10 +58,9 @@ class StageModule(nn.Module):
         self.training = model.training
         nodes = [node for graph in graphs for node in graph.nodes]
         twins: dict[nn.Module, nn.Module] = {}
-        for op in ("call_module", "get_attr"):  # a parameter may lie in a module that is taken over whole
-            for node in nodes:
-                if node.op == op:
-                    adopt(self, model, str(node.target), held=held, twins=twins)
+        names = {str(node.target) for node in nodes if node.op in ("call_module", "get_attr")}
+        for name in sorted(names, key=lambda name: (name.count("."), name)):  # one may lie in another, taken over whole
+            adopt(self, model, name, held=held, twins=twins)
         here = {*self.modules()}
         vars(self)[_OWN] = _Own(
             list(unit_names),

@@ -3,12 +3,14 @@
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -18,8 +20,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from adl_dist.errors import PartitionError
 from adl_dist.partition.forward_patches import CHECKPOINTS, Patches
 from adl_dist.partition.module_state import ModuleState, Streams
-from adl_dist.partition.nodes import asks_about_tensor, asks_for_shape, is_of_python
-from adl_dist.partition.ran import Pair, Ran, Samples, ValuesAskedForError, is_same, run, same_values, shape_only
+from adl_dist.partition.nodes import asks_about_tensor, asks_for_shape, is_of_library, is_of_python
+from adl_dist.partition.ran import (
+    Pair,
+    Ran,
+    Samples,
+    ValuesAskedForError,
+    is_of_torch,
+    is_same,
+    run,
+    same_values,
+    shape_only,
+)
 from adl_dist.partition.stand_in import OF_SHAPES, SAME, Held, Known, is_instance, stand_in
 
 _OTHER_DEVICE = {"cpu": torch.device("cuda", 0), "cuda": torch.device("cpu")}
@@ -67,7 +79,8 @@ def symbolic(model: nn.Module, *, granularity: str, samples: Samples | None) -> 
     _check_hooks(model, type(model).__name__)
     with _as_before(model):
         tracer = _Tracer(model, granularity, samples)
-        with tracer.patches.applied():
+        # It may warn of what it does when it runs; that it will do once more, where it trains.
+        with warnings.catch_warnings(action="ignore"), tracer.patches.applied():
             try:
                 graph = tracer.trace(model)
             except Exception as error:  # the user's own forward, met by stand-ins, can raise anything
@@ -176,6 +189,8 @@ class _Tracer(fx.Tracer):
                 return self.create_node("call_function", getattr, (self.create_arg(a.__self__), a.__name__), {})
             if isinstance(a, nn.Module) and a is self.root:
                 raise TypeError("the model itself is called inside of its forward")
+            if isinstance(a, FunctionType | partial):
+                raise TypeError("a function is handed over that cannot be read; hand over the module itself")
             if isinstance(a, nn.Parameter) and id(a) not in self.names:
                 raise TypeError("a parameter is used that is not registered with the model")
             return super().create_arg(a)
@@ -199,7 +214,9 @@ class _Tracer(fx.Tracer):
         node.meta[OF_SHAPES] = of_shapes or asks_for_shape(node)
         if self._samples is not None and kind != "output":
             try:
-                self.known[node] = self._run(node)
+                self.known[node] = known = self._run(node)
+                tensors = [leaf for leaf in tree_leaves(known.pair) if isinstance(leaf, Tensor)]
+                self._versions[node] = [(t, t._version) for t in tensors if not t.is_inference()]
             except Exception as error:
                 self.has_failed = error
                 self.graph.erase_node(node)
@@ -222,42 +239,41 @@ class _Tracer(fx.Tracer):
 
     def _run(self, node: fx.Node) -> Known:
         """Return the values of ``node``; what it moves of the model and of random streams is put back."""
-        with self.paused(), self.patches.lifted():
+        with self.paused():
             if node.op == "placeholder":
                 assert self._samples is not None
-                first, second = (sample.clone() for sample in self._samples)
                 self._of_data.add(node)
-                return self._noted_known(node, Known((first, second)))
+                return Known((self._samples[0].clone(), self._samples[1].clone()))
             if node.op == "get_attr":
                 value = self._copied(str(node.target))
                 if not isinstance(value[0], Tensor) or value[0].requires_grad:
                     self._of_data.add(node)
-                return self._noted_known(node, Known(value))
+                return Known(value)
             arguments = self._arguments(node, 0), self._arguments(node, 1)
             modules = self._modules(node, arguments[0])
-            ran = run(self._callable(node), arguments, modules=modules)
-            if modules:
-                self._ran[node] = ran
-            if node.op == "call_module" and is_same(ran, modules[0]) and self._asks_for_shapes(node, ran):
-                self._repeatable.add(node)
-            elif not node.meta[OF_SHAPES] and not self._of_data.isdisjoint(node.all_input_nodes):
-                self._of_data.add(node)
-            if ran.draws:
-                self._drawing.add(node)
+            # torch's own layers and functions do not notice that a forward is read; the user's may.
+            is_of_user = not (all(map(is_of_torch, modules)) and is_of_library(node))
+            with self.patches.lifted(completely=is_of_user):
+                ran = run(self._callable(node), arguments, modules=modules)
+                is_candidate = node.op == "call_module" and is_same(ran, modules[0])
+                asks_for_shapes = is_candidate and self._asks_for_shapes(node, ran)
+            self._note(node, ran, modules, asks_for_shapes=asks_for_shapes)
             elsewhere = self._elsewhere(node) if node.meta[OF_SHAPES] else SAME
-            return self._noted_known(node, Known(ran.values, elsewhere, self._is_data(node, ran.values[0])))
+            return Known(ran.values, elsewhere, self._is_data(node, ran.values[0]))
+
+    def _note(self, node: fx.Node, ran: Ran, modules: Sequence[nn.Module], *, asks_for_shapes: bool) -> None:
+        if modules:
+            self._ran[node] = ran
+        if ran.draws:
+            self._drawing.add(node)
+        if asks_for_shapes:
+            self._repeatable.add(node)
+        elif not node.meta[OF_SHAPES] and not self._of_data.isdisjoint(node.all_input_nodes):
+            self._of_data.add(node)
 
     def _arguments(self, node: fx.Node, batch: int) -> Pair:
         """Return args and kwargs of ``node`` for the first or the second batch."""
-        args, kwargs = (
-            fx.node.map_arg(given, lambda n: self.known[n].pair[batch]) for given in (node.args, node.kwargs)
-        )
-        return args, kwargs
-
-    def _noted_known(self, node: fx.Node, known: Known) -> Known:
-        leaves = tree_leaves(known.pair)
-        self._versions[node] = [(t, t._version) for t in leaves if isinstance(t, Tensor) and not t.is_inference()]
-        return known
+        return _mapped(node, lambda source: self.known[source].pair[batch])
 
     def _asks_for_shapes(self, node: fx.Node, ran: Ran) -> bool:
         """Return whether a module returns the same if it cannot see the values of what depends on the input."""

@@ -343,11 +343,7 @@ def test_a_balance_of_names_begins_a_stage_at_each(balance, first):
 @pytest.mark.parametrize(
     ("K", "balance", "message"),
     [
-        (
-            2,
-            ["blocks.2"],
-            r"there is no unit or block 'blocks.2'; near it are blocks.*adl-dist plan --units lists them",
-        ),
+        (2, ["blocks.2"], r"there is no unit or block 'blocks.2'; near it are blocks.*adl-dist plan --units lists"),
         (2, ["1.0"], r"there is no unit or block '1.0'; near it are blocks.1.0;"),
         (3, ["act", "stem.1"], r"\[act, stem.1\] does not fit: expected 2 names.*in the order they run"),
         (3, ["blocks", "blocks.0.conv"], "does not fit"),
