@@ -215,7 +215,8 @@ class StageChain:
         streams, state = Streams(), ModuleState.of(self.stages[k])
         yield
         persistent = {*self.stages[k].state_dict(keep_vars=True)}
-        moves = tuple(found.name for found in state.changes() if found.name not in persistent)
+        moved = [name for found in state.changes() for name in found.names]
+        moves = tuple(name for name in moved if name not in persistent)
         draws = frozenset(streams.moved() - {"torch"})
         self._traits[k] = replace(self._traits[k], draws=draws, moves=moves)
 
