@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.forward_patches import CHECKPOINTS, Patches
-from adl_dist.partition.module_state import ModuleState, Streams
 from adl_dist.partition.nodes import asks_about_tensor, asks_for_shape, is_of_library, is_of_python
 from adl_dist.partition.ran import (
     Pair,
@@ -32,7 +32,8 @@ from adl_dist.partition.ran import (
     same_values,
     shape_only,
 )
-from adl_dist.partition.stand_in import OF_SHAPES, SAME, Held, Known, is_instance, stand_in
+from adl_dist.partition.side_effects import as_before
+from adl_dist.partition.stand_in import OF_SHAPES, SAME, Held, Known, stand_in
 
 _OTHER_DEVICE = {"cpu": torch.device("cuda", 0), "cuda": torch.device("cpu")}
 
@@ -77,7 +78,7 @@ def symbolic(model: nn.Module, *, granularity: str, samples: Samples | None) -> 
             "input, all else with defaults: wrap the model in a module whose forward takes one tensor"
         )
     _check_hooks(model, type(model).__name__)
-    with _as_before(model):
+    with as_before(model):
         tracer = _Tracer(model, granularity, samples)
         # It may warn of what it does when it runs; that it will do once more, where it trains.
         with warnings.catch_warnings(action="ignore"), tracer.patches.applied():
@@ -348,6 +349,7 @@ def _mapped(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
     return fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
 
 
+<<<<<<< HEAD
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
     """Undo the side effects of the forward, and refuse those that a cut model would have to repeat each time."""
@@ -381,6 +383,8 @@ def _as_before(model: nn.Module) -> Iterator[None]:
         )
 
 
+=======
+>>>>>>> wt-tracer
 def _surroundings() -> tuple[list[bool], Any]:
     """Return in which dtypes operations compute, and what is done with tensors that are kept for the backward."""
     autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
@@ -399,8 +403,7 @@ def _refused(model: nn.Module, tracer: _Tracer, error: Exception) -> PartitionEr
     if isinstance(error, PartitionError):
         return error
     frames = traceback.extract_tb(error.__traceback__)
-    library_files = (f"{torch.__path__[0]}/", f"{Path(__file__).parent}/", "<")
-    ours = [frame for frame in frames if frame.line and not frame.filename.startswith(library_files)]
+    ours = [frame for frame in frames if frame.line and not _is_of_library(frame.filename)]
     line = f"{ours[-1].filename}:{ours[-1].lineno}: {ours[-1].line}" if ours else "its forward"
     line += f" ({tracer.where})" if tracer.where else ""
     why = shorten(str(error), 200, placeholder=" ...")
@@ -410,3 +413,8 @@ def _refused(model: nn.Module, tracer: _Tracer, error: Exception) -> PartitionEr
     return UntraceableError(
         f"{type(model).__name__} cannot be traced, so where it can be cut is not known: {line}: {why}", tracer.where
     )
+
+
+def _is_of_library(filename: str) -> bool:
+    is_of_python = filename.startswith(sysconfig.get_path("stdlib")) and "site-packages" not in filename
+    return is_of_python or filename.startswith((f"{torch.__path__[0]}/", f"{Path(__file__).parent}/", "<"))
