@@ -16,7 +16,7 @@ def check_loss(stage: int, loss: Any, got: str) -> None:
         found = "None" if loss is None else f"a {type(loss).__name__}"
         raise ConfigError(
             f"stage {stage}: the loss returned {found} for {got}; expected a tensor of one number, the mean over the "
-            "samples: let loss_fn return it, not .item() of it, nor other values beside it"
+            "samples: let loss_fn return it, not .item() of it, and nothing with it"
         )
     if loss.ndim > 0:
         raise ConfigError(

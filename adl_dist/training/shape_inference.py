@@ -254,7 +254,7 @@ class StageChain:
 
     @staticmethod
     def _check_output(out: Any, size: int, gets: str) -> None:
-        for leaf in tree_leaves(out):  # numbers, like a penalty beside the output, are for the loss to take
+        for leaf in tree_leaves(out):  # numbers, like a penalty next to the output, are for the loss to take
             if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != size:
                 raise ConfigError(
                     f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "
