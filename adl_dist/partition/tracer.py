@@ -349,42 +349,6 @@ def _mapped(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
     return fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
 
 
-<<<<<<< HEAD
-@contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
-    """Undo the side effects of the forward, and refuse those that a cut model would have to repeat each time."""
-    streams, state = Streams(), ModuleState.of(model)
-    holders = [(held, {**held}) for m in model.modules() for held in (m.__dict__, m._buffers)]
-    constants: dict[str, Any] = {}
-    try:
-        yield
-    finally:
-        draws = streams.moved()
-        streams.restore()
-        for holder, before in holders:
-            for key, value in [*holder.items()]:
-                if key.startswith("_tensor_constant") and key not in before:
-                    constants[key] = holder.pop(key)
-                elif is_instance(value, fx.Proxy) and before.get(key) is None:
-                    # What it leaves where nothing was is nothing that a later forward counts on.
-                    holder.update({key: None}) if key in before else holder.pop(key)
-        changed = [name for found in state.changes() for name in found.names]
-        state.restore()
-        model.__dict__.update(constants)  # the graph reads them
-    if draws:
-        raise PartitionError(
-            f"{type(model).__name__}.forward draws random numbers that do not depend on its input, and tracing would "
-            "draw them once and for all: hide the function that draws them from tracing by torch.fx.wrap"
-        )
-    if changed:
-        raise PartitionError(
-            f"{type(model).__name__}.forward changes {', '.join(changed)}, which a cut model would not: write to "
-            "a buffer in place, or do it in a layer of its own, a module without children"
-        )
-
-
-=======
->>>>>>> wt-tracer
 def _surroundings() -> tuple[list[bool], Any]:
     """Return in which dtypes operations compute, and what is done with tensors that are kept for the backward."""
     autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
