@@ -131,7 +131,8 @@ class _Tracer(fx.Tracer):
             return type(m) is not nn.Sequential
         # A module without children is one layer, whatever it does: it need not be traceable, keeps its switch
         # between training and evaluation, and could not be cut anyway. torch's own are known not to be read.
-        of_torch = m.__module__.startswith("torch.nn") and not isinstance(m, nn.Sequential)
+        # Nor can what torch.compile has made of a module.
+        of_torch = m.__module__.startswith(("torch.nn", "torch._dynamo")) and not isinstance(m, nn.Sequential)
         return of_torch or next(m.children(), None) is None
 
     def held(self, tensor: Tensor) -> Held:
