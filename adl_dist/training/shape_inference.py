@@ -25,7 +25,7 @@ from adl_dist.stage.heads import check_outs
 from adl_dist.stage.loss_check import check_is_mean
 from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
 from adl_dist.stage.traits import StageTraits, Structure, joined
-from adl_dist.stage.versions import moved_on, swap
+from adl_dist.stage.versions import Exchange
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
 from adl_dist.training.loss_checks import check_broadcast, check_loss
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
@@ -102,16 +102,17 @@ class StageChain:
         older: list[nn.Parameter] = []
         first, second = samples.pair
         replaced = {name: p for name, p in change.parameters.items() if name in change.between}
+        exchange = Exchange([*replaced.values()], self.stages if replaced else ())
         try:
             self._on_turn(FIRST)
             passage = self.forward(first, look=look)
-            older = moved_on([*replaced.values()])
-            change_values([*replaced.values()])
+            older = exchange.moved_on()
+            change_values(exchange.parameters)
             if backward:
-                within = change.swapped_in([*replaced.values()], older)
+                within = change.swapped_in(exchange, older)
                 gather = dict(zip(replaced, older, strict=True))
                 self._backward(passage, FIRST, change.parameters, outcome, gather, within)
-                for p in replaced.values():  # what went to the new weights was not meant for them
+                for p in exchange.parameters:  # what went to the new weights was not meant for them
                     p.grad = None
             _keep(outcome, FIRST, passage)
             change_values([p for name, p in change.parameters.items() if name not in replaced])
@@ -124,7 +125,8 @@ class StageChain:
             self._on_turn(EVALUATION)
             _keep(outcome, EVALUATION, self.forward(first, training=False))
         finally:
-            swap([*replaced.values()][: len(older)], older)
+            if older:
+                exchange.swap(older)
         return outcome
 
     def forward(self, batch: MicroBatch, *, training: bool = True, look: bool = False) -> _Passage:

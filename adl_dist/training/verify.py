@@ -42,10 +42,7 @@ CAUSES = {
     (EVALUATION, "output"): "the forward does something else in evaluation, which was read once",
     (STATE, "state"): "the forward writes to it in a way that was read once",
 }
-STALE = (
-    "the model keeps a view or a detached copy of a weight from when it was built, or TorchScript does, which no new "
-    "version reaches"
-)
+STALE = "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches"
 NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, gpipe or 1f1b, which keep no older versions"
 
 
