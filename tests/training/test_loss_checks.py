@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch._inductor import config as inductor_config
 from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
@@ -59,7 +58,7 @@ def test_what_is_no_number_is_no_loss(loss, found):
 def test_compile_without_a_compiler_is_refused():
     build.check_compiler(torch.device("cpu"))
     # torch's own patch: pytest's would not put the compiler back, for all tests that follow.
-    missing = inductor_config.patch({"cpp.cxx": (None, "/nowhere/g++")})
+    missing = torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++")})
     told = r"runtime.compile=true needs a C\+\+ compiler .* omit runtime.compile"
     with missing, pytest.raises(ConfigError, match=told):
         build.check_compiler(torch.device("cpu"))
