@@ -53,12 +53,13 @@ def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) 
     """
     modes = {module: module.training for module in model.modules()}
     devices = [samples[0].device] if samples is not None and samples[0].is_cuda else []
-    readings, unlike = [], []
+    readings, unlike = list[Reading](), []
     try:
         for mode in (True, False):
             model.train(mode)
             with torch.set_grad_enabled(mode), torch.random.fork_rng(devices=devices):
-                readings.append(symbolic(model, granularity=granularity, samples=samples))
+                like = readings[0][1] if readings else None
+                readings.append(symbolic(model, granularity=granularity, samples=samples, like=like))
             unlike.append({module for module in model.modules() if module.training != mode})
     finally:
         for module, mode in modes.items():
