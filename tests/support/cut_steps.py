@@ -1,6 +1,7 @@
 """One training step and one evaluation of a network of torchvision, cut and uncut, compared bit by bit."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -9,9 +10,8 @@ from torch.utils._pytree import tree_leaves
 from adl_dist.models import torchvision_model
 from adl_dist.partition import even_sizes, linearise
 from adl_dist.stage import Stage
-from adl_dist.training.outcome import FIRST, Outcome
-from adl_dist.training.samples import MicroBatch, Samples
-from adl_dist.training.shape_inference import StageChain
+from adl_dist.stage.calls import packed, unpacked
+from adl_dist.stage.traits import StageTraits, joined
 from tests.support.values import spec_of
 
 NUM_STAGES, BATCH, CLASSES = 4, 2, 10
@@ -117,16 +117,16 @@ def cut_step(model, pieces, x):
     loss_fn, target, x = MeanSquare(), torch.zeros(len(x), dtype=torch.long), x.clone().requires_grad_()
     spec = spec_of(len(pieces), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn)
 
-    traits = found_in_a_trial(model, pieces, spec, MicroBatch(x.detach(), target))
+    traits = found_in_a_trial(model, pieces, x)
 
-    def stage(k, *, training):
-        made = Stage(pieces[k], k, spec, traits=traits[k])
+    def stage(k, acts, *, training):
+        made = Stage(pieces[k], k, spec, traits=replace(traits[k], overwrites=([True] * len(acts),) * 2))
         made.begin(0, training=training)
         return made
 
     stages, acts = [], (x,)
     for k in range(len(pieces)):
-        stages.append(stage(k, training=True))
+        stages.append(stage(k, acts, training=True))
         acts = stages[k].forward(0, acts, target if stages[k].is_last else None)
     sent = [len(s.in_flight[0].acts) for s in stages[1:]]
     grads = (torch.ones((), dtype=x.dtype),)
@@ -135,20 +135,35 @@ def cut_step(model, pieces, x):
     values = _left_by_training(model, x, loss_fn.out)
     acts = (x.detach(),)
     for k in range(len(pieces)):
-        acts = stage(k, training=False).predict(0, acts, target)
+        acts = stage(k, acts, training=False).predict(0, acts, target)
     return values | _named("evaluation", loss_fn.out), sent
 
 
-def found_in_a_trial(model, pieces, spec, batch):
-    """The traits of ``pieces``, as the trainer finds them; what the trial moves is put back."""
+def found_in_a_trial(model, pieces, x):
+    """What the trainer's trial would tell of ``pieces``, by plain torch: which of what they get gets a gradient.
+
+    Here the input takes a gradient, and what the trial refuses to send may cross a cut. Buffers are put back.
+    """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    chain = StageChain(pieces, spec, batch.input_.device)
-    chain._backward(chain.forward(batch), FIRST, {}, Outcome())  # chain.run would take four times as long
-    traits = chain.agreed(Samples((batch, batch), trains=False), spec).traits
+    steps, out = [], x
+    for piece in pieces:
+        acts = tuple(act.detach().requires_grad_(act.requires_grad) for act in unpacked(out))
+        out = piece.train()(packed(tuple(act.clone() for act in acts)))
+        steps.append((acts, unpacked(out)))
+    steps[-1] = (acts, (MeanSquare()(out, None),))
+    traits, grads = {}, [torch.ones((), dtype=x.dtype)]
+    for k, (acts, ends) in reversed([*enumerate(steps)]):
+        ends, grads = zip(*((end, g) for end, g in zip(ends, grads, strict=True) if g is not None), strict=True)
+        torch.autograd.backward(ends, grads)
+        grads = [act.grad for act in acts]
+        traits[k] = StageTraits(
+            needs_grad=[act.requires_grad for act in acts],
+            gets_grad=[grad is not None for grad in grads],
+        )
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     model.zero_grad()
-    return traits
+    return joined(traits)
 
 
 def _left_by_training(model, x, out):
