@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 MOST_ELEMENTS = 10_000  # a longer container holds data: its own elements are compared, but not looked into
 LIBRARIES = {"torch", "numpy", "builtins", "typing", "collections", "functools", "torchvision", "abc", "enum", "types"}
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+CAN_CROSS = (*PLAIN, torch.dtype, torch.device, torch.Size)  # a cut, besides tensors, if it never changes
 _OF_TORCH = {*nn.Module().__dict__}  # registered tensors and modules, hooks, the mode
 _MISSING = object()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from adl_dist.partition.module_state import CAN_CROSS
 from adl_dist.partition.nodes import asks_for_shape, is_light, is_of_python, is_part, may_repeat, writes
 from adl_dist.partition.ran import Pair, Samples
 from adl_dist.partition.tracer import symbolic
@@ -144,7 +145,7 @@ def unsendable(pair: Pair, sizes: tuple[int, int]) -> str | None:
         if isinstance(leaves[0], Tensor):
             if tuple(tuple(leaf.shape[:1]) for leaf in leaves) != tuple((size,) for size in sizes):
                 return f"a tensor {list(leaves[0].shape)} would cross it, whose first dimension is not the batch"
-        elif type(leaves[0]) not in (bool, int, float, complex, str, type(None)) or leaves[0] != leaves[1]:
+        elif not isinstance(leaves[0], CAN_CROSS) or leaves[0] != leaves[1]:
             return f"a value of type {type(leaves[0]).__name__} would cross it; only tensors and what never changes can"
     return None
 

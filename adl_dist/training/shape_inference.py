@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import PLAIN, ModuleState, Streams
+from adl_dist.partition.module_state import CAN_CROSS, ModuleState, Streams
 from adl_dist.partition.piece import traced_units
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import Tensors, packed, takes_gradient
@@ -31,8 +31,6 @@ from adl_dist.training.loss_checks import check_broadcast, check_loss
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
 from adl_dist.training.samples import SIZES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
-
-CAN_CROSS = (*PLAIN, torch.dtype, torch.device, torch.Size)  # besides tensors, if it never changes
 
 
 @dataclass
