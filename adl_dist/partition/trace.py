@@ -66,7 +66,10 @@ def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) 
         for module, mode in modes.items():
             module.training = mode
     read_only = frozenset({id(buffer) for buffer in model.buffers()} - _moved(model, readings))
-    training, evaluation = (_trace(model, *read, read_only) for read in zip(readings, unlike, strict=True))
+    training, evaluation = [_trace(model, *read, read_only) for read in zip(readings, unlike, strict=True)]
+    for _, values in readings:
+        if values is not None:
+            values.forget()
     return training, training if training.key == evaluation.key else evaluation
 
 

@@ -126,6 +126,14 @@ class Values:
         tensors = [leaf for leaf in tree_leaves(known.pair) if isinstance(leaf, Tensor)]
         self._versions[node] = [(t, t._version) for t in tensors if not t.is_inference()]
 
+    def forget(self) -> None:
+        """Let go of all values: their graphs hold the weights, and Python's collector may not come for long."""
+        self.known.clear()
+        self.ran.clear()
+        self._versions.clear()
+        self._copies.clear()
+        self._like, self._twins = None, iter(())
+
     def written(self) -> set[fx.Node]:
         """Return the nodes whose tensors were written to after they were made."""
         return {node for node, before in self._versions.items() if any(t._version != v for t, v in before)}

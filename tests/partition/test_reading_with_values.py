@@ -1,5 +1,6 @@
 """What a forward may ask while it is read with two real batches, and what is refused, with the line."""
 
+import gc
 import math
 import random
 import types
@@ -331,3 +332,15 @@ def test_what_a_layer_moves_is_put_back_and_not_refused():
     assert read(model, rows).units == ["0", "1.0", "1.1"]
     assert (model[1][0].calls, float(model[1][0].seen)) == (0, 0.0)
     assert model[1][0].rng.getstate() == state
+
+
+def test_what_was_computed_while_reading_is_let_go_of():
+    """At once: a graph that waits for Python's collector would hold a first version of the weights in training."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    gc.disable()
+    try:
+        chain = linearise(model, granularity="layer", samples=(torch.randn(3, 4), torch.randn(4, 4)))
+        assert [p._use_count() for p in model.parameters()] == [1] * 4
+    finally:
+        gc.enable()
+    assert len(chain.units) == 3
