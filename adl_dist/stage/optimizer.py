@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 
 import torch
 from torch import nn
@@ -38,6 +39,11 @@ def stage_optimizer(
         )
     if isinstance(made, torch.optim.LBFGS):
         raise ConfigError("optimizer: LBFGS evaluates the loss itself, which no pipeline can do; choose another")
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in signature(made.step).parameters.values()):
+        raise ConfigError(
+            f"optimizer: {type(made).__name__}.step needs a closure, which evaluates the loss itself, and no pipeline "
+            "can do that; choose another"
+        )
     own = set(map(id, parameters.values()))
     if any(id(p) not in own for group in made.param_groups for p in group["params"]):
         raise ConfigError(
