@@ -1,0 +1,226 @@
+"""Losses of users: those that train nothing, average over something else than samples, or reach around the cut."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import adl_dist
+from tests.adversarial.cases import EPOCHS, NUM_CLASSES, NUM_SAMPLES, WIDTH, batches, case_of, sgd, six_units
+from tests.adversarial.harness import (
+    TOLERANCE,
+    expected,
+    fit,
+    frozen_copy,
+    oracle_of,
+    refusal,
+    refused,
+    trainer_of,
+    unlike,
+    variant,
+)
+from tests.support.tiers import grid
+from tests.support.values import values
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# --- Nothing to train (W13), strange losses (C8) ---------------------------------------------------------------
+
+
+def all_frozen():
+    return six_units().requires_grad_(False)
+
+
+NOTHING = {
+    "loss without a graph": case_of(loss=lambda out, target: F.cross_entropy(out.detach(), target)),
+    "a loss of numbers": case_of(loss=lambda out, target: torch.tensor(1.0, dtype=torch.float64)),
+    "a float": case_of(loss=lambda out, target: float(F.cross_entropy(out, target))),
+    "a tuple": case_of(loss=lambda out, target: (F.cross_entropy(out, target), 0.0)),
+    "a loss for each sample": case_of(loss=nn.CrossEntropyLoss(reduction="none")),
+    "none": case_of(loss=lambda out, target: None),
+    "all is frozen": case_of(all_frozen),
+    "a head that detaches": case_of(lambda: nn.Sequential(six_units(), *(nn.Identity() for _ in range(3)), Detached())),
+}
+
+
+class Detached(nn.Module):
+    def forward(self, h):
+        return h.detach()
+
+
+@pytest.mark.parametrize("K", [1, 2, 3])
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_loss_that_trains_nothing_is_refused(name, K):
+    case = NOTHING[name]
+    model = case.model()
+    refused(
+        lambda: fit(trainer_of(case, K, 1, model=model), case, 1), model, "loss|train|gradient|frozen|scalar|number"
+    )
+
+
+# --- Losses that average over something else than samples (W14) -------------------------------------------------
+
+IGNORED, CLASS_WEIGHTS = 0, torch.tensor([0.2, 2.0, 1.0, 0.5, 1.5], dtype=torch.float64)
+
+
+def not_ignored(target):
+    return int((target != IGNORED).sum())
+
+
+def weight_of(target):
+    return float(CLASS_WEIGHTS[target].sum())
+
+
+def both(target):
+    return float(CLASS_WEIGHTS[target[target != IGNORED]].sum())
+
+
+def of_time(loss):
+    return lambda out, target: loss(out.flatten(0, 1), target.flatten())
+
+
+class OfTime(nn.CrossEntropyLoss):
+    def forward(self, out, target):
+        return super().forward(out.flatten(0, 1), target.flatten())
+
+
+def log_softmax():
+    return nn.Sequential(*six_units(), nn.LogSoftmax(dim=1))
+
+
+def tagger():
+    return nn.Sequential(
+        nn.Embedding(11, WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, NUM_CLASSES),
+    )
+
+
+class SecondClass(nn.Module):
+    """[B, T, C] to [B, C, T], as torch's loss wants it."""
+
+    def forward(self, h):
+        return h.transpose(1, 2)
+
+
+def tagger_of_torch():
+    return nn.Sequential(*tagger(), SecondClass())
+
+
+LOSSES = {
+    "ignore_index": (case_of(loss=nn.CrossEntropyLoss(ignore_index=IGNORED)), not_ignored),
+    "class_weights": (case_of(loss=nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)), weight_of),
+    "weights_and_ignore": (case_of(loss=nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=IGNORED)), both),
+    "smoothing_and_ignore": (case_of(loss=nn.CrossEntropyLoss(ignore_index=IGNORED, label_smoothing=0.1)), not_ignored),
+    "nll": (case_of(log_softmax, loss=nn.NLLLoss(weight=CLASS_WEIGHTS)), weight_of),
+    "tokens": (case_of(tagger_of_torch, data="tagged", loss=nn.CrossEntropyLoss(ignore_index=IGNORED)), not_ignored),
+    "a_subclass": (case_of(tagger, data="tagged", loss=OfTime(ignore_index=IGNORED)), not_ignored),
+    "plain": (case_of(loss=nn.CrossEntropyLoss()), len),
+    "smoothed": (case_of(loss=nn.CrossEntropyLoss(label_smoothing=0.2)), len),
+}
+# What a function averages over cannot be seen: it may be refused, or told by the user, but not be wrong.
+HIDDEN = {
+    "a_partial": (case_of(loss=functools.partial(F.cross_entropy, ignore_index=IGNORED)), not_ignored),
+    "a_function": (case_of(loss=lambda out, target: F.cross_entropy(out, target, weight=CLASS_WEIGHTS)), weight_of),
+    "tokens_of_a_function": (
+        case_of(tagger, data="tagged", loss=of_time(nn.CrossEntropyLoss(ignore_index=IGNORED))), not_ignored
+    ),
+}  # fmt: skip
+
+
+def trained_with_loss(case, K, M):
+    """As harness.train, but with the loss itself, whose class says what it averages over."""
+    trainer = adl_dist.Trainer(
+        case.model(), loss_fn=case.loss, optimizer=sgd, method=adl_dist.method("adl", accumulation_steps=M),
+        num_stages=K, **values(threads=1, dtype=torch.float64, timeout_seconds=30),
+    )  # fmt: skip
+    summary = fit(trainer, case, M)
+    return trainer.full_state_dict(), summary["validation_loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "K", "M"),
+    grid(
+        [*LOSSES, *HIDDEN], (1, 2), (1, 4), default=[("ignore_index", 2, 4), ("class_weights", 1, 4), ("tokens", 2, 4)]
+    ),
+)
+def test_a_group_averages_over_what_the_loss_does(name, K, M):
+    case, count = {**LOSSES, **HIDDEN}[name]
+    try:
+        found, validation = trained_with_loss(case, K, M)
+    except adl_dist.AdlError as error:
+        if name in HIDDEN and "loss" in str(error):
+            return
+        raise
+    right = expected(variant(case, count=count), K, M, lr_schedule=None)
+    assert unlike(found, right.state) == []
+    assert abs(validation - right.validation) <= TOLERANCE * right.validation
+
+
+# --- Losses that reach around the cut ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("K", [1, 2, 3])
+def trained_around(build, loss_of, K):
+    """Train with the loss that ``loss_of`` makes for a model; return the weights, or None if that is refused."""
+    model = case_of(build).model()
+    before = frozen_copy(model)
+    case = case_of(build, loss=loss_of(model))
+    trainer = trainer_of(case, K, 1, model=model)
+    try:
+        fit(trainer, case, 1, validates=False)
+    except adl_dist.AdlError as error:
+        if K > 1 and refusal(case_of(word="."), error, before, model).letter == "R":
+            return None
+        raise
+    return trainer.full_state_dict()
+
+
+def right_around(build, loss_of, K):
+    model = case_of(build).model()
+    uncut = oracle_of(case_of(build, loss=loss_of(model)), K, 1, model=model)
+    for _ in range(EPOCHS):
+        uncut.epoch(batches("vectors", NUM_SAMPLES, 1))
+    return model.state_dict()
+
+
+class Balanced(nn.Module):
+    """An expert layer that leaves its balance loss in an attribute, for the loss function to add."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.extra = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, h):
+        y = self.inner(h)
+        self.extra = y.pow(2).mean()
+        return torch.tanh(y)
+
+
+def balanced():
+    return nn.Sequential(
+        nn.Linear(6, WIDTH), Balanced(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, NUM_CLASSES)
+    )
+
+
+def penalty(model):
+    """On all weights; the last stage is not where those of the others are."""
+    return lambda out, target: F.cross_entropy(out, target) + 0.05 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+def left_behind(model):
+    return lambda out, target: F.cross_entropy(out, target) + model[1].extra
+
+
+AROUND = {"a penalty on weights": (six_units, penalty), "a loss left in a module": (balanced, left_behind)}
+
+
+@pytest.mark.parametrize("K", [1, 2, 3])
+@pytest.mark.parametrize("name", AROUND)
+def test_a_loss_that_reaches_around_is_right_or_refused(name, K):
+    found = trained_around(*AROUND[name], K)
+    assert found is None or unlike(found, right_around(*AROUND[name], K)) == []
