@@ -61,13 +61,13 @@ def lr_schedule(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, slow_start)
 
 
-def trainer_of(case, K, M, granularity="block", *, method="adl", model=None, loss_fn=None, **options):
+def trainer_of(case, K, M, granularity="block", *, method="adl", recompute=None, model=None, loss_fn=None, **options):
     where = {"balance": [str(unit) for unit in BEGINS[K]]} if case.random and K > 1 else {}
     return adl_dist.Trainer(
         case.model() if model is None else model,
         loss_fn=loss_fn or case.loss,
         optimizer=case.optimizer,
-        method=adl_dist.method(method, accumulation_steps=M),
+        method=adl_dist.method(method, accumulation_steps=M, **({"recompute": recompute} if recompute else {})),
         num_stages=K,
         lr_schedule=lr_schedule,
         **values(
@@ -89,11 +89,11 @@ def fit(trainer, case, M, *, epochs=EPOCHS, validates=True, **options):
     )
 
 
-def train(case, K, M, granularity="block", *, method="adl", model=None, **options):
+def train(case, K, M, granularity="block", **options):
     """Train with the product, all stages in this process."""
     loss_fn = Recorded(case.loss)
-    trainer = trainer_of(case, K, M, granularity, method=method, loss_fn=loss_fn, model=model)
-    summary = fit(trainer, case, M, **options)
+    trainer = trainer_of(case, K, M, granularity, loss_fn=loss_fn, **options)
+    summary = fit(trainer, case, M)
     num_train, num_val = (-(-n // MICRO_BATCH) for n in (NUM_SAMPLES, NUM_VALIDATION))
     state = {name: tensor.clone() for name, tensor in trainer.full_state_dict().items()}
     return Trained(state, loss_fn.losses[-EPOCHS * num_train :], loss_fn.outputs[-num_val:], summary["validation_loss"])
@@ -130,7 +130,7 @@ def owners(case, K, granularity="block"):
     return {name: k for k, stage in enumerate(stages) for name in stage.state_dict()}
 
 
-def outcome(case, K, granularity="block", *, method="adl", M=None):
+def outcome(case, K, granularity="block", *, method="adl", M=None, **options):
     """Train both ways and compare. A refusal must be an AdlError that leaves the user's model as it was."""
     M = M or STAGES[K]
     if K > 1 and not case.random:
@@ -144,13 +144,13 @@ def outcome(case, K, granularity="block", *, method="adl", M=None):
     model = case.model()
     before = frozen_copy(model)
     try:
-        found = train(case, K, M, granularity, method=method, model=model)
+        found = train(case, K, M, granularity, method=method, model=model, **options)
     except adl_dist.AdlError as error:
         return refusal(case, error, before, model)
     except Exception as error:
         return Outcome("x", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     if case.random == "other":
-        again = train(case, K, M, granularity, method=method)
+        again = train(case, K, M, granularity, method=method, **options)
         return verdict(differences(found, again, exact=True), found, before)
     try:
         right = expected(case, K, M, granularity, method=method)
