@@ -15,8 +15,8 @@ from tests.support.values import SILENT, values
 
 TOLERANCE = 1e-10  # relative to the largest element of a tensor
 TOO_FEW = re.compile(r"needs at least \d+ units")
-# What a model of any kind may be refused for: tracing cannot read a line, or no batch would cross.
-COMMON = "cannot be traced|first dimension is the batch"
+# What a model of any kind may be refused for: tracing cannot read a line, or what would cross is no batch or a view.
+COMMON = "cannot be traced|first dimension is the batch|values cross this cut|shares its memory with another"
 BEGINS = {1: [], 2: [3], 3: [1, 3], 5: [1, 2, 3, 5]}  # units of a chain, where a model that draws is cut
 
 
