@@ -186,8 +186,8 @@ def refused(run, model, word):
 def verdict(wrong, found, before):
     if wrong:
         return Outcome("x", "; ".join(wrong[:4]))
-    still = all(torch.equal(found.state[name], t) for name, t in before.items() if name in found.state)
-    return Outcome("x", "no weight has moved") if still else Outcome("=")
+    still = {name: t for name, t in before.items() if any(t.equal(now) for now in found.state.values())}
+    return Outcome("x", "no weight has moved") if len(still) == len(before) else Outcome("=")
 
 
 def frozen_copy(model):

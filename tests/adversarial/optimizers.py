@@ -346,5 +346,25 @@ for name, factory in {
     "empty_groups": empty_groups,
 }.items():  # fmt: skip
     add(name, factory)
+
+
+def by_name(params):
+    """Decay for those whose name says so; the names were written on the parameters."""
+    params = list(params)
+    assert all(hasattr(p, "its_name") for p in params)
+    decays = [p for p in params if p.its_name.endswith("weight")]
+    others = [p for p in params if not p.its_name.endswith("weight")]
+    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others}]
+    return optim.AdamW([group for group in groups if group["params"]], lr=1e-2, eps=1e-3)
+
+
+def named():
+    it = net()
+    for name, p in it.named_parameters():
+        p.its_name = name
+    return it
+
+
+add("by_name", by_name, build=named)
 add("filtering_factory", filtering, build=front_frozen, item="C4")
 add("forgets_the_rest", lambda params: optim.SGD(list(params)[:1], lr=0.1), letters="????", word="parameter")

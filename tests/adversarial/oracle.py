@@ -75,7 +75,7 @@ class Uncut:
             group_grads = {p: p.grad for p in self.model.parameters()}
             if (b + 1) % self.M == 0 or b + 1 == len(batches):
                 for k, own in enumerate(self.own):
-                    pending[k].append([group_grads[p] for p in own])
+                    pending[k].append([group_grads.get(p) for p in own])
                 group_grads = {}
         for k, left in enumerate(pending):
             for gradients in left:

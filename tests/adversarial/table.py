@@ -12,6 +12,7 @@ from tests.adversarial import (  # noqa: F401
     odd_models,
     random_models,
     recurrent_models,
+    sneaky_models,
     stateful_models,
 )
 from tests.adversarial.cases import CASES as MODELS

@@ -3,15 +3,39 @@
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import adl_dist
 from tests.adversarial import table
-from tests.adversarial.cases import NUM_CLASSES, NUM_VALIDATION, WIDTH, batches, case_of, sgd, six_units, with_norm
-from tests.adversarial.harness import TOLERANCE, expected, fit, frozen_copy, outcome, refused, trainer_of, unlike
+from tests.adversarial.cases import (
+    EPOCHS,
+    MICRO_BATCH,
+    NUM_CLASSES,
+    NUM_SAMPLES,
+    NUM_VALIDATION,
+    WIDTH,
+    batches,
+    case_of,
+    dataset,
+    sgd,
+    six_units,
+    with_norm,
+)
+from tests.adversarial.harness import (
+    TOLERANCE,
+    expected,
+    fit,
+    frozen_copy,
+    oracle_of,
+    outcome,
+    refused,
+    trainer_of,
+    unlike,
+)
 from tests.support.tiers import covering, grid
 from tests.support.values import SILENT, values
 
@@ -58,6 +82,50 @@ def test_an_optimizer_of_the_whole_model_is_right_or_refused(K):
         assert any(not torch.equal(t, before[n]) for n, t in frozen_copy(model).items())
     else:
         refused(lambda: fit(trainer, whole, 1), model, "optimizer")
+
+
+@pytest.mark.parametrize("K", [1, 3])
+def test_each_stage_asks_once_for_an_optimizer(K):
+    """A factory may count its calls, to give each stage another rate."""
+    rates = []
+
+    def counting(params):
+        rates.append(0.02 * (1 + len(rates)))
+        return torch.optim.SGD(params, lr=rates[-1], momentum=0.5)
+
+    case = case_of(optimizer=counting)
+    trainer = trainer_of(case, K, 1)
+    fit(trainer, case, 1)
+    assert len(rates) == K
+    rates.clear()
+    assert unlike(trainer.full_state_dict(), expected(case, K, 1).state) == []
+
+
+class DrawsItself(Dataset):
+    """Samples with noise from a generator of the dataset's own: what is read once more is another sample."""
+
+    def __init__(self):
+        self.draw, self.base = np.random.default_rng(0), dataset("vectors", NUM_SAMPLES, 1)
+
+    def __len__(self):
+        return len(self.base)
+
+    def __getitem__(self, index):
+        x, target = self.base[index]
+        return x + torch.from_numpy(0.3 * self.draw.standard_normal(6)), target
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_samples_are_read_once_and_in_order(K):
+    case = case_of()
+    trainer = trainer_of(case, K, 1)
+    trainer.fit(DrawsItself(), epochs=EPOCHS, batch_size=MICRO_BATCH, shuffle=False, monitoring=SILENT)
+    uncut, data = oracle_of(case, K, 1), DrawsItself()
+    for _ in range(EPOCHS):
+        samples = [data[i] for i in range(len(data))]
+        parts = [samples[i : i + MICRO_BATCH] for i in range(0, len(samples), MICRO_BATCH)]
+        uncut.epoch([(torch.stack([x for x, _ in part]), torch.stack([t for _, t in part])) for part in parts])
+    assert unlike(trainer.full_state_dict(), uncut.model.state_dict()) == []
 
 
 # --- Sizes (C5, C8), schedules (C6) ----------------------------------------------------------------------------

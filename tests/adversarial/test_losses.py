@@ -161,6 +161,50 @@ def test_a_group_averages_over_what_the_loss_does(name, K, M):
     assert abs(validation - right.validation) <= TOLERANCE * right.validation
 
 
+# --- Losses with a state, or that write ------------------------------------------------------------------------
+
+
+def counting_loss():
+    calls = 0
+
+    def loss(out, target):
+        nonlocal calls
+        calls += torch.is_grad_enabled()
+        return F.cross_entropy(out, target) * (1.0 + 0.05 * calls)
+
+    return loss
+
+
+def tempered(out, target):
+    """Divides the output in place."""
+    return F.cross_entropy(out.div_(1.5), target)
+
+
+def rotated(out, target):
+    """Writes into the target, which another call would write once more."""
+    return F.cross_entropy(out, target.add_(1).remainder_(NUM_CLASSES))
+
+
+STRANGE = {"counts": counting_loss, "writes_output": lambda: tempered, "writes_target": lambda: rotated}
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("adl", {}), ("gpipe", {"recompute": "always"})], ids=lambda value: value
+)
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_loss_with_a_state_is_called_once_for_each(name, K, method, options):
+    case = case_of(loss=STRANGE[name]())
+    if K == 1 and method == "gpipe":
+        pytest.skip("one stage keeps its graph")
+    trainer = trainer_of(case, K, 2, method=method, **options)
+    fit(trainer, case, 2, validates=False)
+    uncut = oracle_of(case_of(loss=STRANGE[name]()), K, 2, method=method)
+    for _ in range(EPOCHS):
+        uncut.epoch([(x, target.clone()) for x, target in batches("vectors", NUM_SAMPLES, 1)])
+    assert unlike(trainer.full_state_dict(), uncut.model.state_dict()) == []
+
+
 # --- Losses that reach around the cut ----------------------------------------------------------------------------
 
 
