@@ -188,17 +188,19 @@ def rotated(out, target):
 STRANGE = {"counts": counting_loss, "writes_output": lambda: tempered, "writes_target": lambda: rotated}
 
 
-@pytest.mark.parametrize(
-    ("method", "options"), [("adl", {}), ("gpipe", {"recompute": "always"})], ids=lambda value: value
-)
+@pytest.mark.parametrize("recompute", [None, "always"])
 @pytest.mark.parametrize("K", [1, 2])
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_loss_with_a_state_is_called_once_for_each(name, K, method, options):
+def test_a_loss_with_a_state_is_called_once_or_refused(name, K, recompute):
     case = case_of(loss=STRANGE[name]())
-    if K == 1 and method == "gpipe":
-        pytest.skip("one stage keeps its graph")
-    trainer = trainer_of(case, K, 2, method=method, **options)
-    fit(trainer, case, 2, validates=False)
+    method = "gpipe" if recompute else "adl"
+    try:
+        trainer = trainer_of(case, K, 2, method=method, recompute=recompute)
+        fit(trainer, case, 2, validates=False)
+    except adl_dist.AdlError as error:
+        if recompute and error.exit_code == 2 and "loss" in str(error):
+            return
+        raise
     uncut = oracle_of(case_of(loss=STRANGE[name]()), K, 2, method=method)
     for _ in range(EPOCHS):
         uncut.epoch([(x, target.clone()) for x, target in batches("vectors", NUM_SAMPLES, 1)])
