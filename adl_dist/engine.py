@@ -16,6 +16,7 @@ from adl_dist.stage.calls import Tensors
 from adl_dist.transport.channel import Receiver, Sender
 
 Batches = Generator[tuple[Tensor, Tensor], None, None]
+NO_TARGET = (None,)  # where there is no loss
 
 
 class BatchSource(Protocol):
@@ -44,8 +45,10 @@ class StageContext:
     senders: dict[str, Sender] = field(default_factory=dict)  # one for each kind that leaves
     work: StageWork = field(default_factory=lambda: StageWork([], [], [], []))  # of this segment
     last_of_groups: frozenset[int] = frozenset()  # micro-batches whose backward completes the gradients of a group
-    batches: Iterator[tuple[Tensor, Tensor]] | None = None  # (input, target) of each micro-batch; on stage 0 only
-    loss_grads: Sequence[Tensor] = ()  # the weight of each micro-batch in its group; where there is a loss
+    # On stage 0 only: (input, target) of each micro-batch; its counts, too, if the loss counts its terms.
+    batches: Iterator[tuple[Tensor, ...]] | None = None
+    # Where there is a loss: the weight of each micro-batch in its group, unless that comes with its target.
+    loss_grads: Sequence[Tensor] = ()
     held: dict[str, Tensors] = field(default_factory=dict)  # what one action leaves for the next, by kind
     buffer: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)  # acts and target, to be replayed
 
@@ -100,8 +103,8 @@ def step(action: Action, context: StageContext) -> None:
     b, stage, held = action.number, context.stage, context.held
     match action.op:  # compared one after the other, so what every method does comes first
         case Op.FORWARD | Op.FORWARD_ONLY:
-            wanted = held["target"][0] if stage.has_loss else None
-            held["out"] = stage.forward(b, held.pop("act"), wanted, keep_graph=action.op is Op.FORWARD)
+            wanted = held["target"] if stage.has_loss else NO_TARGET
+            held["out"] = stage.forward(b, held.pop("act"), *wanted, keep_graph=action.op is Op.FORWARD)
         case Op.BACKWARD:
             # The gradient of a loss is its weight in the group.
             grads = (context.loss_grads[b],) if stage.has_loss else held.pop("grad")
@@ -118,8 +121,8 @@ def step(action: Action, context: StageContext) -> None:
             held["grad"] = context.receivers["grad"].recv(b)
         case Op.LOAD:
             assert context.batches is not None
-            input_, target = next(context.batches)
-            held["act"], held["target"] = (input_,), (target,)
+            loaded = next(context.batches)
+            held["act"], held["target"] = loaded[:1], loaded[1:]
         case Op.SEND_TARGET:
             context.senders["target"].send(b, held.pop("target"))
         case Op.RECV_TARGET:
@@ -131,7 +134,7 @@ def step(action: Action, context: StageContext) -> None:
         case Op.RECOMPUTE:
             stage.recompute(b)
         case Op.PREDICT:
-            held["out"] = stage.predict(held.pop("act"), held["target"][0] if stage.is_last else None)
+            held["out"] = stage.predict(b, held.pop("act"), *(held["target"] if stage.is_last else NO_TARGET))
         case Op.SEND_GO:
             if stage.is_last:
                 stage.wait_for_device()  # on a GPU the forward is only launched by now

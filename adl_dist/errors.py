@@ -4,6 +4,10 @@ import logging
 import traceback
 
 
+class Exit(SystemExit):
+    """The end of a command that has said all there is to say, with its exit code; what else exits is a user's code."""
+
+
 class AdlError(Exception):
     """Base of every error raised on purpose."""
 
@@ -37,12 +41,12 @@ class SaveError(AdlError, RuntimeError):
 
 
 class DivergedError(AdlError, ArithmeticError):
-    """A loss or a gradient is not finite at ``update``; it and its ``epoch`` are counted from 0."""
+    """A loss or a gradient is not finite at ``update``; it and ``epoch`` count from 0, as in metrics.jsonl."""
 
     def __init__(self, what: str, *, stage: int, update: int, epoch: int) -> None:
         self.stage, self.update, self.epoch = stage, update, epoch
         super().__init__(
-            f"stage {stage}: {what} at update {update} (epoch {epoch}); the last checkpoint is kept. Lower "
+            f"stage {stage}: {what} at update {update} (epoch {epoch + 1}); the last checkpoint is kept. Lower "
             "optimizer.lr, lengthen lr_schedule.warmup_epochs, or raise method.accumulation_steps, which lowers the "
             "staleness"
         )
@@ -71,6 +75,13 @@ class StageFailed(AdlError, RuntimeError):
     def __init__(self, text: str, *, exit_code: int, is_victim: bool = False, is_gone: bool = False) -> None:
         super().__init__(text)
         self.exit_code, self.is_victim, self.is_gone = exit_code, is_victim, is_gone
+
+
+def place_of(error: BaseException) -> str:
+    """Return the innermost line of ``error`` outside of installed packages, like `` at mine.py:12``; empty if none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    return "".join(f" at {frame.filename}:{frame.lineno}" for frame in [*frames, *own][-1:])
 
 
 def describe(error: BaseException) -> str:

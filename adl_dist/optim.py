@@ -6,7 +6,8 @@ So a schedule may look at s, never at the clock, a metric or another stage; a re
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from adl_dist.errors import ConfigError
+from adl_dist.errors import AdlError, ConfigError
+
+# Updates for which a schedule is tried out at the start, in about a second.
+MOST_TRIED = 100_000
 
 
 def warmup_factor(update: int, *, num_warmup_updates: int) -> float:
@@ -96,8 +100,9 @@ def build_lr_schedule(
 ) -> LRScheduler:
     """Call one of the schedules above, a class of ``torch.optim.lr_scheduler``, or anything like them.
 
-    ``target`` takes one stage's optimizer, ``options`` (the other keys of ``lr_schedule``), and ``updates_per_epoch``
-    (the last, shorter group counts as one) and ``total_updates`` if it has parameters of these names.
+    ``target`` takes one stage's optimizer, ``options`` (the other keys of ``lr_schedule``), and, if it has parameters
+    of these names and they are not given, ``updates_per_epoch`` (the last, shorter group counts as one) and
+    ``total_updates``, also as ``total_steps``.
 
     Returns:
         A scheduler to be stepped once per update: what torch calls an epoch is then an update.
@@ -105,21 +110,30 @@ def build_lr_schedule(
     Raises:
         ConfigError: options that ``target`` does not take or refuses, or a schedule that needs a metric.
     """
-    name = getattr(target, "__name__", repr(target))
-    signature = inspect.signature(target)
-    run = {"updates_per_epoch": updates_per_epoch, "total_updates": total_updates}
-    given = {**{key: value for key, value in run.items() if key in signature.parameters}, **options}
+    if isinstance(target, partial) and not target.args:  # the command line's
+        options = {**target.keywords, **options}
+        target = target.func
+    name = _name_of(target)
     try:
-        signature.bind(optimizer, **given)
+        takes = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"lr_schedule must make a torch.optim.lr_scheduler.LRScheduler of an optimizer, got {name}; expected a "
+            "function, like lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"
+        ) from error
+    given = {**_length_for(target, takes, options, updates_per_epoch, total_updates), **options}
+    try:
+        inspect.signature(target).bind(optimizer, **given)
     except TypeError as error:
-        keys = [key for key in list(signature.parameters)[1:] if key not in run]
+        keys = [key for key in takes[1:] if key not in ("updates_per_epoch", "total_updates")]
         raise ConfigError(f"lr_schedule: {name} takes {', '.join(keys)}; given {options}: {error}") from error
     try:
         schedule = target(optimizer, **given)
-    except ConfigError:
+    except AdlError:
         raise
-    except ValueError as error:
-        raise ConfigError(f"lr_schedule: {name} refuses {options}: {error}") from error
+    except Exception as error:  # the user's own code
+        said = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"lr_schedule: {name} refuses {options}: {said}") from error
     if isinstance(schedule, ReduceLROnPlateau):
         raise ConfigError(
             "lr_schedule: ReduceLROnPlateau follows a metric, but here a learning rate is a function of the update "
@@ -130,6 +144,84 @@ def build_lr_schedule(
             f"lr_schedule: {name} must return a torch.optim.lr_scheduler.LRScheduler, got {type(schedule).__name__}"
         )
     return schedule
+
+
+def _length_for(
+    target: Callable[..., Any], takes: Sequence[str], options: Mapping[str, Any], updates_per_epoch: int, total: int
+) -> dict[str, int]:
+    """Return the run's length by the names under which ``target`` takes it and the user has not given it."""
+    run = {"updates_per_epoch": updates_per_epoch, "total_updates": total, "total_steps": total}
+    given = {*options, *(target.keywords if isinstance(target, partial) else ())}
+    if given & {"epochs", "steps_per_epoch"}:  # OneCycleLR's other way to say how long it is
+        given.add("total_steps")
+    return {key: value for key, value in run.items() if key in takes and key not in given}
+
+
+def _name_of(target: object) -> str:
+    while isinstance(target, partial):
+        target = target.func
+    return getattr(target, "__name__", None) or type(target).__name__
+
+
+def takes_length(target: Callable[..., Any]) -> bool:
+    """Return whether a schedule that ``target`` makes depends on the length of the run."""
+    return bool(
+        {"total_updates", "total_steps"} & _length_for(target, [*inspect.signature(target).parameters], {}, 1, 1).keys()
+    )
+
+
+def try_schedule(make: Callable[[], LRScheduler], optimizer: Optimizer, total_updates: int) -> set[str]:
+    """Step a schedule of ``optimizer`` through a whole run; return the keys of ``param_groups`` that it sets.
+
+    ``make`` makes it; the groups are then as before. A longer run than ``MOST_TRIED`` is tried for so many updates.
+
+    Raises:
+        ConfigError: the schedule is shorter than the run, or raises otherwise.
+    """
+    groups, done = optimizer.param_groups, 0
+    first = [dict(group) for group in groups]
+    contents = [(v, v.clone()) for group in groups for v in group.values() if isinstance(v, Tensor)]
+    scheduled = {"lr", "initial_lr"}
+
+    def look() -> None:
+        for group, before in zip(groups, first, strict=True):
+            scheduled.update(key for key, value in group.items() if key not in scheduled and _moved(value, before, key))
+
+    schedule = make()
+    try:
+        look()
+        with _without_order_warning():
+            while done < min(total_updates, MOST_TRIED):
+                schedule.step()
+                look()
+                done += 1
+        if isinstance(length := getattr(schedule, "total_steps", None), int) and length < total_updates:
+            done = length
+            raise ValueError(f"it has total_steps={length}")
+    except Exception as error:
+        raise ConfigError(
+            f"lr_schedule: {type(schedule).__name__} fails after update {done + 1} of the run's {total_updates}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
+        ) from error
+    finally:
+        for group, before in zip(groups, first, strict=True):
+            group.clear()
+            group.update(before)
+        for tensor, content in contents:
+            tensor.copy_(content)
+    return scheduled
+
+
+def _moved(value: Any, before: Mapping[str, Any], key: str) -> bool:
+    return key not in before or (value is not before[key] and (isinstance(value, Tensor) or value != before[key]))
+
+
+@contextmanager
+def _without_order_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # True, and meant: these updates were made by an earlier process, or will never be made.
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
+        yield
 
 
 def fast_forward(scheduler: LRScheduler, num_updates: int) -> None:
@@ -144,8 +236,6 @@ def fast_forward(scheduler: LRScheduler, num_updates: int) -> None:
             group["lr"].fill_(learning_rate)
         else:
             group["lr"] = learning_rate
-    with warnings.catch_warnings():
-        # True, and meant: these updates were made by an earlier process.
-        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step\(\)` before")
+    with _without_order_warning():
         for _ in range(num_updates):
             scheduler.step()

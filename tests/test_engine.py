@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from adl_dist import engine
 from adl_dist.engine import StageContext
 from adl_dist.schedule import METHODS, Pipeline, Segment, method, replay, training_work
 from adl_dist.schedule.replay import at_random, downstream_first
 from adl_dist.stage import Stage
+from adl_dist.stage.traits import StageTraits
 from adl_dist.training.build import edges_of
-from adl_dist.training.shape_inference import dry_run
-from adl_dist.transport.spec import Specs, TensorSpec
+from adl_dist.training.samples import Samples
+from adl_dist.training.shape_inference import StageChain
 from tests.support.runs import sgd
 from tests.support.tiers import slow
 from tests.support.values import spec_of
@@ -218,10 +220,9 @@ def test_without_a_policy_autograd_refuses_the_delayed_backward():
         stage.backward(0, (X,))
 
 
-def note(versions, stage):
-    weight = stage.module[0].weight
-    if not any(ref() is weight for ref in versions.values()):
-        versions[len(versions)] = weakref.ref(weight)
+def memory(tensor):
+    """A weak reference to the memory of ``tensor``; equal for the same memory, while that is alive."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 @pytest.mark.parametrize(("K", "M"), [(4, 1), (4, 2), (4, 4), (3, 3)])
@@ -229,27 +230,28 @@ def test_at_most_ceil_of_delay_over_m_weight_copies_are_alive(K, M):
     """Next to the present one."""
     delay = Pipeline(method("adl", accumulation_steps=M), K).delays[0]
     stage = conv_stage("stash")
-    versions, most = {}, 0  # by identity: tensors do not compare
+    weight, versions, most = stage.module[0].weight, set(), 0
     for tick in range(6 * delay):
-        note(versions, stage)
+        versions.add(memory(weight))
         stage.forward(tick, (X,), None)
         if tick >= delay:
             stage.backward(tick - delay, (X,))
             if (tick - delay + 1) % M == 0:
                 stage.update()
-                note(versions, stage)
-        most = max(most, sum(ref() is not None for ref in versions.values()))
+                versions.add(memory(weight))
+        versions = {version for version in versions if not version.expired()}
+        most = max(most, len(versions))
     assert most == math.ceil(delay / M) + 1
 
 
 def test_nothing_is_copied_where_nothing_is_in_flight():
     stage = conv_stage("stash")
-    before = list(stage.module.parameters())
+    before = [p.data_ptr() for p in stage.module.parameters()]
     for b in range(3):
         stage.forward(b, (X,), None)
         stage.backward(b, (X,))
         stage.update()
-    assert all(a is b for a, b in zip(before, stage.module.parameters(), strict=True))
+    assert before == [p.data_ptr() for p in stage.module.parameters()]
 
 
 @pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
@@ -311,9 +313,13 @@ def test_dropout_depends_on_seed_epoch_stage_and_micro_batch():
 
 
 def test_a_module_that_starts_in_place_leaves_its_input_alone():
-    module, spec = nn.Sequential(nn.ReLU(inplace=True)), Specs.always([TensorSpec((2,), "float32")])
-    found = dry_run(module, 1, spec, None, nn.CrossEntropyLoss(), torch.device("cpu"))
-    stage = training_stage(module, 1, spec_of(3, sgd), overwrites=found.overwrites)
+    module, spec = nn.Sequential(nn.ReLU(inplace=True)), spec_of(3, sgd)
+    chain = StageChain([nn.Linear(2, 2), module, nn.Linear(2, 2)], spec, torch.device("cpu"))
+    samples = Samples.of(torch.randn(7, 2), torch.zeros(7, dtype=torch.long))
+    chain.run(samples)
+    traits = chain.agreed(samples, spec).traits[1]
+    assert traits.overwrites == ([True], [True])
+    stage = training_stage(module, 1, spec, traits=StageTraits(overwrites=traits.overwrites))
     x = torch.tensor([[-1.0, 2.0]])
     (out,) = stage.forward(0, (x,), None)
     (dx,) = stage.backward(0, (torch.ones(1, 2),))

@@ -19,7 +19,7 @@ from typing import IO, Any
 from adl_dist.errors import CheckpointError, UnusableError
 from adl_dist.report import warn
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 # Where the run stood: updates made, whole epochs done, samples of the next epoch done; and its last metrics.
 # "identity" is what the position refers to: sizes of data and batches, length of the run, optimizer; and the cut.

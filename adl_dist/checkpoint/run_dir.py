@@ -7,12 +7,13 @@ counts attempts that were refused; and a requeued job, or an agent in the place 
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.report import tell, warn
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import flatten
-from adl_dist.schedule.run_plan import Plan
 
 logger = logging.getLogger("adl_dist")
 
@@ -60,8 +60,10 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self._lock: int | None = None
 
-    def check(self, config: Mapping[str, Any], *, resume: str) -> str:
+    def check(self, config: Mapping[str, Any], *, resume: str, later: Collection[str] = ()) -> str:
         """Refuse a folder that this run must not write to. Changes nothing, so every rank may call it.
+
+        Settings under ``later`` are not known yet, and compared by :meth:`recognise` when they are.
 
         Return ``resume`` (``auto``, ``never`` or the path of a checkpoint), or ``auto`` if this launch has saved here
         before, since then this is a restart.
@@ -80,8 +82,7 @@ class RunFolder:
                 f"run_dir={self.path} already holds a run ({saved[-1].name}) and resume=never would write over it; "
                 "use resume=auto to continue it, or another run_dir"
             )
-        if self.is_claimed:
-            self._recognise(config)
+        self.recognise(config, without=later)
         if resume not in ("auto", "never"):
             if not Path(resume).is_dir():
                 raise CheckpointError(
@@ -98,6 +99,10 @@ class RunFolder:
             # Rank 0 reads the content, once. But where no checkpoint is even whole, all ranks find it out at once.
             layout.first_usable(saved[::-1], layout.read_manifest)
         return resume
+
+    def is_resumed(self, resume: str) -> bool:
+        """Whether a run that ``resume`` was checked for here takes its weights from a checkpoint."""
+        return resume not in ("auto", "never") or bool(layout.complete(self.checkpoints))
 
     def _check_place(self) -> None:
         try:
@@ -164,7 +169,10 @@ class RunFolder:
         with contextlib.suppress(OSError), write_atomically(self.path / DIVERGED) as unfinished:
             unfinished.write_text(json.dumps({"update": error.update, "epoch": error.epoch}) + "\n")
 
-    def _recognise(self, config: Mapping[str, Any]) -> None:
+    def recognise(self, config: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
+        """Raise ConfigError if the folder is that of a run with other settings, not counting ``without``."""
+        if not self.is_claimed:
+            return
         try:
             theirs = flatten(dict(yaml.safe_load((self.path / CONFIG).read_text())))
         except (yaml.YAMLError, TypeError, ValueError) as error:
@@ -173,8 +181,10 @@ class RunFolder:
                 "this is; choose another run_dir"
             ) from error
         mine = flatten(config)
-        names = sorted((mine.keys() | theirs.keys()) - FREE_TO_CHANGE)
-        if differing := [n for n in names if mine.get(n) != theirs.get(n)]:
+        names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without}
+        # Of another optimizer most keys are there on one side only; its name says more.
+        in_order = sorted(names, key=lambda n: (n not in mine or n not in theirs, n))
+        if differing := [n for n in in_order if mine.get(n) != theirs.get(n)]:
             shown = ", ".join(f"{n} is {theirs.get(n)!r} there and {mine.get(n)!r} here" for n in differing[:3])
             more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
             raise ConfigError(
@@ -206,7 +216,11 @@ class _LogFile(logging.FileHandler):
 
 
 def log_to(path: Path | None) -> None:
-    """Send this process's log to the file ``path``, and no longer to that of an earlier run; None: to no file."""
+    """Send this process's log to the file ``path``, and no longer to that of an earlier run; None: to no file.
+
+    Raises:
+        ConfigError: its folder cannot be made, or its disk is full.
+    """
     if path is not None:
         make_folder(path.parent)
     for old in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
@@ -216,8 +230,13 @@ def log_to(path: Path | None) -> None:
     if path is None:
         return
     try:
+        with path.resolve().open("a") as file:
+            file.write(f"process {os.getpid()} begins\n")
         handler = _LogFile(path.resolve())
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # nothing else could be written either
+            reason = f"{path} cannot be written: {error.strerror}"
+            raise ConfigError(f"run_dir: {reason}; make room, or choose another run_dir") from None
         warn(f"{path} cannot be written: {error.strerror}; this process writes no log")
         return
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -258,49 +277,20 @@ def lock(folder: Path) -> int | None:
 
 
 def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
-    """Return the ``wanted`` checkpoint: ``best`` by validation; a path, also of another run; None: the newest."""
+    """Return the ``wanted`` checkpoint: ``best`` by validation; ``newest`` or None; a path, also of another run."""
     if wanted == "best":
         if best := layout.best_of(layout.complete(run_dir / "checkpoints")):
             return best
         nothing = f"{run_dir} holds no checkpoint with a validation loss"
         raise CheckpointError(f"checkpoint=best: {nothing}; omit it for the newest")
-    path = Path(wanted or run_dir)
+    path = run_dir if wanted in (None, "newest") else Path(str(wanted))
     if (path / layout.MANIFEST).is_file():
         return path
     if saved := layout.complete(path / "checkpoints"):
         return saved[-1]
+    if path is not run_dir and not path.exists():
+        raise CheckpointError(
+            f"checkpoint={wanted} is none of best, newest, the folder of a checkpoint, like "
+            "runs/NAME/checkpoints/update-00000042, and a run folder that holds one"
+        )
     raise CheckpointError(f"{path} holds no complete checkpoint; train first: adl-dist train run_dir={path}")
-
-
-def identity_of(plan: Plan, optimizer: str) -> dict[str, Any]:
-    """Return what must be the same where a run continues; only ``total_updates`` may change."""
-    names = "num_samples", "micro_batch_size", "accumulation_steps", "total_updates"
-    return {**{name: getattr(plan, name) for name in names}, "optimizer": optimizer}
-
-
-def check_identity(path: Path, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
-    """Raise CheckpointError if the checkpoint is of another run; return a note for the user, if any."""
-    for name, value in mine.items():
-        if name != "total_updates" and theirs.get(name) != value:
-            raise CheckpointError(
-                f"{path} is of another run: {name} is {theirs.get(name)} there and {value} here; give the run's own "
-                "data, batch size and optimizer, or start a new run in another run_dir (init_from= takes its weights)"
-            )
-    if theirs.get("total_updates") == mine["total_updates"]:
-        return None
-    return (
-        f"the run is now {mine['total_updates']} updates long, not {theirs.get('total_updates')}; a learning rate "
-        "schedule that depends on the length (cosine) follows the new one"
-    )
-
-
-def partition_change_note(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None:
-    """Return a note for the user of a run that continues with another cut; None: the cut is the same."""
-    differing = [name for name in mine if name in theirs and theirs[name] != mine[name]]
-    if not differing:
-        return None
-    shown = ", ".join(f"{name} was {theirs[name]} and is {mine[name]}" for name in differing)
-    return (
-        f"the run continues with another cut ({shown}); weights and optimizer state are carried over exactly, but "
-        "staleness and dropout streams are now those of the new cut, and values follow them"
-    )

@@ -1,28 +1,46 @@
 """The state of the stages as tensors of a checkpoint, under names that do not depend on the cut, and back.
 
 model-*        parameters and buffers, by the uncut model's names
-optimizer-*    `<parameter>.<key>` of the optimizer's state; what is no tensor there is JSON in the file's metadata
+buffers-*      buffers that are not in the model's ``state_dict`` and that the run has moved: :mod:`.buffers`
+optimizer-*    what the optimizers remember: :mod:`.optimizer_state`
 heads-*        heads of local losses, by their prefixed names; the metadata says behind which unit each of them stands
 
 Only the names of the files depend on the cut, and the manifest says what it was. Learning rates are not stored: a
 schedule is a function of the update index and of the cut in use.
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from adl_dist.checkpoint import layout, storage
-from adl_dist.checkpoint.storage import HEADS, MODEL, OPTIMIZER, Shard, Stored
+from adl_dist.checkpoint import buffers, layout, optimizer_state, storage
+from adl_dist.checkpoint.buffers import FreshBuffers
+from adl_dist.checkpoint.optimizer_state import FreshOptimizer
+from adl_dist.checkpoint.storage import BUFFERS, HEADS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
+from adl_dist.partition.piece import traced_units
 from adl_dist.stage import Stage
 
 Signature = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class FreshStage:
+    """What of a stage was there when the run began, before a checkpoint is read: only what moves is saved."""
+
+    buffers: FreshBuffers
+    optimizer: FreshOptimizer | None
+
+    @classmethod
+    def of(cls, stage: Stage, scheduled: Collection[str] = ()) -> "FreshStage":
+        """Look at ``stage``; ``scheduled`` are the keys of ``param_groups`` that its learning rate schedule sets."""
+        optimizer = FreshOptimizer.of(stage, scheduled) if stage.optimizer is not None else None
+        return cls(FreshBuffers(stage.module), optimizer)
 
 
 def signature(model: nn.Module) -> Signature:
@@ -36,11 +54,35 @@ def signature(model: nn.Module) -> Signature:
     return {name: list(tensor.shape) for name, tensor in state.items()}
 
 
-def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
-    """Return the stages' own tensors to be saved, by name of the file; raise ConfigError for what cannot be saved."""
+def refuse_hidden_state(names: Sequence[str]) -> None:
+    """Raise ConfigError if a forward moves values of the model, called ``names``, that no checkpoint holds."""
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ConfigError(
+            f"run_dir: {shown} of the model change with every forward, and no checkpoint holds them, so a resumed run "
+            "would differ; register them as buffers, or train without run_dir"
+        )
+
+
+def check_storable(stage: Stage, fresh: FreshStage) -> None:
+    """Raise ConfigError if the optimizer of ``stage`` holds by now what cannot be saved."""
+    optimizer_state.shard_of(stage, fresh.optimizer)
+
+
+def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, FreshStage]) -> dict[str, Shard]:
+    """Return what is to be saved of the stages, by name of the file; ``fresh`` is what each of them was.
+
+    Raises:
+        ConfigError: a part of it cannot be saved.
+    """
     shards = {}
     for stage in stages:
-        parts = {MODEL: Shard(stage.module.state_dict()), OPTIMIZER: _optimizer_state(stage)}
+        first = fresh[stage.index]
+        parts = {
+            MODEL: Shard(stage.module.state_dict()),
+            BUFFERS: Shard(first.buffers.moved(stage.module)),
+            OPTIMIZER: optimizer_state.shard_of(stage, first.optimizer),
+        }
         if stage.head is not None:
             parts[HEADS] = Shard(_head_tensors(stage), {stage.head_prefix: _end_of(stage)})
         for kind, shard in parts.items():
@@ -49,24 +91,33 @@ def state_of(stages: Iterable[Stage], num_stages: int) -> dict[str, Shard]:
     return shards
 
 
-def load(path: Path, stages: Sequence[Stage]) -> None:
+def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -> None:
     """Read the state of this process's stages, whatever cut wrote it; CheckpointError if something does not fit."""
-    files = layout.read_manifest(path)["files"]
+    manifest = layout.read_manifest(path)
+    files = manifest["files"]
     model, _ = storage.scan(path, MODEL, files)
+    moved, _ = storage.scan(path, BUFFERS, files)
     optimizer, values = storage.scan(path, OPTIMIZER, files)
     heads, places = storage.scan(path, HEADS, files)
     _check_heads(path, stages, heads, places)
+    cut = ", ".join(f"{name} {value}" for name, value in manifest["identity"].get("cut", {}).items())
+    where = f"{path} ({cut})" if cut else str(path)
     with _explained(path):
         for stage in stages:
             _fill(stage.module.state_dict(), model)
             _fill(_head_tensors(stage), heads)
-            restore_optimizer(stage, optimizer, values)
+            first = fresh[stage.index]
+            buffers.restore(stage.module, moved)
+            first.buffers.restored(moved)
+            optimizer_state.restore(where, stage, first.optimizer, optimizer, values)
 
 
 def load_weights(path: Path, module: nn.Module) -> None:
     """Read parameters and buffers of a model or a part of it from a checkpoint; CheckpointError if that fails."""
+    files = layout.read_manifest(path)["files"]
     with _explained(path):
-        _fill(module.state_dict(), storage.scan(path, MODEL, layout.read_manifest(path)["files"])[0])
+        _fill(module.state_dict(), storage.scan(path, MODEL, files)[0])
+        buffers.restore(module, storage.scan(path, BUFFERS, files)[0])
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -90,25 +141,6 @@ def verify(path: Path, expected: Signature) -> dict[str, Any]:
     return manifest
 
 
-def restore_optimizer(stage: Stage, tensors: Mapping[str, Stored], values: Mapping[str, str]) -> None:
-    """Give the optimizer of ``stage`` what was saved for its parameters, wherever they were then."""
-    if stage.optimizer is None:
-        return
-    numbers = {id(p): n for n, p in enumerate(p for group in stage.optimizer.param_groups for p in group["params"])}
-    # By all names of each parameter: the cut decides under which of them its state was saved.
-    named = (*stage.named_parameters(), *stage.module.named_parameters(remove_duplicate=False))
-    number_of = {name: numbers[id(p)] for name, p in named if id(p) in numbers}
-    wanted = {key: stored for key, stored in tensors.items() if key.rpartition(".")[0] in number_of}
-    plain = ((key, json.loads(text)) for key, text in values.items() if key.rpartition(".")[0] in number_of)
-    restored: dict[int, dict[str, Any]] = {}
-    for key, value in (*storage.read(wanted), *plain):
-        name, _, state_key = key.rpartition(".")
-        restored.setdefault(number_of[name], {})[state_key] = value
-    # torch knows which state belongs on which device, and which counters stay on the CPU.
-    groups = stage.optimizer.state_dict()["param_groups"]
-    stage.optimizer.load_state_dict({"state": restored, "param_groups": groups})
-
-
 def _fill(tensors: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
     for name, tensor in tensors.items():
         shape = stored[name].shape if name in stored else "missing"
@@ -130,24 +162,6 @@ def _explained(path: Path) -> Iterator[None]:
             f"{path} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}; an older checkpoint next "
             "to it, if there is one, is untouched"
         ) from error
-
-
-def _optimizer_state(stage: Stage) -> Shard:
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, str] = {}
-    states = {} if stage.optimizer is None else stage.optimizer.state
-    for parameter_name, parameter in stage.named_parameters():
-        for key, value in states.get(parameter, {}).items():
-            name = f"{parameter_name}.{key}"
-            try:
-                if isinstance(value, Tensor):
-                    tensors[name] = value
-                else:
-                    values[name] = json.dumps(value)
-            except (TypeError, ValueError) as error:
-                reason = f"{error}; expected tensors, numbers, and lists of numbers"
-                raise ConfigError(f"{name} of the optimizer's state cannot be saved: {reason}") from None
-    return Shard(tensors, values)
 
 
 def _check_heads(path: Path, stages: Sequence[Stage], heads: Mapping[str, Stored], places: Mapping[str, str]) -> None:
@@ -174,4 +188,4 @@ def _end_of(stage: Stage) -> str:
     """Return the unit of the uncut model behind which the head of ``stage`` stands."""
     modules = [name for name, _ in stage.module.named_modules(remove_duplicate=False)]
     # The stage of a traced model knows its units, and not all of them are modules.
-    return str(getattr(stage.module, "unit_names", modules)[-1])
+    return (traced_units(stage.module) or modules)[-1]

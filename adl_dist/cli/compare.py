@@ -14,7 +14,7 @@ from adl_dist.report.runs import read_runs
 def compare(arguments: Sequence[str]) -> None:
     """Compare the runs in or below the named folders; write to ``out=FOLDER``, else to the folder that holds all."""
     outs = [Path(each.removeprefix("out=")) for each in arguments if each.startswith("out=")]
-    paths = [Path(each) for each in arguments if not each.startswith("out=")]
+    paths = [Path(each.removeprefix("run_dir=")) for each in arguments if not each.startswith("out=")]
     if not paths or len(outs) > 1:
         raise ConfigError("adl-dist compare takes run folders: adl-dist compare RUNS... [out=FOLDER]")
     folders: dict[Path, None] = {}

@@ -11,28 +11,74 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from adl_dist.distributed.parent_process import end_with_launcher, end_with_torchrun
-from adl_dist.errors import AdlError, ConfigError, describe
+from adl_dist.errors import AdlError, ConfigError, Exit, describe, place_of
 
 USAGE = """\
 adl-dist COMMAND [KEY=VALUE ...]
 
   train       train; every key has a default, so `adl-dist train` runs as it is
-  evaluate    evaluate a checkpoint:       adl-dist evaluate run_dir=runs/NAME
-  export      write one plain state_dict:  adl-dist export run_dir=runs/NAME out=model.pt
+  evaluate    evaluate a checkpoint:       adl-dist evaluate runs/NAME
+  export      write one plain state_dict:  adl-dist export runs/NAME out=model.pt
   compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
   bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
-  status      what a running job is at:    adl-dist status runs/NAME [--json]
+  status      what a job is at:            adl-dist status runs/NAME [--json]
   checkpoint  have it save now:            adl-dist checkpoint runs/NAME
   stop        have it save now and end:    adl-dist stop runs/NAME
 
+A run folder is runs/NAME or run_dir=runs/NAME; adl-dist COMMAND --help says what else the command takes.
 adl-dist train --help lists the keys, also those of another method: adl-dist train --help method=fr
 adl-dist train --multirun KEY=A,B runs all combinations and compares them
 On SLURM: sbatch launch/slurm.sbatch KEY=VALUE ... from a checkout
-adl-dist schedule --help lists its flags: pictures, JSON, predicted speed
 Under torchrun, `python -m adl_dist train ...` is one rank of K.
 """
+
+OF_A_CHECKPOINT = """\
+  RUN_DIR            the folder of a run made by adl-dist train; run_dir=RUN_DIR does as well
+  checkpoint=best    the checkpoint of the least validation loss among those that are kept
+  checkpoint=PATH    that checkpoint, also of another run of the same model; default: the newest of RUN_DIR
+"""
+HELP = {
+    "evaluate": f"""\
+adl-dist evaluate RUN_DIR [checkpoint=best|PATH]
+
+Prints loss and accuracy of the uncut model on the run's validation data, in this process.
+
+{OF_A_CHECKPOINT}""",
+    "export": f"""\
+adl-dist export RUN_DIR out=FILE [checkpoint=best|PATH]
+
+Writes one plain state_dict with the uncut model's own names.
+
+  out=FILE           a new file: FILE.safetensors as safetensors, any other name for torch.load
+{OF_A_CHECKPOINT}""",
+    "compare": """\
+adl-dist compare RUNS... [out=FOLDER]
+
+Writes a table, a CSV file and a figure of the runs in or below the folders RUNS.
+
+  out=FOLDER         where to; default: the folder that holds all of them
+""",
+    "status": """\
+adl-dist status RUN_DIR [--json]
+
+Prints what each stage of the job that trains in RUN_DIR is at; of a run that has ended, its summary.
+
+  RUN_DIR            the folder of a run, on the machine of its rank 0; run_dir=RUN_DIR does as well
+  --json             one JSON object instead of a table; of a run that has ended {"ended": its summary}
+""",
+    "checkpoint": """\
+adl-dist checkpoint RUN_DIR
+
+Has the job that trains in RUN_DIR (or run_dir=RUN_DIR) save now, and continue. Prints the checkpoint.
+""",
+    "stop": """\
+adl-dist stop RUN_DIR
+
+Has the job that trains in RUN_DIR (or run_dir=RUN_DIR) save now, and end. Prints the checkpoint.
+""",
+}
 
 # The module of each command, whose function has its name. Imported when called: torch takes seconds to load.
 COMMANDS = {
@@ -43,7 +89,7 @@ COMMANDS = {
     "bench": "bench.command",
     **dict.fromkeys(("status", "checkpoint", "stop"), "status"),
 }
-HAVE_HELP = ("train", "schedule", "plan", "bench")  # of their own
+HAVE_HELP = ("train", "schedule", "plan", "bench")  # made of their keys or flags
 
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file there is no handler, and logging would then print tracebacks on standard error by itself.
@@ -91,7 +137,7 @@ def _run(command_line: list[str]) -> int:
     name, arguments = (command_line[0], command_line[1:]) if command_line else ("", [])
     wants_help = name in ("-h", "--help", "help") or (name in COMMANDS and {"-h", "--help"} & set(arguments))
     if not command_line or (wants_help and name not in HAVE_HELP):
-        sys.stdout.write(USAGE)
+        sys.stdout.write(HELP.get(name, USAGE))
         return 0 if command_line else 2
     try:
         _command(name)(arguments)
@@ -104,8 +150,14 @@ def _run(command_line: list[str]) -> int:
         way_on = "; the same command resumes from the last checkpoint" if name == "train" else ""
         sys.stderr.write(f"\nadl-dist: interrupted{way_on}\n")
         return 128 + signal.SIGINT
-    except SystemExit as done:
+    except Exit as done:
         return int(done.code or 0)
+    except SystemExit as error:
+        logger.error("%s", traceback.format_exc())
+        _print_error(
+            f"sys.exit({error.code}){place_of(error)} ended the command; raise an error instead", kind="error: "
+        )
+        return 2
     except BrokenPipeError:
         return 1
     except Exception as error:

@@ -6,29 +6,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adl_dist.checkpoint import layout
+from adl_dist.cli.run_folder import named_folder
 from adl_dist.control.requests import Ask
-from adl_dist.control.run_socket import ask_run
-from adl_dist.errors import ConfigError
+from adl_dist.control.run_socket import SOCKET, ask_run
+from adl_dist.report import final_table
+from adl_dist.report.runs import read_json
 from adl_dist.report.tables import text_table
 
 HEAD = ("stage", "host:pid", "epoch", "update", "micro-batch", "images/s", "busy", "staleness", "memory", "now")
 
 
 def status(arguments: list[str]) -> None:
-    """Run ``adl-dist status RUN_DIR [--json]``: print what each stage does."""
+    """Run ``adl-dist status RUN_DIR [--json]``: print what each stage does, or how the run has ended."""
     as_json = "--json" in arguments
-    answer = ask_run(_run_dir("status", [each for each in arguments if each != "--json"], more=" [--json]"), "status")
+    run_dir, _ = named_folder("status", [each for each in arguments if each != "--json"])
+    if summary := _summary_of_ended(run_dir):
+        head = f"no run is training in {run_dir}; the last one there ended like this:"
+        sys.stdout.write((json.dumps({"ended": summary}) if as_json else f"{head}\n{final_table(summary)}") + "\n")
+        return
+    answer = ask_run(run_dir, "status")
     sys.stdout.write((json.dumps(answer) if as_json else table(answer)) + "\n")
 
 
 def checkpoint(arguments: list[str]) -> None:
     """Run ``adl-dist checkpoint RUN_DIR``: save now, and continue."""
-    sys.stdout.write(f"{ask_run(_run_dir('checkpoint', arguments), Ask.CHECKPOINT.value)['done']}\n")
+    sys.stdout.write(f"{ask_run(named_folder('checkpoint', arguments)[0], Ask.CHECKPOINT.value)['done']}\n")
 
 
 def stop(arguments: list[str]) -> None:
     """Run ``adl-dist stop RUN_DIR``: save now, and end."""
-    sys.stdout.write(f"{ask_run(_run_dir('stop', arguments), Ask.STOP.value)['done']}\n")
+    sys.stdout.write(f"{ask_run(named_folder('stop', arguments)[0], Ask.STOP.value)['done']}\n")
 
 
 def table(answer: Mapping[str, Any]) -> str:
@@ -48,8 +56,9 @@ def table(answer: Mapping[str, Any]) -> str:
     return "\n".join([*text_table(rows), f"coordinator  {answer['coordinator']}"])
 
 
-def _run_dir(command: str, arguments: Sequence[str], *, more: str = "") -> Path:
-    if len(arguments) == 1 and (folder := arguments[0].removeprefix("run_dir=")) and folder[0] != "-":
-        return Path(folder)
-    got = f"got '{' '.join(arguments)}'" if arguments else "got none"
-    raise ConfigError(f"adl-dist {command} takes the folder of a running job, {got}: adl-dist {command} RUN_DIR{more}")
+def _summary_of_ended(run_dir: Path) -> dict[str, Any]:
+    """Return the summary of a run that has ended in order; {} if it trains, was killed since, or never was."""
+    summary = read_json(run_dir / "summary.json")
+    saved = layout.complete(run_dir / "checkpoints")
+    is_newest = bool(saved) and saved[-1] == layout.place(run_dir / "checkpoints", summary.get("updates", 0))
+    return summary if is_newest and not (run_dir / SOCKET).exists() else {}

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from adl_dist.checkpoint.storage import Shard
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import known_run, print_keys
 from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.cli.run_folder import named_folder
 from adl_dist.cli.sweep import command as sweep
 from adl_dist.cli.sweep.request import Sweep, requested
 from adl_dist.control.run_socket import remove_stale
@@ -21,8 +22,9 @@ from adl_dist.distributed import parent_process, print_turn
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.network import check_named_interfaces
 from adl_dist.distributed.world import launched_rank, launched_world_size
-from adl_dist.errors import CheckpointError, ConfigError, DivergedError
+from adl_dist.errors import CheckpointError, ConfigError, DivergedError, Exit
 from adl_dist.launch.local import launch_local
+from adl_dist.partition.imbalance import is_uneven
 from adl_dist.report import final_table, say, tell
 from adl_dist.report.files import write_atomically
 from adl_dist.training.options import Monitoring
@@ -36,10 +38,11 @@ def train(overrides: list[str]) -> None:
         return
     asked_for = requested(overrides)
     if isinstance(asked_for, Sweep):
-        raise SystemExit(sweep.run(asked_for))
+        raise Exit(sweep.run(asked_for))
     config, plain = asked_for
     assert config.run_dir is not None
     instantiate.check_targets(config)
+    plain["data"] = instantiate.used_of_data(config)
     check_device(config.runtime.device.value)
     folder = RunFolder(Path(config.run_dir))
     folder.check(plain, resume=config.resume)
@@ -48,7 +51,7 @@ def train(overrides: list[str]) -> None:
         check_named_interfaces()
         command, restarts = ["train", *overrides], config.runtime.max_restarts
         try:
-            raise SystemExit(
+            raise Exit(
                 launch_local(command, num_processes=num_stages, max_restarts=restarts, passes_stops_on=stands_alone)
             )
         finally:
@@ -79,12 +82,13 @@ def train(overrides: list[str]) -> None:
     if launched_rank() == 0:
         say(_ending(summary, config))
     if "stopped" in summary:
-        _end_stopped(summary["stopped"])
+        _end_stopped(summary["stopped"], config.train.epochs)
 
 
 def evaluate(arguments: list[str]) -> None:
     """``adl-dist evaluate``: a checkpoint, uncut, in this process."""
-    config, path, trainer = _restored(_options("evaluate", arguments, required={"run_dir": "runs/NAME"}))
+    run_dir, options = named_folder("evaluate", arguments, {"checkpoint": "best"})
+    config, path, trainer = _restored(run_dir, options.get("checkpoint"))
     _, val_data = instantiate.build_data(config.data)
     micro_batch_size = config.train.batch_size // config.method.chosen().micro_batches_per_update
     metrics = trainer.evaluate(val_data, batch_size=micro_batch_size)
@@ -94,13 +98,15 @@ def evaluate(arguments: list[str]) -> None:
 
 def export(arguments: list[str]) -> None:
     """``adl-dist export``: one plain state_dict with the uncut model's own names, as safetensors or for torch.load."""
-    options = _options("export", arguments, required={"run_dir": "runs/NAME", "out": "model.safetensors"})
+    run_dir, options = named_folder("export", arguments, {"out": "model.safetensors", "checkpoint": "best"})
+    if not options.get("out"):
+        raise ConfigError(f"adl-dist export needs out=, for example: adl-dist export {run_dir} out=model.safetensors")
     out = Path(options["out"])
     if os.path.lexists(out):
         raise CheckpointError(f"out={out} is there already and would be written over; choose another name")
     if not out.parent.is_dir():
         raise CheckpointError(f"out={out} cannot be written: there is no folder {out.parent}")
-    _, path, trainer = _restored(options)
+    _, path, trainer = _restored(run_dir, options.get("checkpoint"))
     state, is_safetensors = trainer.full_state_dict(), out.suffix == storage.SUFFIX
     try:
         with write_atomically(out) as unfinished:
@@ -116,40 +122,24 @@ def export(arguments: list[str]) -> None:
     say(f"{out}: {len(state)} tensors of {path}; model.load_state_dict({loader}('{out}')) takes them")
 
 
-def _options(command: str, arguments: Sequence[str], *, required: Mapping[str, str]) -> dict[str, str]:
-    """Read the ``key=value`` arguments of a command that takes only a few; ``required``: with an example of each."""
-    taken = (*required, "checkpoint")
-    options: dict[str, str] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or key not in taken:
-            listed = ", ".join(f"{name}=" for name in taken)
-            raise ConfigError(f"adl-dist {command} does not know '{argument}'; it takes {listed}")
-        options[key] = value
-    for name, example in required.items():
-        if not options.get(name):
-            raise ConfigError(f"adl-dist {command} needs {name}=, for example {name}={example}")
-    return options
-
-
-def _restored(options: Mapping[str, str]) -> tuple[RunConfig, Path, Trainer]:
+def _restored(run_dir: Path, checkpoint: str | None) -> tuple[RunConfig, Path, Trainer]:
     """Load the chosen checkpoint; on the CPU where there is no GPU: weights outlive the machine."""
-    run_dir = Path(options["run_dir"])
     config = known_run(run_dir)
     if config.runtime.device is Device.cuda and not torch.cuda.is_available():
         config.runtime.device = Device.cpu
         note = "has runtime.device=cuda, but torch finds no CUDA device here; computing on the CPU"
         tell(sys.stderr, f"adl-dist: {run_dir} {note}\n")
-    path = chosen_checkpoint(run_dir, options.get("checkpoint"))
+    path = chosen_checkpoint(run_dir, checkpoint)
     trainer = instantiate.evaluator(config)
     trainer.load_checkpoint(path)
     return config, path, trainer
 
 
-def _end_stopped(stopped: Mapping[str, Any]) -> None:
+def _end_stopped(stopped: Mapping[str, Any], epochs: int) -> None:
     """Say where the run has stopped; exit with a code that says so, unless a launcher would take that for a failure."""
     if launched_rank() == 0:
-        where = f"stopped at update {stopped['update']} (epoch {stopped['epoch']}) by {stopped['why']}"
+        complete = f"{stopped['epoch']} of {epochs} epochs complete"
+        where = f"stopped at update {stopped['update']} ({complete}) by {stopped['why']}"
         note = (
             "; the pipeline was emptied in mid-epoch, so values will differ from those of a run that was not stopped "
             "(runtime.checkpoint_every_updates avoids that)"
@@ -157,7 +147,7 @@ def _end_stopped(stopped: Mapping[str, Any]) -> None:
         saved = f"saved {stopped['checkpoint']}; the same command resumes it{note}"
         tell(sys.stderr, f"adl-dist: {where}; {saved}\n")
     if launched_world_size() is None:
-        raise SystemExit(parent_process.STOPPED_CODE)
+        raise Exit(parent_process.STOPPED_CODE)
     parent_process.flag_stopped()
 
 
@@ -165,8 +155,10 @@ def _ending(summary: Mapping[str, Any], config: RunConfig) -> str:
     lines, run_dir = [final_table(summary)], config.run_dir
     if "stopped" in summary:
         return lines[0]
-    if not summary["stages"]:
-        lines.insert(0, f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir=")
+    loads = [stage["busy_share"] for stage in summary["stages"]]
+    if len(loads) > 1 and is_uneven(loads) and config.partition.balance != "auto":
+        busy = "stages were busy " + ", ".join(f"{load:.0%}" for load in loads) + " of the time"
+        lines += ["", f"note: {busy}: the cut is uneven; partition.balance=auto measures it, and cuts where it is best"]
     lines += ["", f"run folder       {run_dir}"]
     if config.runtime.tensorboard:
         lines.append("learning curves  tensorboard --logdir runs")

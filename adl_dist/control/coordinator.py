@@ -10,7 +10,8 @@ from typing import Any
 
 from adl_dist.checkpoint import layout, state
 from adl_dist.checkpoint.async_save import LAST_SAVE_SECONDS, PartReport, Saver
-from adl_dist.checkpoint.run_dir import RunFolder, check_identity, identity_of, partition_change_note
+from adl_dist.checkpoint.identity import check_identity, identity_of, partition_change_note
+from adl_dist.checkpoint.run_dir import RunFolder
 from adl_dist.control import messages
 from adl_dist.control.group import WorkerGroup
 from adl_dist.control.messages import Done, EvaluateResult, Record, Summary, TrainResult
@@ -40,6 +41,7 @@ class Saving:
     saver: Saver
     signature: state.Signature  # the model's tensors
     optimizer: str  # the name of its class
+    schedule_follows: bool  # whether the learning rate schedule depends on the length of the run
     cut: Mapping[str, Any]  # the partition, as made
     trace: bool = False  # whether the stages record what they do, to be written at the end
 
@@ -172,11 +174,18 @@ class Coordinator:
                 self._saving.folder.claim(self._saving.config)
         self._recorder.start(from_update=self._update)
         if path is not None:
-            self._progress.note(f"resumed from {path} (epoch {self._epoch}, update {self._update})")
+            done = f"update {self._update}, {self._epoch} of {self._plan.epochs} epochs complete"
+            self._progress.note(f"resumed from {path} ({done})")
+            if self._is_over and self._saving is not None:
+                run_dir = self._saving.folder.path
+                self._progress.note(
+                    f"nothing left to train: {run_dir} is complete; for a new run, choose another run_dir"
+                )
 
     def _load_newest(self, candidates: Sequence[Path], saving: Saving) -> Path:
         path, manifest, rejected = layout.first_usable(candidates, lambda path: state.verify(path, saving.signature))
-        note = check_identity(path, manifest["identity"], identity_of(self._plan, saving.optimizer))
+        mine = identity_of(self._plan, saving.optimizer)
+        note = check_identity(path, manifest["identity"], mine, schedule_follows=saving.schedule_follows)
         self._workers.call(messages.Load(str(path), manifest["update"]), Done)
         self._note(note)
         self._epoch, self._sample, self._update = manifest["epochs"], manifest["sample"], manifest["update"]
@@ -215,10 +224,10 @@ class Coordinator:
         command = messages.Evaluate(self._plan.num_validation, self._plan.micro_batch_size)
         last = self._workers.call(command, EvaluateResult)[-1]
         assert last.num_samples == self._plan.num_validation, "every sample is evaluated exactly once"
-        loss = last.loss_sum / last.num_samples
+        loss = last.loss_sum / last.num_terms if last.num_terms else math.nan
         self._metrics = {"validation_loss": loss}
-        if last.num_correct is not None:
-            self._metrics["validation_accuracy"] = last.num_correct / last.num_samples
+        if last.num_correct is not None and last.num_classed:
+            self._metrics["validation_accuracy"] = last.num_correct / last.num_classed
         for name, value in self._metrics.items():
             self._record(name.replace("_", "/"), value)
         self._progress.end(loss, self._metrics.get("validation_accuracy"))

@@ -134,8 +134,10 @@ class EvaluateResult:
 
     stage: int
     num_samples: int = 0
-    loss_sum: float = 0.0  # over all samples
-    num_correct: int | None = None  # classified correctly; None if the task has no classes
+    num_terms: float = 0.0  # that the loss is the mean over: the samples, if it counts nothing else
+    loss_sum: float = 0.0  # over all of these
+    num_correct: int | None = None  # targets classified correctly; None if the task has no classes
+    num_classed: int = 0  # of so many
 
 
 @dataclass(frozen=True)

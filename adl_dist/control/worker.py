@@ -3,28 +3,32 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from adl_dist import engine
 from adl_dist.checkpoint.async_save import PartWriter
-from adl_dist.checkpoint.state import load, state_of
+from adl_dist.checkpoint.state import FreshStage, check_storable, load, state_of
 from adl_dist.control import messages
 from adl_dist.control.messages import Command, EvaluateResult, Record, Reporter, Result, TrainResult, command_name
 from adl_dist.control.stop import EarlyStop
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
+from adl_dist.errors import ConfigError
 from adl_dist.monitor.activity import FINISHING, ActivityLog
 from adl_dist.monitor.memory import MemoryMeter, peak_memory_bytes
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
+from adl_dist.partition.module_state import Streams
 from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
+from adl_dist.stage.loss_terms import LossTerms, counted
 from adl_dist.transport.process import POSTED_AHEAD
 
 
@@ -39,7 +43,9 @@ class LocalWorker:
     contexts: Mapping[int, StageContext]  # this process's stages with their channels, by stage
     train_loader: BatchSource | None = None  # on stage 0's process only
     validation_loader: BatchSource | None = None  # likewise
+    terms: LossTerms | None = None  # what the loss averages over, where that is not samples
     pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
+    fresh: Mapping[int, FreshStage] = field(default_factory=dict)  # what each stage was; empty: nothing is saved
     meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
     activity: ActivityLog = field(init=False)
@@ -67,7 +73,7 @@ class LocalWorker:
                     self._load(command.path, command.update)
                 case messages.Save():
                     part = PartWriter(self.world.rank, reporter.part)
-                    tensors = state_of(self.stages, self.pipeline.num_stages)
+                    tensors = state_of(self.stages, self.pipeline.num_stages, self.fresh)
                     part.write(Path(command.path), tensors, token=command.token, background=command.background)
                 case messages.Trace():
                     folder, stages = Path(command.run_dir), sorted(self.contexts)
@@ -113,20 +119,32 @@ class LocalWorker:
             EvaluateResult(
                 stage=stage.index,
                 num_samples=int(numbers["num_samples"]),
+                num_terms=numbers.get("num_terms", numbers["num_samples"]),
                 loss_sum=numbers.get("loss_sum", 0.0),
                 num_correct=int(numbers["num_correct"]) if "num_correct" in numbers else None,
+                num_classed=int(numbers.get("num_classed", numbers["num_samples"])),
             )
             for stage in self.stages
             for numbers in [stage.tally.numbers()]
         ]
 
     def _load(self, path: str, update: int) -> None:
-        load(Path(path), self.stages)
+        load(Path(path), self.stages, self.fresh)
         for stage in self.stages:
             stage.version = update
             if stage.lr_schedule is not None:
                 done = update if stage.lr_updates is None else min(update, stage.lr_updates)
                 fast_forward(stage.lr_schedule, done)
+
+    def _batches(
+        self, feed: BatchSource, segment: Segment, *, training: bool
+    ) -> Generator[tuple[Tensor, ...], None, None]:
+        """Return the source of stage 0's micro-batches, with counts if the loss counts its terms."""
+        batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
+        if self.terms is None:
+            return batches
+        group_sizes = segment.group_sizes if training else None
+        return counted(batches, self.terms, group_sizes, reduction=self.pipeline.method.reduction)
 
     def _run(
         self,
@@ -138,10 +156,8 @@ class LocalWorker:
         """Carry out ``work``, and report each update; None: this is evaluation."""
         training, batches = reports is not None, None
         if feed is not None:
-            batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
-            self.contexts[0].batches = batches
-        # Dropout's generators are seeded in place; the caller's own generators stay untouched.
-        with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
+            batches = self.contexts[0].batches = self._batches(feed, segment, training=training)
+        with _streams_kept(self.stages, self.world.device):
             try:
                 for k, context in self.contexts.items():
                     weights = work[k].loss_weights if context.stage.has_loss else []
@@ -166,10 +182,32 @@ class LocalWorker:
                     self.contexts[k].stage.faults.check()
                     self.contexts[k].drain()
             finally:
-                for context in self.contexts.values():
-                    context.stage.end()
                 if batches is not None:
                     batches.close()
+
+
+@contextlib.contextmanager
+def _streams_kept(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+    """Leave the caller's random streams as they were found: stages seed those that they draw from in place.
+
+    Raises:
+        ConfigError: one has moved at the end that none of them seeds.
+    """
+    streams = Streams()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+            moved = streams.moved() - {"torch"} - frozenset().union(*(stage.draws for stage in stages))
+        finally:
+            streams.restore()
+    if moved:
+        where = f"stage{'s' * (len(stages) > 1)} {', '.join(str(stage.index) for stage in stages)}"
+        which = " and ".join("Python's" if name == "python" else f"{name}'s" for name in sorted(moved))
+        raise ConfigError(
+            f"{where}: something drew from {which} global random stream, but nothing did in the trial at the start, so "
+            "that it was not seeded and cannot be repeated; draw from torch's stream, or, where it is no part of the "
+            "model, from a generator of its own"
+        )
 
 
 class _UpdateReports:
@@ -181,12 +219,18 @@ class _UpdateReports:
         self._pending: deque[tuple[Iterator[Record], Record]] = deque()
         # A GPU's figures are read an update later: reading them at once would wait for all that is launched.
         self._lag = len(worker.contexts) if worker.world.device.type == "cuda" else 0
+        # What no checkpoint can hold is told after the first update, and not when an epoch is lost with it.
+        self._unchecked = {*worker.contexts} if worker.fresh else set()
+        self._fresh = worker.fresh
 
     def add(self, k: int, group: int) -> None:
         """Take the figures of stage ``k``'s update with ``group``, and let it begin to count the next one's."""
         if self._meter is not None:
             self._meter.count_update()
         stage, stats = self._contexts[k].stage, self._contexts[k].stage.tally
+        if k in self._unchecked:
+            self._unchecked.remove(k)
+            check_storable(stage, self._fresh[k])
         stage.tally = StepStats()
         where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}
         seconds = time.perf_counter() - self._start
@@ -210,14 +254,17 @@ def _records(stats: StepStats, seconds: float, *, is_last: bool) -> Iterator[Rec
             yield {"name": "train/skipped_updates", "value": 1, "unit": "updates", "why": stats.skipped}
         return
     numbers = stats.numbers()
+    n = numbers["num_samples"]
+    num_terms, num_classed = numbers.get("num_terms", n), numbers.get("num_classed", n)
     if "gradient_norm" in numbers:
         yield {"name": "stage/gradient_norm", "value": numbers["gradient_norm"]}
     if "loss_sum" in numbers and not is_last:
-        yield {"name": "stage/local_loss", "value": numbers["loss_sum"] / numbers["num_samples"]}
+        yield {"name": "stage/local_loss", "value": numbers["loss_sum"] / num_terms}
     elif "loss_sum" in numbers:
-        n = numbers["num_samples"]
-        yield {"name": "train/loss", "value": numbers["loss_sum"] / n, "num_samples": n, "elapsed_seconds": seconds}
+        sizes: Record = {name: numbers[name] for name in ("num_samples", "num_terms") if name in numbers}
+        yield {"name": "train/loss", "value": numbers["loss_sum"] / num_terms, **sizes, "elapsed_seconds": seconds}
         if stats.learning_rate is not None:
             yield {"name": "train/learning_rate", "value": stats.learning_rate}
-        if "num_correct" in numbers:
-            yield {"name": "train/accuracy", "value": numbers["num_correct"] / n}
+        if "num_correct" in numbers and num_classed:
+            more: Record = {"num_targets": num_classed} if "num_classed" in numbers else {}
+            yield {"name": "train/accuracy", "value": numbers["num_correct"] / num_classed, **more}

@@ -9,6 +9,8 @@ import random
 import signal
 import sys
 import threading
+import traceback
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from adl_dist.errors import DataError
+from adl_dist.errors import DataError, place_of
 from adl_dist.seeds import stream_seed, stream_seeds
 
 # What is sent to a whole process group or job is for the process that trains. It may have to stop, and until its
@@ -99,13 +101,14 @@ class Loader:
             Python float becomes torch's default dtype.
 
         Raises:
-            DataError: too few samples for ``sizes``, a sample that is not a pair of tensors or numbers, or two samples
-                of a micro-batch that differ in shape or dtype. What the dataset itself raises passes through.
+            DataError: too few samples for ``sizes``, a sample that is not a pair of tensors or numbers, two samples
+                of a micro-batch that differ in shape or dtype, what the dataset itself raises, with the index of the
+                sample, or a dataset that cannot be sent to workers.
         """
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)[first_sample:]
         if sum(sizes) > len(order) or min(sizes, default=1) < 1:
             raise DataError(
-                f"epoch {epoch}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "
+                f"epoch {epoch + 1}: expected micro-batches of at least 1 sample, {len(order)} in all, got sizes "
                 f"{list(sizes)}, {sum(sizes)} in all"
             )
         order = order[: sum(sizes)]
@@ -119,20 +122,19 @@ class Loader:
                 for place in places:
                     yield _loaded(micro_batches[place])
             return
-        iterator = iter(
-            DataLoader(
-                micro_batches,
-                sampler=places,
-                batch_size=None,  # an element of the dataset is a whole micro-batch already
-                num_workers=num_workers,
-                pin_memory=self._pin_memory,
-                multiprocessing_context=_worker_context() if num_workers else None,
-                worker_init_fn=partial(_begin_worker, self._cores),
-                # Its draws seed the workers, which seed again for each sample. Without it they would come from the
-                # process's global stream and move it.
-                generator=torch.Generator().manual_seed(0),
-            )
+        loading = DataLoader(
+            micro_batches,
+            sampler=places,
+            batch_size=None,  # an element of the dataset is a whole micro-batch already
+            num_workers=num_workers,
+            pin_memory=self._pin_memory,
+            multiprocessing_context=_worker_context() if num_workers else None,
+            worker_init_fn=partial(_begin_worker, self._cores),
+            # Its draws seed the workers, which seed again for each sample. Without it they would come from the
+            # process's global stream and move it.
+            generator=torch.Generator().manual_seed(0),
         )
+        iterator = self._begun(loading)
         try:
             for loaded in iterator:
                 yield _loaded(loaded)
@@ -141,6 +143,19 @@ class Loader:
             getattr(iterator, "_shutdown_workers", lambda: None)()
             for worker in getattr(iterator, "_workers", ()):  # one that is stuck: it takes no SIGTERM
                 worker.kill()
+
+    def _begun(self, loading: DataLoader[Any]) -> Iterator[Any]:
+        """Start the workers of ``loading``, if it has any."""
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Got pickle error")  # said below
+                return iter(loading)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise DataError(
+                f"{type(self._dataset).__name__} cannot be sent to the processes that load data: {error}; define its "
+                "functions and classes at the top of a module, not inside of functions or as lambdas, or use "
+                "data.num_workers=0"
+            ) from error
 
 
 class _Rows(Dataset[tuple[Tensor, Tensor]]):
@@ -201,11 +216,22 @@ class _Samples(Dataset["tuple[Tensor, Tensor] | DataError"]):
             with _streams_restored():
                 for index, seed in zip(indices, self._seeds[places].tolist(), strict=True):
                     _seed_streams(seed)
-                    samples.append(_as_pair(self._dataset[index], index))
+                    samples.append(_as_pair(self._sample(index), index))
             _check_alike(samples, indices)
         except DataError as error:
             return error
         return torch.stack([input_ for input_, _ in samples]), torch.stack([target for _, target in samples])
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except DataError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's own code can raise anything
+            raised = " ".join(f"{type(error).__name__}: {error}".split())
+            refusal = DataError(f"sample {index}: {type(self._dataset).__name__} raised {raised}{place_of(error)}")
+            refusal.add_note(traceback.format_exc())  # for the log; a worker's error arrives without its cause
+            raise refusal from error
 
 
 def _loaded(micro_batch: "tuple[Tensor, Tensor] | DataError") -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -116,6 +117,8 @@ def single_process(device: torch.device) -> World:
     return World(0, 1, device, dist.HashStore())
 
 
+END_SECONDS = 2.0  # within which all processes agree that they leave, when all are there
+
 # As torch's default process group and its RPC, which this is: one in a process, and this package's one variable.
 _world: World | None = None
 
@@ -180,10 +183,25 @@ def disconnect(*, in_order: bool = True) -> None:
     if in_order and dist.is_initialized():  # unless the user has destroyed a group of his own, and ours with it
         with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to keep in step with
             dist.barrier()
+            _quieten_rpc()
     rpc.shutdown(graceful=False)
     if dist.is_initialized():
         for group in [None] if world.owns_group else [edge.group for edge in world.edges.values()]:
             dist.destroy_process_group(group)
+
+
+def _quieten_rpc() -> None:
+    """Have RPC expect the others to hang up, which it would report on standard error; all processes call it at once."""
+    agent = rpc.api._get_current_rpc_agent()
+
+    def expect_end() -> None:
+        with contextlib.suppress(RuntimeError):
+            agent.join(shutdown=True, timeout=END_SECONDS)
+
+    # Its own time limit is not kept (torch 2.15) if a process is killed just now.
+    thread = threading.Thread(target=expect_end, daemon=True)
+    thread.start()
+    thread.join(END_SECONDS)
 
 
 def _join(rank: int, size: int, device: torch.device, timeout_seconds: float) -> World:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.costs import Floats, Machine, StageFootprint, UnitCost, link_time, stage_bytes, stage_seconds
+from adl_dist.partition.imbalance import usual
 
 UNIFORM = Machine()  # equal devices, no limits
 
@@ -52,10 +53,12 @@ def best_balance(
     """
     places = [unit.name for unit in units[:-1] if unit.may_cut]
     if not units or len(places) < num_stages - 1:
+        reason = usual(unit.reason for unit in units[:-1] if not unit.may_cut)
+        elsewhere = "" if reason is None else f"; elsewhere not, since {reason}"
         names = ", ".join(places[:8] + ["..."] * (len(places) > 8)) or "none"
         raise PartitionError(
             f"partition.num_stages={num_stages} needs {num_stages - 1} cuts, but the model of {len(units)} units can "
-            f"be cut in {len(places)} places only (after: {names}); use at most "
+            f"be cut in {len(places)} places only (after: {names}){elsewhere}; use at most "
             f"partition.num_stages={len(places) + 1}, or a model of more blocks"
         )
     evaluated = partial(evaluate_balance, units, held=held, machine=machine, optimizer_copies=optimizer_copies)

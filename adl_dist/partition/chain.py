@@ -2,41 +2,62 @@
 
 import difflib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise, product
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from operator import attrgetter
 
+import torch
 from torch import fx, nn
 
 from adl_dist.errors import PartitionError
-from adl_dist.partition.piece import Crossing, StageModule, extract
-from adl_dist.partition.trace import Trace, is_light, read
-from adl_dist.partition.tracer import has_hooks
+from adl_dist.partition.nodes import is_light
+from adl_dist.partition.piece import Crossing, StageModule, adopt, extract
+from adl_dist.partition.ran import Pair, Ran, Samples, run
+from adl_dist.partition.ties import Ties, Use, torn
+from adl_dist.partition.trace import Trace, read, unsendable
+from adl_dist.partition.tracer import UntraceableError, has_hooks
 
 
-def linearise(model: nn.Module, *, granularity: str = "block") -> "Chain":
+def linearise(model: nn.Module, *, granularity: str = "block", samples: Samples | None = None) -> "Chain":
     """Read ``model``, any module that torch.fx can trace, with one tensor as its input, as a chain of units.
 
     At granularity ``layer`` units are single layers and operations, also in residual blocks; at ``block`` they are what
-    the model's own forward calls, of an ``nn.Sequential`` its children, which need not be traceable.
+    the model's own forward calls, of an ``nn.Sequential`` its children, which need not be traceable. ``samples``: real
+    inputs of two different batch sizes, on the model's device, say of 3 and 4 samples. The parts of the model run once
+    on both, so that its forward may branch on what is the same for every batch; None: on nothing but parameters.
 
     Raises:
         PartitionError: it cannot be traced; names the line and the ways out.
     """
     is_plain = all(getattr(type(model), name) is getattr(nn.Sequential, name) for name in ("forward", "train"))
     if granularity == "block" and is_plain and not has_hooks(model):
-        return SequentialChain(model)
-    return TracedChain(model, *read(model, granularity=granularity))
+        return SequentialChain(model, samples)
+    try:
+        return TracedChain(model, *read(model, granularity=granularity, samples=samples))
+    except UntraceableError as error:
+        raise PartitionError(f"{error}; {_ways_out(model, error.where, granularity, samples)}") from error
 
 
 class SequentialChain:
     """The children of an ``nn.Sequential``; one that stands twice is two units."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, samples: Samples | None = None) -> None:
         self._children = [(name, child) for name, child in model._modules.items() if child is not None]
         self.units = [name for name, _ in self._children]
-        uses = (use for unit, (name, child) in enumerate(self._children) for use in _uses_of(unit, name, child))
-        self.forbidden = _torn(uses)
+        self.forbidden: dict[int, str] = {}
+        ran = (
+            [] if samples is None else _run_one_after_the_other(model, [child for _, child in self._children], samples)
+        )
+        moved = {buffer for of_unit in ran for one in of_unit for buffer in one.moved}
+        ties = Ties(model, {id(buffer) for buffer in model.buffers()} - moved if ran else ())
+        uses: list[Use] = []
+        for unit, (name, child) in enumerate(self._children):
+            uses += ties.uses(unit, name, child, [t for one in ran[unit] for t in one.uses] if ran else None)
+        self.forbidden |= torn(uses)
+        for unit, one in [(unit, one) for unit, of_unit in enumerate(ran[:-1]) for one in of_unit]:
+            assert samples is not None
+            if (why := unsendable(one.values, (len(samples[0]), len(samples[1])))) is not None:
+                self.forbidden.setdefault(unit, why)
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return a Sequential of ``sizes`` units for each stage."""
@@ -53,31 +74,33 @@ class TracedChain:
         self._modes = [_Mode(training, unit_of, len(self.units))]
         if evaluation is not training:
             self._modes.append(_Mode(evaluation, _aligned(training, unit_of, evaluation), len(self.units)))
-        uses: list[Use] = []
-        for step, unit in [item for mode in self._modes for item in mode.unit_of.items()]:
-            if step.op in ("call_module", "get_attr"):
-                uses += _uses_of(unit, str(step.target), attrgetter(str(step.target))(model))
-        self.forbidden = _torn(uses)
-        for mode, cut in product(self._modes, range(len(self.units) - 1)):
-            for node, _ in mode.crossing(cut):
-                if node in mode.trace.independent:
-                    self.forbidden.setdefault(cut, f"'{node.name}', which does not depend on the input, would cross it")
+        ties, uses = Ties(model, training.read_only), list[Use]()
+        for mode in self._modes:
+            for step, unit in mode.unit_of.items():
+                if step.op in ("call_module", "get_attr") and step not in mode.trace.repeated:
+                    used = attrgetter(str(step.target))(model)
+                    uses += ties.uses(unit, str(step.target), used, mode.trace.uses.get(step))
+        self.forbidden = torn(uses)
+        for cut in range(len(self.units) - 1):
+            if (why := next(filter(None, (mode.obstacle(cut) for mode in self._modes)), None)) is not None:
+                self.forbidden.setdefault(cut, why)
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return a module for each stage, with the graphs of its ``sizes`` units for training and evaluation."""
         training, evaluation = self._modes[0], self._modes[-1]
         unlike = training.trace.unlike, evaluation.trace.unlike
-        pieces = []
+        pieces: list[nn.Module] = []
+        held: set[str] = set()
         for start, stop in pairwise(accumulate(sizes, initial=0)):
             graphs = training.graph(start, stop), evaluation.graph(start, stop)
-            pieces.append(StageModule(self._model, graphs, self.units[start:stop], unlike))
+            pieces.append(StageModule(self._model, graphs, self.units[start:stop], unlike, held=held))
+            held |= pieces[-1].state_dict().keys()
         # What no forward reads, and second names of what one does, go to the stage of that tensor, or the last.
-        held = {name for piece in pieces for name in piece.state_dict()}
-        home = {id(t): piece for piece in pieces for t in (*piece.parameters(), *piece.buffers())}
+        home = {id(t): piece for piece in reversed(pieces) for t in (*piece.parameters(), *piece.buffers())}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if name not in held:
-                home.get(id(tensor), pieces[-1]).adopt(self._model, name)
-        return list(pieces)
+                adopt(home.get(id(tensor), pieces[-1]), self._model, name)
+        return pieces
 
 
 # ``units``: their names, in the order they run; ``forbidden``: cuts that cannot be made, by the unit before them, each
@@ -92,17 +115,37 @@ class _Mode:
         self.trace, self.unit_of, self._num_units = trace, unit_of, num_units
         self._last_value_use: dict[fx.Node, int] = {}
         self._last_shape_use: dict[fx.Node, int] = {}
+        self._first_step = min((unit for step, unit in unit_of.items() if step not in trace.repeated), default=0)
         for step, unit in unit_of.items():
-            for source in step.all_input_nodes:
-                self._note_use(source, unit, self._last_value_use)
-        fx.node.map_arg(trace.result, lambda node: self._note_use(node, num_units - 1, self._last_value_use))
+            if step not in trace.repeated:
+                for source in step.all_input_nodes:
+                    self._note_use(source, unit)
+        fx.node.map_arg(trace.result, lambda node: self._note_use(node, num_units - 1))
 
-    def _note_use(self, node: fx.Node, unit: int, last: dict[fx.Node, int]) -> None:
-        if node not in self.trace.shapes:
-            last[node] = max(unit, last.get(node, 0))
-        else:  # computed where it is needed, from the shapes of tensors
-            for source in node.all_input_nodes:
-                self._note_use(source, unit, self._last_shape_use)
+    def _note_use(self, node: fx.Node, unit: int) -> None:
+        waiting, last, seen = [node], self._last_value_use, set[fx.Node]()
+        while waiting:
+            node = waiting.pop()
+            if node in self.trace.shapes or node in self.trace.repeated:
+                # Computed where it is needed; what else it depends on, it asks for its shape alone.
+                waiting += [source for source in node.all_input_nodes if source not in seen]
+                seen.update(waiting)
+                last = self._last_shape_use
+            else:
+                last[node] = max(unit, last.get(node, 0))
+
+    def obstacle(self, cut: int) -> str | None:
+        """Return why the model cannot be cut after unit ``cut``, apart from what two stages would share."""
+        if cut < self._first_step:
+            return "nothing is computed before it"
+        for node, _ in self.crossing(cut):
+            if node in self.trace.independent:
+                return (
+                    f"'{node.name}', which does not depend on the input, would cross it; its uses must be on one stage"
+                )
+            if node in self.trace.unsendable:
+                return f"'{node.name}': {self.trace.unsendable[node]}"
+        return None
 
     def crossing(self, cut: int) -> list[Crossing]:
         """Return what crosses the cut after unit ``cut``, in the order it was computed."""
@@ -118,32 +161,6 @@ class _Mode:
         steps = [step for step in self.trace.steps if start <= self.unit_of[step] < stop]
         arriving = self.crossing(start - 1) if start > 0 else [Crossing(self.trace.input, is_shape=False)]
         return extract(self.trace, steps, arriving, self.crossing(stop - 1) if stop < self._num_units else None)
-
-
-Use = tuple[int, str, object]  # a unit, and a tensor that it uses by that name
-
-
-def _uses_of(unit: int, name: str, used: object) -> Iterator[Use]:
-    """Yield the tensors of a module, also those that it holds twice; or the one tensor that ``used`` is."""
-    if not isinstance(used, nn.Module):
-        yield unit, name, used
-        return
-    for kind in (used.named_parameters, used.named_buffers):
-        yield from ((unit, inner, tensor) for inner, tensor in kind(prefix=name, remove_duplicate=False))
-
-
-def _torn(uses: Iterable[Use]) -> dict[int, str]:
-    """Return the cuts that would split one tensor, all uses of which must be on one stage, with the reason."""
-    units_of: dict[int, list[tuple[int, str]]] = {}
-    for unit, name, tensor in uses:
-        units_of.setdefault(id(tensor), []).append((unit, name))
-    torn: dict[int, str] = {}
-    for found in units_of.values():
-        (first, name), (last, other) = min(found), max(found)
-        shared = f"'{name}' is used on both sides of it"
-        for cut in range(first, last):
-            torn.setdefault(cut, shared if name == other else f"'{name}' and '{other}' are one and the same tensor")
-    return torn
 
 
 def _units(trace: Trace) -> tuple[dict[fx.Node, int], list[str]]:
@@ -194,3 +211,39 @@ def _aligned(training: Trace, unit_of: Mapping[fx.Node, int], evaluation: Trace)
     for step in reversed(evaluation.steps):
         unit = aligned.setdefault(step, unit)
     return aligned
+
+
+def _run_one_after_the_other(model: nn.Module, units: Sequence[nn.Module], samples: Samples) -> list[list[Ran]]:
+    """Return what each unit does in training and in evaluation; nothing if one fails, which the trial run tells."""
+    modes = {module: module.training for module in model.modules()}
+    found: list[list[Ran]] = [[] for _ in units]
+    try:
+        for mode in (True, False):
+            model.train(mode)
+            values: Pair = (samples[0].clone(), samples[1].clone())
+            with torch.set_grad_enabled(mode):
+                for unit, of_unit in zip(units, found, strict=True):
+                    of_unit.append(run(unit, (((values[0],), {}), ((values[1],), {})), modules=[unit]))
+                    values = of_unit[-1].values
+    except Exception:
+        return []
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    return found
+
+
+def _ways_out(model: nn.Module, where: str, granularity: str, samples: Samples | None) -> str:
+    """Return what helps if a line of the module ``where`` cannot be read; empty: the model's own forward."""
+    wrapped = "hide the function that holds this line from tracing by torch.fx.wrap"
+    if granularity == "layer" and where:
+        try:
+            num_units = len(linearise(model, granularity="block", samples=samples).units)
+        except PartitionError:
+            num_units = 0
+        if num_units > 1:
+            return f"{wrapped}, or use partition.granularity=block, which keeps such a block whole ({num_units} units)"
+    return (
+        f"{wrapped}, or write a forward of the model that calls its parts one after the other, so that no line like "
+        "this one stands between them; an nn.Sequential of units always works"
+    )

@@ -38,10 +38,11 @@ class UnitCost:
     grad_bytes: int = 0  # the gradients that come back; 0: none do
     num_tensors: int = 1  # tensors that cross it; as many gradients come back
     may_cut: bool = True  # whether it is possible at all
+    reason: str = ""  # why it is not
 
     def __post_init__(self) -> None:
         for name, cost in vars(self).items():
-            if name != "name" and not (isinstance(cost, int | float) and 0 <= cost < math.inf):
+            if name not in ("name", "reason") and not (isinstance(cost, int | float) and 0 <= cost < math.inf):
                 raise ConfigError(f"unit '{self.name}': {name} must be finite and at least 0, got {cost}")
 
 

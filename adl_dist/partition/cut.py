@@ -10,6 +10,8 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.balance import best_balance
 from adl_dist.partition.chain import Chain, linearise
 from adl_dist.partition.costs import StageFootprint, UnitCost
+from adl_dist.partition.imbalance import usual
+from adl_dist.partition.ran import Samples
 
 
 def cut(
@@ -18,19 +20,20 @@ def cut(
     num_stages: int,
     balance: Sequence[int] | Sequence[str] | None = None,
     granularity: str = "block",
+    samples: Samples | None = None,
 ) -> list[nn.Module]:
     """Cut ``model`` into stages that together hold exactly its parameters and buffers.
 
     The state_dict keys of the stages are those of the uncut model: their disjoint union is its state_dict.
     ``balance``: units of each stage, or the names of the units where stages 1..K-1 begin; None: as even as can be.
-    ``granularity``: what a unit is; see :func:`linearise`.
+    ``granularity`` (what a unit is) and ``samples`` are those of :func:`linearise`.
 
     Raises:
         PartitionError: it cannot be traced, has too few units, or cannot be cut there.
     """
     if num_stages == 1 and balance is None:
         return [model]
-    chain = linearise(model, granularity=granularity)
+    chain = linearise(model, granularity=granularity, samples=samples)
     sizes = even_sizes(chain, num_stages) if balance is None else checked_sizes(chain, num_stages, balance)
     return [model] if num_stages == 1 else chain.pieces(sizes)
 
@@ -56,10 +59,10 @@ def even_sizes(chain: Chain, num_stages: int) -> list[int]:
         return sizes
     num_places = len(chain.units) - 1 - len(chain.forbidden)
     if num_places < num_stages - 1:
-        reason = next(iter(chain.forbidden.values()))
+        reason = usual(chain.forbidden.values())
         raise PartitionError(
-            f"partition.num_stages={num_stages}: the model has {num_places} place(s) where it can be cut; among the "
-            f"others, {reason}; use at most partition.num_stages={num_places + 1}, or untie them"
+            f"partition.num_stages={num_stages}: the model has {num_places} place(s) where it can be cut; at most of "
+            f"the others, {reason}; use at most partition.num_stages={num_places + 1}"
         )
     same = [
         UnitCost(name=name, forward=1.0, backward=0.0, may_cut=unit not in chain.forbidden)
@@ -94,8 +97,8 @@ def checked_sizes(chain: Chain, num_stages: int, balance: Sequence[int] | Sequen
     for stop in accumulate(sizes[:-1]):
         if stop - 1 in chain.forbidden:
             raise PartitionError(
-                f"the model cannot be cut after {units[stop - 1]}: {chain.forbidden[stop - 1]}; choose a "
-                "partition.balance that keeps both on one stage, or untie them"
+                f"the model cannot be cut after {units[stop - 1]}: {chain.forbidden[stop - 1]}; choose another "
+                "partition.balance; even and auto cut where it is possible"
             )
     return sizes
 
@@ -105,9 +108,11 @@ def _unit_named(name: str, units: Sequence[str]) -> int:
     for unit, known in enumerate(units):
         if known == name or known.startswith(f"{name}."):
             return unit
-    blocks = [known.rsplit(".", 1)[0] for known in units]
-    close = difflib.get_close_matches(name, [*units, *blocks], n=3) or units[:3]
+    blocks = [known[:end] for known in units for end in range(len(known)) if known[end] == "."]
+    known_names = list(dict.fromkeys([*blocks, *units]))
+    same_end = [known for known in known_names if known.endswith(f".{name}") or known.rpartition(".")[2] == name]
+    close = [*same_end, *difflib.get_close_matches(name, known_names, n=3)] or units[:3]
     raise PartitionError(
-        f"partition.balance: there is no unit or block '{name}'; near it are {', '.join(dict.fromkeys(close))}; "
-        "adl-dist plan lists them all"
+        f"partition.balance: there is no unit or block '{name}'; near it are {', '.join(dict.fromkeys(close[:3]))}; "
+        "adl-dist plan --units lists them all"
     )

@@ -150,7 +150,7 @@ class _Bench:
             parameter_bytes = sum(p.nbytes for p in piece.parameters() if p not in seen)
             seen.update(piece.parameters())
             came_in = sum(t.nbytes for t in tree_leaves(leaves) if isinstance(t, Tensor))
-            crossing = out if isinstance(out, list | tuple) else (out,)
+            crossing = tree_leaves(out)
             tensors = [t for t in crossing if isinstance(t, Tensor)]
             firsts = [saver.get(_storage(t)) for t in tensors]
             whole = len(tensors) == len(crossing) and all(t.shape[:1] == self.input_.shape[:1] for t in tensors)
@@ -172,6 +172,7 @@ class _Bench:
                     held_before=sum(unsaved),
                     held_behind=sum(t.nbytes for t, f in zip(tensors, firsts, strict=True) if f is None or f <= unit),
                     may_cut=whole and unit not in chain.forbidden,
+                    reason=chain.forbidden.get(unit, "" if whole else "what would cross has no batch"),
                 )
             )
         return costs

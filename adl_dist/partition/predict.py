@@ -8,11 +8,13 @@ from typing import NamedTuple
 from adl_dist.errors import ConfigError
 from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_balance
 from adl_dist.partition.costs import Machine, Profile, StageFootprint, UnitCost
+from adl_dist.partition.imbalance import why_uneven
 from adl_dist.schedule import Costs, Pipeline, max_pending_of, speed
 from adl_dist.schedule.table import figures
 
 # Of the convergence factor: RN-56 at K = 16 trained with M = 4 (factor 4) and diverged with M = 3 (9.2), Table 2a.
 MOST_FACTOR = 4.0
+MOST_OF_LINKS = 0.1  # share of the time that may go to links before they are called slow
 AS_GOOD = 0.03  # a lead in speed that does not outweigh staleness
 
 
@@ -26,6 +28,8 @@ class Prediction:
     speed_up: float  # over backpropagation of the same micro-batches on one device
     bubble: float  # share of the time in which a stage waits, averaged over stages
     staleness_mean: list[float]  # of each stage, in updates
+    link_share: float = 0.0  # of the time of a micro-batch: what links add to it
+    uneven: str | None = None  # why one stage has most of the work; None: none has
 
     @property
     def convergence_factor(self) -> float:
@@ -73,6 +77,7 @@ def predict(
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
     units = profile.with_stages(pipeline.num_stages).costs(M)
     expected = speed(pipeline.method, _costs(units, balance, M, machine))
+    free = speed(pipeline.method, _costs(units, balance, M, Machine(speeds=machine.speeds)))  # links that cost nothing
     # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
     of_stages = expected.time_per_update / M
     per_micro_batch = max(of_stages, *balance.link_seconds, 0.0)
@@ -84,7 +89,15 @@ def predict(
         speed_up=alone / per_micro_batch,
         bubble=max(0.0, 1 - (1 - expected.bubble) * of_stages / per_micro_batch),
         staleness_mean=[stage.staleness_mean for stage in figures(pipeline)],
+        link_share=max(0.0, 1 - free.time_per_update / M / per_micro_batch),
+        uneven=unevenness(units, balance),
     )
+
+
+def unevenness(units: Sequence[UnitCost], balance: Balance) -> str | None:
+    """Return why ``balance`` leaves most of the work to one stage; None: it does not."""
+    names, reasons = [unit.name for unit in units], [unit.reason for unit in units]
+    return why_uneven(names, reasons, balance.sizes, balance.stage_seconds)
 
 
 def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine) -> Costs:
@@ -180,8 +193,10 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> tuple[Predi
     if other.fits and other.best >= (1 - AS_GOOD) * speed:
         rival = f"{pipeline.method.name} with K = {pipeline.num_stages} makes {speed:,.0f}"
         if other.single >= other.ddp:
-            slow_links = f"{rival}, and DDP {other.ddp:,.0f}: the links are too slow"
-            return None, f"use one device: it makes {other.single:,.0f} images/s, {slow_links}"
+            slow_links = "the links are too slow" if choice.link_share > MOST_OF_LINKS else None
+            why = choice.uneven or slow_links or "a pipeline gains less here than it costs"
+            single = f"use one device: it makes {other.single:,.0f} images/s"
+            return None, f"{single}, {rival}, and DDP {other.ddp:,.0f}: {why}"
         fresh = f"{rival}, and gradients that are not stale"
         return None, f"use DDP: {n} replicas make {other.ddp:,.0f} images/s, {fresh}"
     faster = f"{speed / other.best:.2f} times as fast as {alone} would be"

@@ -1,30 +1,23 @@
 """A model's forward as one list of operations, read by torch.fx.
 
-Values of three kinds cross a cut in three ways. *Tensors* are sent. *Shapes* (sizes,
-numbers of dimensions, dtypes, and what Python computes from them) are computed again wherever they are needed.
-*Constants* (parameters, buffers, and what is computed from nothing else, like a table of position biases) are computed
-where they are first used.
+Values of four kinds cross a cut in four ways. *Tensors* are sent. *Shapes* (sizes, numbers of dimensions, dtypes, and
+what Python computes from them) are computed again wherever they are needed. So is what is *repeated*: what depends on
+shapes and on buffers that no forward moves alone, like positions, masks and the tables of a rotary embedding.
+*Constants* (parameters, and what is computed from nothing else) are computed where they are first used.
 """
 
-import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
-from adl_dist.partition.tracer import IN_PLACE, symbolic
-
-_SHAPE_ATTRIBUTES = {"shape", "ndim", "dtype", "device", "is_cuda", "layout"}
-_SHAPE_METHODS = {"size", "dim", "ndimension", "numel", "nelement", "is_floating_point", "element_size", "type"}
-_OF_PYTHON = {"_operator", "builtins", "math"}
-# What computes nothing worth a unit of its own: views, bookkeeping, containers.
-_LIGHT = {
-    *("getitem", "getattr", "flatten", "reshape", "view", "view_as", "permute", "transpose", "movedim", "contiguous"),
-    *("expand", "expand_as", "squeeze", "unsqueeze", "chunk", "split", "unbind", "narrow", "select", "detach", "to"),
-    *("float", "type_as", "_assert", "unflatten", "swapaxes"),
-}
+from adl_dist.partition.nodes import asks_for_shape, is_light, is_of_python, is_part, may_repeat, writes
+from adl_dist.partition.ran import Pair, Samples
+from adl_dist.partition.tracer import Reading, symbolic
 
 
 @dataclass(frozen=True)
@@ -39,44 +32,42 @@ class Trace:
     constants: set[fx.Node]  # steps that may be moved to where they are first used
     independent: set[fx.Node]  # all steps that do not depend on the input
     unlike: set[nn.Module]  # modules that stay in the other mode: the model's own ``train()`` wants it so
+    repeated: set[fx.Node]  # steps that every stage runs for itself where it needs them
+    read_only: frozenset[int]  # the ids of buffers that no forward moves
+    uses: Mapping[fx.Node, Iterable[Tensor]]  # what a layer computes with, also what is not registered with it
+    unsendable: Mapping[fx.Node, str]  # steps whose values cannot cross a cut, with the reason
 
 
-def read(model: nn.Module, *, granularity: str) -> tuple[Trace, Trace]:
+def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) -> tuple[Trace, Trace]:
     """Read the forward of ``model`` in training and in evaluation; one and the same trace twice if they agree.
 
     At granularity ``layer`` down to single layers and operations; at ``block`` no further than what the model and its
-    plain Sequentials call.
+    plain Sequentials call. ``samples``: real inputs of two different batch sizes, on the model's device, on which its
+    parts run once while it is read; None: nothing is known of values.
 
     Raises:
         PartitionError: it cannot be traced; names the line.
     """
     modes = {module: module.training for module in model.modules()}
+    devices = [samples[0].device] if samples is not None and samples[0].is_cuda else []
+    readings, unlike = [], []
     try:
-        with torch.enable_grad():
-            training = _trace(model.train(), granularity)
-        with torch.no_grad():
-            evaluation = _trace(model.eval(), granularity)
+        for mode in (True, False):
+            model.train(mode)
+            with torch.set_grad_enabled(mode), torch.random.fork_rng(devices=devices):
+                readings.append(symbolic(model, granularity=granularity, samples=samples))
+            unlike.append({module for module in model.modules() if module.training != mode})
     finally:
         for module, mode in modes.items():
             module.training = mode
+    read_only = frozenset({id(buffer) for buffer in model.buffers()} - _moved(model, readings))
+    training, evaluation = (_trace(model, *read, read_only) for read in zip(readings, unlike, strict=True))
     return training, training if training.key == evaluation.key else evaluation
 
 
-def is_light(node: fx.Node) -> bool:
-    """Return whether ``node`` computes too little to be worth a unit of its own."""
-    if node.op == "call_module":
-        return False
-    return node.op == "get_attr" or _function_name(node) in _LIGHT or isinstance(node.target, type)
-
-
-def _function_name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _trace(model: nn.Module, granularity: str) -> Trace:
-    graph = symbolic(model, granularity=granularity)
+def _trace(model: nn.Module, reading: Reading, unlike: set[nn.Module], read_only: frozenset[int]) -> Trace:
+    graph = reading.graph
     kinds, place = _kinds(graph), {node: i for i, node in enumerate(graph.nodes)}
-    unlike = {module for module in model.modules() if module.training != model.training}
 
     def plain(value: Any) -> str:
         return repr(fx.node.map_arg(value, lambda node: f"%{place[node]}"))
@@ -86,6 +77,7 @@ def _trace(model: nn.Module, granularity: str) -> Trace:
         if node.op != "placeholder" and independent.issuperset(node.all_input_nodes):
             independent.add(node)
     (result,) = next(node for node in graph.nodes if node.op == "output").args
+    known = reading.known.items()
     return Trace(
         key=([(n.op, n.target, plain(n.args), plain(n.kwargs)) for n in graph.nodes], unlike),
         input=next(iter(graph.nodes)),
@@ -95,57 +87,90 @@ def _trace(model: nn.Module, granularity: str) -> Trace:
         constants={node for node, kind in kinds.items() if kind == "constant"},
         independent=independent,
         unlike=unlike,
+        repeated=_repeated(model, reading, kinds, read_only),
+        read_only=read_only,
+        uses={node: ran.uses for node, ran in reading.ran.items()},
+        unsendable={node: why for node, k in known if (why := unsendable(k.pair, reading.sizes)) is not None},
     )
+
+
+def _moved(model: nn.Module, readings: Iterable[Reading]) -> set[int]:
+    """Return the ids of all buffers that a forward may move; without samples, of all that a layer holds."""
+    moved: set[int] = set()
+    for reading in readings:
+        moved |= {buffer for ran in reading.ran.values() for buffer in ran.moved}
+        for node in reading.graph.nodes:
+            if node.op == "get_attr" and node in reading.written | _written(reading.graph):
+                moved.add(id(attrgetter(str(node.target))(model)))
+            elif node.op == "call_module" and not reading.known:
+                moved |= {id(buffer) for buffer in model.get_submodule(str(node.target)).buffers()}
+    return moved
+
+
+def _repeated(
+    model: nn.Module, reading: Reading, kinds: Mapping[fx.Node, str], read_only: frozenset[int]
+) -> set[fx.Node]:
+    """Return steps that compute the same wherever they run, from shapes and buffers that stay as they are."""
+    repeated: set[fx.Node] = set()
+    written = reading.written | _written(reading.graph)
+    for node in reading.graph.nodes:
+        if node in written or node in reading.drawing or kinds[node] == "shape":
+            continue
+        if node.op == "get_attr":
+            held = attrgetter(str(node.target))(model)
+            is_parameter = not isinstance(held, Tensor) or isinstance(held, nn.Parameter) or held.requires_grad
+            is_registered = any(held is buffer for buffer in model.buffers())
+            may = not is_parameter and (id(held) in read_only or not is_registered)
+        elif node.op == "call_module":
+            buffers = model.get_submodule(str(node.target)).buffers()
+            may = node in reading.repeatable and all(id(buffer) in read_only for buffer in buffers)
+        else:
+            may = node.op.startswith("call") and may_repeat(node)
+            may = may and all(source in repeated or kinds[source] == "shape" for source in node.all_input_nodes)
+        if may:
+            repeated.add(node)
+    return repeated
+
+
+def unsendable(pair: Pair, sizes: tuple[int, int] | None) -> str | None:
+    """Return why a value cannot cross a cut; None: it can."""
+    for leaves in zip(*map(tree_leaves, pair), strict=False):
+        if isinstance(leaves[0], Tensor):
+            if tuple(tuple(leaf.shape[:1]) for leaf in leaves) != tuple((size,) for size in sizes or ()):
+                return f"a tensor {list(leaves[0].shape)} would cross it, whose first dimension is not the batch"
+        elif type(leaves[0]) not in (bool, int, float, complex, str, type(None)) or leaves[0] != leaves[1]:
+            return f"a value of type {type(leaves[0]).__name__} would cross it, and only tensors can"
+    return None
 
 
 def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
     kinds: dict[fx.Node, str] = {}
-    written = _written_attributes(graph)
+    written = {node for node in _written(graph) if node.op == "get_attr"}
     for node in graph.nodes:
         kinds_in = {kinds[n] for n in node.all_input_nodes}
         if node.op in ("placeholder", "output", "call_module") or node.target is torch._assert or node in written:
             kinds[node] = "tensor"
-        elif node.op == "get_attr" or (kinds_in <= {"constant"} and not _writes(node)):
+        elif node.op == "get_attr" or (kinds_in <= {"constant"} and not writes(node)):
             kinds[node] = "constant"
-        elif _asks_for_shape(node) or (
-            kinds_in == {"shape"}
-            and (node.op == "call_method" or getattr(node.target, "__module__", None) in _OF_PYTHON)
-        ):
+        elif asks_for_shape(node) or (kinds_in == {"shape"} and is_of_python(node)):
             kinds[node] = "shape"
         else:
             kinds[node] = "tensor"
     return kinds
 
 
-def _writes(node: fx.Node) -> bool:
-    """Return whether ``node`` writes to an existing tensor, and so has its place."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = _function_name(node)
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in (*IN_PLACE, "setitem") or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
-
-
-def _written_attributes(graph: fx.Graph) -> set[fx.Node]:
-    """Return parameters and buffers that the forward writes to: values computed from one have their place."""
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """Return what the forward writes to: values computed from one of these have their place."""
     written: set[fx.Node] = set()
     for node in graph.nodes:
-        if _writes(node):
+        if writes(node):
             waiting = [node.kwargs.get("out", node.args[0] if node.args else None)]
             while waiting:
                 node_in = waiting.pop()
                 if isinstance(node_in, fx.Node) and node_in not in written:
-                    if node_in.op == "get_attr":
-                        written.add(node_in)
-                    waiting += node_in.all_input_nodes if is_light(node_in) or _writes(node_in) else []
+                    written.add(node_in)
+                    waiting += node_in.all_input_nodes if is_light(node_in) or writes(node_in) else []
     return written
-
-
-def _asks_for_shape(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        asks = node.target != "type" or len(node.args) + len(node.kwargs) == 1  # with a dtype, it converts
-        return asks and node.target in _SHAPE_METHODS and len(node.all_input_nodes) == 1
-    return node.op == "call_function" and node.target is getattr and node.args[1] in _SHAPE_ATTRIBUTES
 
 
 def _steps(graph: fx.Graph, kinds: Mapping[fx.Node, str]) -> list[fx.Node]:
@@ -160,8 +185,7 @@ def _steps(graph: fx.Graph, kinds: Mapping[fx.Node, str]) -> list[fx.Node]:
             take(source)
         steps.append(node)
         for user in node.users:  # what a layer returns is taken apart at once, so that no container crosses a cut
-            part = user.target in (operator.getitem, getattr) and user.args[0] is node
-            if part and type(user.args[1]) in (int, str):
+            if is_part(user, node):
                 take(user)
 
     for node in graph.nodes:

@@ -13,7 +13,7 @@ REDRAW_SECONDS = 0.1
 
 
 class Progress:
-    """Shows loss, accuracy, images/s and staleness while training. One line per epoch stays."""
+    """Shows loss, accuracy, images/s and mean staleness of the epoch while it is trained. One line per epoch stays."""
 
     def __init__(self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None) -> None:
         """Show to ``out`` (standard output), or nothing if ``quiet``."""
@@ -22,11 +22,10 @@ class Progress:
         self._live = False
         with suppress(ValueError):  # it is closed
             self._live = not quiet and self._out is not None and self._out.isatty()
-        self._staleness: list[float | None] = [None] * num_stages
-        self._head, self._has_accuracy = "", False
-        self._update = self._total_updates = self._last_size = self._num_skipped = 0
-        self._loss_sum = self._num_correct = self._samples = self._rate = self._shown_at = 0.0
-        self._seconds = self._seconds_before = 0.0  # since training began or resumed, and before
+        self._num_stages, self._head = num_stages, ""
+        self._update = self._total_updates = self._last_size = 0
+        self._rate = self._shown_at = self._seconds = 0.0
+        self._reset()
 
     def begin(self, epoch: int, epochs: int, total_updates: int, *, goes_on: bool = False) -> None:
         """Begin an epoch, counted from 0, or continue it after a checkpoint in its midst."""
@@ -35,25 +34,30 @@ class Progress:
         if goes_on:
             self._seconds_before += self._seconds
         else:
-            self._loss_sum = self._num_correct = self._samples = self._seconds_before = 0.0
-            self._num_skipped = 0
-        self._seconds = 0.0
+            self._reset()
+        self._seconds = 0.0  # since training began or resumed
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Take in one record of a stage."""
         match record["name"]:
             case "stage/staleness":
-                self._staleness[record["stage"]] = record["value"]
+                stage, num_backwards = record["stage"], len(record["by_offset"])
+                self._staleness_sums[stage] += record["value"] * num_backwards
+                self._num_backwards[stage] += num_backwards
             case "train/loss":
                 self._update = record["update"] + 1
                 self._last_size = record["num_samples"]
                 self._samples += self._last_size
-                self._loss_sum += record["value"] * self._last_size
+                num_terms = record.get("num_terms", self._last_size)  # what the loss is the mean over
+                self._loss_sum += record["value"] * num_terms
+                self._num_terms += num_terms
                 self._seconds = record["elapsed_seconds"]
                 self._rate = self._samples / max(self._seconds_before + self._seconds, 1e-9)
             case "train/accuracy":
-                self._has_accuracy = True
-                self._num_correct += record["value"] * self._last_size
+                # Of the targets of the loss before it. Counted apart: a line may be drawn between the two.
+                num_targets = record.get("num_targets", self._last_size)
+                self._num_correct += record["value"] * num_targets
+                self._num_judged += num_targets
             case "train/skipped_updates":
                 self._update = record["update"] + 1
                 self._num_skipped += 1
@@ -75,10 +79,17 @@ class Progress:
         if not self._quiet:
             tell(self._out, ("\r\033[K" if self._live else "") + text + "\n")
 
+    def _reset(self) -> None:
+        """Set all counts of an epoch to zero."""
+        self._loss_sum = self._num_terms = self._num_correct = self._seconds_before = 0.0
+        self._samples = self._num_judged = self._num_skipped = 0
+        self._staleness_sums, self._num_backwards = [0.0] * self._num_stages, [0] * self._num_stages
+
     def _line(self) -> str:
-        stale = "/".join("-" if s is None else f"{s:.3g}" for s in self._staleness)
-        accuracy = f"  acc {self._num_correct / self._samples:7.2%}" if self._has_accuracy and self._samples else ""
-        loss = self._loss_sum / self._samples if self._samples else float("nan")
+        means = zip(self._staleness_sums, self._num_backwards, strict=True)
+        stale = "/".join(f"{total / number:.3g}" if number else "-" for total, number in means)
+        accuracy = f"  acc {self._num_correct / self._num_judged:7.2%}" if self._num_judged else ""
+        loss = self._loss_sum / self._num_terms if self._num_terms else float("nan")
         width = len(str(self._total_updates))
         skipped = f"  skipped {self._num_skipped}" if self._num_skipped else ""
         return (

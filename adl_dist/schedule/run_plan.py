@@ -1,5 +1,7 @@
 """How long a run is, and how it is divided into segments: what happens between two empty pipelines."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from adl_dist.errors import ConfigError
@@ -41,16 +43,22 @@ class Segment:
         return replace(self, num_samples=sum(self.sizes[: sum(self.group_sizes[:num_updates])]))
 
     def loss_weights(self, reduction: str, sizes: list[int]) -> list[float]:
-        """Return the factor on the loss of each micro-batch, these holding ``sizes`` samples.
-
-        ``mean``: n_b / n_group, the paper's 1/M if even: an update follows the mean over the group's samples, not
-        over its micro-batches. ``sum``: 1.
-        """
-        if reduction == "sum":
-            return [1.0] * len(sizes)
+        """Return the factor on the loss of each micro-batch, these holding ``sizes`` samples."""
         M = self.accumulation_steps
         groups = [sizes[start : start + M] for start in range(0, len(sizes), M)]
-        return [size / sum(group) for group in groups for size in group]
+        return [weight for group in groups for weight in weights_in_group(reduction, group)]
+
+
+def weights_in_group(reduction: str, terms: Sequence[float]) -> list[float]:
+    """Return the factor on the loss of each micro-batch of a group, these having ``terms``: samples, if nothing else.
+
+    ``mean``: n_b / n_group, the paper's 1/M if even: an update follows the mean over the group's terms, not over its
+    micro-batches; 0 where there is none. ``sum``: 1.
+    """
+    if reduction == "sum":
+        return [1.0] * len(terms)
+    total = math.fsum(terms)  # not sum(), which rounds in another way since Python 3.12
+    return [number / total if total else 0.0 for number in terms]
 
 
 def _in_parts(total: int, size: int) -> list[int]:

@@ -1,9 +1,18 @@
 """One stage's mathematics: forward, delayed backward, weight versions, update. Knows no rank."""
 
-from adl_dist.stage.spec import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, to_channels_last
+from adl_dist.stage.spec import (
+    GradientPolicy,
+    LossFn,
+    OptimizerFactory,
+    Precision,
+    TrainSpec,
+    in_dtype,
+    in_memory_format,
+)
 from adl_dist.stage.stage import Stage
 from adl_dist.stage.stats import StepStats
 
 __all__ = [
-    "GradientPolicy", "LossFn", "OptimizerFactory", "Precision", "Stage", "StepStats", "TrainSpec", "to_channels_last",
+    "GradientPolicy", "LossFn", "OptimizerFactory", "Precision", "Stage", "StepStats", "TrainSpec", "in_dtype",
+    "in_memory_format",
 ]  # fmt: skip

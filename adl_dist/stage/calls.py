@@ -1,9 +1,11 @@
 """Calls of a module: with one tensor or several, seeded, compiled, and with its writes to its arguments known."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Collection
 from types import CodeType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -54,26 +56,40 @@ def takes_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-class DropoutStreams:
-    """Seeds torch for each micro-batch of one stage, by (seed, epoch, stage, micro-batch)."""
+class RandomStreams:
+    """Seeds the global random streams for each micro-batch of one stage, by (seed, epoch, stage, micro-batch)."""
 
-    def __init__(self, seed: int, stage: int) -> None:
+    def __init__(self, seed: int, stage: int, draws: Collection[str] = ()) -> None:
+        """Seed torch, and what is in ``draws``: ``python``, ``numpy``."""
         self._seed, self._stage = seed, stage
+        # "dropout" is torch's. One seed for all would give numpy and Python the same numbers: both are MT19937.
+        self._purposes = ("dropout", *sorted(draws))
         self.begin(0, first_micro_batch=0)
 
     def begin(self, epoch: int, *, first_micro_batch: int) -> None:
         """Begin a segment of ``epoch``."""
         self._epoch, self._first_micro_batch = epoch, first_micro_batch
-        self._seeds: dict[int, int] = {}  # of some micro-batches of the epoch
+        self._seeds: dict[int, tuple[int, ...]] = {}  # of some micro-batches of the epoch, one for each purpose
 
     def seed(self, micro_batch: int, device: torch.device) -> None:
-        """Seed the generator that random operations on ``device`` draw from, and no other."""
+        """Seed the generator that random operations on ``device`` draw from, and no other of torch's."""
         of_epoch = self._first_micro_batch + micro_batch
         if of_epoch not in self._seeds:
             block = range(of_epoch, of_epoch + SEEDS_AT_ONCE)
-            seeds = stream_seeds(self._seed, "dropout", self._epoch, self._stage, last=block)
-            self._seeds = dict(zip(block, seeds.tolist(), strict=True))
+            columns = [
+                stream_seeds(self._seed, purpose, self._epoch, self._stage, last=block).tolist()
+                for purpose in self._purposes
+            ]
+            self._seeds = dict(zip(block, zip(*columns, strict=True), strict=True))
+        seeds = self._seeds[of_epoch]
         if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(self._seeds[of_epoch])
+            torch.cuda.default_generators[device.index or 0].manual_seed(seeds[0])
         else:
-            torch.default_generator.manual_seed(self._seeds[of_epoch])
+            torch.default_generator.manual_seed(seeds[0])
+        if len(seeds) == 1:
+            return
+        for purpose, seed in zip(self._purposes, seeds, strict=True):
+            if purpose == "python":
+                random.seed(seed)
+            elif purpose == "numpy":
+                np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # takes words of 32 bits

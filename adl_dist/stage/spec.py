@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Method, Pipeline
@@ -23,7 +24,7 @@ class Precision:
     """The number formats and kernels of a run.
 
     Attributes:
-        dtype: dtype of parameters and floating-point inputs.
+        dtype: dtype of parameters and floating-point inputs: ``torch.float32`` or ``torch.float64``.
         autocast: dtype of the operations that torch.autocast lowers, in forward and loss; only ``torch.bfloat16``;
             None: all compute in ``dtype``.
         wire_dtype: dtype in which wider activations and gradients travel between stages; only ``torch.bfloat16``;
@@ -31,7 +32,8 @@ class Precision:
         compile: whether torch.compile compiles each stage.
         tf32: whether a GPU may round float32 to 10 bits of mantissa in matrix products and convolutions.
         cudnn_benchmark: whether cuDNN times its kernels for each new shape and takes the fastest; no seed repeats it.
-        channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C].
+        channels_last: whether images [B, C, H, W] are computed and sent in memory as [B, H, W, C]; None: where the
+            model allows it.
     """
 
     dtype: torch.dtype = torch.float32
@@ -40,10 +42,15 @@ class Precision:
     compile: bool = False
     tf32: bool = False
     cudnn_benchmark: bool = False
-    channels_last: bool = False
+    channels_last: bool | None = False
 
     def check(self, method: Method) -> None:
         """Raise ConfigError for what cannot be computed, or would not be what it says."""
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ConfigError(
+                f"dtype={_named(self.dtype)} is not supported: weights so narrow lose small updates; use float32 or "
+                "float64, and runtime.autocast (Precision(autocast=torch.bfloat16)) to compute in bfloat16"
+            )
         for key, narrow in (("autocast", self.autocast), ("wire_dtype", self.wire_dtype)):
             # float16 needs a loss scale, which would have to travel with every gradient until its update.
             if narrow not in (None, torch.bfloat16):
@@ -63,9 +70,9 @@ class Precision:
 
     def place(self, module: nn.Module, device: torch.device) -> nn.Module:
         """Move ``module`` to ``device``, in the dtype and memory format of the run."""
-        module.to(device, self.dtype)
+        in_dtype(module, self.dtype, device)
         if self.channels_last:
-            to_channels_last(module)
+            in_memory_format(module, channels_last=True)
         return module
 
     def autocasting(self, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -144,8 +151,9 @@ class GradientPolicy:
 class TrainSpec:
     """Everything about a training that is the same in all stages and on all ranks, except the model and its cut.
 
-    ``loss_fn`` is (output, target) to the mean loss over the samples; ``optimizer`` makes that of one stage from its
-    parameters; ``seed`` seeds data order, augmentation and dropout.
+    ``loss_fn`` is (output, target) to the mean loss over the samples, or over terms that it counts; ``optimizer`` makes
+    that of one stage from its parameters, and ``lr_schedule`` its learning rate schedule; ``seed`` seeds data order,
+    augmentation and dropout.
 
     Raises:
         ConfigError: a value is out of range, or does not fit the method.
@@ -154,6 +162,7 @@ class TrainSpec:
     pipeline: Pipeline
     loss_fn: LossFn
     optimizer: OptimizerFactory
+    lr_schedule: Callable[..., LRScheduler] | None = None
     precision: Precision = field(default_factory=Precision)
     gradients: GradientPolicy = field(default_factory=GradientPolicy)
     seed: int = 0
@@ -178,8 +187,24 @@ def _named(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def to_channels_last(module: nn.Module) -> None:
-    """Store the weights of convolutions as [out, H, W, in], in place."""
+def in_dtype(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> nn.Module:
+    """Convert floating-point tensors of ``module`` to ``dtype``, complex ones to that of two such numbers, in place.
+
+    ``module.to(dtype)`` would drop the imaginary parts. ``device`` None: they stay where they are.
+    """
+    to_complex = torch.complex128 if dtype is torch.float64 else torch.complex64  # none has parts of 16 bits
+
+    def convert(tensor: Tensor) -> Tensor:
+        wanted = dtype if tensor.is_floating_point() else to_complex if tensor.is_complex() else tensor.dtype
+        return tensor.to(device, wanted)
+
+    module._apply(convert)  # as ``module.to`` itself does
+    return module
+
+
+def in_memory_format(module: nn.Module, *, channels_last: bool) -> None:
+    """Store the weights of convolutions as [out, H, W, in], or, without ``channels_last``, in the plain format."""
+    wanted = torch.channels_last if channels_last else torch.contiguous_format
     for parameter in module.parameters():
-        if parameter.ndim == 4:  # the others have no such format
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+        if parameter.ndim == 4 and not parameter.is_contiguous(memory_format=wanted):
+            parameter.data = parameter.data.contiguous(memory_format=wanted)

@@ -2,25 +2,31 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grads_with_norm_
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adl_dist.stage.calls import DropoutStreams, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.stage.calls import RandomStreams, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
+from adl_dist.stage.optimizer import scaled_learning_rates, stage_optimizer
 from adl_dist.stage.spec import TrainSpec
 from adl_dist.stage.stats import StepStats, norm_of
-from adl_dist.stage.weights import TwoVersions, weight_policy
+from adl_dist.stage.traits import StageTraits
+from adl_dist.stage.versions import check_versions
+from adl_dist.stage.weights import NEWEST, weight_policy
 
 CPU = torch.device("cpu")
+NOTHING_KNOWN = StageTraits()
 GradEdges = tuple[GradientEdge | None, ...]  # one for each tensor that takes a gradient; None: nothing here computed it
 
 
@@ -34,6 +40,9 @@ class InFlight:
     grad_edges: GradEdges | None = None  # where the graph begins to go backward; None: to be recomputed
     output_and_loss: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
     buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
+    # Where the loss counts its terms: its weight in the group, and how many terms it has.
+    loss_weight: float | None = None
+    num_terms: float | None = None
 
 
 class Stage:
@@ -57,13 +66,15 @@ class Stage:
         *,
         device: torch.device = CPU,
         head: nn.Module | None = None,
-        overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ()),
+        traits: StageTraits = NOTHING_KNOWN,
     ) -> None:
         """Take over ``module``, which is on ``device``, as stage ``index``.
 
-        It is called with the act of one micro-batch, [B, ...], or a tuple of several, and returns the same. ``head`` is
-        (what goes downstream, target, loss_fn) to a loss of the stage's own. ``overwrites`` says, in training and in
-        evaluation, for each act whether ``module`` writes to it; ``()``: to none.
+        It is called with the act of one micro-batch, [B, ...], or containers of several, and returns the same. ``head``
+        is (what goes downstream, target, loss_fn) to a loss of the stage's own. ``traits`` is what is known of both.
+
+        Raises:
+            ConfigError: the method's weights cannot be kept for the module, or the optimizer is none for it.
         """
         pipeline, method, gradients = spec.pipeline, spec.pipeline.method, spec.gradients
         assert method.weights is not None
@@ -77,28 +88,34 @@ class Stage:
         self._gradient_norm: Tensor | None = None  # of the group that is complete
         # What is trained together: the part of the model and what serves only to train it.
         self._trained = module if head is None else nn.ModuleList([module, head])
-        parameters = list(self._trained.parameters())
-        # A stage of nothing but pooling or activations has no parameters, and torch has no optimizer for it.
-        self.optimizer = spec.optimizer(parameters) if parameters else None
+        self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=f"stage {index}")
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
+        self._traits = traits
         self._policy = weight_policy(method.weights, self._trained, self.optimizer) if self.optimizer else None
+        if self._policy is not None and (method.weights == "2bw" or (pipeline.delays[index] and not method.spec.flush)):
+            self._check_weights(method.weights)
         self._forward_version: int | None = None  # None: the newest
         self._first_version = 0  # of the segment
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
+        self._class_loss = class_loss(spec.loss_fn)
         self._call_module = call_of(module, compiled=spec.precision.compile)
         self._gradient_shrink, self._lr_factor = method.gradient_shrink, pipeline.lr_factor(index)
         self._learns_locally = method.spec.local_losses
         self._epoch = 0
-        self._dropout = DropoutStreams(spec.seed, index)
-        # An in-place operation on what came in would overwrite a leaf, and in one process also what the
-        # upstream stage keeps for its backward. The data's own input is not shared.
-        self._overwrites = overwrites if index > 0 else ((), ())
+        self._random = RandomStreams(spec.seed, index, traits.draws)
+        self._rereads_weights = False  # whether a backward needs the weights of its forward in the module
+        self._set_mode(training=True)
 
     @property
     def has_loss(self) -> bool:
         """Whether this stage computes a loss: the model's, or one of its own."""
         return self.is_last or self.head is not None
+
+    @property
+    def draws(self) -> frozenset[str]:
+        """The random streams besides torch's that are seeded for each micro-batch: ``python``, ``numpy``."""
+        return self._traits.draws
 
     @property
     def head_prefix(self) -> str:
@@ -114,22 +131,19 @@ class Stage:
     def begin(self, epoch: int, *, training: bool, first_micro_batch: int = 0) -> None:
         """Get ready for a segment that starts at ``first_micro_batch`` of ``epoch``."""
         self._epoch = epoch
-        self._dropout.begin(epoch, first_micro_batch=first_micro_batch)
+        self._random.begin(epoch, first_micro_batch=first_micro_batch)
         self._first_version, self._forward_version = self.version, None
         self.tally = StepStats()
         self.faults.forget()
-        self._trained.train(training)
+        self._set_mode(training=training)
         # What an interrupted segment, or the user before us, left there belongs to no group.
         self.in_flight.clear()
         if self._policy is not None:
             self._policy.forget()
         if training:
             self._trained.zero_grad()
-
-    def end(self) -> None:
-        """Leave a segment, also one that failed, with the newest weights in the module."""
-        if isinstance(self._policy, TwoVersions):
-            self._policy.use(self.version, newest=self.version)
+            hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained.parameters())
+            self._rereads_weights = self._traits.recomputes or any(hooks)
 
     def wait_for_device(self) -> None:
         """Return when what was launched on a GPU is done."""
@@ -140,38 +154,47 @@ class Stage:
     def use_weights(self, num_updates: int) -> None:
         """Forward from here on with the weights after ``num_updates`` updates of the segment."""
         self._forward_version = self._first_version + num_updates
-        if self._policy is not None:
-            assert isinstance(self._policy, TwoVersions)
-            self._policy.use(self._forward_version, newest=self.version)
 
-    def forward(self, micro_batch: int, acts: Tensors, target: Tensor | None, *, keep_graph: bool = True) -> Tensors:
+    def forward(
+        self,
+        micro_batch: int,
+        acts: Tensors,
+        target: Tensor | None,
+        counts: Tensor | None = None,
+        *,
+        keep_graph: bool = True,
+    ) -> Tensors:
         """Forward one micro-batch; return what goes downstream, cut off from the graph, or () on the last stage.
 
-        ``acts`` [B, ...] come from upstream or the data; ``target`` is [B, ...] where there is a loss, else None. The
-        graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
+        ``acts`` [B, ...] come from upstream or the data; ``target`` is [B, ...] where there is a loss, else None, and
+        ``counts`` are those of :func:`~adl_dist.stage.loss_terms.counted` if the loss counts its terms. The graph is
+        kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
         """
         leaves = acts
         if self.index > 0:
             wanted = not self._learns_locally
-            leaves = tuple(a.detach().requires_grad_(wanted and takes_gradient(a)) for a in acts)
+            needs = self._traits.needs_grad if self._traits.needs_grad is not None else map(takes_gradient, acts)
+            leaves = tuple(a.detach().requires_grad_(wanted and need) for a, need in zip(acts, needs, strict=True))
         if target is not None:
             target = target.to(acts[0].device, non_blocking=True)
         version = self.version if self._forward_version is None else self._forward_version
         kept = self.in_flight[micro_batch] = InFlight(leaves, target, version)
+        if counts is not None:
+            kept.loss_weight, kept.num_terms = counts[0].tolist()
         given = leaves
         if not keep_graph:  # the module may overwrite what it is given, and its buffers, which the replay needs
             given = tuple(leaf.clone() for leaf in leaves)
             kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-        self._dropout.seed(micro_batch, leaves[0].device)
-        with torch.set_grad_enabled(keep_graph):
+        self._random.seed(micro_batch, leaves[0].device)
+        with torch.set_grad_enabled(keep_graph), self._weights_of(version):
             with self._watching_buffers(self.module):
                 out = self._call(given)
-            outs = unpacked(out)
-            last = (self._loss(out, target),) if self.has_loss else outs
+            outs = self._taken_apart(out)
+            last = (self._loss(out, target, kept.num_terms),) if self.has_loss else outs
         if self.has_loss:
             kept.output_and_loss = outs[0] if self.is_last else None, last[0]
         if keep_graph:
-            kept.grad_edges = _grad_edges_of(last)
+            kept.grad_edges = self._grad_edges_of(last, micro_batch)
         return () if self.is_last else tuple(out.detach() for out in outs)
 
     def recompute(self, micro_batch: int) -> None:
@@ -181,33 +204,42 @@ class Stage:
         thrown away: BatchNorm's running statistics moved in the forward.
         """
         kept = self.in_flight[micro_batch]
-        self._dropout.seed(micro_batch, kept.acts[0].device)
+        self._random.seed(micro_batch, kept.acts[0].device)
         out = self._call(kept.acts, kept.buffers)
-        kept.grad_edges = _grad_edges_of((self._loss(out, kept.target),) if self.has_loss else unpacked(out))
+        last = (self._loss(out, kept.target, kept.num_terms),) if self.has_loss else self._taken_apart(out)
+        kept.grad_edges = self._grad_edges_of(last, micro_batch)
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
         """Back-propagate one micro-batch, adding to the gradients of the group.
 
-        ``grads`` has one for each tensor that takes one and went downstream; where there is a loss, the weight of this
-        micro-batch in its group, which scales every gradient that follows from it. Return the gradients of the
-        floating-point acts, for upstream; none on stage 0 and where stages learn locally.
+        ``grads`` has one for each tensor that gets one and went downstream; where there is a loss, the weight of this
+        micro-batch in its group, which scales every gradient that follows from it, unless it came to the forward.
+        Return the gradients of the acts that get one, for upstream; none on stage 0 and where stages learn locally.
+
+        Raises:
+            PartitionError: an act that should get a gradient has none, or the other way round.
         """
         kept = self.in_flight.pop(micro_batch)
         assert kept.grad_edges is not None, "the schedule recomputes before it goes backward"
+        if kept.loss_weight is not None and kept.output_and_loss is not None:
+            grads = (torch.full_like(kept.output_and_loss[1], kept.loss_weight),)
         if self._gradient_shrink != 1.0 and not self.has_loss:
             grads = tuple(grad * self._gradient_shrink for grad in grads)
         if paired := [(end, grad) for end, grad in zip(kept.grad_edges, grads, strict=True) if end is not None]:
             ends, grads = zip(*paired, strict=True)
-            torch.autograd.backward(ends, grads)
+            with self._weights_of(kept.version) if self._rereads_weights else NEWEST:
+                torch.autograd.backward(ends, grads)
         self.tally.staleness.append(self.version - kept.version)
         if kept.output_and_loss is not None:
             assert kept.target is not None
-            self.tally.score(kept.output_and_loss[0], kept.target, kept.output_and_loss[1])
+            out, loss = kept.output_and_loss
+            if kept.num_terms is None:
+                self.tally.score(out, kept.target, loss)
+            else:
+                self.tally.score_counted(out, kept.target, loss, kept.num_terms, self._class_loss)
         if self.index == 0 or self._learns_locally:
             return ()
-        leaving = tuple(
-            act.grad if act.grad is not None else torch.zeros_like(act) for act in kept.acts if takes_gradient(act)
-        )
+        leaving = self._gradients_of(kept.acts, micro_batch)
         self.faults.sent(leaving)
         return leaving
 
@@ -237,7 +269,7 @@ class Stage:
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
             graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
-            with _scaled_learning_rates(self.optimizer, self._lr_factor):
+            with scaled_learning_rates(self.optimizer, self._lr_factor):
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
@@ -245,48 +277,109 @@ class Stage:
             with warnings.catch_warnings() if skip else nullcontext():
                 if skip:
                     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self.lr_schedule.step()
+                self._advance(self.lr_schedule)
+
+    def _advance(self, lr_schedule: LRScheduler) -> None:
+        try:
+            lr_schedule.step()
+        except Exception as error:  # the user's own code
+            raise ConfigError(
+                f"stage {self.index}: lr_schedule: {type(lr_schedule).__name__} fails after update {self.version}: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}; make it as long as the run"
+            ) from error
 
     @torch.no_grad()
-    def predict(self, acts: Tensors, target: Tensor | None) -> Tensors:
-        """Forward one micro-batch for evaluation; the last stage scores it and returns nothing."""
+    def predict(self, micro_batch: int, acts: Tensors, target: Tensor | None, counts: Tensor | None = None) -> Tensors:
+        """Forward one micro-batch for evaluation; the last stage scores it and returns nothing.
+
+        ``counts`` are those of :meth:`forward`.
+        """
+        self._random.seed(micro_batch, acts[0].device)
         out = self._call(acts)
-        outs = unpacked(out)
+        outs = self._taken_apart(out)
         if not self.is_last:
             return outs
         assert target is not None
         target = target.to(outs[0].device, non_blocking=True)
-        self.tally.score(outs[0], target, self._loss(out, target))
+        if counts is None:
+            self.tally.score(outs[0], target, self._loss(out, target))
+            return ()
+        _, num_terms = counts[0].tolist()
+        self.tally.score_counted(outs[0], target, self._loss(out, target, num_terms), num_terms, self._class_loss)
         return ()
 
-    def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Any:
-        written = self._overwrites[0 if self.module.training else 1]
-        if any(written):
-            acts = tuple(act.clone() if mine else act for act, mine in zip(acts, written, strict=True))
-        with self._within():
-            return self._call_module(packed(acts), buffers)
+    def _set_mode(self, *, training: bool) -> None:
+        self._trained.train(training)
+        mode = 0 if training else 1
+        # An in-place operation on what came in would overwrite a leaf, and in one process also what the
+        # upstream stage keeps for its backward. The data's own input is not shared.
+        self._overwrites = self._traits.overwrites[mode] if self.index > 0 else ()
+        self._takes, self._returns = self._traits.takes[mode], self._traits.returns[mode]
 
-    def _loss(self, out: Any, target: Tensor | None) -> Tensor:
+    def _check_weights(self, weights: str) -> None:
+        """Refuse parameters whose versions cannot be kept, or which a backward wants in a version that is not kept."""
+        if weights in ("stash", "2bw"):
+            check_versions(self._trained, f"stage {self.index}")
+        elif weights == "latest" and self._traits.recomputes:
+            raise ConfigError(
+                f"stage {self.index} computes again in its backward, as activation checkpointing does, but with "
+                "method.weights=latest the weights are others by then; use method.weights=stash or recompute, or no "
+                "checkpointing in the model"
+            )
+
+    def _weights_of(self, version: int) -> AbstractContextManager[None]:
+        """Have the module compute with ``version`` inside, as far as the method keeps it."""
+        return NEWEST if self._policy is None or version == self.version else self._policy.weights_of(version)
+
+    def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Any:
+        if any(self._overwrites):
+            acts = tuple(act.clone() if mine else act for act, mine in zip(acts, self._overwrites, strict=True))
+        argument = packed(acts) if self._takes is None else self._takes.build(acts)
+        with self._within():
+            return self._call_module(argument, buffers)
+
+    def _taken_apart(self, out: Any) -> Tensors:
+        """Return the tensors of what the module has returned."""
+        return unpacked(out) if self._returns is None else self._returns.take_apart(out, f"stage {self.index}")
+
+    def _grad_edges_of(self, outs: Tensors, micro_batch: int) -> GradEdges:
+        """Return where the backward of ``outs`` starts; the tensors themselves are free once they have been sent."""
+        ends: Iterable[Tensor] = outs
+        if not self.has_loss:
+            needs, gets = self._traits.out_needs_grad, self._traits.out_gets_grad
+            if needs is not None:
+                for place, (out, need) in enumerate(zip(outs, needs, strict=True)):
+                    if out.requires_grad and not need:
+                        raise self._unlike_trial(f"output {place} of {len(outs)} takes part in training", micro_batch)
+            ends = filter(takes_gradient, outs) if gets is None else compress(outs, gets)
+        return tuple(get_gradient_edge(out) if out.requires_grad else None for out in ends)
+
+    def _gradients_of(self, acts: Tensors, micro_batch: int) -> Tensors:
+        """Return the gradients of those that get one."""
+        gets = self._traits.gets_grad
+        if gets is None:
+            return tuple(a.grad if a.grad is not None else torch.zeros_like(a) for a in acts if a.requires_grad)
+        for place, (act, get) in enumerate(zip(acts, gets, strict=True)):
+            if (act.grad is not None) != get:
+                got = "got no gradient" if get else "got a gradient"
+                raise self._unlike_trial(f"input {place} of {len(acts)} {got}", micro_batch)
+        return tuple(act.grad for act in acts if act.grad is not None)
+
+    def _unlike_trial(self, what: str, micro_batch: int) -> PartitionError:
+        return PartitionError(
+            f"stage {self.index}: {what} in micro-batch {micro_batch}, unlike in the trial at the start, where stages "
+            "agreed on the gradients that they send; what crosses a cut must be used alike in every micro-batch: cut "
+            "elsewhere"
+        )
+
+    def _loss(self, out: Any, target: Tensor | None, num_terms: float | None = None) -> Tensor:
         assert target is not None
+        if num_terms == 0:
+            # The mean over nothing is NaN. In the mean over the whole group such a micro-batch counts for nothing: its
+            # samples get a gradient, of zeros.
+            return torch.stack([(tensor.real * 0).sum() for tensor in unpacked(out) if takes_gradient(tensor)]).sum()
         with self._within():
             if self.is_last:
                 return self._loss_fn(out, target)
             assert self.head is not None
             return self.head(out, target, self._loss_fn)  # type: ignore[no-any-return]
-
-
-def _grad_edges_of(outs: Tensors) -> GradEdges:
-    """Return the starts of the backward of ``outs`` without the tensors, which are free once they have been sent."""
-    return tuple(get_gradient_edge(out) if out.requires_grad else None for out in filter(takes_gradient, outs))
-
-
-@contextmanager
-def _scaled_learning_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    # Around the step, not once and for all: some schedules set the learning rate, whatever it was.
-    groups = optimizer.param_groups if factor != 1.0 else []
-    before = [group["lr"] for group in groups]
-    for group in groups:
-        group["lr"] = group["lr"] * factor
-    yield
-    for group, rate in zip(groups, before, strict=True):
-        group["lr"] = rate

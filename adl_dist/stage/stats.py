@@ -1,10 +1,13 @@
 """The figures that a stage counts about itself, where they arise."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from adl_dist.stage.loss_terms import ClassLoss
 
 
 @dataclass
@@ -15,7 +18,9 @@ class StepStats:
         staleness: updates between forward and update, one entry per backward.
         sizes: samples of each micro-batch that was scored.
         losses: the mean loss of each of these micro-batches; none where there is no loss.
-        hits: samples of each of them whose largest output is the target; none if the task has no classes.
+        hits: targets of each of them that the largest output is for; none if the task has no classes.
+        num_terms: what each of these losses is the mean over, if that is not its samples.
+        num_classed: targets of each of them that are classes, if not all have to be: those that hits are looked for in.
         gradient_norm: 2-norm of the stage's gradient of the group, before it is clipped; None without parameters.
         skipped: why the update is not made; None: it is.
         learning_rate: the learning rate of the update; None without parameters, and before it.
@@ -25,6 +30,8 @@ class StepStats:
     sizes: list[int] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     hits: list[Tensor] = field(default_factory=list)
+    num_terms: list[float] = field(default_factory=list)
+    num_classed: list[Tensor] = field(default_factory=list)
     gradient_norm: Tensor | None = None
     skipped: str | None = None
     learning_rate: float | None = None
@@ -37,18 +44,41 @@ class StepStats:
         if out is not None and out.ndim == 2 and target.ndim == 1 and not target.is_floating_point():
             self.hits.append((out.detach().argmax(dim=1) == target).sum())
 
+    def score_counted(
+        self, out: Tensor | None, target: Tensor, loss: Tensor, num_terms: float, classes: ClassLoss | None
+    ) -> None:
+        """Add one micro-batch whose ``loss`` is the mean over ``num_terms``; ``classes``: how torch's own is set.
+
+        Of that one it is known that several targets in a sample, [B, ...], belong to outputs [B, C, ...].
+        """
+        self.sizes.append(target.shape[0])
+        self.num_terms.append(num_terms)
+        self.losses.append(loss.detach())
+        if out is None or target.is_floating_point() or out.ndim != target.ndim + 1:
+            return
+        if target.ndim == 1 or (classes is not None and classes.is_torchs_own):
+            counts = (target >= 0) & (target < out.shape[1])  # what is no class can only be ignored
+            if classes is not None:
+                counts &= target != classes.ignore_index
+            self.hits.append(((out.detach().argmax(dim=1) == target) & counts).sum())
+            self.num_classed.append(counts.sum())
+
     def fetch(self) -> bool:
         """Start to copy losses, hits and norm off a GPU, for :meth:`numbers`; False: they are not on one."""
         norms = [] if self.gradient_norm is None else [self.gradient_norm]
         if not any(number.is_cuda for number in (*self.losses[:1], *norms)):
             return False
-        self.losses, self.hits, norms = (_underway(scalars) for scalars in (self.losses, self.hits, norms))
+        figures = self.losses, self.hits, self.num_classed, norms
+        self.losses, self.hits, self.num_classed, norms = (_underway(scalars) for scalars in figures)
         self.gradient_norm = norms[0] if norms else None
         self._fetched = torch.cuda.current_stream().record_event()
         return True
 
     def numbers(self) -> dict[str, float | int]:
-        """Return samples, loss sum, hits and norm as plain numbers; one that does not exist is absent."""
+        """Return samples, loss sum, hits and norm as plain numbers; one that does not exist is absent.
+
+        The loss sum is over ``num_terms``, and hits are among ``num_classed``, or else both are those of the samples.
+        """
         if self._fetched is None:
             self.fetch()
         if self._fetched is not None:
@@ -56,11 +86,15 @@ class StepStats:
         numbers: dict[str, float | int] = {"num_samples": sum(self.sizes)}
         if self.losses:
             loss_sum = 0.0  # not by sum(), which rounds in another way since Python 3.12
-            for loss, size in zip(self.losses, self.sizes, strict=True):
+            for loss, size in zip(self.losses, self.num_terms or self.sizes, strict=True):
                 loss_sum += float(loss) * size
             numbers["loss_sum"] = loss_sum
+        if self.num_terms:
+            numbers["num_terms"] = math.fsum(self.num_terms)
         if self.hits:
             numbers["num_correct"] = sum(map(int, self.hits))
+        if self.num_classed:
+            numbers["num_classed"] = sum(map(int, self.num_classed))
         if self.gradient_norm is not None:
             numbers["gradient_norm"] = float(self.gradient_norm)
         return numbers

@@ -4,15 +4,21 @@ A micro-batch that is in flight holds a graph, and the graph holds the parameter
 optimizer steps them in place, so autograd would refuse the backward ("modified by an inplace operation"),
 or, with ``fused=True`` or through ``.data``, silently mix old activations with new weights. A whole-model
 optimizer never shows this, because nothing is in flight when it steps. A policy decides what happens instead.
+
+Whatever it decides, the module, its optimizer and its user hold the same Parameter objects for ever, and between any
+two calls of a policy the newest weights are in them; see :mod:`adl_dist.stage.versions`.
 """
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from adl_dist.errors import ConfigError
+from adl_dist.stage.versions import moved_on, swapped
+
+NEWEST: AbstractContextManager[None] = nullcontext()
 
 
 class _Policy:
@@ -27,6 +33,10 @@ class _Policy:
 
     def forget(self) -> None:
         """Drop what the policy keeps for micro-batches in flight: there are none now."""
+
+    def weights_of(self, version: int) -> AbstractContextManager[None]:
+        """Have the module compute with ``version`` inside; with the newest weights, unless an older copy is kept."""
+        return NEWEST
 
     def _finish(self, *, skip: bool) -> None:
         if not skip:
@@ -56,29 +66,21 @@ class Latest(_Policy):
 class Stash(_Policy):
     """The weights of the forward (paper, Eq. 15): a graph in flight keeps the tensors it was built on.
 
-    An update moves the module and its optimizer on to fresh tensors if the present ones are in use, so all
-    micro-batches of one version share one copy, and the last stage, where nothing is in flight at an update,
-    never copies. At most ceil(d / M) versions are alive in addition to the present one.
+    An update moves the parameters on to fresh memory if the present one is in use, so all micro-batches of one version
+    share one copy, and the last stage, where nothing is in flight at an update, never copies. At most ceil(d / M)
+    versions are alive in addition to the present one.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        self._newest = [p for p in module.parameters() if p.requires_grad]
-        place = {id(p): i for i, p in enumerate(self._newest)}
-        # (owner, attribute, position): a parameter used twice within the stage has two slots.
-        self._slots = [
-            (owner, name, place[id(p)])
-            for owner in module.modules()
-            for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
-            if id(p) in place
-        ]
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._older: dict[int, list[nn.Parameter]] = {}  # the versions alive next to the newest
 
     def gather(self) -> list[nn.Parameter]:
         """Move the gradients of older versions to the newest, and return the parameters that have some."""
         for old in self._older.values():
             sums, added = [], []
-            for newest, older in zip(self._newest, old, strict=True):
+            for newest, older in zip(self._parameters, old, strict=True):
                 if newest.grad is None:
                     newest.grad = older.grad
                 elif older.grad is not None:
@@ -97,37 +99,22 @@ class Stash(_Policy):
         """
         self.gather()
         self.forget(keep=in_flight)
-        if version in in_flight:
-            self._older[version] = self._newest
-            self._move_optimizer()
-            self._install(self._newest)
+        if self._is_kept(version, in_flight):
+            self._older[version] = moved_on(self._parameters)
         self._finish(skip=skip)
 
     def forget(self, *, keep: Collection[int] = ()) -> None:
         """Drop all older versions except those to ``keep``."""
         self._older = {version: kept for version, kept in self._older.items() if version in keep}
 
-    def _move_optimizer(self) -> None:
-        """Put copies in the place of the newest weights, for the optimizer to step."""
-        copies = [torch.empty_like(old) for old in self._newest]
-        if copies:  # the stage may be frozen
-            with torch.no_grad():
-                torch._foreach_copy_(copies, tuple(self._newest))
-        successor = {old: nn.Parameter(copy) for old, copy in zip(self._newest, copies, strict=True)}
-        for old, new in successor.items():
-            new.grad, old.grad = old.grad, None
-        for group in self._optimizer.param_groups:
-            group["params"] = [successor.get(p, p) for p in group["params"]]
-        state = self._optimizer.state
-        for old, new in successor.items():
-            if old in state:
-                state[new] = state.pop(old)
-        self._newest = list(successor.values())
+    def weights_of(self, version: int) -> AbstractContextManager[None]:
+        """Have the module compute with ``version`` inside, and its gradients end there."""
+        older = self._older.get(version)
+        return NEWEST if older is None else swapped(self._parameters, older)
 
-    def _install(self, weights: list[nn.Parameter]) -> None:
-        """Have the module compute with ``weights``."""
-        for owner, name, position in self._slots:
-            setattr(owner, name, weights[position])  # not _parameters[name]: nn.RNN keeps aliases up to date here
+    def _is_kept(self, version: int, in_flight: Collection[int]) -> bool:
+        """Whether ``version`` is still of use once the next one is made."""
+        return version in in_flight
 
 
 class TwoVersions(Stash):
@@ -136,27 +123,12 @@ class TwoVersions(Stash):
     Two versions are alive, the newest and the one before it, whatever the number of micro-batches in flight.
     """
 
-    def use(self, version: int, *, newest: int) -> None:
-        """Have the module compute with ``version``, which is the newest or the one before."""
-        self._install(self._newest if version == newest else self._older[version])
-
-    def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
-        """Gather the gradients, then make the version after ``version``; see :meth:`Stash.step`."""
-        self.gather()
-        self.forget(keep=in_flight)
-        self._older[version] = self._newest
-        self._move_optimizer()
-        self._finish(skip=skip)
+    def _is_kept(self, version: int, in_flight: Collection[int]) -> bool:
+        return True  # forwards to come compute with it
 
 
 def weight_policy(name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> Latest | Stash:
-    """Build the policy called ``name``: ``stash``, ``latest``, ``recompute`` or ``2bw``.
-
-    Raises:
-        ConfigError: the optimizer is LBFGS, which calls the loss itself.
-    """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("optimizer: LBFGS evaluates the loss itself, which no pipeline can do; choose another")
+    """Build the policy called ``name``: ``stash``, ``latest``, ``recompute`` or ``2bw``."""
     # With ``recompute`` no graph outlives an update, so there is nothing to stash.
     kinds: dict[str, type[Latest | Stash]] = {"latest": Latest, "2bw": TwoVersions}
     return kinds.get(name, Stash)(module, optimizer)

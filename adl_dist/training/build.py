@@ -1,31 +1,40 @@
 """Builds one process's worker: settles the cut and what travels, then makes its stages and joins them to channels."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
+from adl_dist.checkpoint.identity import described, described_optimizer, described_schedule, merged
+from adl_dist.checkpoint.state import FreshStage, refuse_hidden_state
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
-from adl_dist.optim import build_lr_schedule, fast_forward
+from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import Stage, TrainSpec
+from adl_dist.stage import Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
-from adl_dist.training.input import DeviceLoader, common_sample
-from adl_dist.training.partitioned_model import PartitionedModel
-from adl_dist.training.shape_inference import Agreed, check_consistent, infer_shapes
+from adl_dist.stage.loss_terms import LossTerms, loss_terms
+from adl_dist.training import samples as samples_of
+from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
+from adl_dist.training.findings import Agreed
+from adl_dist.training.input import DeviceLoader
+from adl_dist.training.partitioned_model import Measuring, PartitionedModel
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
 
+Settings = dict[str, Any]
 GO = Specs.always([TensorSpec((), "uint8")])  # carries nothing but that it has come
+COUNTS = TensorSpec((2,), "float64")  # travels with the target, where the loss counts its terms
 
 
 def build_worker(
@@ -35,36 +44,62 @@ def build_worker(
     store: dist.Store,
     loaders: tuple[DeviceLoader | None, DeviceLoader | None],
     *,
-    micro_batch_size: int,
+    plan: Plan,
     folder: Path | None = None,
     pick_next: Callable[[Sequence[int]], int] = downstream_first,
-) -> LocalWorker:
+) -> tuple[LocalWorker, Settings]:
     """Build the worker of this process; every rank calls it, and they settle through ``store`` what must be agreed on.
 
-    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them. If the cut is measured, it
-    is with ``micro_batch_size`` samples, and ``folder`` keeps the measurement.
+    The process of stage 0 has ``loaders`` for training and for evaluation, or one of them, and the ``plan`` for that
+    data. If the cut is measured, ``folder`` keeps the measurement; what the stages of a run without one begin with is
+    not remembered, since nothing will be saved.
+
+    Returns:
+        The worker, and the settings in the optimizers and learning rate schedules of all stages; the same on each rank.
 
     Raises:
         ConfigError, PartitionError, DataError: the job cannot be done.
         StageFailed, ChannelError: another rank found so, or does not answer.
     """
-    precision, device = spec.precision, world.device
+    device = world.device
+    if spec.precision.compile:
+        check_compiler(device)
     if isinstance(spec.loss_fn, nn.Module):
-        spec.loss_fn.to(device, precision.dtype)
-    sample = common_sample(*loaders)
-    feed = loaders[0] or loaders[1]
-    partitioned.finalize(store, spec, sample=sample, feed=feed, micro_batch_size=micro_batch_size, folder=folder)
+        in_dtype(spec.loss_fn, spec.precision.dtype, device)
+    settings = settings_of(spec, partitioned)
+    check_consistent(store, world.rank, world.size, settings, found=False, initial=partitioned.initial)
+    samples = samples_of.share(
+        store, samples_of.take(*loaders, plan.first_epoch.sizes), rank=world.rank, size=world.size
+    )
+    terms, feed = loss_terms(spec.loss_fn, samples.one[1]), loaders[0] or loaders[1]
+    if feed is not None:
+        feed.expect(spec.loss_fn, terms, num_outputs=None)
+        for batch in samples.pair if not samples.one[1].is_floating_point() else ():
+            feed.check(batch.target, "micro-batch 0 of epoch 1")
+    measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
+    spec, agreed, _ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
+    check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
+    precision = spec.precision
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
-    check_consistent(store, world.rank, world.size, settings_of(spec, partitioned))
-    agreed = infer_shapes(store, modules, spec, sample=sample, device=device)
-    check_targets(spec.pipeline, agreed)
+    check_targets(spec.pipeline, agreed, terms)
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
+    if folder is not None:
+        refuse_hidden_state(hidden_state(modules, agreed))
+    made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
+    # The makers are the user's own: where one has failed, no rank begins to wait for that stage.
+    by_rank = exchange(store, MADE, world.rank, world.size, made)
     for loader in loaders:
-        if loader is not None and agreed.num_classes is not None:
-            loader.expect_classes(spec.loss_fn, agreed.num_classes)
+        if loader is not None:
+            loader.precision = precision
+            loader.expect(spec.loss_fn, terms, num_outputs=agreed.num_outputs)
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
-    contexts = connect_stages(world, stages, acts, agreed.target, spec.pipeline)
-    return LocalWorker(world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, pick_next)
+    targets = [agreed.target] if terms is None else [agreed.target, COUNTS]
+    contexts = connect_stages(world, stages, acts, targets, spec.pipeline)
+    fresh = {k: FreshStage.of(stage, scheduled.get(k, ())) for k, stage in stages.items()} if folder is not None else {}
+    worker = LocalWorker(
+        world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, terms, pick_next, fresh=fresh
+    )
+    return worker, settings_made(spec, [one for some in by_rank for one in some])
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:
@@ -77,6 +112,41 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
     }
 
 
+def hidden_state(modules: Mapping[int, nn.Module], agreed: Agreed) -> list[str]:
+    """Return the names of what the forwards of these stages move and no checkpoint holds: all but buffers."""
+    buffers = {name for module in modules.values() for name, _ in module.named_buffers()}
+    return [name for k in modules for name in agreed.traits[k].moves if name not in buffers]
+
+
+def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:
+    """Return what a run of a script is recognised by, of the optimizers and schedules that its stages have ``made``."""
+    optimizer, schedule = (
+        merged(one[kind] for one in made if kind in one) or None for kind in ("optimizer", "lr_schedule")
+    )
+    if spec.lr_schedule is not None and schedule is not None:
+        # The length of a run may change, and what follows from it.
+        kept = {"name": schedule["name"]} if takes_length(spec.lr_schedule) else schedule
+        schedule = {"made_by": described(spec.lr_schedule), **kept}
+    return {"optimizer": optimizer, "lr_schedule": schedule}
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise ConfigError if torch.compile lacks what it makes kernels for ``device`` with."""
+    # Imported late: it takes a second.
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.utils._triton import has_triton
+
+    missing = "Triton" if device.type == "cuda" and not has_triton() else None
+    try:
+        get_cpp_compiler()  # of which kernels for a GPU need one, too
+    except RuntimeError:
+        missing = "a C++ compiler (g++, or the one that the variable CXX names)"
+    if missing is not None:
+        raise ConfigError(
+            f"runtime.compile=true needs {missing}, and there is none; install it, or omit runtime.compile"
+        )
+
+
 def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
     """Raise ConfigError for a local loss with BatchNorm over the features of one single sample."""
     head = pipeline.method.head
@@ -87,10 +157,20 @@ def check_sizes(pipeline: Pipeline, sizes: Iterable[int]) -> None:
         )
 
 
-def check_targets(pipeline: Pipeline, agreed: Agreed) -> None:
-    """Raise ConfigError for a local loss without classes to learn or to compare; every rank finds it alike."""
+def check_targets(pipeline: Pipeline, agreed: Agreed, terms: LossTerms | None) -> None:
+    """Raise ConfigError for a local loss without classes to learn or to compare; every rank finds it alike.
+
+    And for stages that each make groups of their own, so that no other stage can say what a group has of the ``terms``.
+    """
     if not pipeline.spec.local_losses:
         return
+    is_greedy, M = pipeline.method.is_asynchronous_greedy, pipeline.micro_batches_per_update
+    if terms is not None and is_greedy and M > 1 and pipeline.num_stages > 1:
+        raise ConfigError(
+            f"the loss counts its terms (class weights, targets to ignore, several in a sample, or its own num_terms), "
+            f"but with method.buffer_size={pipeline.method.buffer_size} each stage has groups of its own, whose terms "
+            "are not known beforehand; use method.buffer_size=0 or method.accumulation_steps=1"
+        )
     target = agreed.target
     if pipeline.method.head == "predsim" and (target.is_floating_point or target.shape):
         raise ConfigError(
@@ -109,7 +189,7 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
         head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
-    return Stage(module, k, spec, device=device, head=head, overwrites=agreed.overwrites[k])
+    return Stage(module, k, spec, device=device, head=head, traits=agreed.traits[k])
 
 
 def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
@@ -126,11 +206,16 @@ def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
 
 
 def connect_stages(
-    world: World, stages: Mapping[int, Stage], acts: Mapping[int, Specs], target: TensorSpec, pipeline: Pipeline
+    world: World,
+    stages: Mapping[int, Stage],
+    acts: Mapping[int, Specs],
+    targets: Sequence[TensorSpec],
+    pipeline: Pipeline,
 ) -> dict[int, StageContext]:
     """Join the stages of this process to their neighbours, in this process or in others.
 
-    ``acts`` are what arrives at each of them and at the next one, ``target`` what the loss takes besides the output.
+    ``acts`` are what arrives at each of them and at the next one, ``targets`` what the loss takes besides the output,
+    and the counts of its terms if there are any.
     """
     edges = edges_of(pipeline)
     contexts = {k: StageContext(stage) for k, stage in stages.items()}
@@ -145,7 +230,7 @@ def connect_stages(
         elif what == "grad":
             specs = acts[source].of_gradients()
         else:
-            specs = GO if what == "go" else Specs.always([target])
+            specs = GO if what == "go" else Specs.always(targets)
         if not world.is_distributed:
             channel = LocalChannel(specs, what=what, edge=f"stage {source} -> stage {to}")
             contexts[source].senders[what] = contexts[to].receivers[what] = channel
@@ -158,23 +243,42 @@ def connect_stages(
                 max_pending_in_evaluation=pipeline.max_pending,
             )
         else:
-            # Labels travel to the next stage from the CPU; a stage that computes with one moves it.
-            device = torch.device("cpu") if what in ("go", "label") else world.device
+            # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.
+            is_read = what in ("go", "label") or (what == "target" and len(targets) > 1)
+            device = torch.device("cpu") if is_read else world.device
             contexts[to].receivers[what] = ProcessReceiver(world.edges[what, source], specs, what=what, device=device)
     return contexts
 
 
 def schedule_learning_rates(
-    worker: LocalWorker, lr_schedule: Callable[..., LRScheduler], plan: Plan, store: dist.Store
-) -> None:
-    """Give each stage with an optimizer the schedule that ``lr_schedule`` makes, where the method has it start."""
-    if 0 in worker.contexts:  # only the process with the data knows how long an epoch is
-        store.set("updates_per_epoch", str(plan.updates_per_epoch))
-        store.set("total_updates", str(plan.total_updates))
-    length = {name: int(store.get(name)) for name in ("updates_per_epoch", "total_updates")}
-    for stage in worker.stages:
-        if stage.optimizer is not None:
-            lead = worker.pipeline.lr_lead(stage.index)
-            stage.lr_schedule = build_lr_schedule(lr_schedule, stage.optimizer, **length)
-            stage.lr_updates = length["total_updates"] - lead
-            fast_forward(stage.lr_schedule, min(lead, length["total_updates"]))
+    stages: Mapping[int, Stage], spec: TrainSpec, plan: Plan, store: dist.Store
+) -> tuple[list[dict[str, Any]], dict[int, set[str]]]:
+    """Give each stage with an optimizer the schedule of ``spec``, if it has one, where the method has it start.
+
+    Returns:
+        The settings in optimizer and schedule of each stage, and by stage the keys of groups that the schedule sets.
+
+    Raises:
+        ConfigError: the schedule cannot be made, or is shorter than the run.
+    """
+    if 0 in stages:  # only the process with the data knows how long an epoch is
+        lengths = {"updates_per_epoch": plan.updates_per_epoch, "total_updates": plan.total_updates}
+        store.set(LENGTH, json.dumps(lengths))
+    length = read(store, LENGTH, 0)
+    made: list[dict[str, Any]] = []
+    scheduled: dict[int, set[str]] = {}
+    for k, stage in stages.items():
+        if stage.optimizer is None:
+            continue
+        made.append({"optimizer": described_optimizer(stage.optimizer)})
+        if spec.lr_schedule is None:
+            continue
+        make = partial(build_lr_schedule, spec.lr_schedule, stage.optimizer, **length)
+        tried = next(iter(scheduled.values()), None)  # one for all: a schedule knows no stage
+        scheduled[k] = try_schedule(make, stage.optimizer, length["total_updates"]) if tried is None else tried
+        lead = spec.pipeline.lr_lead(k)
+        stage.lr_schedule = make()
+        made[-1]["lr_schedule"] = described_schedule(stage.lr_schedule)
+        stage.lr_updates = length["total_updates"] - lead
+        fast_forward(stage.lr_schedule, min(lead, length["total_updates"]))
+    return made, scheduled

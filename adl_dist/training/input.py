@@ -1,22 +1,20 @@
 """Micro-batches as the first stage takes them: on its device, in the run's dtype and memory format, checked."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from adl_dist.data import Loader, check_dataset
 from adl_dist.engine import Batches
 from adl_dist.errors import DataError
-from adl_dist.stage import Precision
-from adl_dist.transport.spec import TensorSpec
+from adl_dist.stage import LossFn, Precision
+from adl_dist.stage.loss_terms import IGNORED, ClassLoss, LossTerms, class_loss
 from adl_dist.transport.staging import to_device
-
-CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 class DeviceLoader:
@@ -45,33 +43,48 @@ class DeviceLoader:
         pinned = device.type == "cuda"
         self._loader = Loader(dataset, seed=seed, shuffle=shuffle, num_workers=num_workers, pin_memory=pinned)
         self.num_samples = self._loader.num_samples
-        self._device, self._precision, self._name = device, precision, name
+        self.precision = precision  # of what is loaded; the memory format may be settled later on
+        self._device, self._name = device, name
         self._num_classes: int | None = None
-        self._ignore_index = -100
+        self._classes = ClassLoss(IGNORED, None, is_torchs_own=False)
+        self._may_ignore = True
 
-    def expect_classes(self, loss_fn: Callable[[Tensor, Tensor], Tensor], num_outputs: int) -> None:
-        """Check targets against the number of outputs from now on, if ``loss_fn`` wants class indices."""
-        if isinstance(loss_fn, CLASS_LOSSES):
-            self._num_classes, self._ignore_index = num_outputs, loss_fn.ignore_index
+    def expect(self, loss_fn: LossFn, terms: LossTerms | None, *, num_outputs: int | None) -> None:
+        """Check targets from now on, as far as it is known what ``loss_fn`` wants.
+
+        Those of torch's losses of classes against the number of outputs; and if the ``terms`` of a loss are not
+        counted, that there is no target that it ignores.
+        """
+        self._may_ignore = terms is not None
+        if (classes := class_loss(loss_fn)) is not None:
+            self._num_classes, self._classes = num_outputs, classes
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
         """Yield micro-batches of ``sizes`` samples, from ``first_sample`` in the order of ``epoch`` on.
 
         Raises:
-            DataError: a target that is no class; torch would only say so in the loss, two processes away.
+            DataError: a sample that cannot be loaded; a target that is no class, of which torch would only say so in
+                the loss, two processes away; or one that the loss ignores, though nothing counts its terms.
         """
-        for micro_batch, (input_, target) in enumerate(self._loader.batches(epoch, sizes, first_sample=first_sample)):
-            if self._num_classes is not None:
-                self._check(target, self._num_classes, f"micro-batch {micro_batch} of epoch {epoch}")
+        batches = self._named(self._loader.batches(epoch, sizes, first_sample=first_sample))
+        for micro_batch, (input_, target) in enumerate(batches):
+            if (self._num_classes is not None or not self._may_ignore) and not target.is_floating_point():
+                self.check(target, f"micro-batch {micro_batch} of epoch {epoch + 1}")
             if self._device.type != "cpu":
                 # First, because a conversion on the CPU would leave the pinned memory that the copy needs; on a stream
                 # of its own, to overlap with what is launched already.
                 input_ = to_device(input_, self._device)
-            dtype = self._precision.dtype
+            dtype = self.precision.dtype
             input_, target = (x.to(dtype) if x.is_floating_point() else x for x in (input_, target))
-            if self._precision.channels_last and input_.ndim == 4:
+            if self.precision.channels_last and input_.ndim == 4:
                 input_ = input_.contiguous(memory_format=torch.channels_last)
             yield input_, target
+
+    def _named(self, batches: Batches) -> Batches:
+        try:
+            yield from batches
+        except DataError as error:
+            raise DataError(f"{self._name} dataset: {error}") from error
 
     def seconds_to_load(self, micro_batch_size: int) -> float:
         """Return how long a micro-batch keeps the caller busy, the least of a few; 0 if workers load it."""
@@ -87,33 +100,31 @@ class DeviceLoader:
                 seconds.append(time.perf_counter() - start)
         return min(seconds) * micro_batch_size / sizes[0]
 
-    def _check(self, target: Tensor, num_classes: int, where: str) -> None:
-        if target.is_floating_point() or target.ndim != 1:
-            return  # class probabilities, or one class per pixel: the loss checks those
-        wrong = (target != self._ignore_index) & ((target < 0) | (target >= num_classes))
-        if bool(wrong.any()):
+    def check(self, target: Tensor, where: str) -> None:
+        """Raise DataError for a ``target`` [B, ...] of whole numbers that is not as expected; ``where`` it was met."""
+        ignored, is_torchs_own = self._classes.ignore_index, self._classes.is_torchs_own
+        # Of several targets in a sample a class derived from torch's may want the outputs in another order.
+        if self._num_classes is None or (target.ndim > 1 and not is_torchs_own):
+            wrong = (target == ignored) & (not self._may_ignore)
+        else:
+            wrong = (target < 0) | (target >= self._num_classes)
+            if self._may_ignore:
+                wrong &= target != ignored
+        if not bool(wrong.any()):
+            return
+        value = int(target[wrong][0])
+        found = f"{self._name} dataset: {where} has target {value}"
+        if value == ignored and is_torchs_own:
             raise DataError(
-                f"{self._name} dataset: {where} has target {int(target[wrong][0])}, but the model has {num_classes} "
-                f"outputs, so targets must be in [0, {num_classes}); set data.num_classes (model.num_classes) to the "
-                "number of classes, or correct the targets"
+                f"{found}, which the loss ignores, so that it is no mean over the samples; mark targets to be ignored "
+                "by another number and name it, for example loss.ignore_index=-1, and those that are not are counted"
             )
-
-
-def common_sample(*loaders: DeviceLoader | None) -> tuple[Tensor, Tensor] | None:
-    """Return input and target [1, ...] as all ``loaders`` give them to stage 0; None where no data is fed.
-
-    Raises:
-        DataError: they give samples of different shapes or dtypes.
-    """
-    samples = []
-    for loader in loaders:
-        if loader is not None:
-            with closing(loader.batches(0, [1])) as batches:
-                samples.append(next(batches))
-    specs = [tuple(str(TensorSpec.of(tensor)) for tensor in sample) for sample in samples]
-    if len(set(specs)) > 1:
+        if value == ignored:
+            raise DataError(
+                f"{found}, which torch's losses ignore; whether this one does must be known: give the loss a "
+                "num_terms(target), the number of terms that it averages over (docs/own.md); len, if it is the samples"
+            )
         raise DataError(
-            f"validation dataset: its samples are {' and '.join(specs[1])}, but those of the training dataset are "
-            f"{' and '.join(specs[0])}; give both the same shape and dtype"
+            f"{found}, but the model has {self._num_classes} outputs, so targets must be in [0, {self._num_classes}); "
+            "set data.num_classes (model.num_classes) to the number of classes, or correct the targets"
         )
-    return samples[0] if samples else None

@@ -1,7 +1,10 @@
 """The cut, the processes and the monitoring of a run, as the user asks for them. No torch."""
 
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import downstream_first
@@ -19,6 +22,8 @@ class PartitionSpec:
         granularity: ``layer``, also inside blocks, or ``block``; None: ``layer`` if ``balance`` is ``auto`` or names,
             else ``block``.
         speeds: speeds of the stages' devices relative to the one that measures; None: all equal.
+        verify: whether the cut model is compared with the uncut one before the first update, if there are several
+            stages.
 
     Raises:
         ConfigError: none of these.
@@ -27,6 +32,7 @@ class PartitionSpec:
     balance: str | Sequence[int] | Sequence[str] = "even"
     granularity: str | None = None
     speeds: Sequence[float] | None = None
+    verify: bool = True
 
     def __post_init__(self) -> None:
         kinds = {type(entry) for entry in self.balance} if isinstance(self.balance, list | tuple) else set()
@@ -51,7 +57,8 @@ class ProcessOptions:
 
     Attributes:
         one_per_stage: one process per stage; None: if torchrun started this script.
-        device: ``cpu`` or ``cuda`` (the GPU of the local rank).
+        device: ``cpu`` or ``cuda`` (the GPU of the local rank; which that is, CUDA_VISIBLE_DEVICES says), or the
+            torch.device of that name.
         threads: threads of each process; None: cores / K, whether the stages share a process or not, because sums over
             several threads round differently.
         bind_cores: with one process per stage on CPUs, each computes on its own share of the node's cores, if there is
@@ -66,7 +73,7 @@ class ProcessOptions:
     """
 
     one_per_stage: bool | None = None
-    device: str = "cpu"
+    device: Any = "cpu"
     threads: int | None = None
     bind_cores: bool = True
     timeout_seconds: float = 300.0
@@ -74,6 +81,16 @@ class ProcessOptions:
     pick_next: Callable[[Sequence[int]], int] = downstream_first
 
     def __post_init__(self) -> None:
+        name = str(self.device)  # of a torch.device, too
+        if re.fullmatch(r"cpu(:0)?|cuda(:\d+)?", name) is None:
+            raise ConfigError(f"device={self.device!r}: expected 'cpu' or 'cuda'")
+        own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        if name.startswith("cuda:") and name != own:
+            raise ConfigError(
+                f"device={name}: a process takes the GPU of its local rank, here {own}; use device='cuda', and "
+                "CUDA_VISIBLE_DEVICES to choose among GPUs"
+            )
+        object.__setattr__(self, "device", name.partition(":")[0])
         if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT:
             raise ConfigError(
                 f"runtime.timeout_seconds must be above 0 and at most {LONGEST_TIMEOUT}, got {self.timeout_seconds}"

@@ -4,9 +4,12 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,59 +19,84 @@ from adl_dist.checkpoint.state import signature
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linearise
 from adl_dist.partition.costs import Profile
+from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.measure import measure
-from adl_dist.partition.predict import best_cut
+from adl_dist.partition.predict import best_cut, unevenness
 from adl_dist.stage import TrainSpec
+from adl_dist.stage.optimizer import stage_optimizer
+from adl_dist.training.agreement import SIZES, read
+from adl_dist.training.findings import Agreed, CutImpossible
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
-from adl_dist.training.shape_inference import SIZES, read
+from adl_dist.training.samples import NUM_SAMPLES, Samples
+from adl_dist.training.trial import Trial, check_learns, in_a_memory_format
+from adl_dist.training.verify import kept
 from adl_dist.transport.spec import TensorSpec
 
 PROFILE = "profile.json"
+NUM_SAMPLED = 4  # elements of a tensor by which ranks compare their initial weights
 SHARE_OF_MEMORY = 0.9  # the rest is for what operations need while they run, and for fragments
 
 logger = logging.getLogger("adl_dist")
 
 
+class Measuring(NamedTuple):
+    """What units are measured with."""
+
+    feed: DeviceLoader  # what stage 0 loads micro-batches from
+    micro_batch_size: int
+    folder: Path | None  # that keeps the measurement
+
+
+class Settled(NamedTuple):
+    """What was settled at the start."""
+
+    spec: TrainSpec  # with the memory format
+    agreed: Agreed
+    samples: Samples
+
+    def holds_for(self, samples: Samples) -> bool:
+        """Return whether it was found with samples like these."""
+        alike = [[TensorSpec.of(x) for x in one.pair[0]] for one in (self.samples, samples)]
+        return alike[0] == alike[1] and {*samples.small_sizes} <= {*self.samples.small_sizes}
+
+
 class PartitionedModel:
-    """A model and its cut, made at once, or, if units are to be measured, before the first step.
+    """A model and its cut, made before the first step, when there are samples to try it out with.
 
     Attributes:
         spec: where to cut.
         signature: names and shapes of all parameters and buffers of the uncut model.
         modules: the parts of the model that this process holds, by stage; the whole model until it is cut.
         sizes: units of each stage; None: not cut yet.
-        summary: a measured cut in one line, on the rank that measured; else empty.
+        warning: why the cut leaves most of the work to one stage, where that is known; else None.
+        initial: samples of the weights that training begins with, see :func:`sampled`; empty: those of a checkpoint.
+        notes: what the user should know of the cut, a line each.
+        verify_seconds: how long the comparison with the uncut model took; None: there was none.
     """
 
     def __init__(self, model: nn.Module, num_stages: int, spec: PartitionSpec, *, own: Iterable[int]) -> None:
-        """Read ``model`` as a chain of units, and cut it unless that takes a measurement; this process keeps ``own``.
+        """Take ``model``, to be cut into ``num_stages``, of which this process keeps ``own``.
 
         Raises:
             ConfigError: the speeds do not fit K.
-            PartitionError: the model cannot be cut like that.
+            PartitionError: there are too few units, as far as that is known without reading the forward.
         """
         self._num_stages, self._own, self.spec = num_stages, list(own), spec
-        speeds, balance = spec.speeds, spec.balance
+        speeds = spec.speeds
         if speeds is not None and (len(speeds) != num_stages or min(speeds) <= 0):
             raise ConfigError(f"partition.speeds={list(speeds)} must be {num_stages} numbers above 0, one per stage")
-        self.signature = signature(model)
+        if type(model) is nn.Sequential and spec.units == "block" and num_stages > 1:
+            check_counts(model, num_stages, spec.balance)
+        self.signature, self.initial = signature(model), sampled(model)
         self._model: nn.Module | None = model
-        self._chain: Chain | None = None
         self.modules: dict[int, nn.Module] = dict.fromkeys(self._own, model)
         self.sizes: list[int] | None = None
-        self.summary = ""
+        self.notes: list[str] = []
+        self.warning: str | None = None
+        self.verify_seconds: float | None = None
+        self._settled: Settled | None = None
         self._home: dict[str, tuple[int, torch.dtype]] = {}
-        if num_stages == 1 and isinstance(balance, str):
-            self._cut([1])
-            return
-        self._chain = linearise(model, granularity=spec.units)
-        if isinstance(balance, str):
-            sizes = even_sizes(self._chain, num_stages)  # also before a measurement: shows that it can be cut at all
-        else:
-            sizes = checked_sizes(self._chain, num_stages, balance)
-        if balance != "auto":
-            self._cut(sizes)
 
     def full_state_dict(self, *, distributed: bool) -> dict[str, Tensor]:
         """Return parameters and buffers of the whole model, on the CPU; if ``distributed``, every rank must call it."""
@@ -87,56 +115,165 @@ class PartitionedModel:
         self,
         store: dist.Store,
         spec: TrainSpec,
+        samples: Samples,
         *,
-        sample: tuple[Tensor, Tensor] | None,
-        feed: DeviceLoader | None,
-        micro_batch_size: int,
-        folder: Path | None,
-    ) -> None:
-        """Cut where it is best for what is measured now, or was in ``folder`` before; the same on every rank.
+        device: torch.device,
+        measuring: Measuring | None,
+    ) -> Settled:
+        """Cut the model, try it out with ``samples`` and compare it with the uncut one; the same on every rank.
 
-        The process of stage 0, which alone has a ``sample`` and its source, ``feed``, measures with micro-batches of
-        ``micro_batch_size``, and keeps the measurement in ``folder`` if there is one.
+        The process of stage 0, which alone has ``measuring``, measures if that is asked for.
 
         Raises:
-            PartitionError: no cut is possible, or none fits into memory.
+            ConfigError: a part of the model or the loss does not take what it gets, or there is nothing to train.
+            PartitionError: the model cannot be cut like that, no cut fits into memory, or the cut one is another.
             StageFailed, ChannelError: the rank that measures did not come to an end.
         """
-        if self.sizes is not None:
-            return
+        if self._settled is not None:
+            return self._again(samples, device)
         assert self._model is not None
-        assert self._chain is not None
-        if sample is None or feed is None:
-            self._cut(read(store, SIZES, 0)["sizes"])
-            return
-        device = sample[0].device
-        profile = take_profile(
-            spec.precision.place(self._model, device),
-            self._chain,
-            spec,
-            granularity=self.spec.units,
-            sample=sample,
-            micro_batch_size=micro_batch_size,
-            kept_in=folder / PROFILE if folder is not None else None,
-            feed=feed,
-        )
-        machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(device))
-        balance = best_cut(profile, spec.pipeline, machine=machine)
-        store.set(SIZES, json.dumps({"sizes": balance.sizes}))
-        shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in balance.stage_seconds)
-        self.summary = f"measured cut: {balance.sizes} units per stage, {shown} ms per micro-batch"
-        logger.info(self.summary)
-        self._cut(balance.sizes)
+        settle = partial(self._settle, store, samples, device, measuring)
+        settled, is_plain = in_a_memory_format(self._model, spec, samples, settle)
+        if is_plain:
+            self._note("channels_last is off: the model runs in the plain memory format only")
+        self._settled = settled
+        return settled
 
-    def _cut(self, sizes: list[int]) -> None:
+    def _settle(
+        self,
+        store: dist.Store,
+        samples: Samples,
+        device: torch.device,
+        measuring: Measuring | None,
+        spec: TrainSpec,
+    ) -> Settled:
+        """Settle everything in the memory format of ``spec``."""
         assert self._model is not None
-        pieces = [self._model] if self._num_stages == 1 else self._chain.pieces(sizes)  # type: ignore[union-attr]
+        trial = Trial(self._model, spec, samples, device)
+        chain = None
+        if self._num_stages > 1 or not isinstance(self.spec.balance, str):
+            with spec.precision.autocasting(trial.device)():
+                chain = linearise(self._model, granularity=self.spec.units, samples=trial.inputs)
+        if chain is None or self._num_stages == 1:
+            if chain is not None:
+                checked_sizes(chain, 1, self.spec.balance)
+            sizes, stages = [1], [self._model]
+            agreed = trial.run(stages)
+        else:
+            sizes, stages, agreed = self._choose(trial, chain, store, measuring)
+        self.verify_seconds = trial.verify_seconds
+        if self.verify_seconds is not None:
+            self._note(
+                f"the cut model was found equal to the uncut one on {NUM_SAMPLES} samples in "
+                f"{self.verify_seconds:.2f} s"
+            )
+        self._cut(sizes, stages)
+        return Settled(spec, agreed, samples)
+
+    def _choose(
+        self, trial: Trial, chain: Chain, store: dist.Store, measuring: Measuring | None
+    ) -> tuple[list[int], list[nn.Module], Agreed]:
+        """Return the sizes, the stages and what is known of them, of the cut that was asked for, or can be made."""
+        balance = self.spec.balance
+        verify = self.spec.verify and balance != "auto"
+        while True:
+            explicit = not isinstance(balance, str)
+            sizes = checked_sizes(chain, self._num_stages, balance) if explicit else even_sizes(chain, self._num_stages)
+            stages = chain.pieces(sizes)
+            try:
+                agreed = trial.run(stages, verify=verify)
+                break
+            except CutImpossible as error:
+                if explicit:
+                    raise
+                chain.forbidden.setdefault(sum(sizes[: error.stage + 1]) - 1, error.reason)
+        if balance == "even":  # nothing is measured; but units may be had in few places only
+            reasons = [chain.forbidden.get(unit, "") for unit in range(len(chain.units))]
+            if any(reasons):
+                self.warning = why_uneven(chain.units, reasons, sizes, sizes, of="the units")
+        if balance != "auto":
+            return sizes, stages, agreed
+        if measuring is None:
+            sizes = read(store, SIZES, 0)["sizes"]
+        else:
+            sizes = self._measured(trial, chain, measuring)
+            store.set(SIZES, json.dumps({"sizes": sizes}))
+        stages = chain.pieces(sizes)
+        return sizes, stages, trial.run(stages, verify=self.spec.verify)
+
+    def _measured(self, trial: Trial, chain: Chain, measuring: Measuring) -> list[int]:
+        """Return the sizes that are best for what is measured now, or was before."""
+        assert self._model is not None
+        with kept(self._model, [], trial.spec, trial.device):
+            profile = take_profile(
+                self._model,
+                chain,
+                trial.spec,
+                granularity=self.spec.units,
+                sample=trial.one,
+                micro_batch_size=measuring.micro_batch_size,
+                kept_in=measuring.folder / PROFILE if measuring.folder is not None else None,
+                feed=measuring.feed,
+            )
+        machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(trial.device))
+        while True:
+            units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]
+            balance = best_cut(replace(profile, units=units), trial.spec.pipeline, machine=machine)
+            try:
+                trial.run(chain.pieces(balance.sizes), verify=False)
+                break
+            except CutImpossible as error:
+                chain.forbidden.setdefault(sum(balance.sizes[: error.stage + 1]) - 1, error.reason)
+        shown = ", ".join(f"{1000 * seconds:.1f}" for seconds in balance.stage_seconds)
+        begins = ", ".join(chain.units[stop] for stop in accumulate(balance.sizes[:-1]))
+        self._note(
+            f"measured cut: {balance.sizes} units per stage, the next begins at {begins}; {shown} ms per micro-batch"
+        )
+        self.warning = unevenness(units, balance)
+        return balance.sizes
+
+    def _again(self, samples: Samples, device: torch.device) -> Settled:
+        """Return what was settled before the first call of fit or evaluate, if it holds for these samples, too.
+
+        Raises:
+            ConfigError: it does not, and this process does not hold the whole model any more.
+        """
+        assert self._settled is not None
+        settled = self._settled
+        if not settled.holds_for(samples):
+            if len(self._own) < self._num_stages:
+                raise ConfigError(
+                    "the samples of this call have another shape or dtype, or leave smaller micro-batches, than those "
+                    "that the model was cut with; make a new Trainer for them"
+                )
+            stages = [self.modules[k] for k in range(self._num_stages)]
+            trial = Trial(nn.ModuleList(stages), settled.spec, samples, device)
+            settled = self._settled = Settled(settled.spec, trial.run(stages), samples)
+        if samples.trains:
+            check_learns(settled.agreed)
+        return settled
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        logger.info(text)
+
+    def _cut(self, sizes: list[int], pieces: Sequence[nn.Module]) -> None:
         self.sizes = sizes
         self._home = {name: (k, t.dtype) for k, piece in enumerate(pieces) for name, t in piece.state_dict().items()}
         if missing := self.signature.keys() - self._home.keys():
             raise PartitionError(f"no stage holds {', '.join(sorted(missing)[:3])}; use partition.num_stages=1")
         self.modules = {k: pieces[k] for k in self._own}
-        self._model = self._chain = None  # of K processes each keeps only its own stage
+        self._model = None  # of K processes each keeps only its own stage
+
+
+def check_counts(model: nn.Sequential, num_stages: int, balance: str | Sequence[int] | Sequence[str]) -> None:
+    """Raise a PartitionError if the units of ``model``, its children, are too few, or not as many as asked for."""
+    chain = linearise(model)
+    chain.forbidden.clear()  # what cannot be cut is known with samples
+    if isinstance(balance, str):
+        even_sizes(chain, num_stages)
+    else:
+        checked_sizes(chain, num_stages, balance)
 
 
 def take_profile(
@@ -161,13 +298,14 @@ def take_profile(
     """
     device, precision = sample[0].device, spec.precision
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     digest = json.dumps([chain.units, shapes, repr(model), repr(spec.loss_fn)])
     of = {  # what a measurement that was kept is recognised by
         "units": len(chain.units),
         "granularity": granularity,
         "parameters": sum(p.numel() for p in model.parameters()),
         "model": hashlib.sha256(digest.encode()).hexdigest()[:16],
-        "optimizer": type(spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
+        "optimizer": type(stage_optimizer(spec.optimizer, trained, where="the model")).__name__,
         **precision.settings,
         "micro_batch_size": micro_batch_size,
         "input": list(sample[0].shape[1:]),
@@ -208,6 +346,18 @@ def micro_batch(sample: tuple[Tensor, Tensor], size: int, device: torch.device) 
     """Return input [size, ...] and target [size, ...] of one sample, repeated."""
     input_, target = (TensorSpec.of(tensor).empty(size, device).copy_(tensor) for tensor in sample)
     return input_, target
+
+
+def sampled(model: nn.Module) -> dict[str, list[float]]:
+    """Return a few elements of each parameter and buffer: enough to tell other random weights, at no price."""
+    samples = {}
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, Tensor) and tensor.numel() and not tensor.is_meta:
+            flat = tensor.detach().flatten()
+            some = flat[:: max(1, len(flat) // NUM_SAMPLED)][:NUM_SAMPLED].cpu()
+            some = some.abs() if some.is_complex() else some
+            samples[name] = torch.nan_to_num(some.double()).tolist()
+    return samples
 
 
 def _plain(tensor: Tensor) -> Tensor:

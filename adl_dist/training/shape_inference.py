@@ -1,272 +1,435 @@
-"""Start-up agreement: what travels on each edge is settled, through the store, before the first tensor is sent.
+"""The trial at the start: all stages, one after the other, on two real micro-batches of different sizes.
 
-Stage 0 publishes the spec of its input. Each stage takes what is published for it, runs its part of the model
-once on zeros, and publishes what comes out for the next. A stage whose part refuses its input publishes the
-reason instead, so the error is readable on both sides; in gloo a mismatch would abort the process.
+Every rank runs the whole model, so nothing has to be agreed on: each finds by itself what travels over every edge, what
+has to be known of every stage, and the same mistakes.
 """
 
-import json
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from textwrap import shorten
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from adl_dist.distributed.world import disconnect
-from adl_dist.errors import AdlError, ChannelError, ConfigError, StageFailed
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition.module_state import PLAIN, ModuleState, Streams, tensors_reached
+from adl_dist.partition.piece import traced_units
 from adl_dist.stage import LossFn, TrainSpec
-from adl_dist.stage.calls import packed, takes_gradient, unpacked
+from adl_dist.stage.calls import Tensors, packed, takes_gradient
 from adl_dist.stage.heads import check_outs
+from adl_dist.stage.loss_check import check_is_mean
+from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
+from adl_dist.stage.traits import StageTraits, Structure, joined
+from adl_dist.stage.versions import moved_on, swap
+from adl_dist.training.findings import Agreed, CutImpossible, Seen
+from adl_dist.training.loss_checks import check_broadcast, check_loss
+from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
+from adl_dist.training.samples import SIZES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 
-SIZES = "sizes"  # the key of a cut that rank 0 has measured
-NUM_SAMPLES = 2  # of the dry run
-
-InBothModes = tuple[list[bool], list[bool]]  # in training, in evaluation
+CAN_CROSS = (*PLAIN, torch.dtype, torch.device, torch.Size)  # besides tensors, if it never changes
 
 
-class Agreed(NamedTuple):
-    """The result of the agreement for one process."""
+@dataclass
+class _Passage:
+    """A micro-batch between its forward and its backward."""
 
-    acts: dict[int, Specs]  # what arrives at each stage k of this process and at k + 1 (K: the model's output)
-    target: TensorSpec  # what the loss takes besides the output
-    overwrites: dict[int, InBothModes]  # for each act of each stage here whether the stage's module writes to it
-    num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
+    acts: list[Tensors] = field(default_factory=list)  # of each stage, leaves of its graph
+    ends: list[Tensors] = field(default_factory=list)  # of each stage, where its graph ends
+    output: Any = None
+    loss: Tensor | None = None
 
 
-def infer_shapes(
-    store: dist.Store,
-    modules: Mapping[int, nn.Module],
-    spec: TrainSpec,
-    *,
-    sample: tuple[Tensor, Tensor] | None,
-    device: torch.device,
-) -> Agreed:
-    """Settle what arrives at each stage of this process, through a ``store`` that is fresh for this agreement.
+class StageChain:
+    """All stages of a model, called one after the other as in training."""
 
-    The stages' ``modules`` are on ``device``. Stage 0's process alone has a ``sample``: input [1, ...] and target
-    [1, ...] as stage 0 will get them.
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        spec: TrainSpec,
+        device: torch.device,
+        *,
+        name: str = "",
+        on_turn: Callable[[str], None] = lambda when: None,
+    ) -> None:
+        """Take the ``stages``, which are on ``device``.
 
-    Raises:
-        ConfigError: a part of the model does not take what it gets, or returns what cannot be sent on.
-        StageFailed: another stage found so.
-        ChannelError: no answer from another stage in time.
-    """
-    K, method = spec.pipeline.num_stages, spec.pipeline.method
-    within = spec.precision.autocasting(device)
-    if sample is not None:
-        _publish(store, 0, Specs.always([TensorSpec.of(sample[0])]), TensorSpec.of(sample[1]), ([False], [False]))
-    acts: dict[int, Specs] = {}
-    overwrites: dict[int, InBothModes] = {}
-    for k in sorted(modules):
-        acts[k], target, shared = _await(store, k, by=max(k - 1, 0))
+        ``name``: what they are called in errors; empty: each by its index and units. ``on_turn`` is told whose turn it
+        is, like ``FIRST``.
+        """
+        self.stages, self.last = stages, len(stages) - 1
+        self._places = [name or f"stage {k} ({units_of(stage)})" for k, stage in enumerate(stages)]
+        self._on_turn = on_turn
+        self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
+        self._device = device
+        self._seen = [[Seen() for _ in stages] for _ in Specs._fields]
+        self._traits = [StageTraits() for _ in stages]
+        self._target: TensorSpec | None = None
+        self._num_classes: int | None = None
+        self._num_outputs: int | None = None
+        self._outputs: list[tuple[Any, Tensor]] = []  # of both micro-batches in training, with their targets
+        self._learns = self._is_loss_tried = False
+        self._is_training: bool | None = None  # which mode the stages are in; None: unknown
+        self._held = [{id(t) for t in (*stage.parameters(), *stage.buffers())} for stage in stages]
+        self._spoilt: Callable[[int], AbstractContextManager[None]] = lambda k: nullcontext()
+
+    def run(
+        self,
+        samples: Samples,
+        change: Replacement | None = None,
+        *,
+        backward: bool = True,
+        look: bool = True,
+        into: Outcome | None = None,
+    ) -> Outcome:
+        """Forward and backward of both micro-batches, and evaluation of the first; what they move stays moved.
+
+        Only what ``change`` has replaced is put back, and only its gradients are part of the outcome. Without
+        ``backward`` there are none; without ``look`` nothing is found out for :meth:`agreed`. ``into``: the outcome
+        to add to; None: a new one.
+
+        Raises:
+            ConfigError: a stage does not take what it gets, or the loss fails on what the model returns.
+            CutImpossible: what a stage returns cannot cross a cut.
+            PartitionError: a stage computes with a parameter of another one.
+        """
+        change, outcome = change or Replacement(), Outcome() if into is None else into
+        older: list[nn.Parameter] = []
+        first, second = samples.pair
+        replaced = {name: p for name, p in change.parameters.items() if name in change.between}
         try:
-            loss_target = target if k == K - 1 else None
-            found = dry_run(modules[k], k, acts[k], loss_target, spec.loss_fn, device, shared, within=within)
-            if method.spec.local_losses and k < K - 1:
-                check_outs(method.head, k, [out.shape for out in found.outs.training])
-        except AdlError as error:
-            publish_error(store, error, stages=range(k + 1, K + 1))
+            self._on_turn(FIRST)
+            passage = self.forward(first, look=look)
+            older = moved_on([*replaced.values()])
+            change_values([*replaced.values()])
+            if backward:
+                within = change.swapped_in([*replaced.values()], older)
+                gather = dict(zip(replaced, older, strict=True))
+                self._backward(passage, FIRST, change.parameters, outcome, gather, within)
+                for p in replaced.values():  # what went to the new weights was not meant for them
+                    p.grad = None
+            _keep(outcome, FIRST, passage)
+            change_values([p for name, p in change.parameters.items() if name not in replaced])
+            self._on_turn(SECOND)
+            passage = self.forward(second)
+            if backward:
+                self._backward(passage, SECOND, change.parameters, outcome)
+            _keep(outcome, SECOND, passage)
+            del passage
+            self._on_turn(EVALUATION)
+            _keep(outcome, EVALUATION, self.forward(first, training=False))
+        finally:
+            swap([*replaced.values()][: len(older)], older)
+        return outcome
+
+    def forward(self, batch: MicroBatch, *, training: bool = True, look: bool = False) -> _Passage:
+        """Forward one micro-batch through all stages; ``look``: note also what each of them moves."""
+        passage, size = _Passage(), len(batch.input_)
+        if training != self._is_training:
+            self._is_training = training
+            for stage in self.stages:
+                stage.train(training)
+        tensors: Tensors = (batch.input_,)
+        needs, shared = [False], [False]
+        structure: Structure | None = None
+        for k in range(len(self.stages)):
+            seen = self._seen[0 if training else 1][k]
+            specs = tuple(map(TensorSpec.of, tensors))
+            gets = f"{self._places[k]} gets {', '.join(map(str, specs))}"
+            leaves = tuple(
+                spec.fit(t, size, lambda: gets).detach().requires_grad_(need)  # noqa: B023
+                for spec, t, need in zip(specs, tensors, needs, strict=True)
+            )
+            with torch.set_grad_enabled(training):
+                # Clones: autograd would refuse an operation in place on a leaf, and those are to be found.
+                acts = tuple(leaf.clone() for leaf in leaves)
+                argument = packed(acts) if structure is None else structure.build(acts)
+                versions = [act._version for act in acts]
+                with self._looking(k) if look else nullcontext():
+                    out = self._call(k, argument, gets)
+            overwrites = [act._version != version for act, version in zip(acts, versions, strict=True)]
+            if any(a and b for a, b in zip(overwrites, shared, strict=True)):
+                reason = f"{gets} and writes in place to one that shares its memory with another"
+                text = f"{reason}, which would not see it; cut elsewhere, or replace the operation by one that does"
+                raise CutImpossible(f"{text} not work in place", stage=k - 1, reason=reason)
+            seen.specs.append(specs)
+            seen.takes.append(structure)
+            seen.overwrites.append(overwrites)
+            seen.needs_grad.append(needs)
+            passage.acts.append(leaves)
+            if k == self.last:
+                self._check_output(out, size, gets)
+                passage.output = out
+                streams = Streams() if look else None
+                with torch.set_grad_enabled(training):
+                    passage.loss = self._loss(k, out, batch.target)
+                if streams is not None:
+                    draws = self._traits[k].draws | (streams.moved() - {"torch"})
+                    self._traits[k] = replace(self._traits[k], draws=draws)
+                self._learns = self._learns or passage.loss.requires_grad
+                passage.ends.append((passage.loss,))
+            else:
+                tensors, structure = self._crossing(k, out, size, gets, self._seen[0 if training else 1][k + 1])
+                passage.ends.append(tensors)
+                shared = _shared(tensors, acts, shared)
+                needs = [t.requires_grad for t in tensors]
+        return passage
+
+    def agreed(self, samples: Samples, spec: TrainSpec) -> Agreed:
+        """Return what has been seen of the ``samples``, after one more look at evaluation, with the other size."""
+        self.forward(samples.pair[1], training=False)
+        training, evaluation = self._seen
+        acts, traits = {}, {}
+        for k, (seen, in_evaluation) in enumerate(zip(training, evaluation, strict=True)):
+            gets_grad = seen.gets_grad[-1] if seen.gets_grad else None
+            acts[k] = Specs(seen.specs[-1], in_evaluation.specs[-1]).getting_gradients(gets_grad)
+            traits[k] = replace(
+                self._traits[k],
+                overwrites=(_any(seen.overwrites), _any(in_evaluation.overwrites)),
+                takes=(seen.takes[-1], in_evaluation.takes[-1]),
+                needs_grad=seen.needs_grad[-1],
+                gets_grad=gets_grad,
+            )
+        for k in range(self.last):
+            traits[k] = replace(traits[k], returns=traits[k + 1].takes)
+        traits = joined(traits)
+        assert self._target is not None
+        method = spec.pipeline.method
+        if method.spec.local_losses:
+            for k in range(self.last):
+                check_outs(method.head, k, [out.shape for out in acts[k + 1].training])
+        if samples.trains and spec.pipeline.micro_batches_per_update > 1:
+            (out, target), (other_out, other_target) = self._outputs[:2]
+            terms = loss_terms(self._loss_fn, samples.one[1])
+            check_is_mean(self._loss_fn, (out, other_out), (target, other_target), terms)
+        return Agreed(acts, self._target, traits, self._num_classes, self._num_outputs, self._learns)
+
+    @contextmanager
+    def _looking(self, k: int) -> Iterator[None]:
+        """Note what the stage's forward moves and draws from."""
+        streams, state = Streams(), ModuleState.of(self.stages[k])
+        yield
+        persistent = {*self.stages[k].state_dict(keep_vars=True)}
+        moves = tuple(found.name for found in state.changes() if found.name not in persistent)
+        draws = frozenset(streams.moved() - {"torch"})
+        self._traits[k] = replace(self._traits[k], draws=draws, moves=moves)
+
+    def _call(self, k: int, argument: Any, gets: str) -> Any:
+        try:
+            with self._within(), self._spoilt(k):
+                return self.stages[k](argument)
+        except torch.OutOfMemoryError:
             raise
-        acts[k + 1], overwrites[k] = found.outs, found.overwrites
-        _publish(store, k + 1, found.outs, target, found.shared)
-    # No stage starts before the last one has agreed: a refusal downstream is reported upstream, too.
-    shape = _await(store, K, by=K - 1)[0].evaluation[0].shape
-    return Agreed(acts, target, overwrites, shape[0] if len(shape) == 1 else None)
+        except (Exception, SystemExit) as error:  # the user's own forward can raise anything
+            text = f"{gets} and fails on it: {type(error).__name__}: {error}"
+            raise ConfigError(text) from error
 
+    def _crossing(self, k: int, out: Any, size: int, gets: str, behind: Seen) -> tuple[Tensors, Structure | None]:
+        """Return the tensors in ``out``, and how they stand in it; None: it is one tensor or a tuple of several."""
 
-def check_consistent(store: dist.Store, rank: int, size: int, fingerprint: Mapping[str, Any]) -> None:
-    """Refuse to start if the processes were not given the same job.
+        def refuse(found: str) -> CutImpossible:
+            reason = f"returns {found} for {size} samples"
+            return CutImpossible(
+                f"{gets} and {reason}; expected tensors whose first dimension is the batch, and numbers that stay; "
+                "cut elsewhere: partition.balance=even finds where",
+                stage=k,
+                reason=f"what would cross it has no batch dimension or changes: stage {k} {reason}",
+            )
 
-    Raises:
-        ConfigError: names the two ranks and the first entry that differs.
-    """
-    with _reaching(0):
-        store.set(f"fingerprint/{rank}", json.dumps(fingerprint))
-    mine = json.loads(json.dumps(fingerprint))
-    for other in range(1, size) if rank == 0 else [0]:
-        theirs = read(store, f"fingerprint/{other}", other)
-        if theirs != mine:
-            name = next(n for n in {**mine, **theirs} if mine.get(n) != theirs.get(n))
-            here, there = (shorten(str(job.get(name)), 60, placeholder="...") for job in (mine, theirs))
-            raise ConfigError(
-                f"rank {rank} and rank {other} were not given the same job: {name} is {here} here and {there} there; "
-                "start all ranks with one command"
+        leaves = tree_leaves(out)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if leaf.shape[:1] != (size,):
+                    raise refuse(str(list(leaf.shape)))
+            elif not isinstance(leaf, CAN_CROSS):
+                raise refuse(type(leaf).__name__)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        is_plain = isinstance(out, Tensor) or (type(out) is tuple and len(tensors) == len(out) > 1)
+        structure = None if is_plain else Structure.of(out)
+        specs = tuple(map(TensorSpec.of, tensors))
+        shapes = [(spec.shape, spec.dtype) for spec in specs]
+        before = [(spec.shape, spec.dtype) for spec in behind.specs[0]] if behind.specs else shapes
+        if behind.takes and (behind.takes[0] != structure or before != shapes):
+            now = f"{structure or ''} {', '.join(map(str, specs))}".strip()
+            other = f"{behind.takes[0] or ''} {', '.join(map(str, behind.specs[0]))}".strip()
+            raise refuse(f"{other} for {SIZES[0]} samples, but {now}")
+        return tensors, structure
+
+    @staticmethod
+    def _check_output(out: Any, size: int, gets: str) -> None:
+        for leaf in tree_leaves(out):  # numbers, like a penalty beside the output, are for the loss to take
+            if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != size:
+                raise ConfigError(
+                    f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "
+                    "first dimension is the batch"
+                )
+
+    def _loss(self, k: int, out: Any, target: Tensor) -> Tensor:
+        outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        specs = [TensorSpec.of(leaf) if leaf.ndim else "a number" for leaf in outs]
+        self._target = TensorSpec.of(target)
+        self._num_classes = outs[0].shape[1] if outs and outs[0].ndim == 2 else None
+        self._num_outputs = outs[0].shape[1] if outs and outs[0].ndim > 1 else None
+        target = target.to(outs[0].device if outs else self._device)
+        classes = class_loss(self._loss_fn)
+        if classes is not None and self._num_outputs is not None and not target.is_floating_point():
+            # One out of range ends a GPU's process; the loader names the micro-batch.
+            known = target.clamp(0, self._num_outputs - 1)
+            target = torch.where(target == classes.ignore_index, target, known)
+        if torch.is_grad_enabled():
+            held = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
+            self._outputs.append((held, target))
+        with self._within():
+            loss = _try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, target, self._loss_fn)
+            if len(target) > 1 and not self._is_loss_tried:
+                check_broadcast(k, self._loss_fn, out, target)
+                self._is_loss_tried = True
+        return loss
+
+    def _backward(
+        self,
+        passage: _Passage,
+        when: str,
+        parameters: Mapping[str, nn.Parameter],
+        outcome: Outcome,
+        older: Mapping[str, nn.Parameter] = MappingProxyType({}),
+        within: Callable[[int], AbstractContextManager[None]] = lambda k: nullcontext(),
+    ) -> None:
+        """Backward stage by stage, from the last to the first; a gradient that is None stays so.
+
+        ``older``: those that gather the gradients of the ``parameters`` of their names.
+        """
+        assert passage.loss is not None
+        gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
+        grads: list[Tensor | None] = [torch.ones_like(passage.loss) if passage.loss.requires_grad else None]
+        for k in reversed(range(len(self.stages))):
+            arrived = zip(passage.ends[k], grads, strict=True)
+            if pairs := [(end, grad) for end, grad in arrived if end.requires_grad and grad is not None]:
+                try:
+                    with within(k):
+                        torch.autograd.backward([end for end, _ in pairs], [grad for _, grad in pairs])
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # a hook or a function of the user's own can raise anything
+                    text = f"{self._places[k]} fails in its backward: {type(error).__name__}: {error}"
+                    raise ConfigError(text) from error
+            grads = [leaf.grad for leaf in passage.acts[k]]
+            self._note_gradients(k, [grad is not None for grad in grads])
+            for name in parameters:
+                holder = older.get(name, parameters[name])
+                if holder.grad is not None:
+                    self._check_home(name, parameters[name], k)
+                    gradients[name], holder.grad = holder.grad, None
+        outcome.add(when, "gradient", gradients)
+
+    def _note_gradients(self, k: int, gets: list[bool]) -> None:
+        """Note which of the stage's acts got a gradient, which must be the same each time."""
+        before = self._seen[0][k].gets_grad
+        before.append(gets)
+        if gets != before[0] and k > 0:
+            reason = f"{self._places[k]} gives what it gets a gradient for some micro-batches only"
+            raise CutImpossible(f"{reason}; cut elsewhere (partition.balance)", stage=k - 1, reason=reason)
+
+    def check_ties(self, samples: Samples) -> None:
+        """Refuse that a stage reads what belongs to another one, also where no gradient tells it.
+
+        Nothing else may have moved: the outcome of a forward must not change if all that a stage reaches of others,
+        through lists or closures, is spoilt.
+
+        Raises:
+            PartitionError: a stage reads it; names both.
+        """
+        of_others = [list(self._reached_of_others(k)) for k in range(len(self.stages))]
+        if not any(of_others):
+            return
+        found = [self.forward(samples.pair[0], training=False) for _ in range(2)]
+        for k, reached in enumerate(of_others):
+            for name, tensor in reached:
+                self._spoilt = lambda at, k=k, tensor=tensor: _spoilt(tensor) if at == k else nullcontext()  # type: ignore[misc]
+                try:
+                    spoilt = self.forward(samples.pair[0], training=False)
+                finally:
+                    self._spoilt = lambda at: nullcontext()
+                losses = [passage.loss for passage in (*found, spoilt) if passage.loss is not None]
+                if torch.equal(losses[0], losses[1]) and not torch.equal(losses[1], losses[2]):
+                    self._check_home(name, tensor, k)
+
+    def _reached_of_others(self, k: int) -> Iterator[tuple[str, Tensor]]:
+        others = set[int]().union(*(held for stage, held in enumerate(self._held) if stage != k)) - self._held[k]
+        for _, tensor in tensors_reached(self.stages[k]):
+            if id(tensor) in others and tensor.numel():
+                home = next(stage for stage, held in enumerate(self._held) if id(tensor) in held)
+                named = (*self.stages[home].named_parameters(), *self.stages[home].named_buffers())
+                yield next(name for name, one in named if one is tensor), tensor
+
+    def _check_home(self, name: str, tensor: Tensor, k: int) -> None:
+        """Refuse that stage ``k`` computes with ``tensor`` if that is another stage's."""
+        homes = [stage for stage, held in enumerate(self._held) if id(tensor) in held]
+        if homes and k not in homes:
+            raise PartitionError(
+                f"'{name}' is a tensor of {self._places[homes[0]]}, but {self._places[k]} computes with it, too, by "
+                "a reference that is not registered; assign the module or parameter to an attribute there, so that it "
+                "counts as shared, or cut elsewhere (partition.balance), so that both are on one stage"
             )
 
 
-def publish_error(store: dist.Store, error: Exception, *, stages: Iterable[int], rank: int | None = None) -> None:
-    """Publish why there is no agreement to ``stages``, and to those that wait for the fingerprint of ``rank``."""
-    message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
-    keys = [f"arrives/{stage}" for stage in stages] + [f"fingerprint/{rank}"] * (rank is not None)
-    with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
-        for key in keys + [SIZES] * (rank == 0):
-            store.set(key, message)
-
-
 @contextmanager
-def propagate_errors(store: dist.Store, *, stages: Iterable[int], rank: int) -> Iterator[None]:
-    """Report an error inside, before the agreement, to the ranks that would wait for this one."""
+def _spoilt(tensor: Tensor) -> Iterator[None]:
+    """Have other values in ``tensor`` inside."""
+    kept = tensor.detach().clone()
     try:
+        tensor.data.fill_(math.nan if takes_gradient(tensor) else 0).add_(1)
         yield
-    except StageFailed:
-        raise
-    except Exception as error:
-        publish_error(store, error, stages=stages, rank=rank)
-        disconnect(in_order=False)
-        raise
-
-
-def read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
-    """Return what ``rank`` has set ``key`` to.
-
-    Raises:
-        StageFailed: it has failed instead, and published why.
-        ChannelError: no answer in time.
-    """
-    with _reaching(rank):
-        message = dict(json.loads(store.get(key)))
-    if "failed" in message:
-        raise StageFailed(message["failed"], exit_code=message["exit_code"])
-    return message
-
-
-def _publish(store: dist.Store, stage: int, acts: Specs, target: TensorSpec, shared: InBothModes) -> None:
-    specs_of = {mode: [spec.to_json() for spec in specs] for mode, specs in acts._asdict().items()}
-    with _reaching(0):
-        store.set(f"arrives/{stage}", json.dumps({**specs_of, "target": target.to_json(), "shared": shared}))
-
-
-def _await(store: dist.Store, stage: int, *, by: int) -> tuple[Specs, TensorSpec, InBothModes]:
-    message = read(store, f"arrives/{stage}", by)
-    acts = Specs(*(tuple(map(TensorSpec.from_json, message[mode])) for mode in Specs._fields))
-    return acts, TensorSpec.from_json(message["target"]), (message["shared"][0], message["shared"][1])
-
-
-@contextmanager
-def _reaching(rank: int) -> Iterator[None]:
-    # The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error.
-    try:
-        yield
-    except RuntimeError as error:
-        text = f"no word from rank {rank} at start-up; its own log, logs/rank{rank}.log, says why"
-        raise ChannelError(text) from error
-
-
-class DryRunResult(NamedTuple):
-    """The outcome of a dry run."""
-
-    outs: Specs  # what the module returns
-    overwrites: InBothModes  # for each act whether the module writes to it
-    # For each out whether it is a view of the same memory as another tensor that crosses a cut. Behind the cut they are
-    # two: a write to one would not be seen in the other.
-    shared: InBothModes
-
-
-def dry_run(
-    module: nn.Module,
-    stage: int,
-    arriving: Specs,
-    target: TensorSpec | None,
-    loss_fn: LossFn,
-    device: torch.device,
-    shared: InBothModes | None = None,
-    *,
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> DryRunResult:
-    """Run ``module``, the part of a stage on ``device``, in both modes on zeros; its buffers stay as they are.
-
-    It gets what is ``arriving``, ``shared`` as the dry run of the stage before has found. ``target`` is what the loss
-    takes besides the output; None: this is not the last stage. Both are called in the context that ``within`` makes.
-
-    Raises:
-        ConfigError: it does not take what it gets, writes to a shared act, or returns no batch of tensors; or the loss
-            fails on it.
-    """
-    results = []
-    was_training = module.training
-    try:
-        for mode, specs in enumerate(arriving):
-            module.train(mode == 0)
-            gets = f"stage {stage} ({_units(module)}) gets {', '.join(map(str, specs))}"
-            # Clones: autograd would refuse an operation in place on a leaf, and those are to be found.
-            leaves = [spec.empty(NUM_SAMPLES, device).zero_() for spec in specs]
-            acts = [leaf.requires_grad_(stage > 0 and takes_gradient(leaf)).clone() for leaf in leaves]
-            with within():
-                out, overwrites = _run(module, acts, gets, device)
-            outs = _specs_of(out, gets)
-            of_acts = shared[mode] if shared else [False] * len(acts)
-            if any(a and b for a, b in zip(overwrites, of_acts, strict=True)):
-                raise ConfigError(
-                    f"{gets} and writes in place to one that shares its memory with another, which would not see it; "
-                    "cut elsewhere, or replace the operation by one that does not work in place"
-                )
-            results.append((outs, overwrites, _shared(unpacked(out), acts, of_acts)))
-            if target is not None:
-                with within():
-                    _try_loss(stage, outs, out, target, loss_fn)
     finally:
-        module.train(was_training)
-    training, evaluation = results
-    return DryRunResult(Specs(training[0], evaluation[0]), (training[1], evaluation[1]), (training[2], evaluation[2]))
+        tensor.data.copy_(kept)
 
 
-def _run(module: nn.Module, acts: Sequence[Tensor], gets: str, device: torch.device) -> tuple[Any, list[bool]]:
-    before = [act._version for act in acts]
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # running statistics must not move
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-            out = torch.func.functional_call(module, buffers, (packed(tuple(acts)),))
-    except Exception as error:  # the user's own forward can raise anything
-        raise ConfigError(f"{gets} and fails on it: {type(error).__name__}: {error}") from error
-    return out, [act._version != version for act, version in zip(acts, before, strict=True)]
+def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:
+    leaves = [leaf.detach() for leaf in tree_leaves(passage.output) if isinstance(leaf, Tensor)]
+    outcome.add(when, "output", {str(place): leaf for place, leaf in enumerate(leaves)})
+    assert passage.loss is not None
+    outcome.add(when, "loss", {"": passage.loss.detach()})
+
+
+def units_of(module: nn.Module) -> str:
+    """Return the names of the first and the last unit of a stage."""
+    names = traced_units(module) or [name for name, _ in module.named_children()] or [type(module).__name__]
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def _any(flags: Sequence[Sequence[bool]]) -> list[bool]:
+    return [any(each) for each in zip(*flags, strict=True)]
 
 
 def _shared(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequence[bool]) -> list[bool]:
+    """Return for each of ``outs`` whether it shares memory with another tensor that crosses a cut.
+
+    Behind the cut they are two: a write to one would not be seen in the other.
+    """
     memory = [out.untyped_storage().data_ptr() for out in outs]
     of_acts = {act.untyped_storage().data_ptr() for act, is_shared in zip(acts, shared, strict=True) if is_shared}
     pairs = zip(outs, memory, strict=True)
     return [bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts) for out, mine in pairs]
 
 
-def _specs_of(out: Any, gets: str) -> tuple[TensorSpec, ...]:
-    outs = unpacked(out)
-    if isinstance(out, tuple | list) and len(outs) == 1:
-        raise ConfigError(f"{gets} and returns a {type(out).__name__} of one tensor; return the tensor itself")
-    for tensor in outs:
-        if not isinstance(tensor, Tensor) or tensor.shape[:1] != (NUM_SAMPLES,):
-            found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ConfigError(
-                f"{gets} and returns {found} for {NUM_SAMPLES} samples; expected tensors whose first dimension is the "
-                "batch (numbers cannot cross, either); cut elsewhere: partition.balance=auto knows where"
-            )
-    return tuple(TensorSpec.of(tensor) for tensor in outs)
-
-
-def _try_loss(stage: int, specs: Sequence[TensorSpec], out: Any, target: TensorSpec, loss_fn: LossFn) -> None:
-    got = f"{', '.join(map(str, specs))} and {target}"
-    if getattr(loss_fn, "reduction", "mean") == "sum":
+def _try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -> Tensor:
+    """Return the loss of a micro-batch; ``got`` says what it is given."""
+    if is_sum(loss_fn):
         raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
     try:
         with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
-            loss = loss_fn(out, target.empty(NUM_SAMPLES, unpacked(out)[0].device).zero_())
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            loss = loss_fn(out, target)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the user's own loss can raise anything
         raise ConfigError(
             f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
             "loss._target_ (loss_fn), or correct the model's output or the targets"
         ) from error
-    if loss.ndim > 0:
-        raise ConfigError(
-            f"stage {stage}: the loss has shape {list(loss.shape)} for {got}; expected one number, the mean over "
-            "the samples"
-        )
-
-
-def _units(module: nn.Module) -> str:
-    names = getattr(module, "unit_names", None) or [name for name, _ in module.named_children()]
-    names = names or [type(module).__name__]
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    check_loss(stage, loss, got)
+    return loss

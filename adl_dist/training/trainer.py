@@ -7,15 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from adl_dist.checkpoint import state
 from adl_dist.checkpoint.async_save import Saver
+from adl_dist.checkpoint.identity import described, optimizer_name
 from adl_dist.checkpoint.policy import CheckpointPolicy
-from adl_dist.checkpoint.run_dir import RunFolder, log_to
+from adl_dist.checkpoint.run_dir import RunFolder, chosen_checkpoint, log_to
 from adl_dist.control import job
 from adl_dist.control.coordinator import Coordinator, Saving
 from adl_dist.control.messages import Summary
@@ -36,21 +36,33 @@ from adl_dist.launch import signals
 from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
-from adl_dist.report import Progress, Recorder
+from adl_dist.optim import takes_length
+from adl_dist.report import Progress, Recorder, warn
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
-from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
-from adl_dist.training import build, shape_inference
+from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
+from adl_dist.training import arguments, build
+from adl_dist.training.agreement import propagate_errors
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
+
+# The arguments that are a value of one type.
+VALUES: dict[str, type] = {
+    **dict.fromkeys(("num_stages", "seed", "epochs", "batch_size", "max_updates", "num_workers"), int),
+    **{"partition": PartitionSpec, "precision": Precision, "gradients": GradientPolicy},
+    **{"processes": ProcessOptions, "timeouts": WatchdogTimeouts},
+    **{"checkpoints": CheckpointPolicy, "monitoring": Monitoring},
+}
 
 
 class Trainer:
     """Trains ``model`` cut into K stages: one process each under torchrun, all in this process otherwise.
 
     Example:
+        >>> torch.manual_seed(0)
+        >>> model = make_model()
         >>> trainer = Trainer(model, loss_fn=nn.CrossEntropyLoss(),
         ...                   optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
         ...                   method=adl_dist.method("adl", accumulation_steps=4), num_stages=4)
@@ -66,7 +78,7 @@ class Trainer:
         *,
         loss_fn: LossFn,
         optimizer: OptimizerFactory,
-        method: Method | None = None,
+        method: Method | str | None = None,
         num_stages: int = 1,
         partition: PartitionSpec | None = None,
         lr_schedule: Callable[..., LRScheduler] | None = None,
@@ -76,33 +88,43 @@ class Trainer:
         timeouts: WatchdogTimeouts | None = None,
         seed: int = 0,
     ) -> None:
-        """Cut the model. Of K processes each keeps only its own stage. None: the value's defaults.
+        """Take what is trained and how; the model is cut when there is data to try it with. None: a value's defaults.
+
+        Initial weights are the model's own: for the same ones in every run, and on every rank, call
+        ``torch.manual_seed`` before it is built. :meth:`full_state_dict` returns those that training ends with.
 
         Args:
             model: any module that torch.fx can trace, or an ``nn.Sequential`` of whatever blocks; it takes one tensor.
-            loss_fn: (output, target) to the mean loss over the samples.
+            loss_fn: (output, target) to the mean loss over the samples, or over terms that it counts (docs/own.md).
             optimizer: makes a torch optimizer from the parameters of one stage.
-            method: from :func:`adl_dist.method`; None: ADL with M = 4.
+            method: from :func:`adl_dist.method`, or a method's name; None: ADL with M = 4.
             num_stages: K.
             partition: where the model is cut.
             lr_schedule: makes a torch LR scheduler from an optimizer; stepped once per update. It is also given
-                ``updates_per_epoch`` and ``total_updates`` if it takes them.
+                ``updates_per_epoch`` and ``total_updates`` (or ``total_steps``) if it takes them. It may be made, and
+                stepped through the run, more than once.
             precision: number formats and kernels; all parameters and floating-point inputs get its ``dtype``.
             gradients: clipping, and what happens if a loss or gradient is not finite.
             processes: device, threads and processes.
             timeouts: how long the job may stand still.
-            seed: seeds data order, augmentation and dropout. Initial weights are the model's own.
+            seed: seeds data order, augmentation and dropout.
 
         Raises:
-            ConfigError: the number of processes is not K, a value is out of range, or the method does not fit K.
-            PartitionError: the model cannot be cut like that.
+            ConfigError: an argument of a wrong kind, a value out of range, another number of processes than K, or a
+                method that does not fit K.
         """
+        arguments.check_model(model)
+        arguments.check_loss(loss_fn)
+        arguments.check_factories(optimizer, lr_schedule)
+        given = {"partition": partition, "precision": precision, "gradients": gradients, "processes": processes}
+        arguments.check_values({**given, "timeouts": timeouts, "num_stages": num_stages, "seed": seed}, VALUES)
         if seed < 0:
             raise ConfigError(f"seed must be >= 0, got {seed}")
         self._spec = TrainSpec(
-            pipeline=Pipeline(method or Method(), num_stages),
+            pipeline=Pipeline(arguments.chosen_method(method), num_stages),
             loss_fn=loss_fn,
             optimizer=optimizer,
+            lr_schedule=lr_schedule,
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
             seed=seed,
@@ -110,9 +132,9 @@ class Trainer:
         self._processes = processes or ProcessOptions()
         self._distributed = _is_distributed(self._processes, num_stages)
         self._timeouts = timeouts or WatchdogTimeouts()
-        self._lr_schedule = lr_schedule
+        self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
         self._partitioned = PartitionedModel(
-            model.to(self._spec.precision.dtype),
+            in_dtype(model, self._spec.precision.dtype),
             num_stages,
             partition or PartitionSpec(),
             own=[launched_rank()] if self._distributed else range(num_stages),
@@ -142,6 +164,10 @@ class Trainer:
     ) -> Summary:
         """Train, evaluating and saving between epochs.
 
+        Afterwards, also after an error, the module given to the trainer holds the newest weights, under the same
+        Parameter objects: all of them in one process, those of its own stage in each of K. ``full_state_dict`` gives
+        all of them in either case.
+
         Args:
             train_dataset: map-style, of (input, target); may be None where ``needs_data`` is False.
             epochs: passes over it.
@@ -166,23 +192,41 @@ class Trainer:
             StageFailed, ChannelError: another process failed.
             SaveError: the last checkpoint could not be written.
         """
+        given = {"epochs": epochs, "batch_size": batch_size, "max_updates": max_updates, "num_workers": num_workers}
+        arguments.check_values({**given, "checkpoints": checkpoints, "monitoring": monitoring}, VALUES)
         checkpoints, monitoring = checkpoints or CheckpointPolicy(), monitoring or Monitoring()
         check_lengths(epochs=epochs, max_updates=max_updates)
         steps = self._spec.pipeline.micro_batches_per_update
         every: dict[str, Any] = {"checkpoint_every_updates": checkpoints.every_updates}
         sizes = {"micro_batch_size": micro_batch_size_of(batch_size, steps), "accumulation_steps": steps}
-        make_plan = partial(Plan, epochs=epochs, max_updates=max_updates, **every, **sizes)
         self._check_outputs(run_dir, resume, monitoring)
-        if config is None:
-            settings = build.settings_of(self._spec, self._partitioned)
-            config = {**settings, "batch_size": batch_size, "shuffle": shuffle, **every}
         folder = RunFolder(Path(run_dir)) if run_dir is not None else None
-        resume = resume if folder is None else folder.check(config, resume=resume)
+        own = {**self._settings, "batch_size": batch_size, "shuffle": shuffle, **every}
+        known_by = own if config is None else dict(config)
+        # A script has no settings for its optimizer and schedule: what they are is known when they are made.
+        later = () if config is not None else ("optimizer", "lr_schedule")
+        resume = resume if folder is None else folder.check(known_by, resume=resume, later=later)
+        if folder is not None and folder.is_resumed(resume):
+            self._partitioned.initial = {}
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
+
+        def make_plan(**lengths: int) -> Plan:
+            if checkpoints.keep_best and folder is not None and self.needs_data and not lengths["num_validation"]:
+                raise ConfigError(
+                    "keep_best=True (runtime.keep_best) keeps the checkpoint with the best validation, but there is no "
+                    "validation dataset; give one, or omit keep_best"
+                )
+            return Plan(epochs=epochs, max_updates=max_updates, **every, **sizes, **lengths)
+
+        def recognise(made: build.Settings) -> None:
+            known_by.update({name: made[name] for name in later})
+            if folder is not None:
+                folder.recognise(known_by)
+
         data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
-        running, worker, plan = self._start(make_plan, data, folder, batch_size, shuffle, num_workers)
+        running, worker, plan, made = self._start(make_plan, data, folder, batch_size, shuffle, num_workers, recognise)
         with contextlib.nullcontext() if folder is None else contextlib.closing(folder):
-            saving = self._saving(worker.world, folder, config, resume, checkpoints, trace=monitoring.trace)
+            saving = self._saving(worker.world, folder, known_by, resume, checkpoints, made, trace=monitoring.trace)
             return self._train(running, worker, plan, saving, checkpoints, monitoring)
 
     def evaluate(self, dataset: Dataset[Any] | None, *, batch_size: int, num_workers: int = 0) -> Summary:
@@ -198,7 +242,7 @@ class Trainer:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         make_plan = partial(Plan, epochs=0, max_updates=None, micro_batch_size=batch_size, accumulation_steps=1)
-        running, worker, plan = self._start(make_plan, {"validation": dataset}, num_workers=num_workers)
+        running, worker, plan, _ = self._start(make_plan, {"validation": dataset}, num_workers=num_workers)
         recorder, progress = Recorder(None), Progress(num_stages=self._spec.pipeline.num_stages, quiet=True)
         coordinator = Coordinator(plan, saving=None, recorder=recorder, progress=progress)
         with self._applied(), self._bound(worker.world):
@@ -217,15 +261,26 @@ class Trainer:
         self._join()
         return self._partitioned.full_state_dict(distributed=self._distributed)
 
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def load_checkpoint(self, path: str | os.PathLike[str], which: str = "newest") -> None:
         """Read weights and running statistics from a checkpoint, whatever cut wrote it.
+
+        Args:
+            path: the checkpoint's own folder, or a run folder.
+            which: of a run folder, the ``newest``, or the ``best`` by validation.
 
         Raises:
             CheckpointError: damaged, no checkpoint, or of another model.
         """
-        state.verify(Path(path), self._partitioned.signature)
+        chosen = chosen_checkpoint(Path(path), which)
+        state.verify(chosen, self._partitioned.signature)
         for module in self._partitioned.modules.values():
-            state.load_weights(Path(path), module)
+            state.load_weights(chosen, module)
+        self._partitioned.initial = {}
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The settings of this trainer that a run folder is recognised by, as far as they are known already."""
+        return {**build.settings_of(self._spec, self._partitioned), "loss": self._loss_settings}
 
     def _check_outputs(self, run_dir: str | os.PathLike[str] | None, resume: str, monitoring: Monitoring) -> None:
         if run_dir is None and resume != "auto":
@@ -249,17 +304,18 @@ class Trainer:
         min_samples: int = 1,
         shuffle: bool = False,
         num_workers: int = 0,
-    ) -> tuple[job.Job, LocalWorker, Plan]:
+        recognise: Callable[[build.Settings], None] | None = None,
+    ) -> tuple[job.Job, LocalWorker, Plan, build.Settings]:
         """Join the other ranks, open the data, build this process's worker, and make the plan for so much data.
 
         ``datasets`` are ``training`` and ``validation``, for the first of which ``min_samples`` and ``shuffle`` are.
-        An error of one rank reaches the others through the store.
+        ``recognise`` looks at the settings in the optimizers and schedules that all stages have made, which are
+        returned, too. An error of one rank reaches the others through the store.
         """
         tune_malloc()
         world = self._join()
         store = world.fresh_store()
-        stages = range(self._spec.pipeline.num_stages + 1)
-        with self._applied(), shape_inference.propagate_errors(store, stages=stages, rank=world.rank):
+        with self._applied(), propagate_errors(store, rank=world.rank):
             path = folder.path if folder is not None else None
             running = job.Job(world, self._timeouts, path)
             self.requests = running.requests
@@ -279,23 +335,22 @@ class Trainer:
             }
             lengths = {name: loader.num_samples for name, loader in loaders.items()}
             plan = make_plan(num_samples=lengths.get("training", 0), num_validation=lengths.get("validation", 0))
-            if "training" in loaders:
-                build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
+            build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
             # With the threads that the first forward starts, but without the loaders: their workers are not bound.
             with self._bound(world):
-                worker = build.build_worker(
+                worker, made = build.build_worker(
                     self._spec,
                     self._partitioned,
                     world,
                     store,
                     (loaders.get("training"), loaders.get("validation")),
-                    micro_batch_size=plan.micro_batch_size,
+                    plan=plan,
                     folder=path,
                     pick_next=self._processes.pick_next,
                 )
-        if self._lr_schedule is not None and "training" in datasets:
-            build.schedule_learning_rates(worker, self._lr_schedule, plan, store)
-        return running, worker, plan
+            if recognise is not None:
+                recognise(made)
+        return running, worker, plan, made
 
     def _saving(
         self,
@@ -304,6 +359,7 @@ class Trainer:
         config: Mapping[str, Any],
         resume: str,
         policy: CheckpointPolicy,
+        made: build.Settings,
         *,
         trace: bool,
     ) -> Saving | None:
@@ -316,7 +372,8 @@ class Trainer:
             every_epochs=policy.every_epochs,
             saver=Saver(folder.checkpoints, keep=policy.keep, keep_best=policy.keep_best, background=policy.background),
             signature=self._partitioned.signature,
-            optimizer=type(self._spec.optimizer([nn.Parameter(torch.zeros(1))])).__name__,
+            optimizer=optimizer_name(made),
+            schedule_follows=self._spec.lr_schedule is not None and takes_length(self._spec.lr_schedule),
             cut={
                 "num_stages": self._spec.pipeline.num_stages,
                 "balance": self._partitioned.sizes,
@@ -344,8 +401,11 @@ class Trainer:
         stops_early = not is_planned and not pipeline.method.is_asynchronous_greedy
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=monitoring.tensorboard)
         progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet)
-        if self._partitioned.summary and world.rank == 0:
-            progress.note(self._partitioned.summary)
+        if world.rank == 0:
+            for note in self._partitioned.notes:
+                progress.note(note)
+            if self._partitioned.warning is not None:
+                warn(f"{self._partitioned.warning}; so {pipeline.num_stages} stages are hardly faster than one")
         coordinator = Coordinator(
             plan,
             saving=saving,

@@ -20,6 +20,7 @@ class TensorSpec:
     dtype: str  # torch's name, for example "float32"
     channels_last: bool = False  # [B, C, H, W] stored as [B, H, W, C]; survives the wire without a conversion
     wire_dtype: str | None = None  # dtype on the wire; None: ``dtype``, which it is handed over in
+    gets_gradient: bool = True  # whether a gradient comes back for it, if it is of numbers that can have one
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
@@ -111,7 +112,7 @@ class TensorSpec:
     @property
     def takes_gradient(self) -> bool:
         """Whether a gradient comes back for it."""
-        return self.is_floating_point or self._dtype.is_complex
+        return self.gets_gradient and (self.is_floating_point or self._dtype.is_complex)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(['B', *map(str, self.shape)])}]"
@@ -139,6 +140,13 @@ class Specs(NamedTuple):
     def travelling(self, dtype: torch.dtype | None) -> "Specs":
         """Return the same specs, each sent in ``dtype`` if that is narrower and both are floating-point."""
         return Specs(*(tuple(spec.travelling(dtype) for spec in specs) for specs in self))
+
+    def getting_gradients(self, gets: Iterable[bool] | None) -> "Specs":
+        """Return the same specs, with a gradient in training for those alone that ``gets`` names; None: for all."""
+        if gets is None:
+            return self
+        pairs = zip(self.training, gets, strict=True)
+        return self._replace(training=tuple(replace(spec, gets_gradient=get) for spec, get in pairs))
 
     def of_gradients(self) -> "Specs":
         """Return the specs of the gradients that come back."""

@@ -82,7 +82,7 @@ def test_a_killed_run_ends_with_the_same_bits_when_run_again(victim, tmp_path, u
         assert f"adl-dist: rank {victim} was killed by SIGKILL; the same command resumes the run\n" in run.err
         out = train_as_two_ranks(tmp_path).out
     assert run.left_in_tmp() == []  # nor what the launcher that was killed had to leave
-    assert f"resumed from {saved} (epoch " in out
+    assert f"resumed from {saved} (update " in out
     assert RunEnd(run.run_dir).differences(uninterrupted) == []
 
 
@@ -125,8 +125,8 @@ def test_a_signal_to_any_process_stops_saves_and_says_so(tmp_path):
         update = layout.read_manifest(saved)["update"]
         assert epoch * UPDATES_PER_EPOCH < update < (epoch + 1) * UPDATES_PER_EPOCH
         assert run.err.startswith(
-            f"adl-dist: stopped at update {update} (epoch {epoch}) by {number.name}; saved {saved}; the same "
-            "command resumes it; the pipeline was emptied in mid-epoch, so values will differ"
+            f"adl-dist: stopped at update {update} ({epoch} of 4 epochs complete) by {number.name}; saved {saved}; the "
+            "same command resumes it; the pipeline was emptied in mid-epoch, so values will differ"
         )
         assert run.err.count("\n") == 1
         assert run.left_in_tmp() == []

@@ -129,8 +129,8 @@ def stage_of_two():
 def test_what_an_optimizer_remembers_comes_back_whatever_it_is(tmp_path):
     stage, other = (stage_of_two() for _ in range(2))
     stage.optimizer.step()
-    path = saved(tmp_path, 1, state.state_of([stage], 1))
-    state.load(path, [other])
+    path = saved(tmp_path, 1, state.state_of([stage], 1, {0: state.FreshStage.of(stage)}))
+    state.load(path, [other], {0: state.FreshStage.of(other)})
     for name, parameter in other.named_parameters():
         got = other.optimizer.state[parameter]
         assert torch.equal(got.pop("average"), stage.module.get_parameter(name))
@@ -142,8 +142,8 @@ def test_what_an_optimizer_remembers_comes_back_whatever_it_is(tmp_path):
 def test_what_of_an_optimizer_cannot_be_saved_is_told_by_name(tmp_path):
     stage = stage_of_two()
     stage.optimizer.state[stage.module[0].bias] = {"log": {1, 2}}
-    with pytest.raises(ConfigError, match=r"0.bias.log of the optimizer's state cannot be saved: .*set.*; expected"):
-        state.state_of([stage], 1)
+    with pytest.raises(ConfigError, match=r"stage 0: what Remembers .* cannot be saved: 0.bias.log is a set; expected"):
+        state.state_of([stage], 1, {0: state.FreshStage.of(stage)})
 
 
 # --- other programs --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from adl_dist.cli import train
@@ -45,6 +46,10 @@ NONSENSE = [
     # unknown choices
     ("model=resnet21", ["there is no model=resnet21", "choose one of", "resnet18, resnet20", "custom"]),
     ("method=foo", ["there is no method=foo", "choose one of 1f1b, 2bw, adl"]),
+    (
+        "model=resnet50",
+        ["there is no model=resnet50", "torchvision has resnet50: model=torchvision model.name=resnet50"],
+    ),
     ("model=null", ["model=null is no choice of model", "choose one of", "resnet8"]),
     ("method.name=adll", ["method.name=adll", "choose a method by method=NAME"]),
     # wrong types
@@ -94,10 +99,15 @@ NONSENSE = [
     ("model._target_=5", ["model._target_ must name a callable", "for example model._target_=my.module.make"]),
     ("model._target_=nosuch.module.Net", ["model._target_=nosuch.module.Net", "No module named 'nosuch'"]),
     (f"model._target_={USER}.nosuch", [f"model._target_={USER}.nosuch cannot be imported", "expected a dotted name"]),
+    (f"model._target_={USER}.god", [f"{USER}.god cannot be imported", f"did you mean '{USER}.good'?"]),
     (f"model._target_={USER}.answer", [f"{USER}.answer is a int", "not something to call"]),
     ("optimizer._target_=torch.nn.Linear", ["optimizer", "'in_features'", "torch.nn.Linear takes in_features"]),
     (f"optimizer._target_={USER}.no_optimizer", [f"{USER}.no_optimizer returned list", "torch.optim.Optimizer"]),
     ("loss._target_=builtins.print", ["builtins.print returned NoneType", "expected a callable that takes (output"]),
+    (
+        "lr_schedule._target_=torch.optim.lr_scheduler.OneCycleLR",
+        ["lr_schedule", "'max_lr'", "OneCycleLR takes max_lr"],
+    ),
     ("lr_schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau", ["follows a metric", "multistep or cosine"]),
     # the cut
     ("partition.balance=[1,a]", ["partition.balance=[1, 'a']", "none of 'auto', 'even'"]),
@@ -115,15 +125,11 @@ NONSENSE = [
 BEFORE_WRITING = [
     ("model.depth=9", ["model.depth=9", "6n+2", "8 and 14"]),
     (f"model._target_={USER}.raises", [f"{USER}.raises failed", "LookupError: no such weights on any server"]),
+    (f"model._target_={USER}.exits", [f"{USER}.exits failed", "SystemExit: 3"]),
     (f"model._target_={USER}.no_module", [f"{USER}.no_module returned str", "expected a torch.nn.Module"]),
     ("partition.num_stages=6", ["has 5", "partition.num_stages=5, or partition.granularity=layer"]),
     ("partition.balance=[1,2]", ["balance=[1, 2]", "expected 2 numbers", "5 units (stem, layer1_0", "add up to 3"]),
     ("partition.balance=[5,0]", ["balance=[5, 0]", "each at least 1"]),
-    ("partition.balance=[a,b]", ["there is no unit or block 'a'; near it are stem"]),
-    (
-        f"model._target_={USER}.Branching",
-        ["Branching cannot be traced", "user_code.py:", "if x.sum() > 0", "torch.fx.wrap", "nn.Sequential of units"],
-    ),
     ("init_from=nosuch.pt", ["init_from=nosuch.pt is not there", "expected a state_dict"]),
     ("data=cifar10", ["CIFAR-10", "data.download=true", "data.root=FOLDER", "cifar-10-batches-py", NOWHERE]),
     ("data=imagefolder", ["train", "one folder for each class", "data.root", NOWHERE]),
@@ -154,10 +160,11 @@ def test_a_mistake_is_reported_before_anything_is_written(override, parts, tmp_p
     [
         (["trian"], ["there is no command 'trian'", "choose one of train, evaluate, export"]),
         (["schedule", "partition.num_stage=3"], ["'partition.num_stage'", "did you mean 'partition.num_stages'?"]),
-        (["evaluate"], ["adl-dist evaluate needs run_dir=", "for example run_dir=runs/NAME"]),
-        (["evaluate", "rundir=x"], ["does not know 'rundir=x'", "it takes run_dir=, checkpoint="]),
-        (["evaluate", "train.epochs=2"], ["does not know 'train.epochs=2'", "it takes run_dir="]),
-        (["export", "run_dir=x"], ["adl-dist export needs out=", "for example out=model.safetensors"]),
+        (["evaluate"], ["takes one run folder, got none: adl-dist evaluate RUN_DIR [checkpoint=best]"]),
+        (["evaluate", "rundir=x"], ["does not know 'rundir=x'", "adl-dist evaluate RUN_DIR [checkpoint=best]"]),
+        (["evaluate", "x", "train.epochs=2"], ["does not know 'train.epochs=2'", "adl-dist evaluate RUN_DIR"]),
+        (["evaluate", "x", "run_dir=y"], ["takes one run folder, got 'x y'"]),
+        (["export", "run_dir=x"], ["adl-dist export needs out=", "adl-dist export x out=model.safetensors"]),
     ],
     ids=" ".join,
 )
@@ -179,15 +186,27 @@ def test_adl_dist_refuses_with_one_line_and_finds_a_local_target(processes, tmp_
 
 ONE_STAGE = "partition.num_stages=1"
 IMAGES, NO_SAMPLES = f"data._target_={USER}.images", ["expected samples", "Images is empty", "data.root"]
-THE_BATCH = ["for 2 samples", "whose first dimension is the batch"]
+THE_BATCH = ["for 3 samples", "whose first dimension is the batch"]
 # What only shows when the stages meet the data: refused before training, and nothing but a log is left.
 MISFITS = [
+    (["partition.balance=[a,b]"], ["there is no unit or block 'a'; near it are stem"]),
+    (
+        [f"model._target_={USER}.Branching"],
+        ["Branching cannot be traced", "user_code.py:", "if x.sum() > 0", "torch.fx.wrap", "nn.Sequential of units"],
+    ),
     (["data.in_channels=1", "model.in_channels=3"], ["stage 0 (stem .. layer1_0)", "3 channels, but got 1"]),
-    ([f"model._target_={USER}.second_half_does_not_fit"], ["stage 1 (2 .. 3)", "float32[B, 8]", "2x8 and 9x8"]),
-    ([f"model._target_={USER}.drops_the_batch", "model.at=1"], ["stage 0 (0 .. 1)", "returns [8]", *THE_BATCH]),
+    ([f"model._target_={USER}.second_half_does_not_fit"], ["stage 1 (2 .. 3)", "float32[B, 8]", "3x8 and 9x8"]),
+    ([f"model._target_={USER}.drops_the_batch", "model.at=1"], ["stage 1 (1 .. 3)", "returns [10]", *THE_BATCH]),
     ([f"model._target_={USER}.drops_the_batch"], ["stage 1 (2 .. 3)", "returns [10]", *THE_BATCH]),
     (["loss._target_=torch.nn.MSELoss"], ["stage 1: the loss", "float32[B, 10]", "int64[B]", "loss._target_"]),
-    (["loss.reduction=none"], ["the loss has shape [2]", "expected one number"]),
+    ([f"loss._target_={USER}.loss_of_nothing"], ["stage 1: the loss returned None", "expected a tensor of one number"]),
+    ([f"loss._target_={USER}.a_float"], ["stage 1: the loss returned a float", "not .item() of it"]),
+    (
+        [f"data._target_={USER}.measured", f"model._target_={USER}.column", "loss._target_=torch.nn.MSELoss"],
+        ["stage 1: the model returns [B, 1], but the targets are [B]", "broadcasting", "output.squeeze(1)"],
+    ),
+    ([f"model._target_={USER}.exits_at", "model.at=1"], ["SystemExit: 3"]),
+    (["loss.reduction=none"], ["the loss has shape [3]", "expected one number"]),
     ([IMAGES, "data.num_samples=0"], ["training dataset", *NO_SAMPLES]),
     ([IMAGES, "data.num_validation=0"], ["validation dataset", *NO_SAMPLES]),
     ([IMAGES, "data.num_samples=15"], ["training dataset", "at least 16 samples", "Images has 15", "=15 or less"]),
@@ -198,14 +217,16 @@ IS_NO_CLASS = ["the model has 10 outputs", "[0, 10)", "data.num_classes"]
 DIVERGES = ["optimizer.lr", "lr_schedule.warmup_epochs", "method.accumulation_steps"]
 # What shows at some micro-batch: nothing is saved.
 IN_TRAINING = [
-    ([IMAGES, "data.last_target=10"], ["training dataset", "of epoch 0", "target 10", *IS_NO_CLASS]),
-    ([IMAGES, "data.last_target=-1"], ["training dataset", "of epoch 0", "target -1", *IS_NO_CLASS]),
+    ([IMAGES, "data.last_target=10"], ["training dataset", "of epoch 1", "target 10", *IS_NO_CLASS]),
+    ([IMAGES, "data.last_target=-1"], ["training dataset", "of epoch 1", "target -1", *IS_NO_CLASS]),
     ([f"data._target_={USER}.bad_validation_target"], ["validation dataset", "micro-batch 1", *IS_NO_CLASS]),
-    (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 0)", *DIVERGES]),
-    (["optimizer.lr=1e20", ONE_STAGE], ["stage 0: the loss is nan at update 1 (epoch 0)", *DIVERGES]),
-    ([f"loss._target_={USER}.InfiniteLoss"], ["stage 1: the loss is inf at update 0 (epoch 0)", *DIVERGES]),
+    ([f"data._target_={USER}.raises_at_a_sample"], ["training dataset: sample 20: RaisesAt raised ZeroDivisionError"]),
+    ([f"model._target_={USER}.exits_at", "model.at=6"], ["sys.exit(3) at", "user_code.py:", "raise an error instead"]),
+    (["optimizer.lr=1e20"], ["stage 1: the loss is nan at update 1 (epoch 1)", *DIVERGES]),
+    (["optimizer.lr=1e20", ONE_STAGE], ["stage 0: the loss is nan at update 1 (epoch 1)", *DIVERGES]),
+    ([f"loss._target_={USER}.InfiniteLoss"], ["stage 1: the loss is inf at update 0 (epoch 1)", *DIVERGES]),
     # One update in each epoch: its loss was still that of the weights before.
-    (["data.num_samples=16", "optimizer.lr=1e20"], ["stage 1", "validation loss is nan", "update 0 (epoch 0)"]),
+    (["data.num_samples=16", "optimizer.lr=1e20"], ["stage 1", "validation loss is nan", "update 0 (epoch 1)"]),
 ]
 
 
@@ -220,7 +241,7 @@ def test_a_loss_that_is_not_finite_keeps_the_last_checkpoint(tmp_path):
     # Two updates of four micro-batches in each epoch: the tenth micro-batch is in update 2, the first of epoch 1.
     explodes = [f"model._target_={USER}.explodes", "model.after=9"]
     line = refused(*words(tmp_path / "run", *explodes, "train.epochs=3", "lr_schedule=constant"))
-    shows(line, ["stage 1: the loss is nan at update 2 (epoch 1)", "the last checkpoint is kept"])
+    shows(line, ["stage 1: the loss is nan at update 2 (epoch 2)", "the last checkpoint is kept"])
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [OLDER]
     in_process(*words(tmp_path / "good", *explodes, "train.epochs=1", "lr_schedule=constant"))
     kept, good = (in_process("evaluate", f"run_dir={tmp_path / name}") for name in ("run", "good"))
@@ -283,6 +304,14 @@ def test_a_run_folder_that_cannot_be_made_says_why(tmp_path):
         line = refused(*words(tmp_path / name, processes=True))
         shows(line, [f"run_dir={tmp_path / name} cannot be made", reason, "choose another run_dir"])
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is always full")
+def test_a_disk_that_is_full_from_the_start_is_one_line(tmp_path):
+    log = tmp_path / "run/logs/rank0.log"
+    log.parent.mkdir(parents=True)
+    log.symlink_to("/dev/full")
+    shows(refused(*words(tmp_path / "run")), [f"{log} cannot be written: No space left", "make room"])
 
 
 def test_curves_are_named_only_where_tensorboard_writes_them(run_dir):
@@ -374,7 +403,7 @@ DAMAGES = {
     "empty manifest": ("manifest.json", lambda path: path.write_text("[]"), ["its manifest.json"]),
     "no update": ("manifest.json", edited(update=None), ["its manifest.json", "'update'"]),
     "a word for the update": ("manifest.json", edited(update="two"), ["its manifest.json", "update"]),
-    "another format": ("manifest.json", edited(format=5), ["its manifest.json", "does not have the checksum"]),
+    "another format": ("manifest.json", edited(format=6), ["its manifest.json", "does not have the checksum"]),
 }
 
 
@@ -413,9 +442,9 @@ def test_where_no_checkpoint_is_good_nothing_is_changed(run_dir):
 
 
 def test_a_newer_checkpoint_format_is_refused_with_both_formats(run_dir):
-    edited(format=5, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
+    edited(format=6, sha256=None)(run_dir / "checkpoints" / NEWEST / "manifest.json")
     line = refused(*words(run_dir, SMALL, "train.epochs=3"))
-    shows(line, [NEWEST, "has format 5", "reads format 4"])
+    shows(line, [NEWEST, "has format 6", "reads format 5"])
 
 
 def test_a_checkpoint_of_another_model_names_the_difference(run_dir, foreign, tmp_path):
@@ -444,13 +473,53 @@ def test_an_unreadable_configuration_is_reported(garbage, run_dir):
 @pytest.mark.parametrize("command", [["evaluate"], ["export", "out={out}"]], ids=["evaluate", "export"])
 def test_evaluate_and_export_refuse_a_folder_that_is_no_run(command, run_dir, tmp_path):
     command = [word.format(out=tmp_path / "model.pt") for word in command]
-    shows(refused(*command, f"run_dir={tmp_path}"), [f"run_dir={tmp_path} is not a run folder", "no config.yaml"])
+    shows(refused(*command, str(tmp_path)), [f"run_dir={tmp_path} is not a run folder", "no config.yaml"])
     shows(refused(*command, f"run_dir={tmp_path / 'none'}"), ["is not a run folder", "train first"])
-    shows(refused(*command, f"run_dir={run_dir}", f"checkpoint={tmp_path}"), [f"{tmp_path} holds no complete"])
+    for wanted in (tmp_path, "worst"):
+        line = refused(*command, f"run_dir={run_dir}", f"checkpoint={wanted}")
+        shows(line, [f"checkpoint={wanted} is neither 'best' nor the folder of a checkpoint", "omit it for the newest"])
     shutil.rmtree(run_dir / "checkpoints")
     line = refused(*command, f"run_dir={run_dir}")
     shows(line, [f"{run_dir} holds no complete checkpoint", f"adl-dist train run_dir={run_dir}"])
     assert not (tmp_path / "model.pt").exists()
+
+
+def test_a_run_folder_is_named_alike_for_every_command(run_dir, tmp_path):
+    """``RUN_DIR`` or ``run_dir=RUN_DIR``, also of a folder whose own name looks like a setting."""
+    odd = run_dir.rename(tmp_path / "lr=0.1")
+    for command in (["evaluate"], ["export", "out={out}"], ["status"], ["compare", f"out={tmp_path}"]):
+        said = []
+        for form in (str(odd), f"run_dir={odd}"):
+            filled = [word.format(out=tmp_path / f"model{len(said)}.pt") for word in command]
+            outcome = in_process(*filled, form)
+            assert outcome.code == 0, outcome
+            said.append(outcome.out.replace("model1.pt", "model0.pt").replace(f"run_dir={odd}", str(odd)))
+        assert said[0] == said[1]
+
+
+def test_the_status_of_a_run_that_has_ended_is_its_summary(run_dir):
+    said, as_json = in_process("status", str(run_dir)), in_process("status", str(run_dir), "--json")
+    shows(said.out, [f"no run is training in {run_dir}", "2 epochs, 4 updates", "staleness mean"])
+    assert json.loads(as_json.out)["ended"] == json.loads((run_dir / "summary.json").read_text())
+    later = run_dir / "checkpoints/update-00000006"  # of a run that went on, and was killed
+    shutil.copytree(run_dir / "checkpoints" / NEWEST, later)
+    shows(refused("status", str(run_dir)), ["no run is training there"])
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export", "compare", "status", "checkpoint", "stop"])
+def test_help_of_a_command_lists_what_it_takes(command):
+    outcome = in_process(command, "--help")
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"adl-dist {command} RUN")
+    assert ("checkpoint=best" in outcome.out) == (command in ("evaluate", "export"))
+
+
+def test_config_yaml_holds_no_class_count_that_nothing_was_given(tmp_path):
+    in_process(*words(tmp_path / "own", f"data._target_={USER}.images", SMALL))
+    in_process(*words(tmp_path / "ours", f"data._target_={USER}.images"))
+    own, ours = (yaml.safe_load((tmp_path / name / "config.yaml").read_text())["data"] for name in ("own", "ours"))
+    assert {"num_classes", "in_channels"} & own.keys() == set()
+    assert {"num_classes", "in_channels"} < ours.keys(), "the model of ours is made for them"
 
 
 def test_export_never_writes_over_what_is_there(run_dir, tmp_path):

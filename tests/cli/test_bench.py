@@ -28,6 +28,7 @@ from tests.support import commands
 from tests.support.commands import as_command, in_process, left_behind, shows
 
 SURVEY = ModelSurvey(
+    channels_last=True,
     sizes=[1, 1], granularity="block", overwrites=[], target=TensorSpec((), "int64"), predicted={"adl": 125.0},
     act_bytes=300, grad_bytes=300, parameter_bytes=12_000,
 )  # fmt: skip
@@ -316,9 +317,10 @@ def test_a_mistake_is_one_line_and_writes_nothing(extra, parts, tmp_path):
     assert not out.exists()
 
 
-def test_the_results_of_another_bench_are_not_written_over(tmp_path):
+@pytest.mark.parametrize("option", ["--out={}", "run_dir={}"])
+def test_the_results_of_another_bench_are_not_written_over(option, tmp_path):
     (tmp_path / "bench.json").write_text("{}")
-    shows(in_process("bench", "--out", str(tmp_path)).refusal(), ["already holds a bench.json", "another folder"])
+    shows(in_process("bench", option.format(tmp_path)).refusal(), ["already holds a bench.json", "another folder"])
     assert (tmp_path / "bench.json").read_text() == "{}"
 
 

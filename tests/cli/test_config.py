@@ -6,8 +6,11 @@ import sys
 import zipfile
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
+from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run, config_folder, parse
 from adl_dist.cli.config.schema import Granularity, MethodConfig, PartitionConfig, RunConfig
 from adl_dist.errors import ConfigError
@@ -142,6 +145,43 @@ def test_a_target_of_ones_own_starts_from_an_empty_node():
     assert config.model == {"_target_": "my.Net", "width": 64}
     assert config.optimizer["nesterov"] is True
     assert config.optimizer["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        ["loss._target_=torch.nn.CrossEntropyLoss"],
+        ["loss._target_=torch.nn.functional.cross_entropy"],
+        ["loss._target_=torch.nn.functional.cross_entropy", "loss._partial_=true"],
+        ["loss._target_=tests.support.user_code.cross_entropy", "loss.scale=1.0"],
+    ],
+    ids="+".join,
+)
+def test_a_loss_may_be_a_function_or_what_makes_one(loss):
+    config, _ = compose_run([*loss, "loss.label_smoothing=0.25"] if "torch" in loss[0] else loss)
+    instantiate.check_targets(config)
+    loss_fn = instantiate.build_loss(config)
+    output, target = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0])
+    smoothing = 0.25 if "torch" in loss[0] else 0.0
+    assert loss_fn(output, target) == nn.functional.cross_entropy(output, target, label_smoothing=smoothing)
+
+
+def test_an_optimizer_takes_hydras_partial_as_what_it_is_anyway():
+    config, _ = compose_run(["optimizer=sgd", "optimizer._partial_=true"])
+    assert isinstance(instantiate.build_optimizer(config)([nn.Parameter(torch.zeros(1))]), torch.optim.SGD)
+
+
+@pytest.mark.parametrize("words", [["train.epochs=1", "train.epochs=many"], ["train.epochs=many", "train.epochs=1"]])
+def test_of_a_key_given_twice_the_wrong_value_is_named(words):
+    with pytest.raises(ConfigError, match=r"^train\.epochs=many: "):
+        compose_run(words)
+
+
+def test_a_schedule_that_refuses_its_keys_is_named():
+    target = "torch.optim.lr_scheduler.OneCycleLR"
+    config, _ = compose_run([f"lr_schedule._target_={target}", "lr_schedule.max_lr=1"])
+    with pytest.raises(ConfigError, match=r"^lr_schedule: OneCycleLR refuses {'max_lr': 1}: You must define"):
+        instantiate.check_targets(config)
 
 
 def test_partition_grain_is_another_name_of_granularity():

@@ -164,6 +164,19 @@ def test_the_advice_is_what_is_fastest_and_fits(profile, devices, machine, is_ch
     shows(why, [reason])
 
 
+def test_links_are_not_blamed_for_a_model_that_cannot_be_cut():
+    profile, tied = known(parameter_bytes=100), "'wte' and 'head' are one tensor"
+    units = [replace(unit, may_cut=not place, reason=tied * bool(place)) for place, unit in enumerate(profile.units)]
+    profile, machine = replace(profile, units=units), Machine(bandwidth=1e3)
+    told = predict(profile, Pipeline(method("adl", accumulation_steps=4), 2), machine=machine)
+    slow_ddp = replace(without(profile, devices=2, machine=machine), ddp=0.0, single=2.0)
+    choice, why = advise([told], slow_ddp)
+    assert choice is None
+    shows(why, ["use one device", f"stage 1 (u1 .. u7) has 88% of the work, since it can be cut nowhere: {tied}"])
+    evenly = replace(told, uneven=None)  # nothing to blame: links take next to none of the time
+    shows(advise([evenly], slow_ddp)[1], ["a pipeline gains less here than it costs"])
+
+
 def test_what_is_too_stale_is_not_recommended_however_fast():
     """At K = 16 the factor is 4 with M = 4 and 9.2 with M = 3, where the paper's run diverged."""
     # DDP would wait for its ring, and one device alone is slow.

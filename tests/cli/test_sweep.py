@@ -100,7 +100,7 @@ def test_a_run_that_diverges_is_a_result(swept):
     assert [row["status"] for row in rows(swept)] == ["complete", "complete", "diverged", "diverged"]
     where = json.loads((swept.run_dir / "wild/k2-seed1/diverged.json").read_text())
     log = (swept.run_dir / "wild/k2-seed1" / sweep.LOG).read_text()
-    shows(log, [f"at update {where['update']} (epoch {where['epoch']})"])
+    shows(log, [f"at update {where['update']} (epoch {where['epoch'] + 1})"])
     assert [row["ended_at_update"] for row in rows(swept)][-1] == str(where["update"])
     text = (swept.run_dir / "comparison.md").read_text()
     shows(text, ["**2 of 2 diverged**", "adl-dist train --multirun", "seeds 0, 1", "torch"])

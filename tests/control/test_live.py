@@ -189,9 +189,10 @@ def test_status_prints_one_line_per_stage_or_json(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["status"], "takes the folder of a running job, got none: adl-dist status RUN_DIR"),
-        (["stop", "a", "b"], "takes the folder of a running job, got 'a b'"),
-        (["checkpoint", "--now"], "takes the folder of a running job, got '--now'"),
+        (["status"], "takes one run folder, got none: adl-dist status RUN_DIR"),
+        (["stop", "a", "b"], "takes one run folder, got 'a b': adl-dist stop RUN_DIR"),
+        (["checkpoint", "--now"], "does not know '--now'; expected adl-dist checkpoint RUN_DIR"),
+        (["status", "run_dir={tmp}/none"], "no run is training there on this machine (there is no such folder)"),
         (["status", "{tmp}/none"], "no run is training there on this machine (there is no such folder)"),
         (["stop", "{tmp}"], "no run is training there on this machine (there is no control.sock)"),
     ],

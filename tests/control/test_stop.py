@@ -25,7 +25,7 @@ from tests.support.kill import records
 from tests.support.ranks import run_ranks
 from tests.support.runs import toy_trainer
 from tests.support.tiers import slow
-from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.toys import TRIED, FixedImages, batch_norm_net
 from tests.support.values import values
 
 NUM_SAMPLES, MICRO_BATCH, EPOCHS = 60, 2, 2
@@ -40,12 +40,12 @@ class Asking(FixedImages):
 
     def __init__(self, at=0, what=Ask.STOP, num_samples=NUM_SAMPLES):
         super().__init__(num_samples)
-        self.at, self.what, self.num_served, self.answer = at, what, 0, None
+        self.at, self.what, self.num_served, self.answer = at, what, -TRIED, None
         self.trainer = None
 
     def __getitem__(self, index):
         self.num_served += 1
-        if self.num_served == self.at:
+        if self.at and self.num_served == self.at:
             self.answer = self.trainer.requests.ask(self.what, "a test")
         return super().__getitem__(index)
 

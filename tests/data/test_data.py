@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from functools import partial
 
 import numpy as np
@@ -109,14 +110,14 @@ def test_micro_batches_have_exactly_the_sizes_asked_for():
     ],
 )
 def test_sizes_that_the_dataset_cannot_fill_are_refused(sizes, first, message):
-    with pytest.raises(DataError, match=f"epoch 2: expected micro-batches .*{message}"):
+    with pytest.raises(DataError, match=f"epoch 3: expected micro-batches .*{message}"):
         next(Loader(Augmented(), seed=5, shuffle=True).batches(2, sizes, first_sample=first))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("end", ["exhausted", "closed early", "raises"])
 def test_an_epoch_that_ends_leaves_random_streams_and_no_worker(end, num_workers):
-    """However it ends; what the user's dataset raises passes through."""
+    """However it ends, also by what the user's dataset raises."""
     np.random.randn()  # numpy makes them in pairs, and keeps the second one
     before = global_streams()
     dataset = Augmented() if end == "exhausted" else Returns(LookupError("the user's own words"), index=7)
@@ -126,7 +127,9 @@ def test_an_epoch_that_ends_leaves_random_streams_and_no_worker(end, num_workers
     if end == "exhausted":
         assert len(list(batches)) == 1
     elif end == "raises":
-        with pytest.raises(LookupError, match="the user's own words") as failure:
+        with pytest.raises(
+            DataError, match="sample 7: Returns raised LookupError: the user's own words at "
+        ) as failure:
             list(batches)
         assert failure.traceback  # it is alive, and so is whatever its frames hold
     else:
@@ -169,12 +172,12 @@ def test_only_datasets_of_tensors_are_not_seeded(dataset, num_seeded, monkeypatc
 @pytest.mark.parametrize("indices", [[0, 6], [0.5, 1.5], [True, False], [[0], [1, 2]]])
 def test_what_is_wrong_with_a_subset_is_what_its_dataset_says(indices):
     """What is no list of samples, such as a mask, is not taken for one."""
-    dataset, told = Subset(TensorDataset(*TENSORS), indices), (DataError, "sample 1: expected")
+    dataset, told = Subset(TensorDataset(*TENSORS), indices), "sample 1: expected"
     try:
         dataset[0], dataset[1]
     except (IndexError, TypeError) as error:
-        told = type(error), re.escape(str(error))
-    with pytest.raises(told[0], match=told[1]):
+        told = f"sample .: Subset raised {type(error).__name__}: {re.escape(str(error))}"
+    with pytest.raises(DataError, match=told):
         list(Loader(dataset, seed=1, shuffle=False).batches(0, [2]))
 
 
@@ -263,6 +266,41 @@ def test_a_sample_that_cannot_be_used_is_named_with_what_it_is(value, message):
     """In the same one line where a worker finds it."""
     with pytest.raises(DataError, match=f"^sample 3: .*{message}"):
         loaded([8], dataset=Returns(value), shuffle=False, num_workers=int(value is None))
+
+
+def divides_by_zero(index):
+    return 1 / (index - 5), 0
+
+
+class Computed(Dataset):
+    """Sample ``index`` is ``make(index)``."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("name", ["training", "validation"])
+def test_what_a_dataset_raises_is_told_with_index_and_line(name, num_workers):
+    how = {"seed": 0, "shuffle": False, "device": torch.device("cpu"), "precision": Precision()}
+    loader = DeviceLoader(Computed(divides_by_zero), name, num_workers=num_workers, **how)
+    line = rf"^{name} dataset: sample 5: Computed raised ZeroDivisionError: .*division by zero at .*test_data.py:\d+$"
+    with pytest.raises(DataError, match=line) as failure:
+        list(loader.batches(0, [4, 4]))
+    assert "divides_by_zero" in "".join(traceback.format_exception(failure.value)), "the log has the whole traceback"
+
+
+def test_a_dataset_that_cannot_be_sent_to_workers_is_refused():
+    with pytest.raises(
+        DataError, match=r"Computed cannot be sent to the processes that load data: .*lambda.*data.num_workers=0"
+    ):
+        loaded([4], dataset=Computed(lambda index: (index, 0)), num_workers=1)
 
 
 def test_numbers_and_numpy_arrays_of_any_layout_become_tensors():

@@ -17,7 +17,7 @@ from adl_dist.distributed import print_turn, world
 from adl_dist.distributed.device import edge_backend
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
-from adl_dist.training import shape_inference
+from adl_dist.training import agreement
 from tests.support.ranks import run_ranks
 from tests.support.runs import MICRO_BATCH, NUM_SAMPLES, trained
 
@@ -53,8 +53,8 @@ def test_a_store_that_ended_with_rank_0_is_one_line():
             raise dist.DistNetworkError("Broken pipe")
 
     with pytest.raises(ChannelError, match=r"^no word from rank 0 at start-up; its own log, .* says why$"):
-        shape_inference.check_consistent(Ended(), 1, 2, {"seed": 0})
-    with pytest.raises(ConfigError, match="of its own"), shape_inference.propagate_errors(Ended(), stages=[1], rank=1):
+        agreement.check_consistent(Ended(), 1, 2, {"seed": 0}, found=False)
+    with pytest.raises(ConfigError, match="of its own"), agreement.propagate_errors(Ended(), rank=1):
         raise ConfigError("of its own")
 
 

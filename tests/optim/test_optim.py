@@ -1,6 +1,7 @@
 """Learning rates are functions of the update index: against formulas, torch's own schedules, and resumption."""
 
 import math
+import os
 from functools import partial
 
 import pytest
@@ -10,7 +11,11 @@ from torch.optim import lr_scheduler
 
 from adl_dist import optim
 from adl_dist.errors import ConfigError
-from adl_dist.optim import build_lr_schedule, constant, cosine, fast_forward, multistep
+from adl_dist.optim import build_lr_schedule, constant, cosine, fast_forward, multistep, takes_length, try_schedule
+from tests.support.ranks import RanksFailed, run_ranks
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages
+from tests.support.values import SILENT
 
 
 def sgd(lr=0.1):
@@ -116,6 +121,138 @@ def test_a_schedule_gets_the_runs_length_only_if_it_asks_for_it():
     assert learning_rates(built, 4) == pytest.approx([0.1, 0.1, 0.1, 0.01])
     built = build_lr_schedule(cosine, sgd(1.0), updates_per_epoch=5, total_updates=30, warmup_epochs=1)
     assert learning_rates(built, 20)[-1] == pytest.approx((1 + math.cos(math.pi * 14 / 25)) / 2)
+
+
+def built(target, **options):
+    return build_lr_schedule(target, sgd(), updates_per_epoch=5, total_updates=30, **options)
+
+
+def test_what_the_user_gives_of_the_length_is_left_as_it_is():
+    cycle = partial(lr_scheduler.OneCycleLR, max_lr=1.0)
+    assert built(cycle).total_steps == 30
+    assert built(cycle, total_steps=7).total_steps == 7
+    assert built(partial(cycle, total_steps=7)).total_steps == 7
+    assert built(partial(cycle, epochs=2, steps_per_epoch=4)).total_steps == 8
+    assert built(cycle, epochs=2, steps_per_epoch=4).total_steps == 8
+    given = learning_rates(built(partial(cosine, total_updates=10)), 11)
+    assert given[-1] == 0.0
+    follows = partial(cosine, total_updates=10), cosine, cycle, partial(cycle, total_steps=7), lr_scheduler.StepLR
+    assert [takes_length(target) for target in follows] == [False, True, True, False, False]
+
+
+def test_a_tried_schedule_leaves_its_optimizer_as_it_was():
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate, momentum=0.9)
+    before = dict(optimizer.param_groups[0])
+    make = partial(lr_scheduler.OneCycleLR, optimizer, 0.5, total_steps=30)
+    scheduled = try_schedule(make, optimizer, 30)
+    assert scheduled == {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "max_momentum", "base_momentum"}
+    assert optimizer.param_groups[0] == before
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == pytest.approx(0.1)
+    plain = sgd()
+    assert try_schedule(partial(lr_scheduler.StepLR, plain, 3), plain, 30) == {"lr", "initial_lr"}
+
+
+@pytest.mark.parametrize(
+    ("make", "at"),
+    [
+        (
+            lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=9),
+            "OneCycleLR fails after update 10 of the run's 30: Val",
+        ),
+        (
+            lambda o: lr_scheduler.LambdaLR(o, ([1.0] * 12).__getitem__),
+            "LambdaLR fails after update 12 .*: IndexError: list index",
+        ),
+    ],
+)
+def test_a_schedule_shorter_than_the_run_is_refused(make, at):
+    optimizer = sgd()
+    with pytest.raises(ConfigError, match=f"lr_schedule: {at}.*; make it as long as the run"):
+        try_schedule(partial(make, optimizer), optimizer, 30)
+    assert "initial_lr" not in optimizer.param_groups[0]
+
+
+def test_a_very_long_run_is_not_tried_to_its_end(monkeypatch):
+    monkeypatch.setattr(optim, "MOST_TRIED", 8)
+    optimizer = sgd()
+    make = partial(lr_scheduler.OneCycleLR, optimizer, 0.5, total_steps=9)
+    with pytest.raises(
+        ConfigError, match="fails after update 10 of the run's 1000000: ValueError: it has total_steps=9"
+    ):
+        try_schedule(make, optimizer, 1_000_000)
+    try_schedule(partial(lr_scheduler.LambdaLR, optimizer, ([1.0] * 12).__getitem__), optimizer, 1_000_000)
+
+
+# --- in a run ---------------------------------------------------------------------------------------------------------
+
+
+def fit(run_dir, **options):
+    trainer = toy_trainer(2, 2, optimizer=partial(torch.optim.SGD, lr=0.1), **options)
+    return trainer.fit(FixedImages(20), epochs=1, batch_size=8, run_dir=run_dir, monitoring=SILENT)
+
+
+def test_a_run_that_outlasts_its_schedule_does_not_start(tmp_path):
+    cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1, cycle_momentum=False)
+    with pytest.raises(
+        ConfigError, match="OneCycleLR fails after update 3 of the run's 3: ValueError: Tried to step 3"
+    ):
+        fit(tmp_path / "short", lr_schedule=partial(cycle, total_steps=2))
+    assert not (tmp_path / "short" / "checkpoints").exists()
+    assert fit(tmp_path / "follows", lr_schedule=cycle)["updates"] == 3
+
+
+def test_a_schedule_that_fails_in_mid_run_says_where(tmp_path):
+    """One that no trial finds: it counts its calls, in all its copies."""
+    calls = iter(range(9))
+
+    with pytest.raises(
+        ConfigError, match=r"stage [01]: lr_schedule: LambdaLR fails after update \d: StopIteration.*; make"
+    ):
+        fit(tmp_path, lr_schedule=lambda o: lr_scheduler.LambdaLR(o, lambda s: 0.1 * next(calls)))
+
+
+def optimizer_of_rank_1(parameters):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("only here")
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def schedule_of_rank_1(optimizer):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("only here")
+    return lr_scheduler.StepLR(optimizer, 3)
+
+
+def schedule_of_rank_0(optimizer):
+    if os.environ["RANK"] == "0":
+        raise RuntimeError("only here")
+    return lr_scheduler.StepLR(optimizer, 3)
+
+
+def fit_on_ranks(options):
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.1), **options}
+    toy_trainer(2, 2, **options).fit(FixedImages(20), epochs=1, batch_size=8, monitoring=SILENT)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("rank", "options"),
+    [
+        (1, {"optimizer": optimizer_of_rank_1}),
+        (1, {"lr_schedule": schedule_of_rank_1}),
+        (0, {"lr_schedule": schedule_of_rank_0}),
+    ],
+)
+def test_a_maker_that_fails_on_one_rank_ends_all_at_once(rank, options):
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(2, fit_on_ranks, options, timeout_seconds=40)
+    text = str(failure.value)
+    assert "still ran" not in text
+    assert text.count("only here") > 2
+    assert text.index(f"cause-rank{rank}") < text.index(f"victim-rank{1 - rank}")
+    assert "only here" in text[text.index("victim") :]
 
 
 @pytest.mark.parametrize(

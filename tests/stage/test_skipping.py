@@ -121,13 +121,13 @@ def test_local_losses_cannot_skip_in_all_stages():
 @pytest.mark.parametrize("method", ["adl", "fr", "gpipe"])
 def test_the_stage_nearest_the_loss_reports_a_shared_fault(method):
     for seed in range(5):
-        with pytest.raises(DivergedError, match=r"stage 2: the loss is nan at update 0 \(epoch 0\)"):
+        with pytest.raises(DivergedError, match=r"stage 2: the loss is nan at update 0 \(epoch 1\)"):
             train(3, 2, torch.float32, method=method, plant=nan_inputs, pick_next=at_random(seed))
 
 
 @pytest.mark.parametrize(("K", "stage"), [(1, 0), (2, 0), (3, 1)])
 def test_a_gradient_that_is_not_finite_stops_before_it_is_used(K, stage):
-    with pytest.raises(DivergedError, match=rf"stage {stage}: the norm of the gradient is nan at update 2 \(epoch 0\)"):
+    with pytest.raises(DivergedError, match=rf"stage {stage}: the norm of the gradient is nan at update 2 \(epoch 1\)"):
         train(K, 2, torch.float32, plant=infinite_gradient)
 
 
@@ -191,7 +191,7 @@ def test_what_is_underway_is_told_with_the_next_or_at_the_end():
         faults.judge(tally_of(NAN), (), update=2, epoch=0)
     faults.forget()  # the segment was interrupted there
     faults.judge(tally_of(NAN), (), update=5, epoch=2)
-    with pytest.raises(DivergedError, match=r"the loss is nan at update 5 \(epoch 2\)"):
+    with pytest.raises(DivergedError, match=r"the loss is nan at update 5 \(epoch 3\)"):
         faults.check()
 
 

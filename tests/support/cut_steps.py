@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from adl_dist.models import torchvision_model
 from adl_dist.partition import even_sizes, linearise
 from adl_dist.stage import Stage
+from adl_dist.stage.traits import StageTraits
 from tests.support.values import spec_of
 
 NUM_STAGES, BATCH, CLASSES = 4, 2, 10
@@ -116,7 +117,7 @@ def cut_step(model, pieces, x):
 
     def stage(k, acts, *, training):
         # In the trainer a trial finds out which arguments are overwritten.
-        made = Stage(pieces[k], k, spec, overwrites=([True] * len(acts),) * 2)
+        made = Stage(pieces[k], k, spec, traits=StageTraits(overwrites=([True] * len(acts),) * 2))
         made.begin(0, training=training)
         return made
 
@@ -131,7 +132,7 @@ def cut_step(model, pieces, x):
     values = _left_by_training(model, x, loss_fn.out)
     acts = (x.detach(),)
     for k in range(len(pieces)):
-        acts = stage(k, acts, training=False).predict(acts, target)
+        acts = stage(k, acts, training=False).predict(0, acts, target)
     return values | _named("evaluation", loss_fn.out), sent
 
 

@@ -18,7 +18,7 @@ from tests.support.toys import Block
 
 def train_by_the_equations(
     modules, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, delays=None, weights="stash", shrink=1.0,
-    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=()
+    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=(), num_terms=len
 ):  # fmt: skip
     """Train and return all parameters and buffers, by name.
 
@@ -40,6 +40,7 @@ def train_by_the_equations(
         clip_norm: the norm that the gradient of each module, by itself, is scaled down to if it is longer.
         skipped: groups of every epoch that leave weights and momentum as they are; the update index moves on.
         unseen: micro-batches of theirs that no running statistic remembers.
+        num_terms: from a target to what ``loss_fn`` divides by; the samples, or what it counts instead.
     """
     assert weights in ("stash", "recompute", "latest", "2bw"), weights
     assert reduction in ("mean", "sum"), reduction
@@ -53,7 +54,7 @@ def train_by_the_equations(
     for batches in epochs:
         base = theta[0].updates
         for b, (u, target) in enumerate(batches):
-            share, last_of_group = place_in_group(batches, b, M)
+            share, last_of_group = place_in_group(batches, b, M, num_terms)
             if b in unseen:
                 assert b // M in skipped
                 if last_of_group:
@@ -112,7 +113,9 @@ def train_by_the_equations(
     return state_of(modules, theta)
 
 
-def train_greedily(modules, heads, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, sources=None):
+def train_greedily(
+    modules, heads, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, sources=None, num_terms=len
+):
     """Train every module on its own loss (DGL); return the parameters and buffers of the modules, and of each head.
 
     No gradient leaves a module, so that module k can do a whole epoch before module k+1 begins.
@@ -141,7 +144,7 @@ def train_greedily(modules, heads, epochs, *, M, loss_fn, lr, momentum=0.0, weig
                 w, h = theta[k].leaves(theta[k].updates), phi[k].leaves(phi[k].updates)
                 y = functional_call(modules[k], w, (x,))
                 passed_on.append((leaf(y), target))  # of the weights before the update
-                share, last_of_group = place_in_group(steps, j, M)
+                share, last_of_group = place_in_group(steps, j, M, num_terms)
                 loss = loss_fn(functional_call(heads[k], h, (y,)), target) * share
                 gradient = iter(torch.autograd.grad(loss, [*w.values(), *h.values()]))
                 for versions, names in ((theta[k], w), (phi[k], h)):
@@ -214,10 +217,11 @@ def floats(z):
     return [t for t in (z if isinstance(z, tuple) else (z,)) if t.is_floating_point()]
 
 
-def place_in_group(steps, b, M):
-    """The share of step b in the samples of its group, and whether it ends it."""
+def place_in_group(steps, b, M, num_terms):
+    """The share of step b in the terms of its group, and whether it ends it."""
     group = steps[b // M * M : b // M * M + M]
-    return len(steps[b][1]) / sum(len(target) for _, target in group), (b + 1) % M == 0 or b + 1 == len(steps)
+    share = num_terms(steps[b][1]) / sum(num_terms(target) for _, target in group)
+    return share, (b + 1) % M == 0 or b + 1 == len(steps)
 
 
 def state_of(modules, theta):

@@ -6,7 +6,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from adl_dist.training.samples import NUM_SAMPLES
+
 NUM_CLASSES = 5
+TRIED = NUM_SAMPLES - 1  # samples that the trial at the start takes, but for one
 
 
 class Block(nn.Module):
@@ -52,11 +55,11 @@ class FixedImages(Dataset):
 
 
 class Counted(FixedImages):
-    """Calls what ``actions`` has for the number of samples served, some of them before the first epoch."""
+    """Calls what ``actions`` has for the number of samples served, one of them before the first epoch."""
 
     def __init__(self, num_samples, actions):
         super().__init__(num_samples)
-        self.actions, self.num_served = actions, 0
+        self.actions, self.num_served = actions, -TRIED
 
     def __getitem__(self, index):
         self.num_served += 1
@@ -65,11 +68,11 @@ class Counted(FixedImages):
 
 
 class Unplugged(FixedImages):
-    """Data that are gone after so many samples."""
+    """Data that are gone after so many samples, one of them before the first epoch."""
 
     def __init__(self, num_samples, *, after):
         super().__init__(num_samples)
-        self.left = after
+        self.left = after + TRIED
 
     def __getitem__(self, index):
         self.left -= 1

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 import torch
 from torch import nn
@@ -19,6 +20,12 @@ def units():
 
 def good():
     return nn.Sequential(*units())
+
+
+def matrices():
+    """The same without biases: every parameter is a matrix."""
+    first = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 8, bias=False))
+    return nn.Sequential(first, *(nn.Linear(8, width, bias=False) for width in (8, 8, NUM_CLASSES)))
 
 
 class Branching(nn.Module):
@@ -60,8 +67,34 @@ def second_half_does_not_fit():
     return nn.Sequential(*parts)
 
 
+class KeepsView(nn.Module):
+    """Computes with a view of its weight that it made when it was built."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.flat = self.layer.weight.view(-1)
+
+    def forward(self, x):
+        return x @ self.flat.view(8, 8)
+
+
+def keeps_a_view():
+    parts = units()
+    parts[1] = nn.Sequential(parts[1], KeepsView())
+    return nn.Sequential(*parts)
+
+
 def raises():
     raise LookupError("no such weights\non any server")
+
+
+def exits():
+    sys.exit(3)
+
+
+def exits_at(at):
+    return nn.Sequential(*units(), At(at, exits))
 
 
 def no_module():
@@ -153,6 +186,43 @@ def faulty_at_the_start(at):
 
 def killed(at):
     return nn.Sequential(*units(), At(at, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+def cross_entropy(output, target, scale=1.0):
+    """The loss itself, not a function that makes it."""
+    return scale * nn.functional.cross_entropy(output, target)
+
+
+def loss_of_nothing(output, target):
+    nn.functional.cross_entropy(output, target)
+
+
+def a_float(output, target):
+    return nn.functional.cross_entropy(output, target).item()
+
+
+def column(width=1):
+    return nn.Sequential(*units(), nn.ReLU(), nn.Linear(NUM_CLASSES, width))
+
+
+class Measured(Images):
+    """Images with a number, not a class."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0], torch.tensor(index / 10)
+
+
+def measured():
+    return Measured(32), Measured(8)
+
+
+class RaisesAt(Images):
+    def __getitem__(self, index):
+        return super().__getitem__(index // (index - 20))
+
+
+def raises_at_a_sample():
+    return RaisesAt(32), Images(8)
 
 
 def no_optimizer(params, **_):

@@ -11,7 +11,7 @@ from tests.support.runs import nan_inputs, toy_trainer, train
 from tests.support.tiers import slow
 from tests.support.toys import UNET_BALANCE, FixedImages, batch_norm_net, tuple_net, unet
 from tests.support.user_code import At, fail
-from tests.support.values import QUIET
+from tests.support.values import QUIET, SILENT
 
 pytestmark = pytest.mark.ranks
 
@@ -103,7 +103,7 @@ def different_jobs():
     ("body", "cause", "victim", "message"),
     [
         (a_bug_on_stage_1, "cause-rank1", "victim-rank0", "a bug of the user's"),
-        (a_head_where_none_can_be, "cause-rank0", "victim-rank1", "expected one tensor [B, C, H, W] or [B, C]"),
+        (a_head_where_none_can_be, "cause-rank0", "cause-rank1", "expected one tensor [B, C, H, W] or [B, C]"),
     ],
 )
 def test_every_rank_knows_the_cause_of_a_failure_first(body, cause, victim, message):
@@ -113,9 +113,49 @@ def test_every_rank_knows_the_cause_of_a_failure_first(body, cause, victim, mess
     assert "still ran" not in text
     assert text.index(cause) < text.index(victim)
     assert message in text[: text.index(victim)]
-    assert message in text[text.index(victim) :], "through the control plane, or the store"
+    assert message in text[text.index(victim) :], "through the control plane, or because it finds the same"
 
 
-def test_ranks_that_were_given_different_jobs_refuse_to_start():
-    with pytest.raises(RanksFailed, match="were not given the same job: method is"):
-        run_ranks(2, different_jobs)
+def different_models():
+    model = batch_norm_net()
+    model[-1][-1] = torch.nn.Linear(4, 5 + int(os.environ["RANK"]))
+    return train(2, 1, torch.float32, model=lambda: model)
+
+
+def unseeded_models():
+    return train(2, 1, torch.float32, model=lambda: batch_norm_net(seed=int(os.environ["RANK"])))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (different_jobs, r"were not given the same job: method.accumulation_steps is . here and . there"),
+        (different_models, r"were not given the same job: model 6.2.weight is \[., 4\] here and \[., 4\] there"),
+        (
+            unseeded_models,
+            r"do not begin with the same weights: the initial 0.0.weight differs; call",
+        ),
+    ],
+)
+def test_ranks_that_differ_refuse_to_start_and_say_in_what(body, message):
+    with pytest.raises(RanksFailed, match=message):
+        run_ranks(2, body)
+
+
+def weights_of_a_checkpoint(checkpoint, run_dir):
+    """Load, then continue there: the ranks' own initial weights, of other seeds, mean nothing."""
+    trainer = toy_trainer(2, 2, model=batch_norm_net(seed=int(os.environ["RANK"])))
+    trainer.load_checkpoint(checkpoint)
+    loss = trainer.evaluate(FixedImages(8), batch_size=4)["validation_loss"]
+    again = toy_trainer(2, 2, model=batch_norm_net(seed=2 + int(os.environ["RANK"])))
+    summary = again.fit(FixedImages(16), epochs=2, batch_size=8, run_dir=run_dir, monitoring=SILENT)
+    return loss, summary["updates"]
+
+
+def test_ranks_with_weights_of_a_checkpoint_need_no_common_seed(tmp_path):
+    trainer = toy_trainer(2, 2)
+    trainer.fit(FixedImages(16), epochs=1, batch_size=8, run_dir=tmp_path, monitoring=SILENT)
+    expected = trainer.evaluate(FixedImages(8), batch_size=4)["validation_loss"]
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    found = run_ranks(2, weights_of_a_checkpoint, str(checkpoint), str(tmp_path))
+    assert found == [(expected, 4)] * 2

@@ -133,7 +133,7 @@ def test_a_gpu_skips_the_groups_that_the_cpu_skips(method):
 
 
 def test_a_fault_on_a_gpu_is_told_by_the_number_of_its_update():
-    with pytest.raises(DivergedError, match=r"is nan at update 0 \(epoch 0\)"):
+    with pytest.raises(DivergedError, match=r"is nan at update 0 \(epoch 1\)"):
         runs.train(3, 2, torch.float32, device="cuda", plant=nan_inputs)
 
 

@@ -212,13 +212,14 @@ HEADS = {  # None: a head can be there
     "no labels": (of_features, "predsim", images(*[torch.full((5,), 0.2)] * 8), "by their class, but the targets are"),
     "one sample, no norm": (batch_norm_net, "linear", ODD, None),
     "a stage without parameters": (of_features, "linear", FixedImages(8), None),
-    "labels to be ignored": (of_features, "predsim", images(0, 1, 2, -100) * 2, None),
+    "labels to be ignored": (of_features, "predsim", images(0, 1, 2, -1) * 2, None),
 }
 
 
 @pytest.mark.parametrize(("model", "head", "data", "message"), HEADS.values(), ids=list(HEADS))
 def test_a_head_is_refused_where_it_cannot_be(model, head, data, message):
-    trainer = toy_trainer(2, 1, "dgl", {"head": head}, model=model(), dtype=torch.float64)
+    options = {"loss_fn": nn.CrossEntropyLoss(ignore_index=-1), "dtype": torch.float64}
+    trainer = toy_trainer(2, 1, "dgl", {"head": head}, model=model(), **options)
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         trainer.fit(data, epochs=1, batch_size=4, monitoring=QUIET)
 

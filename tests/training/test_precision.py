@@ -22,6 +22,7 @@ cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
+        ({"dtype": torch.bfloat16}, r"dtype=bfloat16 is not supported: .*runtime\.autocast"),
         ({"autocast": torch.float16}, r"runtime\.autocast=float16 is not supported"),
         ({"autocast": torch.bfloat16, "dtype": torch.float64}, "lowers float32 only, but dtype=float64"),
         ({"autocast": torch.bfloat16, "method": "paci"}, r"runtime\.autocast a graph may keep what was computed"),

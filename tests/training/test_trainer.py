@@ -12,6 +12,7 @@ from torch import nn
 
 import adl_dist
 from adl_dist import engine
+from adl_dist.errors import ConfigError
 from adl_dist.partition import cut, even_balance
 from adl_dist.schedule import work
 from tests.support.commands import assert_same
@@ -213,6 +214,59 @@ def test_arguments_of_fit_are_checked_before_anything_happens(arguments, message
         toy_trainer(2, 2).fit(FixedImages(8), **values(**{"epochs": 1, "batch_size": 4, "quiet": True, **arguments}))
 
 
+class Loss(nn.CrossEntropyLoss):
+    pass
+
+
+WEIGHTS = [nn.Parameter(torch.zeros(1))]
+BY_SGD = torch.optim.SGD(WEIGHTS, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": nn.ReLU}, r"model is the class ReLU; expected a model made of it: ReLU\(...\)"),
+        ({"model": [nn.ReLU()]}, "model: expected a torch.nn.Module, got a list; of layers make an nn.Sequential"),
+        ({"loss_fn": Loss}, r"loss_fn is the class Loss; expected a loss made of it: Loss\(\)"),
+        ({"loss_fn": "mse"}, r"loss_fn: expected a callable that takes \(output, target\).*got a str"),
+        ({"optimizer": BY_SGD}, "optimizer is a SGD that has its parameters already.*torch.optim.SGD"),
+        ({"optimizer": "sgd"}, "optimizer: expected a callable that takes parameters, got a str"),
+        ({"lr_schedule": torch.optim.lr_scheduler.StepLR(BY_SGD, 1)}, "lr_schedule is a StepLR that has its optimizer"),
+        ({"method": "adll"}, "there is no 'adll'|no method"),
+        ({"method": 4}, r"method=4: expected adl_dist.method\(NAME, ...\) or a name, got a int"),
+        ({"num_stages": 2.0}, "num_stages=2.0: expected a whole number, got a float"),
+        ({"processes": {"device": "cpu"}}, r"processes=.*: expected adl_dist.ProcessOptions\(...\), got a dict"),
+        ({"precision": torch.float64}, r"precision=torch.float64: expected adl_dist.Precision\(...\), got a dtype"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_an_argument_of_a_wrong_kind_is_one_line(arguments, message):
+    usual = {"model": nn.Sequential(nn.ReLU()), "loss_fn": nn.MSELoss(), "optimizer": torch.optim.SGD}
+    given = {**usual, **arguments}
+    with pytest.raises(ConfigError, match=message):
+        adl_dist.Trainer(given.pop("model"), **given)
+
+
+def test_a_method_may_be_given_by_its_name():
+    model, usual = nn.Sequential(nn.ReLU()), {"loss_fn": nn.MSELoss(), "optimizer": torch.optim.SGD}
+    (by_name, by_value) = (adl_dist.Trainer(model, method=m, **usual) for m in ("gpipe", adl_dist.method("gpipe")))
+    assert by_name._spec.pipeline == by_value._spec.pipeline
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu"), "cuda", "cuda:0", torch.device("cuda", 0)])
+def test_a_device_may_be_a_name_or_a_device_of_torchs(device):
+    assert adl_dist.ProcessOptions(device=device).device == str(device).partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [("cuda:1", "device=cuda:1: a process takes the GPU of its local rank, here cuda:0"), ("gpu", "expected 'cpu' or")],
+)
+def test_a_device_that_no_process_takes_is_refused(device, message):
+    with pytest.raises(ConfigError, match=message):
+        adl_dist.ProcessOptions(device=device)
+
+
 def test_validation_images_are_taken_in_the_runs_dtype():
     fitted(2, val_dataset=FixedImages(4, dtype=torch.float64))
 
@@ -225,17 +279,19 @@ def test_a_loss_that_is_a_sum_is_refused():
 def test_a_checkpoint_continues_only_the_run_that_wrote_it(tmp_path):
     """Other data, another optimizer, an older checkpoint: each is told, and nothing is written over."""
 
-    def fit(samples=12, optimizer=torch.optim.SGD, epochs=2, resume="auto"):
+    def fit(samples=12, optimizer=torch.optim.SGD, epochs=2, resume="auto", run_dir=tmp_path):
         trainer = toy_trainer(1, 4, optimizer=lambda p: optimizer(p, lr=0.1))
-        options = {"epochs": epochs, "batch_size": 4, "run_dir": tmp_path, "resume": resume, "monitoring": SILENT}
+        options = {"epochs": epochs, "batch_size": 4, "run_dir": run_dir, "resume": resume, "monitoring": SILENT}
         trainer.fit(FixedImages(samples), **options)
 
     fit()
     saved = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    elsewhere = {"epochs": 3, "resume": str(tmp_path / "checkpoints" / saved[0]), "run_dir": tmp_path / "other"}
     for options, message in (
         ({"samples": 40}, "num_samples is 12 there and 40 here"),
-        ({"optimizer": torch.optim.AdamW, "epochs": 3}, "optimizer is SGD there and AdamW here"),
-        ({"epochs": 3, "resume": str(tmp_path / "checkpoints" / saved[0])}, "would write over"),
+        ({"optimizer": torch.optim.AdamW, "epochs": 3}, "optimizer.name is '.*SGD' there and '.*AdamW' here"),
+        ({"optimizer": torch.optim.AdamW, **elsewhere}, "optimizer is SGD there and AdamW here"),
+        ({"epochs": 3, "resume": elsewhere["resume"]}, "would write over"),
     ):
         with pytest.raises(adl_dist.AdlError, match=message):
             fit(**options)

@@ -27,7 +27,7 @@ from adl_dist.errors import AdlError
 from adl_dist.monitor.memory import peak_memory_bytes
 from adl_dist.optim import build_lr_schedule
 from adl_dist.partition import cut
-from adl_dist.stage import to_channels_last
+from adl_dist.stage import in_memory_format
 from adl_dist.transport.spec import TensorSpec
 
 PIPELINES = ("gpipe", "1f1b")
@@ -58,7 +58,7 @@ def run(
             model = cut(model, num_stages=size, balance=balance, granularity=granularity)[rank]
         model = model.to(device)
         if channels_last:
-            to_channels_last(model)
+            in_memory_format(model, channels_last=True)
         loss_fn = instantiate.build_loss(config)
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(device, dtype)

@@ -33,7 +33,7 @@ from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
 from adl_dist.distributed.world import launched_world_size
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, Exit
 from adl_dist.report.files import write_atomically
 
 FACTS, FIGURE, LOGS = "bench.json", "bench.svg", "logs"
@@ -53,10 +53,10 @@ def bench(argv: list[str]) -> None:
     able, left_out = entries(flags.contenders.split(","), config, warmup=flags.warmup)
     if not able:
         raise ConfigError(f"no contender is left: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}")
-    default = Path("runs") / f"bench-{Path(str(config.run_dir)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    out = flags.out or default
+    out = flags.out or _folder_given(flags.overrides)
+    out = out or Path("runs") / f"bench-{Path(str(config.run_dir)).name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if (out / FACTS).exists():
-        raise ConfigError(f"--out {out} already holds a {FACTS}, which would be overwritten; choose another folder")
+        raise ConfigError(f"{out} already holds a {FACTS}, which would be overwritten; choose another folder")
     setting = BenchConfig(
         config=config,
         overrides=flags.overrides,
@@ -88,7 +88,13 @@ def bench(argv: list[str]) -> None:
     is_gpu = config.runtime.device is Device.cuda
     sys.stdout.write(f"{_head(setting)}\n\n{report(table, left_out, is_gpu=is_gpu)}\n\n")
     sys.stdout.write(f"written: {written}; output of each run: {out / LOGS}\n")
-    raise SystemExit(code or (1 if all("error" in row for row in table) else 0))
+    raise Exit(code or (1 if all("error" in row for row in table) else 0))
+
+
+def _folder_given(overrides: Sequence[str]) -> Path | None:
+    """Return the folder that ``run_dir=`` names; bench keeps no other run folder."""
+    folders = [each.partition("=")[2] for each in overrides if each.lstrip("+").startswith("run_dir=")]
+    return Path(folders[-1]) if folders else None
 
 
 def _write(path: Path, facts: dict[str, Any], runs: Sequence[Measured], table: list[Row]) -> list[Row]:
@@ -154,7 +160,12 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     add("--warmup", type=int, default=3, metavar="N", help="updates that do not count, at least; default: 3")
     wait = "a run that takes longer is ended and has failed; default: far more than --seconds, with --updates a day"
     add("--timeout", type=float, metavar="S", help=wait)
-    add("--out", type=Path, metavar="FOLDER", help="for bench.json, bench.svg and logs/; default: runs/bench-...")
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="for bench.json, bench.svg, logs/; default: run_dir=, else runs/bench-...",
+    )
     add("--no-pinning", action="store_true", help="do not bind processes to cores")
     words = "words before the command of each rank, like 'ip netns exec node{rank}'"
     add("--prefix", default="", metavar="WORDS", help=words)

@@ -18,8 +18,8 @@ from adl_dist.partition import Machine, checked_sizes, even_sizes
 from adl_dist.partition.predict import best_cut, predict
 from adl_dist.schedule import METHODS, Method, Pipeline
 from adl_dist.schedule.run_plan import micro_batch_size_of
-from adl_dist.training.shape_inference import dry_run
-from adl_dist.transport.spec import Specs, TensorSpec
+from adl_dist.training.trial import Trial
+from adl_dist.transport.spec import TensorSpec
 
 Kind = Literal["loop", "ddp", "gpipe", "1f1b", "ours"]
 
@@ -82,7 +82,10 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     for is_wrong, why in (
         (on_all_cores and is_gpu, "the cores of the host do not make a GPU faster"),
         (kind != "loop" and K == 1, "needs several processes, but partition.num_stages is 1"),
-        (is_plain and not config.runtime.channels_last, f"runtime.channels_last=false, so it would be {base} again"),
+        (
+            is_plain and config.runtime.channels_last is False,
+            f"runtime.channels_last=false, so it would be {base} again",
+        ),
         (kind == "ddp" and samples % K, f"the {samples} samples of an update cannot be shared evenly by {K} replicas"),
         (kind == "1f1b" and M < K, f"torch's 1F1B needs at least as many micro-batches (M = {M}) as stages (K = {K})"),
         (needs_gpus and num_gpus < K, f"needs a GPU for each of {K} stages, and there are {num_gpus}"),
@@ -125,6 +128,7 @@ class ModelSurvey:
 
     sizes: list[int]  # units of each stage
     granularity: str
+    channels_last: bool  # whether images are computed in that memory format
     overwrites: list[list[bool]]  # for each stage, for each tensor that arrives, whether the stage writes to it
     target: TensorSpec
     act_bytes: int  # per sample, downstream, over all cuts
@@ -163,23 +167,16 @@ def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
             sizes = None if balance == "auto" else checked_sizes(profiler.chain, K, balance)
     sizes, predicted = predict_speeds(config, able, profiler, sizes)
     stages = profiler.chain.pieces(sizes) if K > 1 else [profiler.model]
-    acts, shared = Specs.always([profiler.input]), None
-    overwrites, act_bytes, grad_bytes = [], 0, 0
-    for k, stage in enumerate(stages):
-        target = profiler.target if k == K - 1 else None
-        result = dry_run(stage, k, acts, target, profiler.spec.loss_fn, profiler.device, shared)
-        overwrites.append(result.overwrites[0])
-        acts, shared = result.outs, result.shared
-        if k < K - 1:
-            act_bytes += sum(map(sample_bytes, acts.training))
-            grad_bytes += sum(map(sample_bytes, acts.of_gradients().training))
+    agreed = Trial(profiler.model, profiler.spec, profiler.samples, profiler.device).run(stages)
+    crossing = [agreed.acts[k] for k in range(1, len(stages))]
     return ModelSurvey(
         sizes=sizes,
         granularity=profiler.granularity,
-        overwrites=overwrites,
-        target=profiler.target,
-        act_bytes=act_bytes,
-        grad_bytes=grad_bytes,
+        channels_last=bool(profiler.spec.precision.channels_last),
+        overwrites=[list(agreed.traits[k].overwrites[0]) for k in range(len(stages))],
+        target=agreed.target,
+        act_bytes=sum(sample_bytes(spec) for specs in crossing for spec in specs.training),
+        grad_bytes=sum(sample_bytes(spec) for specs in crossing for spec in specs.of_gradients().training),
         parameter_bytes=sum(p.numel() * p.element_size() for p in profiler.model.parameters()),
         predicted=predicted,
     )

@@ -95,6 +95,7 @@ def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
     """Return the overrides that configure a run of ``entry``: one epoch, so that a pipeline is filled only once."""
     survey, node = bench.survey, bench.config.data
     argv = [word for word in bench.overrides if not word.lstrip("+~").startswith(MANAGED_KEYS)]
+    argv += [f"runtime.channels_last={str(survey.channels_last).lower()}"]  # null is for a trial to settle
     argv += [*entry.settings, *method_words(entry.method), f"partition.num_stages={entry.num_processes}"]
     if entry.is_cut:
         balance = ",".join(map(str, survey.sizes))

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from adl_dist.cli.config.schema import RunConfig
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, Exit
 from adl_dist.report.runs import flatten
 from adl_dist.schedule import METHODS, Method
 
@@ -57,6 +57,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse the command line by a ConfigError."""
         raise ConfigError(f"{self.prog}: {message}; {self.prog} --help lists what it takes")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """End the command, as after its help."""
+        sys.stderr.write(message or "")
+        raise Exit(status)
 
 
 def config_folder() -> Path:
@@ -213,6 +218,7 @@ def readable(error: Exception, overrides: Sequence[str]) -> str:
             extra = "pip install -c constraints.txt -e '.[slurm]' in the checkout"
             return f"there is no {group}={name}; the submitit launchers come by {extra}"
         known = f"; choose one of {_choices(group)}" if group and _choices(group) else ""
+        known += _of_torchvision(name) if group == "model" else ""
         return f"there is no {group}={name}{known}" if group else f"there is no configuration '{match[1]}'"
     if isinstance(error.__cause__, OmegaConfBaseException):
         error = error.__cause__
@@ -222,8 +228,20 @@ def readable(error: Exception, overrides: Sequence[str]) -> str:
         return first
     if "Missing mandatory value" in text:
         return f"{full_key} must be given: add {full_key}=VALUE"
-    culprit = next((each for each in overrides if each.lstrip("+").startswith(f"{full_key}=")), full_key)
+    of_key = [each for each in overrides if each.lstrip("+").startswith(f"{full_key}=")]
+    named = [each for each in of_key if f"'{each.partition('=')[2]}'" in first]  # of several, the one that is wrong
+    culprit = [full_key, *of_key, *named][-1]
     return f"{culprit}: {first.removeprefix(f'Error merging override {full_key}').strip()}"
+
+
+def _of_torchvision(name: str) -> str:
+    """Return how to get a model of torchvision's that is called ``name``; empty if there is none."""
+    from torchvision.models import list_models  # imported late: it takes a second
+
+    close = difflib.get_close_matches(name, list_models(), n=1)
+    if not close:
+        return ""
+    return f"; torchvision has {close[0]}: model=torchvision model.name={close[0]}"
 
 
 def _did_you_mean(key: str) -> str:

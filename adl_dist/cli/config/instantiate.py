@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -105,10 +106,18 @@ def build_data(node: Mapping[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
 
 
 def check_targets(config: RunConfig) -> None:
-    """Check arguments against signatures, and try optimizer and schedule out; no model is built, no data read."""
-    for name, node in (("data", data_arguments(config.data)), ("model", config.model), ("loss", config.loss)):
+    """Check arguments against signatures, and try optimizer and schedule out; no data is read.
+
+    No model is built, unless the optimizer refuses a parameter that is none of the model's: then that may be why.
+    """
+    for name, node in (("data", data_arguments(config.data)), ("model", config.model)):
         _bind(name, node)
-    optimizer = train_spec(config).optimizer([nn.Parameter(torch.zeros(1))])
+    _bind_loss(config.loss)
+    make = train_spec(config).optimizer
+    try:
+        optimizer = make([nn.Parameter(torch.zeros(1, 1))])  # a matrix, which most take
+    except ConfigError:
+        optimizer = make([*build_model(config).parameters()])
     epoch = 1000  # any length will do: the data is not there yet
     total = epoch * config.train.epochs
     build_lr_schedule(lr_schedule(config), optimizer, updates_per_epoch=epoch, total_updates=total)
@@ -121,9 +130,23 @@ def data_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key not in dropped}
 
 
+def used_of_data(config: RunConfig) -> dict[str, Any]:
+    """Return the data node without what neither its target nor the model takes: no fact of this run."""
+    taken = _parameters(_locate("data", config.data))
+    unused = set() if taken is None else set(OF_THE_MODEL) - taken - set(config.model)
+    return {key: value for key, value in config.data.items() if key not in unused}
+
+
 def build_loss(config: RunConfig) -> LossFn:
-    """Build the loss, from (output, target) to its mean over the samples."""
-    loss_fn = _call("loss", config.loss)
+    """Return the loss, from (output, target) to its mean over the samples.
+
+    A function that takes the output and the target is the loss itself, with the node's other keys; so is a module that
+    is there already, and what ``_partial_`` asks not to be called. Anything else is called, and returns the loss.
+    """
+    target, arguments, is_loss = _bind_loss(config.loss)
+    if is_loss:
+        return partial(target, **arguments) if arguments else target
+    loss_fn = _called("loss", config.loss, target, arguments)
     expected = "a callable that takes (output, target), like torch.nn.CrossEntropyLoss"
     _expect(callable(loss_fn), "loss", config.loss, loss_fn, expected)
     return loss_fn  # type: ignore[no-any-return]
@@ -136,7 +159,9 @@ def build_optimizer(config: RunConfig) -> OptimizerFactory:
     def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
         try:
             optimizer = target(parameters, **arguments)
-        except (TypeError, ValueError) as error:
+        except AdlError:
+            raise
+        except Exception as error:  # the user's own code
             raise ConfigError(f"optimizer: {config.optimizer['_target_']} refuses {arguments}: {error}") from error
         is_optimizer = isinstance(optimizer, Optimizer)
         _expect(is_optimizer, "optimizer", config.optimizer, optimizer, "a torch.optim.Optimizer")
@@ -149,6 +174,8 @@ def lr_schedule(config: RunConfig) -> Callable[..., LRScheduler]:
     """Return what makes the LR scheduler of an optimizer, from it and from how long the run is."""
     taken = _parameters(_locate("lr_schedule", config.lr_schedule)) or set()
     supplied = taken & {"optimizer", "updates_per_epoch", "total_updates"}
+    if "total_steps" in taken - config.lr_schedule.keys():
+        supplied |= {"total_steps"}
     target, arguments = _bind("lr_schedule", config.lr_schedule, *supplied)
     return partial(target, **arguments)
 
@@ -160,18 +187,40 @@ def _expect(is_right: bool, name: str, node: Mapping[str, Any], made: object, ex
 
 def _call(name: str, node: Mapping[str, Any]) -> Any:
     target, arguments = _bind(name, node)
+    return _called(name, node, target, arguments)
+
+
+def _bind_loss(node: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any], bool]:
+    """Return the target of the loss node, its arguments, and whether it is the loss itself, not what makes it."""
+    target = _locate("loss", node)
+    given = {key: value for key, value in node.items() if key != "_partial_"}
+    if isinstance(target, nn.Module):
+        return target, _bind("loss", given)[1], True
+    signature = _signature(target)
+    open_ = [p for p in signature.parameters.values() if p.name not in given] if signature is not None else []
+    positional = [p for p in open_ if p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [p for p in open_ if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_a_pair = len(required) == 2 and required == positional[:2] and not isinstance(target, type)
+    is_loss = takes_a_pair or node.get("_partial_") is True
+    target, arguments = _bind("loss", given, *([p.name for p in positional[:2]] if is_loss else ()))
+    return target, arguments, is_loss
+
+
+def _called(name: str, node: Mapping[str, Any], target: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     try:
         return target(**arguments)
     except AdlError:
         raise
-    except Exception as error:  # the user's own code: say whose it is and what it said
+    except (Exception, SystemExit) as error:  # the user's own code: say whose it is and what it said
         raise ConfigError(f"{name}: {node['_target_']} failed: {type(error).__name__}: {error}") from error
 
 
 def _bind(name: str, node: Mapping[str, Any], *supplied: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the target of ``node`` and its arguments, which suffice together with those ``supplied`` later."""
     target = _locate(name, node)
-    arguments = {k: v for k, v in node.items() if k != "_target_"}
+    # An optimizer or a schedule is always made later, of what is supplied then: Hydra's _partial_.
+    of_hydra = ("_target_", "_partial_") if supplied else ("_target_",)
+    arguments = {k: v for k, v in node.items() if k not in of_hydra}
     if (signature := _signature(target)) is None:
         return target, arguments
     takes = [p for p in signature.parameters if p not in supplied]
@@ -202,12 +251,19 @@ def _locate(name: str, node: Mapping[str, Any]) -> Callable[..., Any]:
     except Exception as error:  # importing runs the user's module, which can fail in any way
         cause = error.__cause__ or error
         raise ConfigError(
-            f"{name}._target_={path} cannot be imported: {type(cause).__name__}: {cause}; expected a dotted name "
-            "like my.module.make, of a module in this folder or an installed one"
+            f"{name}._target_={path} cannot be imported: {type(cause).__name__}: {cause}{_near(path)}; expected a "
+            "dotted name like my.module.make, of a module in this folder or an installed one"
         ) from error
     if not callable(target):
         raise ConfigError(f"{name}._target_={path} is a {type(target).__name__}, not something to call")
     return target  # type: ignore[no-any-return]
+
+
+def _near(path: str) -> str:
+    """Return a question for a name like the last part of ``path`` in its module; empty if there is none."""
+    module, _, name = path.rpartition(".")
+    close = difflib.get_close_matches(name, dir(sys.modules.get(module)), n=1)
+    return f"; did you mean '{module}.{close[0]}'?" if close else ""
 
 
 def _parameters(target: Callable[..., Any]) -> set[str] | None:

@@ -60,11 +60,12 @@ class PartitionConfig:
     balance: Any = "even"
     granularity: Granularity | None = None
     speeds: list[float] | None = None
+    verify: bool = True
 
     def chosen(self) -> PartitionSpec:
         """Return the value that the trainer takes, checked."""
         granularity = self.granularity.value if self.granularity else None
-        return PartitionSpec(balance=self.balance, granularity=granularity, speeds=self.speeds)
+        return PartitionSpec(balance=self.balance, granularity=granularity, speeds=self.speeds, verify=self.verify)
 
 
 @dataclass(kw_only=True)
@@ -91,7 +92,7 @@ class RuntimeConfig:
     device: Device = Device.cpu
     threads: int | None = None
     bind_cores: bool = True
-    channels_last: bool = True
+    channels_last: bool | None = None
     autocast: NarrowDtype | None = None
     wire_dtype: NarrowDtype | None = None
     compile: bool = False

@@ -7,12 +7,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 from adl_dist.cli.config import instantiate
@@ -24,11 +25,12 @@ from adl_dist.partition import Chain, linearise
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import pace
 from adl_dist.partition.predict import Throughput
-from adl_dist.stage import to_channels_last
-from adl_dist.training.input import DeviceLoader, common_sample
+from adl_dist.stage import TrainSpec, in_dtype
+from adl_dist.training import samples as samples_of
+from adl_dist.training.input import DeviceLoader
 from adl_dist.training.partitioned_model import micro_batch, take_profile
-from adl_dist.training.shape_inference import dry_run
-from adl_dist.transport.spec import Specs, TensorSpec
+from adl_dist.training.samples import Samples
+from adl_dist.training.trial import Trial, in_a_memory_format
 
 
 class Profiler:
@@ -61,21 +63,19 @@ class Profiler:
         tune_malloc()  # as training does
         self.spec = instantiate.train_spec(config)
         precision = self.spec.precision
-        self._autocast = precision.autocasting(self.device)
-        self.model = instantiate.build_model(config).to(self.device, precision.dtype)
-        if precision.channels_last:
-            to_channels_last(self.model)
+        self.model = in_dtype(instantiate.build_model(config), precision.dtype, self.device)
         self._loader = None if shape else device_loader(config, self.device, shuffle=True)
-        if (sample := common_sample(self._loader)) is None:
+        samples = samples_of.take(self._loader, None, [])
+        if samples is None:
             assert shape is not None
-            input_ = torch.randn(1, *shape, dtype=precision.dtype, device=self.device)
-            if precision.channels_last and input_.ndim == 4:
-                input_ = input_.contiguous(memory_format=torch.channels_last)
-            sample = input_, torch.zeros(1, dtype=torch.long)
-        self._sample = sample
-        self.input, self.target = map(TensorSpec.of, sample)
-        acts, loss_fn = Specs.always([self.input]), self.spec.loss_fn
-        dry_run(self.model, 0, acts, self.target, loss_fn, self.device, within=self._autocast)
+            inputs = torch.randn(samples_of.NUM_SAMPLES, *shape, dtype=precision.dtype, device=self.device)
+            samples = Samples.of(inputs, torch.zeros(len(inputs), dtype=torch.long))
+        tried = partial(_tried, self.model, samples, self.device)
+        (self.spec, self.samples), _ = in_a_memory_format(self.model, self.spec, samples, tried)
+        if self._loader is not None:
+            self._loader.precision = self.spec.precision
+        self._autocast = self.spec.precision.autocasting(self.device)
+        self._sample = self.samples.one
 
     @cached_property
     def chain(self) -> Chain:
@@ -174,6 +174,12 @@ class Profiler:
     def _say(self, text: str) -> None:
         if not self._quiet:
             sys.stderr.write(f"{text}{', the other cores at work' if self._is_loaded else ''} ...\n")
+
+
+def _tried(model: nn.Module, samples: Samples, device: torch.device, spec: TrainSpec) -> tuple[TrainSpec, Samples]:
+    """Return the spec that ``model`` has been tried with, and the samples in its memory format."""
+    Trial(model, spec, samples, device).run([model])
+    return spec, samples.to(device, channels_last=bool(spec.precision.channels_last))
 
 
 def device_loader(

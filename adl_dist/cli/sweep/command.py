@@ -28,10 +28,10 @@ from adl_dist.cli.sweep.request import Job, Sweep, naming
 from adl_dist.distributed.affinity import num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.errors import ConfigError
+from adl_dist.partition import cut
 from adl_dist.report import say
 from adl_dist.report.comparison import write_comparison
 from adl_dist.report.runs import read_json, read_runs, status_of
-from adl_dist.training.partitioned_model import PartitionedModel
 
 LOG = Path("logs") / "output.log"
 LAUNCHER_FOLDER = ".launcher"  # what a launcher of Hydra writes, inside the folder of the sweep
@@ -63,19 +63,21 @@ def run(sweep: Sweep) -> int:
 
 def _check(sweep: Sweep) -> None:
     """Refuse now what would stop a run only after others have taken their time."""
-    cuts = set()
+    cases = set()
     for job in sweep.jobs:
         config = job.config
         with naming(job.name):
             RunFolder(job.folder).check(job.plain, resume=config.resume)
-            if (cut := (job.folder.parent, config.partition.num_stages)) in cuts:  # any seed gives the same
+            if (case := (job.folder.parent, config.partition.num_stages)) in cases:  # any seed gives the same
                 continue
-            cuts.add(cut)
+            cases.add(case)
             instantiate.check_targets(config)
             if not sweep.launcher:  # which GPUs there are elsewhere is not known here
                 check_device(config.runtime.device.value)
             partition, model = config.partition, instantiate.build_model(config)
-            PartitionedModel(model, partition.num_stages, partition.chosen(), own=[0])
+            chosen = partition.chosen()
+            balance = None if isinstance(chosen.balance, str) else chosen.balance
+            cut(model, num_stages=partition.num_stages, balance=balance, granularity=chosen.units)
 
 
 def _status(job: Job) -> str:
@@ -92,7 +94,7 @@ def _outcome(job: Job, code: int | None = None) -> str:
             return f"loss {summary['validation_loss']:.4f}" if "validation_loss" in summary else "complete"
         case "diverged":
             where = read_json(job.folder / "diverged.json")
-            return f"diverged at update {where.get('update')} (epoch {where.get('epoch')})"
+            return f"diverged at update {where.get('update')} (epoch {where.get('epoch', -1) + 1})"
         case _:
             how = "" if code is None else f"{how_it_ended(code)}; "
             return f"failed ({how}see {job.folder / LOG})"

@@ -1,0 +1,35 @@
+"""The arguments of the commands that take a run folder: ``RUN_DIR`` or ``run_dir=RUN_DIR``, alike. No torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from adl_dist.errors import ConfigError
+
+
+def named_folder(
+    command: str, arguments: Sequence[str], takes: Mapping[str, str] | None = None
+) -> tuple[Path, dict[str, str]]:
+    """Return the run folder that ``arguments`` name, and their other ``KEY=VALUE``.
+
+    ``takes``: the other keys, each with an example of its value. Which of them are given is for the caller to check.
+
+    Raises:
+        ConfigError: not one folder, or something else.
+    """
+    takes = takes or {}
+    usage = " ".join([f"adl-dist {command} RUN_DIR", *(f"[{key}={value}]" for key, value in takes.items())])
+    folders, options = list[str](), dict[str, str]()
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in takes:
+            options[key] = value
+        elif equals and key == "run_dir":
+            folders.append(value)
+        elif argument.startswith("-") or (equals and not Path(argument).is_dir()):
+            raise ConfigError(f"adl-dist {command} does not know '{argument}'; expected {usage}")
+        else:
+            folders.append(argument)
+    if len(folders) != 1 or not folders[0]:
+        got = f"'{' '.join(folders)}'" if folders else "none"
+        raise ConfigError(f"adl-dist {command} takes one run folder, got {got}: {usage}")
+    return Path(folders[0]), options

@@ -1,0 +1,68 @@
+"""The optimizer of one stage, from the user's factory."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adl_dist.errors import AdlError, ConfigError
+from adl_dist.stage.spec import OptimizerFactory
+
+
+def stage_optimizer(
+    factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter], *, where: str
+) -> Optimizer | None:
+    """Make the optimizer of a stage from all its ``parameters``, by name; None: it has nothing to train, and gets none.
+
+    Raises:
+        ConfigError: the factory refuses them, or makes something that cannot train this stage by itself. The text
+            begins with ``where``, and names the first parameter that the factory refuses by itself.
+    """
+    if not any(p.requires_grad for p in parameters.values()):
+        return None
+    expected = "expected a function of a stage's parameters, like lambda p: torch.optim.SGD(p, lr=0.1)"
+    if not callable(factory):
+        raise ConfigError(f"optimizer is a {type(factory).__name__}; {expected}")
+    try:
+        made = factory([*parameters.values()])
+    except Exception as error:  # the user's own code: say whose it is and what it said
+        refused = [name for name, parameter in parameters.items() if _refuses(factory, parameter)]
+        named = f", parameter {refused[0]}" if 0 < len(refused) < len(parameters) else ""
+        said = str(error) if isinstance(error, AdlError) else f"the optimizer fails: {type(error).__name__}: {error}"
+        raise ConfigError(f"{where}{named}: {said}") from error
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"{where}: optimizer must return a torch.optim.Optimizer, got {type(made).__name__}; {expected}"
+        )
+    if isinstance(made, torch.optim.LBFGS):
+        raise ConfigError("optimizer: LBFGS evaluates the loss itself, which no pipeline can do; choose another")
+    own = set(map(id, parameters.values()))
+    if any(id(p) not in own for group in made.param_groups for p in group["params"]):
+        raise ConfigError(
+            f"{where}: the optimizer holds parameters that are not of this stage; build it from the parameters that "
+            "the factory is given: every stage has an optimizer of its own"
+        )
+    return made
+
+
+def _refuses(factory: OptimizerFactory, parameter: nn.Parameter) -> bool:
+    try:
+        factory([parameter])
+    except Exception:
+        return True
+    return False
+
+
+@contextmanager
+def scaled_learning_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Have the optimizer step with ``factor`` times its learning rates inside."""
+    # Around the step, not once and for all: some schedules set the learning rate, whatever it was.
+    groups = optimizer.param_groups if factor != 1.0 else []
+    before = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = group["lr"] * factor
+    yield
+    for group, rate in zip(groups, before, strict=True):
+        group["lr"] = rate

@@ -1,0 +1,112 @@
+"""Versions of a stage's weights: one Parameter object each for ever, with now these, now those weights under it.
+
+A micro-batch in flight holds a graph, and the graph holds the weights of its forward, which therefore must stay as they
+are. The Parameter must stay, too: an optimizer, a user's list, a hook or another module may hold it, and has to meet
+the present weights there. So what is exchanged is the inside of the Python object, torch's TensorImpl: memory,
+gradient, and the place where autograd adds to it.
+
+    older = moved_on(parameters)        # the Parameters now hold copies; ``older``: what the graphs in flight refer to
+    loss.backward()                     # of a graph built before: adds to the ``.grad`` of ``older``
+    with swapped(parameters, older):    # the Parameters are as they were when that graph was built, gradients too
+        ...
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from adl_dist.errors import ConfigError
+
+
+def swap(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+    """Exchange memory, gradient and place in graphs of each of ``parameters`` with those of its partner.
+
+    The Python objects keep their identity, type and attributes.
+    """
+    # A private call. The public torch.utils.swap_tensors refuses a tensor that a graph refers to, which is what this is
+    # for, and would exchange type and attributes as well. ``.data`` is no way: graphs would see the new values.
+    for one, other in zip(parameters, others, strict=True):
+        torch._C._swap_tensor_impl(one, other)
+
+
+@contextmanager
+def swapped(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
+    """Have ``parameters`` hold the weights and gradients of ``others`` inside, also if that ends by an error."""
+    swap(parameters, others)
+    try:
+        yield
+    finally:
+        swap(parameters, others)
+
+
+def moved_on(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Put copies, in the same memory format, into ``parameters``, and return what they held.
+
+    Graphs built before refer to what is returned, and their backward adds gradients to it. Its gradients so far have
+    moved to ``parameters``; hooks are called for both, and removed from both. To undo it: :func:`swap` the two.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        copies = [torch.empty_like(p) for p in parameters]
+        if copies:
+            torch._foreach_copy_(copies, tuple(parameters))
+        older = [_like(p, copy) for p, copy in zip(parameters, copies, strict=True)]
+        for p, other in zip(parameters, older, strict=True):
+            other.grad, p.grad = p.grad, None
+    swap(parameters, older)
+    return older
+
+
+def check_versions(module: nn.Module, where: str) -> None:
+    """Check that versions of the trainable parameters of ``module`` can be kept.
+
+    Raises:
+        ConfigError: they cannot; the text begins with ``where`` and names one of them.
+    """
+    for name, p in module.named_parameters():
+        if p.requires_grad and (reason := _why_unversionable(p)):
+            raise ConfigError(
+                f"{where}: no older version can be kept of parameter '{name}', a {type(p).__name__}: {reason}; make it "
+                "a plain nn.Parameter, or choose method=bp, gpipe or 1f1b, which need no older versions"
+            )
+    tensors = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if _is_plain(t)]
+    spans = sorted((*_span(t), name, t.requires_grad) for name, t in tensors if t.numel())
+    for (_, end, one, trained), (start, _, other, trained_too) in pairwise(spans):
+        if start < end and (trained or trained_too):
+            raise ConfigError(
+                f"{where}: '{one}' and '{other}' share memory, which a new version of one would not do; register one "
+                "tensor under both names, or choose method=bp, gpipe or 1f1b, which need no older versions"
+            )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its memory is its own, at an address."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
+
+
+def _why_unversionable(parameter: nn.Parameter) -> str | None:
+    if not _is_plain(parameter):
+        return "its memory is not at one address"
+    try:
+        with torch._C.DisableTorchFunctionSubclass(), swapped([parameter], [_like(parameter, parameter.detach())]):
+            return None
+    except (RuntimeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first address of a tensor with elements, and the first behind it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _like(parameter: nn.Parameter, copy: Tensor) -> nn.Parameter:
+    """Return another tensor of the parameter's type, with the memory of ``copy`` and the same hooks."""
+    other = torch.Tensor._make_subclass(type(parameter), copy, parameter.requires_grad)
+    if parameter._backward_hooks is not None:
+        other._backward_hooks = parameter._backward_hooks
+    if parameter._post_accumulate_grad_hooks is not None:
+        other._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    return other

@@ -1,0 +1,142 @@
+"""Start-up agreement: what the ranks settle through the store before the first tensor is sent.
+
+All hold the whole model then, and try it out with the same samples, so each finds by itself what travels where. Through
+the store go only those samples, a cut that rank 0 has measured, and what all must have in common. A rank that fails
+publishes why, so that the others end with the same error; in gloo a mismatch would abort the process.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from textwrap import shorten
+from types import MappingProxyType
+from typing import Any
+
+import torch.distributed as dist
+
+from adl_dist.distributed.world import disconnect
+from adl_dist.errors import ChannelError, ConfigError, StageFailed
+
+SIZES, LENGTH = "sizes", "length"  # keys of what rank 0 alone knows: a cut that it has measured, the run's length
+MADE = "made"  # begins the keys of what each rank has made
+SAMPLES = "samples"  # the key of what rank 0 has taken from the data
+ROUNDS = "given", "found"  # of :func:`check_consistent`
+
+
+def check_consistent(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    values: Mapping[str, Any],
+    *,
+    found: bool,
+    initial: Mapping[str, Sequence[float]] = MappingProxyType({}),
+) -> None:
+    """Refuse to start if the processes were not given the same job, or, with ``found``, have not found the same.
+
+    ``initial`` are a few elements of each initial weight: other processors may round a random number differently in its
+    last digits, but another seed gives another number.
+
+    Raises:
+        ConfigError: names the two ranks and the first entry that differs.
+        StageFailed, ChannelError: another rank has failed, or does not answer.
+    """
+    turn = ROUNDS[found]
+    with reaching(0):
+        store.set(f"{turn}/{rank}", json.dumps({"values": values, "initial": dict(initial)}))
+    mine = json.loads(json.dumps(values))
+    for other in (other for other in range(size) if other != rank):  # all of them: any may have failed
+        message = read(store, f"{turn}/{other}", other)
+        if 0 not in (rank, other):
+            continue
+        if (difference := _first_difference(mine, message["values"])) is not None:
+            name, *both = difference
+            here, there = (shorten(str(value), 60, placeholder="...") for value in both)
+            what = "do not find the same at the start" if found else "were not given the same job"
+            raise ConfigError(
+                f"rank {rank} and rank {other} {what}: {name} is {here} here and {there} there; "
+                + ("the model computes something else in each process" if found else "start all ranks with one command")
+            )
+        for name, elements in initial.items():
+            theirs = message["initial"].get(name, elements)  # without any, its weights come from a checkpoint
+            if not all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(elements, theirs, strict=True)):
+                raise ConfigError(
+                    f"rank {rank} and rank {other} do not begin with the same weights: the initial {name} differs; "
+                    "call torch.manual_seed(...) before the model is built, on every rank"
+                )
+
+
+def _first_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Return the dotted name of the first entry that differs, also in mappings inside, with both values."""
+    for name in {**mine, **theirs}:
+        here, there = mine.get(name, "missing"), theirs.get(name, "missing")
+        if here == there:
+            continue
+        if isinstance(here, dict) and isinstance(there, dict) and (inner := _first_difference(here, there)):
+            return f"{name} {inner[0]}" if name == "model" else f"{name}.{inner[0]}", *inner[1:]
+        return name, here, there
+    return None
+
+
+def exchange(store: dist.Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
+    """Publish ``value`` of this ``rank`` as ``key``, and return that of each rank, as soon as all have one.
+
+    Raises:
+        StageFailed, ChannelError: a rank has failed, or does not answer.
+    """
+    with reaching(0):
+        store.set(f"{key}/{rank}", json.dumps({"value": value}))
+    return [read(store, f"{key}/{other}", other)["value"] for other in range(size)]
+
+
+def publish_error(store: dist.Store, error: Exception, *, rank: int) -> None:
+    """Publish why there is no agreement to those that wait for ``rank``."""
+    message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
+    with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
+        for key in [f"{turn}/{rank}" for turn in (*ROUNDS, MADE)] + [SIZES, LENGTH, SAMPLES] * (rank == 0):
+            store.set(key, message)
+
+
+@contextmanager
+def propagate_errors(store: dist.Store, *, rank: int) -> Iterator[None]:
+    """Report an error inside to the ranks that would wait for this one."""
+    try:
+        yield
+    except StageFailed:
+        raise
+    except Exception as error:
+        publish_error(store, error, rank=rank)
+        disconnect(in_order=False)
+        raise
+
+
+def read(store: dist.Store, key: str, rank: int) -> dict[str, Any]:
+    """Return what ``rank`` has set ``key`` to.
+
+    Raises:
+        StageFailed: it has failed instead, and published why.
+        ChannelError: no answer in time.
+    """
+    return dict(json.loads(read_bytes(store, key, rank)))
+
+
+def read_bytes(store: dist.Store, key: str, rank: int) -> bytes:
+    """Return the bytes that ``rank`` has set ``key`` to; raises as :func:`read`."""
+    with reaching(rank):
+        message = bytes(store.get(key))
+    if message.startswith(b'{"failed"'):
+        failure = json.loads(message)
+        raise StageFailed(failure["failed"], exit_code=failure["exit_code"])
+    return message
+
+
+@contextmanager
+def reaching(rank: int) -> Iterator[None]:
+    """Say in a ChannelError, if the store fails inside, that there is no word from ``rank``."""
+    # The store ends with the process that holds it, rank 0's unless torchrun's: that may have ended with an error.
+    try:
+        yield
+    except RuntimeError as error:
+        text = f"no word from rank {rank} at start-up; its own log, logs/rank{rank}.log, says why"
+        raise ChannelError(text) from error

@@ -1,0 +1,72 @@
+"""The arguments of the Python API, checked before anything is made of them: one line for each mistake."""
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import Method
+
+
+def chosen_method(method: Method | str | None) -> Method:
+    """Return the method that the argument ``method`` stands for: itself, the one of that name, or the default."""
+    if method is None or isinstance(method, str):
+        return Method(name=method) if method is not None else Method()
+    if not isinstance(method, Method):
+        raise ConfigError(f"method={method!r}: expected adl_dist.method(NAME, ...) or a name, got {_kind(method)}")
+    return method
+
+
+def check_model(model: object) -> None:
+    """Raise ConfigError unless ``model`` is a module."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ConfigError(f"model is the class {model.__name__}; expected a model made of it: {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {_kind(model)}; of layers make an nn.Sequential")
+
+
+def check_loss(loss_fn: object) -> None:
+    """Raise ConfigError unless ``loss_fn`` can be called with (output, target)."""
+    if isinstance(loss_fn, type):
+        raise ConfigError(f"loss_fn is the class {loss_fn.__name__}; expected a loss made of it: {loss_fn.__name__}()")
+    if not callable(loss_fn):
+        raise ConfigError(
+            f"loss_fn: expected a callable that takes (output, target), like torch.nn.CrossEntropyLoss(), got "
+            f"{_kind(loss_fn)}"
+        )
+
+
+def check_factories(optimizer: object, lr_schedule: object) -> None:
+    """Raise ConfigError unless ``optimizer`` makes an optimizer, and ``lr_schedule``, if not None, its schedule."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer is a {name} that has its parameters already; each stage makes one of its own: give what makes "
+            f"it, like optimizer=lambda parameters: torch.optim.{name}(parameters, lr=...)"
+        )
+    if not callable(optimizer):
+        raise ConfigError(f"optimizer: expected a callable that takes parameters, got {_kind(optimizer)}")
+    name = type(lr_schedule).__name__
+    if isinstance(lr_schedule, LRScheduler):
+        raise ConfigError(
+            f"lr_schedule is a {name} that has its optimizer already; each stage makes one of its own: give what makes "
+            f"it, like lr_schedule=lambda optimizer: torch.optim.lr_scheduler.{name}(optimizer, ...)"
+        )
+    if lr_schedule is not None and not callable(lr_schedule):
+        raise ConfigError(f"lr_schedule: expected a callable that takes an optimizer, got {_kind(lr_schedule)}")
+
+
+def check_values(values: Mapping[str, object], types: Mapping[str, type]) -> None:
+    """Raise ConfigError for one of ``values`` that is neither None nor of its type in ``types``, by name."""
+    for name, value in values.items():
+        wanted = types[name]
+        # A number that is True or False is a slip, too.
+        if value is not None and (not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))):
+            expected = "a whole number" if wanted is int else f"adl_dist.{wanted.__name__}(...)"
+            raise ConfigError(f"{name}={value!r}: expected {expected}, got {_kind(value)}")
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

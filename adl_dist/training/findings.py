@@ -1,0 +1,49 @@
+"""What the trial at the start finds out about the stages of a model."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from adl_dist.errors import PartitionError
+from adl_dist.stage.traits import StageTraits, Structure
+from adl_dist.transport.spec import Specs, TensorSpec
+
+
+class Agreed(NamedTuple):
+    """What is known of all stages, the same on every rank."""
+
+    acts: dict[int, Specs]  # what arrives at each stage
+    target: TensorSpec  # what the loss takes besides the output
+    traits: dict[int, StageTraits]
+    num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
+    num_outputs: int | None  # the second dimension of its output; None if that has none
+    learns: bool  # whether a gradient of the loss reaches the model
+
+    def plain(self) -> dict[str, Any]:
+        """Return in plain values what all ranks must have found alike."""
+        acts = {str(k): [[str(spec) for spec in mode] for mode in specs] for k, specs in self.acts.items()}
+        grads = {str(k): list(traits.gets_grad or ()) for k, traits in self.traits.items()}
+        return {"acts": acts, "target": str(self.target), "gradients": grads, "classes": self.num_classes}
+
+
+class CutImpossible(PartitionError):
+    """What a stage returns cannot cross a cut.
+
+    Attributes:
+        stage: the stage, after which the cut is.
+        reason: why not.
+    """
+
+    def __init__(self, text: str, *, stage: int, reason: str) -> None:
+        super().__init__(text)
+        self.stage, self.reason = stage, reason
+
+
+@dataclass
+class Seen:
+    """What was seen of one stage in one mode."""
+
+    specs: list[tuple[TensorSpec, ...]] = field(default_factory=list)  # what arrived, each time
+    takes: list[Structure | None] = field(default_factory=list)  # its structure
+    overwrites: list[list[bool]] = field(default_factory=list)
+    needs_grad: list[list[bool]] = field(default_factory=list)
+    gets_grad: list[list[bool]] = field(default_factory=list)

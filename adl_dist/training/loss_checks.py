@@ -1,0 +1,68 @@
+"""What can be wrong with a loss, seen on a few samples before training: it returns no number, or it broadcasts."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adl_dist.errors import ConfigError
+from adl_dist.stage import LossFn
+
+
+def check_loss(stage: int, loss: Any, got: str) -> None:
+    """Raise ConfigError unless ``loss``, returned for what it ``got``, is one number as a tensor."""
+    if not isinstance(loss, Tensor):
+        found = "None" if loss is None else f"a {type(loss).__name__}"
+        raise ConfigError(
+            f"stage {stage}: the loss returned {found} for {got}; expected a tensor of one number, the mean over the "
+            "samples: let loss_fn return it, not .item() of it, and nothing with it"
+        )
+    if loss.ndim > 0:
+        raise ConfigError(
+            f"stage {stage}: the loss has shape {list(loss.shape)} for {got}; expected one number, the mean over "
+            "the samples"
+        )
+
+
+def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Tensor) -> None:
+    """Refuse a loss that pairs every output with every target, as torch does with shapes [B, 1] and [B].
+
+    ``out`` [B, ...] is the model's output, ``target`` [B, ...] targets for it, with B >= 2; only shapes, dtypes and
+    devices matter, the check takes numbers of its own.
+
+    Raises:
+        ConfigError: the loss is another one if both have the same shape.
+    """
+    if not isinstance(out, Tensor) or out.shape == target.shape:
+        return
+    if not (out.is_floating_point() and target.is_floating_point()) or not out.numel():
+        return
+    outputs, targets = _numbers_like(out), 1 - _numbers_like(target)
+
+    def loss_of(given: Tensor) -> Tensor:
+        torch.default_generator.manual_seed(0)  # a loss may draw
+        return loss_fn(given, targets)
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            loss = loss_of(outputs)
+            # A loss that brings both to one shape by itself does not care which it gets.
+            is_same = out.numel() != target.numel() or torch.allclose(loss, loss_of(outputs.view_as(targets)))
+        except Exception:  # the user's loss may take these shapes only, or other numbers
+            is_same = True
+    if is_same and not any("Using a target size" in str(each.message) for each in told):
+        return
+    shapes = [str(["B", *tensor.shape[1:]]).replace("'", "") for tensor in (out, target)]
+    raise ConfigError(
+        f"stage {stage}: the model returns {shapes[0]}, but the targets are {shapes[1]}, and the loss pairs every "
+        "output with every target (broadcasting); give both one shape: let the model return output.squeeze(1), or the "
+        "dataset targets of the model's shape"
+    )
+
+
+def _numbers_like(tensor: Tensor) -> Tensor:
+    """Return different numbers between 0 and 1 in the shape of ``tensor``."""
+    numbers = torch.linspace(0.1, 0.7, tensor.numel(), dtype=torch.float64) ** 2
+    return numbers.view(tensor.shape).to(tensor.device, tensor.dtype)

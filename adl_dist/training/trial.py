@@ -1,0 +1,146 @@
+"""The model is tried out, and its cut compared with the uncut model, where it will be trained; nothing stays moved."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.stage import TrainSpec, in_memory_format
+from adl_dist.training.findings import Agreed
+from adl_dist.training.samples import Samples
+from adl_dist.training.shape_inference import StageChain
+from adl_dist.training.verify import Verification, kept
+
+
+class Trial:
+    """A model and the samples to try it out with, on a device.
+
+    Attributes:
+        spec: how it will be trained.
+        device: where it is tried.
+        verify_seconds: how long the last comparison with the uncut model took; None: there was none.
+    """
+
+    def __init__(self, model: nn.Module, spec: TrainSpec, samples: Samples, device: torch.device) -> None:
+        """Move ``model`` to ``device``, or to the CPU if that has no room for all of it."""
+        self.spec, self._model = spec, model
+        self._bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+        self._samples = samples
+        self.verify_seconds: float | None = None
+        has_room = device.type != "cuda" or 2 * self._bytes < torch.cuda.mem_get_info(device)[0]
+        self._use(device if has_room else torch.device("cpu"))
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """The inputs of the two micro-batches."""
+        first, second = self._samples.pair
+        return first.input_, second.input_
+
+    @property
+    def one(self) -> tuple[Tensor, Tensor]:
+        """Input [1, ...] and target [1, ...]."""
+        return self._samples.one
+
+    def run(self, stages: Sequence[nn.Module], *, verify: bool = False) -> Agreed:
+        """Return what is known of ``stages``, which together are the model, after trying them out.
+
+        ``verify``: they are compared with the uncut model.
+
+        Raises:
+            ConfigError: a stage or the loss does not take what it gets, or there is nothing to train.
+            CutImpossible: what a stage returns cannot cross a cut.
+            PartitionError: the stages are another model than the uncut one.
+        """
+        try:
+            return self._run(stages, verify=verify)
+        except torch.OutOfMemoryError:
+            if self.device.type == "cpu":
+                raise
+            torch.cuda.empty_cache()
+            self._use(torch.device("cpu"))
+            return self._run(stages, verify=verify)
+
+    def _run(self, stages: Sequence[nn.Module], *, verify: bool) -> Agreed:
+        start = time.perf_counter()
+        with kept(self._model, stages, self.spec, self.device) as found:
+            if verify and len(stages) > 1:
+                comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
+                agreed = comparison.agreed()
+                self.verify_seconds = time.perf_counter() - start
+            else:
+                found.begin()
+                chain = StageChain(stages, self.spec, self.device)
+                chain.run(self._samples, backward=len(stages) > 1)
+                agreed = chain.agreed(self._samples, self.spec)
+            if self._samples.trains:
+                check_learns(agreed)
+            for size in self._samples.small_sizes:
+                found.begin()
+                self._try_size(stages, size)
+        return agreed
+
+    def _try_size(self, stages: Sequence[nn.Module], size: int) -> None:
+        """Refuse now that a small micro-batch, mostly the last of an epoch, cannot be trained on."""
+        try:
+            StageChain(stages, self.spec, self.device).forward(self._samples.pair[0].first(size))
+        except ConfigError as error:
+            raise ConfigError(
+                f"a micro-batch of the training data holds {size} sample{'s' * (size > 1)}, and {error}; choose "
+                "another train.batch_size, so that none is that small, also not the last of an epoch"
+            ) from error
+
+    def _use(self, device: torch.device) -> None:
+        self.device = device
+        self.spec.precision.place(self._model, device)
+        if isinstance(self.spec.loss_fn, nn.Module):
+            self.spec.loss_fn.to(device)
+        self._samples = self._samples.to(device, channels_last=bool(self.spec.precision.channels_last))
+
+
+Result = TypeVar("Result")
+
+
+def in_a_memory_format(
+    model: nn.Module, spec: TrainSpec, samples: Samples, attempt: Callable[[TrainSpec], Result]
+) -> tuple[Result, bool]:
+    """Return what ``attempt`` does with the ``spec`` in the memory format that it asks for, or that the model allows.
+
+    And whether the model does not allow channels_last, where it is left to it.
+
+    Raises:
+        ConfigError: channels_last is asked for, and only the plain format runs.
+        ConfigError, PartitionError: neither runs.
+    """
+
+    def attempted(channels_last: bool) -> Result:
+        return attempt(replace(spec, precision=replace(spec.precision, channels_last=channels_last)))
+
+    wanted = spec.precision.channels_last
+    try:
+        return attempted(wanted is not False), False
+    except (ConfigError, PartitionError) as error:
+        formats_differ = samples.pair[0].input_.ndim == 4 or any(p.ndim == 4 for p in model.parameters())
+        if wanted is False or not formats_differ:
+            raise
+        in_memory_format(model, channels_last=False)
+        result = attempted(False)
+        if wanted:
+            raise ConfigError(
+                f"runtime.channels_last=true: {error}; in the plain memory format it runs: use "
+                "runtime.channels_last=false, or null, which takes the one that runs"
+            ) from error
+        return result, True
+
+
+def check_learns(agreed: Agreed) -> None:
+    """Raise a ConfigError if no gradient of the loss reaches the model."""
+    if not agreed.learns:
+        raise ConfigError(
+            "there is nothing to train: the loss depends on no parameter that takes a gradient; expected one with "
+            "requires_grad=True, and an output that is not detached from it; to evaluate only, use Trainer.evaluate "
+            "(adl-dist evaluate)"
+        )

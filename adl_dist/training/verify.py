@@ -1,0 +1,262 @@
+"""The cut model is compared with the uncut one, on real samples, before the first update.
+
+Both go forward and backward over one micro-batch, change their weights, and do the same with a second one, then they
+evaluate. The cut one changes its weights as the method does: with delayed gradients between forward and backward, where
+others take their place. Outputs, losses, gradients and what the forwards move must be the same: to the bit, or but for
+the rounding of a sum in another order.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.partition.module_state import ModuleState, Streams, tensors_reached
+from adl_dist.stage import TrainSpec
+from adl_dist.stage.calls import takes_gradient
+from adl_dist.stage.versions import check_versions
+from adl_dist.training.differences import STATE, Compared, Comparison, Difference, first_of, largest_difference
+from adl_dist.training.findings import Agreed
+from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement
+from adl_dist.training.samples import Samples
+from adl_dist.training.shape_inference import StageChain, units_of
+
+WAYS_OUT = (
+    "use partition.granularity=block, which leaves blocks as they are, cut elsewhere (partition.balance), or hand over "
+    "an nn.Sequential of units; partition.verify=false would train this other model"
+)
+CAUSES = {
+    (FIRST, "output"): "the forward asks for a type or a value, counts, or draws from a generator of its own, which "
+    "was done once and for all while it was read",
+    (FIRST, "loss"): "the loss draws random numbers or keeps something of its own",
+    (FIRST, "gradient"): "it passes a detached value, a hook, or a tie that is not registered",
+    (SECOND, "output"): "the forward counts, draws from a generator or keeps something of its own, which was read once",
+    (EVALUATION, "output"): "the forward does something else in evaluation, which was read once",
+    (STATE, "state"): "the forward writes to it in a way that was read once",
+}
+STALE = (
+    "the model keeps a view or a detached copy of a weight from when it was built, or TorchScript does, which no new "
+    "version reaches"
+)
+NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, gpipe or 1f1b, which keep no older versions"
+
+
+class Kept:
+    """Everything that can be seen of some modules, and the random streams, to be put back."""
+
+    def __init__(self, model: nn.Module, stages: Iterable[nn.Module], spec: TrainSpec, device: torch.device) -> None:
+        others = [spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else []
+        self._seed = spec.seed % 2**32  # as numpy takes it
+        self._is_moved = False
+        modules = [model, *(stage for stage in stages if stage is not model), *others]
+        self._state, self._streams = ModuleState.of(*modules), Streams()
+        self._modes = [(module, module.training) for one in modules for module in one.modules()]
+        self._grads = [(p, p.grad) for one in modules for p in one.parameters()]
+        for parameter, _ in self._grads:
+            parameter.grad = None
+        self._device = device if device.type == "cuda" else None
+        self._of_device = torch.cuda.get_rng_state(device) if self._device is not None else None
+
+    def put_back(self, *, gradients: bool = False) -> None:
+        """Put it back; ``gradients``: also those that were there, else there are none."""
+        self._state.restore()
+        self._streams.restore()
+        if self._device is not None and self._of_device is not None:
+            torch.cuda.set_rng_state(self._of_device, self._device)
+        for module, mode in self._modes:
+            if module.training != mode:
+                module.training = mode
+        for parameter, grad in self._grads:
+            parameter.grad = grad if gradients else None
+
+    def begin(self) -> None:
+        """Put everything back, without gradients, and seed the streams, alike on every rank."""
+        if self._is_moved:
+            self.put_back()
+        self._is_moved = True
+        torch.default_generator.manual_seed(self._seed)
+        random.seed(self._seed)
+        np.random.seed(self._seed)
+        if self._device is not None:
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(self._seed)
+
+
+@contextmanager
+def kept(model: nn.Module, stages: Iterable[nn.Module], loss_fn: Any, device: torch.device) -> Iterator[Kept]:
+    """Leave everything as it was found; inside there are no gradients."""
+    found = Kept(model, stages, loss_fn, device)
+    try:
+        found.put_back()
+        yield found
+    finally:
+        found.put_back(gradients=True)
+
+
+@dataclass
+class Verification:
+    """The comparison of a cut model with the uncut one."""
+
+    model: nn.Module
+    stages: Sequence[nn.Module]
+    spec: TrainSpec
+    samples: Samples
+    device: torch.device
+    kept: Kept
+
+    def __post_init__(self) -> None:
+        named = self.model.named_parameters()
+        self._parameters = {name: p for name, p in named if p.requires_grad and takes_gradient(p)}
+        self._chain = StageChain(self.stages, self.spec, self.device)
+        weights = {p.untyped_storage().data_ptr() for p in self.model.parameters() if p.layout is torch.strided}
+        self._plain = {  # what a forward may move besides buffers, which it may replace
+            name: tensor
+            for name, tensor in tensors_reached(self.model)
+            if not isinstance(tensor, nn.Parameter)
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage().data_ptr() not in weights
+        }
+
+    def agreed(self) -> Agreed:
+        """Compare, and return what is known of the stages.
+
+        Raises:
+            ConfigError, CutImpossible: a stage does not run, or not there.
+            PartitionError: the cut model is another one; names where it differs and the likely cause.
+        """
+        between = self._replaced()
+        found = self._outcome(self._chain, Replacement(self._parameters, between), look=True)
+        agreed = self._chain.agreed(self.samples, self.spec)
+        self._cut().check_ties(self.samples)
+        compared = Compared(self.spec, found)
+        self._outcome(self._uncut(), Replacement(self._parameters), into=compared)
+        difference, recomputes = first_of(compared.unlike), frozenset[int]()
+        if difference is not None and between:
+            compare = Comparison(self.spec, self._outcome(self._uncut(), Replacement(self._parameters)))
+            in_place = compare.first_difference(self._outcome(self._cut(), Replacement(self._parameters)))
+            if in_place is None:
+                recomputes = self._recomputing(compare, difference, between)
+            difference = in_place
+        if difference is not None:
+            raise self._error(difference, CAUSES.get((difference.when, difference.what), ""))
+        traits = {k: replace(t, recomputes=k in recomputes) for k, t in agreed.traits.items()}
+        return agreed._replace(traits=traits)
+
+    def _cut(self) -> StageChain:
+        return StageChain(self.stages, self.spec, self.device)
+
+    def _uncut(self) -> StageChain:
+        return StageChain([self.model], self.spec, self.device, name="the uncut model")
+
+    def _replaced(self) -> frozenset[str]:
+        """Return the parameters that the method replaces between a forward and its backward.
+
+        Raises:
+            ConfigError: no older version can be kept of one.
+        """
+        pipeline, replaced = self.spec.pipeline, set[int]()
+        weights, flush = pipeline.method.weights, pipeline.spec.flush
+        for k, stage in enumerate(self.stages):
+            if weights == "2bw" or (weights != "recompute" and pipeline.delays[k] and not flush):
+                check_versions(stage, f"stage {k} ({units_of(stage)})")
+                replaced |= {id(p) for p in stage.parameters()}
+        return frozenset(name for name, p in self._parameters.items() if id(p) in replaced)
+
+    def _outcome(
+        self, chain: StageChain, change: Replacement, *, look: bool = False, into: Outcome | None = None
+    ) -> Outcome:
+        self.kept.begin()
+        outcome = chain.run(self.samples, change, look=look, into=into)
+        moved = {**self._plain, **dict(self.model.named_buffers())}
+        outcome.add(STATE, "state", {name: tensor.detach().clone() for name, tensor in moved.items()})
+        return outcome
+
+    def _recomputing(self, compare: Comparison, difference: Difference, between: frozenset[str]) -> frozenset[int]:
+        """Return the stages whose backward computes with their weights again.
+
+        Raises:
+            PartitionError: that is not what makes the difference, or the method has no weights of the forward.
+        """
+        recomputes: frozenset[int] = frozenset()
+        found: Difference | None = difference
+        while found is not None:
+            home = self._home(found.name) if (found.when, found.what) == (FIRST, "gradient") else None
+            if home is None or home in recomputes:
+                raise self._error(found, STALE, NO_VIEWS, between)
+            if self.spec.pipeline.method.weights == "latest":
+                raise PartitionError(
+                    f"stage {home} ({units_of(self.stages[home])}) computes with its weights again in its backward, as "
+                    "activation checkpointing does, but method.weights=latest has no weights of the forward; use "
+                    "method.weights=stash, or no checkpointing"
+                )
+            recomputes |= {home}
+            change = Replacement(self._parameters, between, recomputes)
+            found = compare.first_difference(self._outcome(self._cut(), change))
+        return recomputes
+
+    def _home(self, name: str) -> int:
+        parameter = self._parameters[name]
+        return next(k for k, stage in enumerate(self.stages) if any(p is parameter for p in stage.parameters()))
+
+    def _error(
+        self, difference: Difference, cause: str, way_out: str = WAYS_OUT, between: frozenset[str] = frozenset()
+    ) -> PartitionError:
+        where = ""
+        if difference.what in ("output", "loss"):
+            with suppress(ConfigError, PartitionError):
+                where = self._first_unlike(difference.when, between)
+        likely = f"; likely cause: {cause}" if cause else ""
+        return PartitionError(f"the cut model is not the uncut one: {difference}{where}{likely}; {way_out}")
+
+    def _first_unlike(self, time: str, between: frozenset[str]) -> str:
+        """Return which module's output is the first that differs, with these parameters replaced in the cut model."""
+        calls = []
+        for stages, replaced in (([self.model], frozenset[str]()), (self.stages, between)):
+            self.kept.begin()
+            with _watched(self.model) as made:
+                chain = StageChain(stages, self.spec, self.device, on_turn=partial(made.__setitem__, "now"))
+                chain.run(self.samples, Replacement(self._parameters, replaced), look=False)
+            calls.append(made["calls"])
+        expected, found = calls
+        before = ""
+        for key, outs in expected.items():
+            if key[0] != time or key not in found or not outs:
+                continue
+            if not all(
+                a.shape == b.shape and largest_difference(a, b) == 0 for a, b in zip(outs, found[key], strict=False)
+            ):
+                return f"; the first that differs is '{key[1]}'" + (f", right after '{before}'" if before else "")
+            before = key[1]
+        return "; what its modules return is the same, so it is what the model computes itself" if before else ""
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Collect what the modules of ``model`` return: by (when, name, how often called at that time)."""
+    made: dict[str, Any] = {"now": FIRST, "calls": {}}
+    counts: dict[tuple[str, str], int] = {}
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            count = counts[made["now"], name] = counts.get((made["now"], name), 0) + 1
+            leaves = [leaf.detach().clone() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            made["calls"][made["now"], name, count] = leaves
+
+        return hook
+
+    handles = []
+    for name, module in model.named_modules():
+        if name and not isinstance(module, torch.jit.ScriptModule):
+            handles.append(module.register_forward_hook(look(name)))
+    try:
+        yield made
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,106 @@
+"""Buffers that a ``state_dict`` omits survive a save and a resume if the forwards of the run move them."""
+
+import pytest
+import torch
+from torch import nn
+
+from adl_dist.checkpoint import layout, storage
+from adl_dist.checkpoint.state import refuse_hidden_state
+from adl_dist.errors import ConfigError
+from tests.support.commands import assert_same
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages
+from tests.support.values import SILENT
+
+
+class Scaled(nn.Module):
+    """Divides by a running maximum, counts its training forwards, and adds a constant table."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.ones(()), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("table", torch.linspace(0, 1, 72), persistent=False)
+        self.register_buffer("recent", None, persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.largest.mul_(0.9).add_(x.detach().abs().max(), alpha=0.1)
+                self.count.add_(1)
+                new = x.detach().mean(0, keepdim=True)
+                self.recent = new if self.recent is None else torch.cat([self.recent[-2:], new])
+        return (
+            x / self.largest.clone() + self.table / self.count + (0.0 if self.recent is None else self.recent.mean(0))
+        )
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Flatten(), nn.Linear(72, 72), Scaled(), nn.Linear(72, 72), Scaled(), nn.Linear(72, 5))
+
+
+def run(run_dir, epochs, K=2):
+    trainer = toy_trainer(K, 2, model=net(), **({} if K == 1 else {"balance": {2: [3, 3], 3: [2, 2, 2]}[K]}))
+    options = {"batch_size": 8, "val_dataset": FixedImages(9), "monitoring": SILENT}
+    summary = trainer.fit(FixedImages(20), epochs=epochs, run_dir=run_dir, **options)
+    return trainer, summary["validation_loss"]
+
+
+def moved_in(run_dir):
+    path = layout.complete(run_dir / "checkpoints")[-1]
+    return {*storage.scan(path, storage.BUFFERS, layout.read_manifest(path)["files"])[0]}
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_resumed_run_has_the_buffers_that_moved(K, tmp_path):
+    whole, loss = run(None, 3, K)
+    for epochs in (1, 2):
+        run(tmp_path, epochs, K)
+    resumed, resumed_loss = run(tmp_path, 3, K)
+    assert_same(resumed.full_state_dict(), whole.full_state_dict())
+    assert resumed_loss == loss
+    assert moved_in(tmp_path) == {f"{unit}.{name}" for unit in (2, 4) for name in ("largest", "count", "recent")}
+    assert not any("largest" in name for name in whole.full_state_dict())
+
+
+def test_moved_buffers_have_the_same_names_in_another_cut(tmp_path):
+    """And those that were restored are saved again, though this run does not move them."""
+    run(tmp_path, 1, 2)
+    _, loss = run(tmp_path, 1, 3)
+    assert moved_in(tmp_path) == {f"{unit}.{name}" for unit in (2, 4) for name in ("largest", "count", "recent")}
+    assert run(tmp_path, 1, 1)[1] == loss
+    run(tmp_path, 2, 3)
+    assert run(tmp_path, 2, 1)[1] == run(tmp_path, 2, 3)[1]
+
+
+def test_an_evaluation_of_a_checkpoint_has_them_too(tmp_path):
+    _, loss = run(tmp_path, 2)
+    plain = toy_trainer(1, model=net(9))
+    plain.load_checkpoint(tmp_path)
+    assert plain.evaluate(FixedImages(9), batch_size=4)["validation_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_second_fit_saves_what_the_first_one_moved(tmp_path):
+    """The model's buffers are then no longer those of a new one."""
+    options = {"batch_size": 8, "run_dir": tmp_path, "monitoring": SILENT}
+
+    class Once(Scaled):
+        def forward(self, x):
+            if self.training and self.count < 3:
+                self.count.add_(1)
+            return x / self.count
+
+    torch.manual_seed(0)
+    trainer = toy_trainer(1, 2, model=nn.Sequential(nn.Flatten(), nn.Linear(72, 72), Once(), nn.Linear(72, 5)))
+    for epochs in (1, 2):
+        trainer.fit(FixedImages(20), epochs=epochs, **options)
+    assert moved_in(tmp_path) == {"2.count"}
+
+
+def test_hidden_state_is_refused_by_its_names():
+    refuse_hidden_state([])
+    with pytest.raises(
+        ConfigError, match=r"^run_dir: 0.calls, 1.calls, 2.calls and 1 more of the model .* buffers, or"
+    ):
+        refuse_hidden_state([f"{unit}.calls" for unit in range(4)])

@@ -1,0 +1,337 @@
+"""Whatever an optimizer remembers survives a save and a resume, bit for bit, or is refused by name."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+import adl_dist
+from adl_dist.checkpoint.nested import Packer, unpacked
+from adl_dist.errors import CheckpointError, ConfigError
+from tests.support.commands import assert_same, in_process, shows, words
+from tests.support.kill import records
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import SILENT
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer that a user has written; what it does with a gradient is in ``change``."""
+
+    def __init__(self, params, lr=0.05, **defaults):
+        super().__init__(params, {"lr": lr, **defaults})
+        self.prepare()
+
+    def prepare(self):
+        """Set attributes of the object."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            self.begin(group)
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(group["lr"] * self.change(p, self.state[p], group))
+        self.end()
+
+    def begin(self, group):
+        """Move what lies in the group."""
+
+    def end(self):
+        """Move what lies in the object."""
+
+    def change(self, p, state, group):
+        return p.grad
+
+
+class CountsInGroups(Own):
+    """As schedule-free optimizers do: a counter, a float and a tensor in the group."""
+
+    def begin(self, group):
+        group["k"] = group.get("k", 0) + 1
+        group["weight_sum"] = group.get("weight_sum", 0.0) + 1 / 3 / group["k"]
+        group.setdefault("d", torch.ones((), dtype=torch.float64)).mul_(0.9)
+
+    def change(self, p, state, group):
+        return p.grad * (group["d"] / group["weight_sum"]).to(p.dtype) / group["k"]
+
+
+class CountsItself(Own):
+    """In attributes, and in ``state`` under a name."""
+
+    def prepare(self):
+        self.k, self._seen, self.constant = 0, [], {1, 2}
+
+    def end(self):
+        self.k += 1
+        self._seen = [*self._seen[-1:], (self.k, None)]
+        self.state["rounds"] = self.state.get("rounds", 0) + 1
+
+    def change(self, p, state, group):
+        return p.grad / (1 + self.k + len(self._seen) + self.state.get("rounds", 0))
+
+
+class Nested(Own):
+    """As L-BFGS, SOAP and Shampoo keep it, with matrices that are stored by columns."""
+
+    def change(self, p, state, group):
+        history = state.setdefault("history", {"grads": [], 0: (1, 2.5, None), "far": float("inf"), "side": "left"})
+        history["grads"] = [*history["grads"][-2:], p.grad.clone()]
+        history[0] = (history[0][0] + 1, *history[0][1:])
+        matrix = p.grad.reshape(len(p), -1)
+        state["Q"] = [torch.linalg.qr(matrix)[0].mT.contiguous().mT, None]
+        assert type(history[0]) is tuple
+        assert type(history[0][0]) is int
+        return sum(history["grads"]) / history[0][0] + (state["Q"][0] @ (state["Q"][0].mT @ matrix)).reshape(p.shape)
+
+
+class Widens(Own):
+    """Keeps float64 averages of float32 parameters, an int that counts, and a bool."""
+
+    def change(self, p, state, group):
+        state["n"], state["flag"] = state.get("n", 0) + 1, not state.get("flag", False)
+        average = state.setdefault("average", torch.zeros_like(p, dtype=torch.float64))
+        average.mul_(0.7).add_(p.grad, alpha=0.3 / state["n"])
+        return (average * (1.5 if state["flag"] else 0.5)).to(p.dtype)
+
+
+class FollowsItsRate(Own):
+    """Without a schedule the learning rate is the optimizer's own."""
+
+    def begin(self, group):
+        group["lr"] *= 0.9
+
+
+OPTIMIZERS = {
+    "counters in groups": CountsInGroups,
+    "counters in the object": CountsItself,
+    "nested": Nested,
+    "float64 of float32": Widens,
+    "its own learning rate": FollowsItsRate,
+    "nadam": torch.optim.NAdam,
+}
+
+
+class Run:
+    """A trainer of the toy net, and the optimizers that it made."""
+
+    def __init__(self, make, K=2, *, dtype=torch.float32, **options):
+        self.optimizers = []
+
+        def made(parameters):
+            self.optimizers.append(make(parameters))
+            return self.optimizers[-1]
+
+        options = {"model": batch_norm_net(), "dtype": dtype, **options}
+        self._dtype, self.trainer = dtype, toy_trainer(K, 2, optimizer=made, **options)
+
+    def fit(self, run_dir, epochs, **more):
+        data = FixedImages(20, dtype=self._dtype)
+        self.trainer.fit(data, epochs=epochs, batch_size=8, run_dir=run_dir, monitoring=SILENT, **more)
+        return self.trainer.full_state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_run_ends_with_the_bits_of_a_whole_one(name, dtype, tmp_path):
+    make = OPTIMIZERS[name]
+    expected = Run(make, dtype=dtype).fit(None, 3)
+    Run(make, dtype=dtype).fit(tmp_path, 1)
+    Run(make, dtype=dtype).fit(tmp_path, 2)
+    assert_same(Run(make, dtype=dtype).fit(tmp_path, 3), expected)
+
+
+def test_one_cycle_moves_the_momentum_and_is_not_stored(tmp_path):
+    """It is a function of the update index, so another cut continues, too."""
+    cycle = partial(OneCycleLR, max_lr=0.2, total_steps=9)
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    expected = Run(sgd, lr_schedule=cycle).fit(None, 3)
+    Run(sgd, lr_schedule=cycle).fit(tmp_path, 1)
+    Run(sgd, lr_schedule=cycle).fit(tmp_path, 2)
+    run = Run(sgd, lr_schedule=cycle)
+    assert_same(run.fit(tmp_path, 3), expected)
+    momenta = {o.param_groups[0]["momentum"] for o in run.optimizers}
+    assert momenta != {0.9}
+    other = Run(sgd, 3, lr_schedule=cycle)
+    other.fit(tmp_path, 3)
+    assert {o.param_groups[0]["momentum"] for o in other.optimizers} == momenta
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("counters in groups", r"param_groups\[0\]\.k, .*"), ("counters in the object", "self.k, .*")]
+)
+def test_values_of_a_whole_stage_need_the_same_cut(name, told, tmp_path):
+    make = OPTIMIZERS[name]
+    Run(make).fit(tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match=rf"\(num_stages 2, .*\) holds values .* \({told}\), and .* cut differently"
+    ):
+        Run(make, 3).fit(tmp_path, 2)
+    assert_same(Run(make).fit(tmp_path, 2), Run(make).fit(None, 2))
+
+
+@pytest.mark.parametrize("name", ["nested", "float64 of float32"])
+def test_what_belongs_to_parameters_moves_to_another_cut(name, tmp_path):
+    make, states = OPTIMIZERS[name], []
+    for K in (2, 3):
+        run = Run(make, K)
+        run.fit(tmp_path, 1)
+        states.append({p.shape: [*o.state[p]] for o in run.optimizers for p in o.param_groups[0]["params"]})
+    assert states[0] == states[1]
+    assert all(states[0].values())
+
+
+# --- what cannot be saved ---------------------------------------------------------------------------------------------
+
+
+class Draws(Own):
+    def prepare(self):
+        self.stream = random.Random(0)
+
+    def change(self, p, state, group):
+        return p.grad * self.stream.random()
+
+
+class DrawsFromAGenerator(Own):
+    def prepare(self):
+        self.factors = (1 / (1 + i) for i in range(1000))
+
+    def begin(self, group):
+        group["factor"] = next(self.factors)
+
+
+class DrawsFromTorch(Own):
+    def begin(self, group):
+        torch.rand((), generator=group.setdefault("stream", torch.Generator().manual_seed(0)))
+
+
+class Wraps(Own):
+    def prepare(self):
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9)
+
+    def end(self):
+        self.inner.step()
+
+
+class KeepsASet(Own):
+    def change(self, p, state, group):
+        state.setdefault("seen", [set()])[0].add(len(p))
+        return p.grad
+
+
+class KeyedById(Own):
+    def prepare(self):
+        self.sums = {}
+
+    def change(self, p, state, group):
+        self.sums[id(p)] = self.sums.get(id(p), 0.0) + 1.0
+        return p.grad
+
+
+class Aliases(Own):
+    def change(self, p, state, group):
+        state["first"] = state["second"] = p.grad.clone()
+        return p.grad
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (Draws, "self.stream is a Random"),
+        (DrawsFromAGenerator, "self.factors is a generator"),
+        (DrawsFromTorch, r"param_groups\[0\].stream is a Generator"),
+        (Wraps, "self.inner is a SGD"),
+        (KeepsASet, r"4.conv.weight.seen.0 is a set; expected tensors, numbers, text, None, and lists,"),
+        (KeyedById, r"self.sums has the id\(\) of a parameter"),
+        (Aliases, "4.conv.weight.second shares its memory with 4.conv.weight.first"),
+    ],
+)
+def test_what_cannot_be_saved_is_told_after_the_first_update(make, told, tmp_path):
+    """And without a run folder it trains."""
+    Run(make).fit(None, 1)
+    with pytest.raises(ConfigError, match=f"stage 1: what {make.__name__} remembers cannot be saved: {told}.* run_dir"):
+        Run(make).fit(tmp_path, 1)
+    losses = [record for record in records(tmp_path) if record["name"] == "train/loss"]
+    assert [record["update"] for record in losses] in ([], [0])
+
+
+def test_an_object_that_never_moves_is_no_obstacle(tmp_path):
+    class Holds(Own):
+        def prepare(self):
+            self.stream, self.hook, self.model = random.Random(0), self.change, nn.Linear(2, 2)
+            self.parameters_too = {id(p): p for group in self.param_groups for p in group["params"]}
+
+    Run(Holds).fit(tmp_path, 1)
+
+
+# --- who makes it -----------------------------------------------------------------------------------------------------
+
+
+def matrices():
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), *(nn.Linear(72, 72, bias=False) for _ in range(3)), nn.Linear(72, 5, bias=False)]
+    return nn.Sequential(*layers)
+
+
+def test_muon_trains_matrices_and_resumes(tmp_path):
+    """It refuses every parameter that is no matrix, also one that only shows its name."""
+    muon = partial(torch.optim.Muon, lr=0.01)
+    Run(muon, model=matrices(), balance="auto").fit(None, 1)  # measured with it, too
+    expected = Run(muon, model=matrices()).fit(None, 2)
+    Run(muon, model=matrices()).fit(tmp_path, 1)
+    assert_same(Run(muon, model=matrices()).fit(tmp_path, 2), expected)
+
+
+def test_the_command_takes_muon_where_it_fits(tmp_path):
+    muon = "optimizer._target_=torch.optim.Muon", "optimizer.lr=0.01", "train.epochs=1"
+    done = in_process(*words(tmp_path / "run", "model._target_=tests.support.user_code.matrices", *muon))
+    assert (done.code, done.err) == (0, "")
+    line = in_process(*words(tmp_path / "two", "model._target_=tests.support.user_code.good", *muon)).refusal(2)
+    shows(
+        line, ["stage 0, parameter 0.1.bias: optimizer: torch.optim.Muon refuses {'lr': 0.01}: Muon only supports 2D"]
+    )
+
+
+def test_an_optimizer_that_refuses_a_parameter_is_told(tmp_path):
+    layers = nn.Flatten(), nn.Linear(72, 72, bias=False), nn.Unflatten(1, (2, 6, 6))
+    model = nn.Sequential(*layers, *batch_norm_net())
+    with pytest.raises(ConfigError, match=r"stage 1, parameter 3.0.weight: the optimizer fails: ValueError: Muon only"):
+        Run(partial(torch.optim.Muon, lr=0.01), model=model, balance=[3, 7]).fit(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), "optimizer is a SGD; expected a function of"),
+        (lambda p: "sgd", "stage 0: optimizer must return a torch.optim.Optimizer, got str; expected"),
+        (lambda p: 1 / 0, "stage 0: the optimizer fails: ZeroDivisionError: division by zero"),
+        (partial(torch.optim.SGD, lr=-1), "stage 0: the optimizer fails: ValueError: Invalid learning rate: -1"),
+    ],
+)
+def test_what_makes_no_optimizer_is_told_by_its_own_words(make, told):
+    with pytest.raises(ConfigError, match=told):
+        toy_trainer(optimizer=make).fit(
+            FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(quiet=True)
+        )
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def placed(*, saved_on, steps_on_cpu=True):
+    """Where a counter on the CPU and an average that is with its parameter come back, now that this is on "meta"."""
+    on_gpu = torch.device("meta") if saved_on == "gpu" else torch.device("cpu")
+    packer = Packer({}, on_gpu)
+    packed = packer.packed("w", {"step": torch.zeros(()), "average": torch.zeros(2, device=on_gpu)})
+    read = {name: torch.zeros(tensor.shape) for name, tensor in packer.tensors.items()}
+    back = unpacked(packed, read, device=torch.device("meta"), steps_on_cpu=steps_on_cpu)
+    return {key: value.device.type for key, value in back.items()}
+
+
+def test_a_counter_comes_back_where_it_was_or_torch_keeps_it():
+    """On a CPU nothing says which state goes to a GPU; "meta" stands for one."""
+    assert placed(saved_on="gpu") == {"step": "cpu", "average": "meta"}
+    assert placed(saved_on="cpu") == {"step": "cpu", "average": "meta"}
+    assert placed(saved_on="cpu", steps_on_cpu=False) == {"step": "meta", "average": "meta"}

@@ -1,0 +1,182 @@
+"""A run folder knows the loss, the optimizer and the schedule of the script that made it."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+
+import adl_dist
+from adl_dist.checkpoint.identity import described
+from adl_dist.errors import CheckpointError, ConfigError
+from adl_dist.optim import cosine, multistep
+from tests.support.commands import snapshot
+from tests.support.runs import toy_trainer
+from tests.support.toys import FixedImages
+from tests.support.values import SILENT
+
+
+def sgd(**options):
+    return lambda p: torch.optim.SGD(p, **{"lr": 0.1, **options})
+
+
+def two_groups(rates):
+    def make(parameters):
+        matrices, rest = ([p for p in parameters if (p.ndim > 1) is wanted] for wanted in (True, False))
+        return torch.optim.SGD([{"params": matrices, "lr": rates[0]}, {"params": rest}], lr=rates[1])
+
+    return make
+
+
+def squares(out, target):
+    return (out.softmax(1) - F.one_hot(target, 5)).square().mean()
+
+
+STEP = {"step_size": 3, "gamma": 0.5}
+
+
+def fit(run_dir, epochs=1, *, K=2, loss_fn=None, optimizer=None, lr_schedule=None, **more):
+    trainer = toy_trainer(K, 2, loss_fn=loss_fn, optimizer=optimizer or sgd(), lr_schedule=lr_schedule)
+    options = {"batch_size": 8, "run_dir": run_dir, "monitoring": SILENT, **more}
+    return trainer.fit(FixedImages(20), epochs=epochs, **options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({}, {"optimizer": sgd(lr=0.01)}, "optimizer.lr is 0.1 there and 0.01 here"),
+        ({}, {"optimizer": sgd(momentum=0.9)}, "optimizer.momentum is 0 there and 0.9 here"),
+        (
+            {},
+            {"optimizer": torch.optim.AdamW},
+            "optimizer.name is 'torch.optim.sgd.SGD' there and 'torch.optim.adamw.A",
+        ),
+        (
+            {"optimizer": two_groups([0.1, 0.2])},
+            {"optimizer": two_groups([0.1, 0.3])},
+            r"optimizer.lr is \[0.1, 0.2\] there and \[0.1, 0.3\] here",
+        ),
+        (
+            {},
+            {"loss_fn": nn.CrossEntropyLoss(label_smoothing=0.5)},
+            "loss.label_smoothing is 0.0 there and 0.5 here",
+        ),
+        (
+            {"loss_fn": F.cross_entropy},
+            {"loss_fn": squares},
+            "loss.name is 'torch.nn.functional.cross_entropy' there and 'tests.*squares' here",
+        ),
+        (
+            {"loss_fn": partial(F.cross_entropy, label_smoothing=0.1)},
+            {"loss_fn": partial(F.cross_entropy, label_smoothing=0.2)},
+            "loss.label_smoothing is 0.1 there and 0.2 here",
+        ),
+        ({}, {"lr_schedule": cosine}, "lr_schedule.made_by.name is None there and 'adl_dist.optim.cosine' here"),
+        (
+            {"lr_schedule": partial(multistep, milestones=[1])},
+            {"lr_schedule": partial(multistep, milestones=[2])},
+            r"lr_schedule.made_by.milestones is \[1\] there and \[2\] here",
+        ),
+        (
+            {"lr_schedule": lambda o: lr_scheduler.StepLR(o, **STEP)},
+            {"lr_schedule": lambda o: lr_scheduler.StepLR(o, **STEP | {"step_size": 4})},
+            "lr_schedule.step_size is 3 there and 4 here",
+        ),
+    ],
+)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_edited_script_is_refused_with_both_values(before, after, told, epochs, tmp_path):
+    """Whether or not there is something left to train."""
+    fit(tmp_path, **before)
+    files = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=rf"belongs to another run: (?:.* here, )?{told}.*; choose another run_dir"):
+        fit(tmp_path, epochs, **after)
+    assert snapshot(tmp_path).keys() - files.keys() == set()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        lambda: {
+            "optimizer": lambda p: torch.optim.SGD([*p], lr=0.1),
+            "loss_fn": lambda out, target: squares(out, target),
+        },
+        lambda: {"optimizer": two_groups([0.1, 0.2]), "loss_fn": Counting()},
+        lambda: {"lr_schedule": lambda o, total_updates: lr_scheduler.OneCycleLR(o, 0.1, total_steps=total_updates)},
+        lambda: {"lr_schedule": cosine, "optimizer": partial(torch.optim.SGD, lr=torch.tensor(0.1))},
+    ],
+    ids=["lambdas", "groups", "one cycle", "cosine"],
+)
+def test_the_same_script_continues_longer_and_in_another_cut(script, tmp_path):
+    for epochs, K in ((1, 2), (2, 2), (3, 3)):
+        assert fit(tmp_path, epochs, K=K, **script())["updates"] == 3 * epochs
+
+
+class Counting(nn.CrossEntropyLoss):
+    """Its own counter is no setting once it has moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, out, target):
+        self.calls += 1
+        return super().forward(out, target)
+
+
+def test_one_trainer_may_fit_twice(tmp_path):
+    trainer = toy_trainer(2, 2, loss_fn=Counting())
+    for epochs in (1, 2):
+        trainer.fit(FixedImages(20), epochs=epochs, batch_size=8, run_dir=tmp_path, monitoring=SILENT)
+
+
+def test_descriptions_are_plain_values():
+    weights = torch.tensor([1.0, 2.0])
+    assert described(nn.CrossEntropyLoss(weight=weights))["weight"] == [1.0, 2.0]
+    assert described(partial(squares, limit=float("inf"))) == {"name": f"{__name__}.squares", "limit": "inf"}
+    assert described(lambda: None) == {"name": "<lambda>"}
+    assert len(described(nn.NLLLoss(weight=torch.ones(1000)))["weight"]) == 16
+
+
+# --- what a script is told --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("schedule", "follows"), [(None, False), (cosine, True), (multistep, False)])
+def test_a_longer_run_is_told_about_a_schedule_that_follows(schedule, follows, tmp_path, capsys):
+    schedule = partial(schedule, milestones=[1]) if schedule is multistep else schedule
+    loud = adl_dist.Monitoring(tensorboard=False)
+    fit(tmp_path, 1, lr_schedule=schedule)
+    fit(tmp_path, 2, lr_schedule=schedule, monitoring=loud)
+    out = capsys.readouterr().out
+    assert "note: the run is now 6 updates long, not 3" in out
+    assert ("learning rate schedule" in out) is follows
+    assert "nothing left" not in out
+    fit(tmp_path, 2, lr_schedule=schedule, monitoring=loud)
+    assert capsys.readouterr().out.count(f"nothing left to train: {tmp_path} is complete; for a new run") == 1
+
+
+def test_keep_best_needs_a_validation_dataset(tmp_path):
+    keep = adl_dist.CheckpointPolicy(keep_best=True)
+    with pytest.raises(ConfigError, match="there is no validation dataset; give one, or omit keep_best"):
+        fit(tmp_path, checkpoints=keep)
+    fit(tmp_path, checkpoints=keep, val_dataset=FixedImages(7))
+
+
+def test_load_checkpoint_takes_a_run_folder(tmp_path):
+    keep = adl_dist.CheckpointPolicy(keep=9)
+    fit(tmp_path, 3, checkpoints=keep, val_dataset=FixedImages(7), optimizer=sgd(lr=2.0))
+    saved = sorted((tmp_path / "checkpoints").iterdir())
+    losses = []
+    trainer = toy_trainer(2)
+    for path, which in ((tmp_path, "best"), (tmp_path, "newest"), *((path, "newest") for path in saved)):
+        trainer.load_checkpoint(path, which)
+        metrics = trainer.evaluate(FixedImages(7), batch_size=4)
+        losses.append((-metrics["validation_accuracy"], metrics["validation_loss"]))
+    best, newest, *each = losses
+    assert (best, newest) == (min(each), each[-1])
+    with pytest.raises(CheckpointError, match="none holds no complete checkpoint"):
+        trainer.load_checkpoint(tmp_path / "none")
+    with pytest.raises(CheckpointError, match="checkpoint=worst is none of best, newest, the folder of a checkpoint"):
+        trainer.load_checkpoint(tmp_path, "worst")

@@ -1,0 +1,153 @@
+"""What torch's own losses divide by, and what is handed out with the micro-batches of a group."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from adl_dist.errors import ConfigError
+from adl_dist.stage.loss_terms import counted, is_sum, loss_terms
+
+C = 5
+WEIGHT = torch.linspace(0.2, 1.7, C, dtype=torch.float64)
+IGNORING = torch.tensor([1, 4, 2, 1, 0, 3])
+CLASSES = torch.tensor([1, 4, -100, 0, 0, 3])
+TOKENS = torch.tensor([[1, -100, 2], [-100, -100, -100], [0, 0, 4]])
+
+COUNTED = [
+    ({"ignore_index": 1}, IGNORING),
+    ({"weight": WEIGHT}, IGNORING),
+    ({"weight": WEIGHT}, CLASSES),
+    ({"weight": WEIGHT, "ignore_index": 0}, IGNORING),
+    ({}, TOKENS),
+    ({"weight": WEIGHT, "ignore_index": 2}, TOKENS.clamp(min=0)),
+]
+SMOOTH = [({**options, "label_smoothing": 0.3}, target) for options, target in COUNTED]
+
+
+class Derived(nn.CrossEntropyLoss):
+    """With a name of its own alone."""
+
+
+class Halved(nn.CrossEntropyLoss):
+    def forward(self, out, target):
+        return super().forward(out, target) / 2
+
+
+def makers(options):
+    made = [Derived, nn.CrossEntropyLoss, lambda **more: functools.partial(F.cross_entropy, **more)]
+    return (
+        made
+        if "label_smoothing" in options
+        else [*made, nn.NLLLoss, lambda **more: functools.partial(F.nll_loss, **more)]
+    )
+
+
+@pytest.mark.parametrize(("options", "target"), COUNTED + SMOOTH)
+def test_the_terms_are_what_torch_divides_by(options, target):
+    """The sum of a loss over its mean."""
+    out = torch.randn(
+        len(target), C, *target.shape[1:], dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    for make in makers(options):
+        mean, total = make(**options), make(**options, reduction="sum")
+        terms = loss_terms(mean, target).count(target)
+        torch.testing.assert_close(mean(out, target) * terms, total(out, target), rtol=1e-13, atol=0)
+        assert is_sum(total)
+        assert not is_sum(mean)
+
+
+def test_class_probabilities_are_averaged_over_samples():
+    out, target = torch.randn(2, 6, C, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(2)
+    for options in ({}, {"weight": WEIGHT}, {"weight": WEIGHT, "label_smoothing": 0.3}):
+        mean, total = (nn.CrossEntropyLoss(**options, reduction=how) for how in ("mean", "sum"))
+        torch.testing.assert_close(mean(out, target) * 6, total(out, target), rtol=1e-13, atol=0)
+        assert loss_terms(mean, target) is None
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [nn.CrossEntropyLoss(), nn.NLLLoss(), F.cross_entropy, functools.partial(F.cross_entropy, label_smoothing=0.1),
+     Halved(weight=WEIGHT), nn.MSELoss(), nn.MultiMarginLoss(weight=WEIGHT), lambda out, target: out.sum()],
+)  # fmt: skip
+def test_of_other_losses_nothing_is_counted(loss_fn):
+    assert loss_terms(loss_fn, IGNORING) is None
+
+
+def own(out, target):
+    return out.mean()
+
+
+def test_a_loss_can_say_itself_what_it_averages_over(monkeypatch):
+    monkeypatch.setattr(own, "num_terms", lambda target: (target > 0).sum(), raising=False)
+    for loss_fn in (own, functools.partial(own, target=None)):
+        assert loss_terms(loss_fn, IGNORING).count(IGNORING) == 5.0
+    said = nn.CrossEntropyLoss(weight=WEIGHT)
+    said.num_terms = len
+    assert loss_terms(said, IGNORING).count(IGNORING) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("num_terms", "told"),
+    [
+        (lambda target: -1, r"num_terms returned -1.0 for int64\[6\]; expected the number of terms"),
+        (lambda target: torch.tensor(float("nan")), "num_terms returned nan"),
+        (lambda target: target.nothing, "num_terms fails on .* AttributeError: 'Tensor' object has no attribute"),
+        (lambda target: target, "num_terms fails on .*: ValueError"),
+    ],
+)
+def test_a_number_of_terms_that_is_none_is_refused(num_terms, told, monkeypatch):
+    monkeypatch.setattr(own, "num_terms", num_terms, raising=False)
+    with pytest.raises(ConfigError, match=told):
+        loss_terms(own, IGNORING).count(IGNORING)
+
+
+# --- What goes with a micro-batch --------------------------------------------------------------------------
+
+
+class Source:
+    """Micro-batches with so many targets that count, and how many were loaded."""
+
+    def __init__(self, *numbers):
+        self.numbers, self.loaded, self.closed = numbers, 0, False
+
+    def batches(self):
+        try:
+            for number in self.numbers:
+                self.loaded += 1
+                yield torch.zeros(3, 1), torch.tensor([1] * number + [0] * (3 - number))
+        finally:
+            self.closed = True
+
+
+TERMS = loss_terms(nn.CrossEntropyLoss(ignore_index=0), IGNORING)
+
+
+def counts_of(source, *arguments, **options):
+    return [counts.tolist() for _, _, counts in counted(source.batches(), TERMS, *arguments, **options)]
+
+
+def test_weights_are_shares_of_the_terms_of_the_group():
+    counts = counts_of(Source(1, 0, 3, 2, 2), [3, 2])
+    assert counts == [[[w, n]] * 3 for w, n in ((0.25, 1), (0, 0), (0.75, 3), (0.5, 2), (0.5, 2))]
+    assert counts_of(Source(1, 3), [2], reduction="sum") == [[[1, 1]] * 3, [[1, 3]] * 3]
+
+
+def test_a_group_without_terms_is_weighted_by_its_samples():
+    assert counts_of(Source(0, 0), [2]) == [[[0.5, 3]] * 3] * 2
+
+
+def test_evaluation_counts_each_micro_batch_by_itself():
+    assert counts_of(Source(2, 0), None) == [[[1, 2]] * 3, [[0, 0]] * 3]
+
+
+def test_one_group_is_loaded_ahead_and_its_source_closed():
+    source = Source(1, 2, 3, 1)
+    batches = counted(source.batches(), TERMS, [2, 2])
+    assert source.loaded == 0
+    loaded = [next(batches) and source.loaded for _ in range(3)]
+    assert loaded == [2, 2, 4]
+    batches.close()
+    assert source.closed

@@ -1,0 +1,112 @@
+"""Other weights under the same Parameter objects, while graphs refer to those that were there."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from adl_dist.errors import ConfigError
+from adl_dist.stage.versions import check_versions, moved_on, swapped
+
+
+class Marked(nn.Parameter):
+    """A parameter of the user's own kind."""
+
+
+def graph_over(p):
+    """A loss that a backward can be asked of, whose gradient is 2 p."""
+    return p.square().sum()
+
+
+def test_a_graph_keeps_its_weights_and_the_parameter_moves_on():
+    p = nn.Parameter(torch.tensor([1.0, 2.0]))
+    p.grad = torch.tensor([5.0, 5.0])
+    before = graph_over(p)
+    (older,) = moved_on([p])
+    with torch.no_grad():
+        p.add_(1)
+    before.backward()
+    graph_over(p).backward()
+    assert older.tolist() == [1, 2]
+    assert older.grad.tolist() == [2, 4]
+    assert p.tolist() == [2, 3]
+    assert p.grad.tolist() == [9, 11], "what was there before has moved along"
+
+
+def test_a_parameter_keeps_type_attributes_and_format():
+    p = Marked(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    p.lr_scale = 0.5
+    aliases = [p]
+    (older,) = moved_on([p])
+    assert aliases[0] is p
+    assert type(p) is Marked
+    assert p.lr_scale == 0.5
+    assert p.is_contiguous(memory_format=torch.channels_last)
+    assert p.data_ptr() != older.data_ptr()
+
+
+def test_hooks_are_called_for_all_versions_until_removed():
+    p, calls = nn.Parameter(torch.ones(2)), []
+    handle = p.register_hook(lambda grad: calls.append("hook") or grad * 10)
+    p.register_post_accumulate_grad_hook(lambda tensor: calls.append("accumulated"))
+    first, second = graph_over(p), graph_over(p)
+    (older,) = moved_on([p])
+    first.backward()
+    assert older.grad.tolist() == [20, 20]
+    graph_over(p).backward()
+    assert calls == ["hook", "accumulated"] * 2
+    handle.remove()
+    second.backward()
+    assert calls == ["hook", "accumulated"] * 2 + ["accumulated"]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_with_the_weights_of_its_forward(reentrant):
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    plain, x = copy.deepcopy(layer), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    parameters = list(layer.parameters())
+    out = checkpoint(layer, x, use_reentrant=reentrant)
+    older = moved_on(parameters)
+    with torch.no_grad():
+        for p in parameters:
+            p.mul_(3)
+    with swapped(parameters, older):
+        out.sum().backward()
+    plain(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(older, plain.parameters(), strict=True))
+    assert all(p.grad is None for p in parameters)
+
+
+def test_what_was_swapped_in_is_out_again_after_an_error():
+    p = nn.Parameter(torch.ones(1))
+    older = moved_on([p])
+    with torch.no_grad():
+        p.fill_(2)
+
+    def fail():
+        with swapped([p], older):
+            assert p.item() == 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [p.item(), older[0].item()] == [2, 1]
+
+
+def test_a_parameter_without_plain_memory_is_refused_by_name():
+    class Wrapped(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, requires_grad=True)
+
+        @classmethod
+        def __torch_dispatch__(cls, *args, **kwargs):
+            raise NotImplementedError
+
+    module = nn.Linear(2, 2)
+    module._parameters["weight"] = Wrapped(torch.ones(2, 2))
+    with pytest.raises(ConfigError, match=r"stage 1: no older version can be kept of parameter 'weight', a Wrapped"):
+        check_versions(module, "stage 1")

@@ -1,0 +1,103 @@
+"""The module that the user has handed over holds the trained weights afterwards, whatever ended the training."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import adl_dist
+from adl_dist.errors import DivergedError
+from tests.support.commands import assert_same
+from tests.support.toys import FixedImages
+from tests.support.values import SILENT, values
+
+K, M, SIZE = 3, 2, 2
+METHODS = ("adl", "2bw", "pipedream", "paci", "fr", "gpipe")
+
+
+class Positioned(nn.Module):
+    """Reads parameters of its own in its forward: a scale, an embedding of positions, a list."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.positions = nn.Parameter(torch.zeros(3, 8, 8))
+        self.offsets = nn.ParameterList(torch.zeros(6) for _ in range(2))
+        self.flat, self.first, self.second, self.last = (
+            nn.Flatten(),
+            nn.Linear(192, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 5),
+        )
+
+    def forward(self, x):
+        x = self.first(self.flat(x + self.positions)) * self.scale
+        x = self.second((x + self.offsets[0]).tanh()).tanh() + self.offsets[1]
+        return self.last(x)
+
+
+def trainer_of(model, method, **options):
+    return adl_dist.Trainer(
+        model,
+        loss_fn=nn.CrossEntropyLoss(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        method=adl_dist.method(method, accumulation_steps=M),
+        num_stages=K,
+        **values(threads=1, balance="even", granularity="layer", **options),
+    )
+
+
+def fit(trainer, data, **options):
+    return trainer.fit(data, batch_size=SIZE * M, monitoring=SILENT, shuffle=False, **options)
+
+
+def assert_whole(model, trainer):
+    """The user's module has the same weights as the trainer, under the same objects, and computes with them."""
+    trained = trainer.full_state_dict()
+    assert_same(model.state_dict(), trained)
+    fresh = Positioned()
+    fresh.load_state_dict(trained)
+    x = FixedImages(4).images
+    assert torch.equal(model.eval()(x), fresh.eval()(x))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_after_fit_the_users_module_is_the_trained_one(method):
+    model = Positioned()
+    objects, before = dict(model.named_parameters()), {n: p.detach().clone() for n, p in model.named_parameters()}
+    trainer = trainer_of(model, method)
+    fit(trainer, FixedImages(32), epochs=1, val_dataset=FixedImages(8, seed=1))
+    assert all(objects[name] is p and not torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert_whole(model, trainer)
+    trainer.evaluate(FixedImages(8), batch_size=4)
+    assert_whole(model, trainer)
+
+
+@pytest.mark.parametrize("method", ["adl", "2bw"])
+def test_after_a_stop_the_users_module_is_whole(method):
+    model = Positioned()
+    trainer = trainer_of(model, method)
+    fit(trainer, FixedImages(32), epochs=2, max_updates=5)
+    assert_whole(model, trainer)
+
+
+@pytest.mark.parametrize("method", ["adl", "2bw"])
+def test_after_an_error_the_users_module_is_whole(method):
+    model, data = Positioned(), FixedImages(32)
+    data.images[20] = float("nan")
+    trainer = trainer_of(model, method)
+    with pytest.raises(DivergedError):
+        fit(trainer, data, epochs=1)
+    assert_whole(model, trainer)
+
+
+def test_fit_twice_trains_the_same_objects_on():
+    model = Positioned()
+    trainer = trainer_of(model, "adl")
+    fit(trainer, FixedImages(32), epochs=1)
+    once = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fit(trainer, FixedImages(32), epochs=1)
+    assert not any(torch.equal(once[name], p) for name, p in model.named_parameters())
+    assert_whole(model, trainer)
