@@ -8,15 +8,25 @@ import torch
 from torch import nn
 
 import adl_dist
-from adl_dist.partition import cut
 from tests.adversarial.cases import EPOCHS, MICRO_BATCH, NUM_SAMPLES, NUM_VALIDATION, STAGES, batches, dataset
 from tests.adversarial.oracle import Uncut, delays_of
 from tests.support.values import SILENT, values
 
 TOLERANCE = 1e-10  # relative to the largest element of a tensor
 TOO_FEW = re.compile(r"needs at least \d+ units")
-# What a model of any kind may be refused for: tracing cannot read a line, or what would cross is no batch or a view.
-COMMON = "cannot be traced|first dimension is the batch|values cross this cut|shares its memory with another"
+# What a model of any kind may be refused for: a line that tracing cannot read, what cannot cross a cut, and, with the
+# tensor that shows it, that the cut model is another one.
+COMMON = "|".join(
+    [
+        "cannot be traced",
+        "first dimension is",
+        "values cross this cut",
+        "shares? (its )?memory with",
+        r"place\(s\) where it can be cut",
+        r"forward changes \S+.* which a cut model would not",
+        "the cut model is not the uncut one",
+    ]
+)
 BEGINS = {1: [], 2: [3], 3: [1, 3], 5: [1, 2, 3, 5]}  # units of a chain, where a model that draws is cut
 
 
@@ -51,6 +61,7 @@ class Trained:
     losses: list
     outputs: list
     validation: float
+    owner: dict
 
 
 def slow_start(update):
@@ -96,56 +107,46 @@ def train(case, K, M, granularity="block", **options):
     summary = fit(trainer, case, M)
     num_train, num_val = (-(-n // MICRO_BATCH) for n in (NUM_SAMPLES, NUM_VALIDATION))
     state = {name: tensor.clone() for name, tensor in trainer.full_state_dict().items()}
-    return Trained(state, loss_fn.losses[-EPOCHS * num_train :], loss_fn.outputs[-num_val:], summary["validation_loss"])
+    losses, outputs = loss_fn.losses[-EPOCHS * num_train :], loss_fn.outputs[-num_val:]
+    return Trained(state, losses, outputs, summary["validation_loss"], owner_of(trainer))
 
 
-def oracle_of(case, K, M, granularity="block", *, method="adl", model=None, lr_schedule=lr_schedule):
-    """The uncut model (``model``, or a new one), to be trained as K stages would."""
+def oracle_of(case, K, M, owner, *, method="adl", model=None, lr_schedule=lr_schedule):
+    """The uncut model (``model``, or a new one), to be trained as K stages would, of which ``owner`` tells."""
     model = case.model() if model is None else model
     return Uncut(
-        model, owners(case, K, granularity), case.optimizer, case.loss,
+        model, owner, case.optimizer, case.loss,
         delays=delays_of(method, K, M), M=M, lr_schedule=lr_schedule, count=case.count,
         begins=BEGINS[K] if case.random else None,
     )  # fmt: skip
 
 
-def expected(case, K, M, granularity="block", **options):
+def expected(case, K, M, owner, **options):
     """Train with the oracle."""
-    uncut = oracle_of(case, K, M, granularity, **options)
+    uncut = oracle_of(case, K, M, owner, **options)
     for _ in range(EPOCHS):
         uncut.epoch(batches(case.data, NUM_SAMPLES, 1))
         uncut.outputs.clear()
         uncut.evaluate(batches(case.data, NUM_VALIDATION, 2))
     state = {name: t.detach() for name, t in uncut.model.state_dict().items() if isinstance(t, torch.Tensor)}
-    return Trained(state, uncut.losses, uncut.outputs, uncut.validation[-1])
+    return Trained(state, uncut.losses, uncut.outputs, uncut.validation[-1], owner)
 
 
-def owners(case, K, granularity="block"):
-    """The stage of each parameter and buffer, by name, as the product cuts the model."""
-    model = case.model()
-    if K == 1:
-        return {name: 0 for name, _ in model.named_parameters(remove_duplicate=False)}
-    balance = [str(unit) for unit in BEGINS[K]] if case.random else None
-    stages = cut(model, num_stages=K, balance=balance, granularity=granularity)
-    return {name: k for k, stage in enumerate(stages) for name in stage.state_dict()}
+def owner_of(trainer):
+    """The stage of each parameter and buffer by name, once the trainer has cut its model."""
+    return {name: k for k, stage in trainer._partitioned.modules.items() for name in stage.state_dict()}
 
 
 def outcome(case, K, granularity="block", *, method="adl", M=None, **options):
     """Train both ways and compare. A refusal must be an AdlError that leaves the user's model as it was."""
     M = M or STAGES[K]
-    if K > 1 and not case.random:
-        try:
-            cut(case.model(), num_stages=K, granularity=granularity)
-        except adl_dist.AdlError as error:
-            if TOO_FEW.search(str(error)):
-                return Outcome("-", str(error))
-        except Exception:  # training must say so better
-            pass
     model = case.model()
     before = frozen_copy(model)
     try:
         found = train(case, K, M, granularity, method=method, model=model, **options)
     except adl_dist.AdlError as error:
+        if K > 1 and TOO_FEW.search(str(error)):
+            return Outcome("-", str(error))
         return refusal(case, error, before, model)
     except Exception as error:
         return Outcome("x", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
@@ -153,7 +154,7 @@ def outcome(case, K, granularity="block", *, method="adl", M=None, **options):
         again = train(case, K, M, granularity, method=method, **options)
         return verdict(differences(found, again, exact=True), found, before)
     try:
-        right = expected(case, K, M, granularity, method=method)
+        right = expected(case, K, M, found.owner, method=method)
     except AssertionError as error:  # trained, though the cut tears a parameter in two
         return Outcome("x", f"trained with {error}")
     return verdict(

@@ -32,6 +32,7 @@ from tests.adversarial.harness import (
     frozen_copy,
     oracle_of,
     outcome,
+    owner_of,
     refused,
     trainer_of,
     unlike,
@@ -65,7 +66,7 @@ def test_the_users_model_holds_the_trained_weights(name, K):
     losses = [
         len(t) * case.loss(y, t) for y, (_, t) in zip(outputs, batches(case.data, NUM_VALIDATION, 2), strict=True)
     ]
-    right = expected(case, K, 2).validation
+    right = expected(case, K, 2, owner_of(trainer)).validation
     assert abs(float(sum(losses)) / NUM_VALIDATION - right) <= TOLERANCE * abs(right)
     same = {n: id(p) for n, p in model.named_parameters()} == identities
     assert K > 1 or same, "with one stage the user's parameters are trained themselves"
@@ -98,7 +99,7 @@ def test_each_stage_asks_once_for_an_optimizer(K):
     fit(trainer, case, 1)
     assert len(rates) == K
     rates.clear()
-    assert unlike(trainer.full_state_dict(), expected(case, K, 1).state) == []
+    assert unlike(trainer.full_state_dict(), expected(case, K, 1, owner_of(trainer)).state) == []
 
 
 class DrawsItself(Dataset):
@@ -120,7 +121,7 @@ def test_samples_are_read_once_and_in_order(K):
     case = case_of()
     trainer = trainer_of(case, K, 1)
     trainer.fit(DrawsItself(), epochs=EPOCHS, batch_size=MICRO_BATCH, shuffle=False, monitoring=SILENT)
-    uncut, data = oracle_of(case, K, 1), DrawsItself()
+    uncut, data = oracle_of(case, K, 1, owner_of(trainer)), DrawsItself()
     for _ in range(EPOCHS):
         samples = [data[i] for i in range(len(data))]
         parts = [samples[i : i + MICRO_BATCH] for i in range(0, len(samples), MICRO_BATCH)]
@@ -198,7 +199,7 @@ def test_an_odd_schedule_gives_the_rates_that_torch_gives(name, K):
     )  # fmt: skip
     fit(trainer, case, 1)
     found = trainer.full_state_dict()
-    assert unlike(found, expected(case, K, 1, lr_schedule=SCHEDULES[name]).state) == []
+    assert unlike(found, expected(case, K, 1, owner_of(trainer), lr_schedule=SCHEDULES[name]).state) == []
 
 
 class HalvesTheBatch(nn.Module):
@@ -238,4 +239,4 @@ def test_a_model_in_evaluation_or_half_precision_is_trained_as_asked():
     torch.manual_seed(0)
     trainer = trainer_of(case, 2, 1, model=case.build())
     fit(trainer, case, 1)
-    assert unlike(trainer.full_state_dict(), expected(case, 2, 1).state) == []
+    assert unlike(trainer.full_state_dict(), expected(case, 2, 1, owner_of(trainer)).state) == []

@@ -15,6 +15,7 @@ from tests.adversarial.harness import (
     fit,
     frozen_copy,
     oracle_of,
+    owner_of,
     refusal,
     refused,
     trainer_of,
@@ -139,7 +140,7 @@ def trained_with_loss(case, K, M):
         num_stages=K, **values(threads=1, dtype=torch.float64, timeout_seconds=30),
     )  # fmt: skip
     summary = fit(trainer, case, M)
-    return trainer.full_state_dict(), summary["validation_loss"]
+    return trainer.full_state_dict(), summary["validation_loss"], owner_of(trainer)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +152,12 @@ def trained_with_loss(case, K, M):
 def test_a_group_averages_over_what_the_loss_does(name, K, M):
     case, count = {**LOSSES, **HIDDEN}[name]
     try:
-        found, validation = trained_with_loss(case, K, M)
+        found, validation, owner = trained_with_loss(case, K, M)
     except adl_dist.AdlError as error:
         if name in HIDDEN and "loss" in str(error):
             return
         raise
-    right = expected(variant(case, count=count), K, M, lr_schedule=None)
+    right = expected(variant(case, count=count), K, M, owner, lr_schedule=None)
     assert unlike(found, right.state) == []
     assert abs(validation - right.validation) <= TOLERANCE * right.validation
 
@@ -201,7 +202,7 @@ def test_a_loss_with_a_state_is_called_once_or_refused(name, K, recompute):
         if recompute and error.exit_code == 2 and "loss" in str(error):
             return
         raise
-    uncut = oracle_of(case_of(loss=STRANGE[name]()), K, 2, method=method)
+    uncut = oracle_of(case_of(loss=STRANGE[name]()), K, 2, owner_of(trainer), method=method)
     for _ in range(EPOCHS):
         uncut.epoch([(x, target.clone()) for x, target in batches("vectors", NUM_SAMPLES, 1)])
     assert unlike(trainer.full_state_dict(), uncut.model.state_dict()) == []
@@ -223,12 +224,12 @@ def trained_around(build, loss_of, K):
         if K > 1 and refusal(case_of(word="."), error, before, model).letter == "R":
             return None
         raise
-    return trainer.full_state_dict()
+    return trainer.full_state_dict(), owner_of(trainer)
 
 
-def right_around(build, loss_of, K):
+def right_around(build, loss_of, K, owner):
     model = case_of(build).model()
-    uncut = oracle_of(case_of(build, loss=loss_of(model)), K, 1, model=model)
+    uncut = oracle_of(case_of(build, loss=loss_of(model)), K, 1, owner, model=model)
     for _ in range(EPOCHS):
         uncut.epoch(batches("vectors", NUM_SAMPLES, 1))
     return model.state_dict()
@@ -269,4 +270,4 @@ AROUND = {"a penalty on weights": (six_units, penalty), "a loss left in a module
 @pytest.mark.parametrize("name", AROUND)
 def test_a_loss_that_reaches_around_is_right_or_refused(name, K):
     found = trained_around(*AROUND[name], K)
-    assert found is None or unlike(found, right_around(*AROUND[name], K)) == []
+    assert found is None or unlike(found[0], right_around(*AROUND[name], K, found[1])) == []

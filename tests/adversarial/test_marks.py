@@ -6,7 +6,7 @@ import torch
 import adl_dist
 from tests.adversarial import table
 from tests.adversarial.cases import NUM_VALIDATION, dataset
-from tests.adversarial.harness import TOLERANCE, Outcome, expected, fit, frozen_copy, outcome, trainer_of
+from tests.adversarial.harness import TOLERANCE, Outcome, expected, fit, frozen_copy, outcome, owner_of, trainer_of
 from tests.support.tiers import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -59,7 +59,7 @@ def test_an_evaluation_changes_no_training(name, K):
         found = Outcome("R", str(error))
         assert case.block[K - 1] in "R?", found
         return
-    should = expected(case, K, 1)
+    should = expected(case, K, 1, owner_of(trainer))
     assert first != should.validation
     last = trainer.evaluate(dataset(case.data, NUM_VALIDATION, 2), batch_size=3)["validation_loss"]
     assert abs(last - should.validation) <= TOLERANCE * abs(should.validation)

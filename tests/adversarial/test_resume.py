@@ -1,5 +1,7 @@
 """Odd models and optimizers, stopped and resumed: the same bits as without the stop, or refused at the start."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from tests.adversarial.harness import (
     frozen_copy,
     lr_schedule,
     oracle_of,
-    owners,
+    owner_of,
     refusal,
     train,
     trainer_of,
@@ -34,7 +36,8 @@ def resumed(case, K, M, folder, *, then=None, stop=None):
     model = case.model()
     before = frozen_copy(model)
     try:
-        fit(trainer_of(case, K, M, model=model), case, M, run_dir=folder, max_updates=stop or PER_EPOCH[M])
+        first = trainer_of(case, K, M, model=model)
+        fit(first, case, M, run_dir=folder, max_updates=stop or PER_EPOCH[M])
     except AdlError as error:
         return refusal(variant(case, word=f"{case.word}|{WORD}" if case.word else WORD), error, before, model)
     except Exception as error:
@@ -43,13 +46,14 @@ def resumed(case, K, M, folder, *, then=None, stop=None):
     trainer = trainer_of(case, then or K, M)
     summary = fit(trainer, case, M, run_dir=folder)
     assert summary["updates"] == EPOCHS * PER_EPOCH[M]
-    return Trained(trainer.full_state_dict(), [], [], summary["validation_loss"])
+    owners = [owner_of(first), owner_of(trainer)]
+    return Trained(trainer.full_state_dict(), [], [], summary["validation_loss"], owners)
 
 
 def letter(found, right):
     if isinstance(found, Outcome):
         return found
-    found = Trained(found.state, right.losses, right.outputs, found.validation)
+    found = replace(found, losses=right.losses, outputs=right.outputs)
     wrong = differences(found, right, exact=True)
     return Outcome("x", "; ".join(wrong[:3])) if wrong else Outcome("=")
 
@@ -89,15 +93,15 @@ def test_an_odd_model_resumes_within_an_epoch(name, tmp_path):
     assert found.letter in "=R", found.text
 
 
-def on_other_stages(case, K, then, M):
+def on_other_stages(case, K, then, M, owners):
     """One epoch as K stages, the others as ``then``, by the oracle."""
-    uncut = oracle_of(case, K, M)
+    uncut = oracle_of(case, K, M, owners[0])
     for epoch in range(EPOCHS):
         if epoch == 1:
-            uncut.cut_again(owners(case, then), case.optimizer, delays_of("adl", then, M), lr_schedule)
+            uncut.cut_again(owners[1], case.optimizer, delays_of("adl", then, M), lr_schedule)
         uncut.epoch(batches(case.data, NUM_SAMPLES, 1))
         uncut.evaluate(batches(case.data, NUM_VALIDATION, 2))
-    return Trained(uncut.model.state_dict(), [], [], uncut.validation[-1])
+    return Trained(uncut.model.state_dict(), [], [], uncut.validation[-1], owners)
 
 
 MOVED = [
@@ -117,4 +121,4 @@ def test_an_odd_model_goes_on_with_other_stages(name, K, then, tmp_path):
     case = table.MODELS[name]
     found = resumed(case, K, 1, tmp_path / "run", then=then)
     assert isinstance(found, Trained), found
-    assert (found, differences(found, on_other_stages(case, K, then, 1)))[1] == []
+    assert differences(found, on_other_stages(case, K, then, 1, found.owner)) == []
