@@ -83,6 +83,7 @@ def trainer_of(case, K, M, granularity="block", *, method="adl", recompute=None,
         lr_schedule=lr_schedule,
         **values(
             **{"threads": 1, "dtype": torch.float64, "granularity": granularity, "timeout_seconds": 30},
+            pick_next=min,  # every stage runs as far ahead as it can, as processes do
             **{**where, **case.run, **options},
         ),
     )
