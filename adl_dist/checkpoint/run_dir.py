@@ -230,8 +230,11 @@ def log_to(path: Path | None) -> None:
     if path is None:
         return
     try:
-        with path.resolve().open("a") as file:
-            file.write(f"process {os.getpid()} begins\n")
+        with path.resolve().open("ab", buffering=0) as file:  # a full disk lets files be opened
+            size = file.tell()
+            file.write(b"\n")
+            with contextlib.suppress(OSError):
+                file.truncate(size)
         handler = _LogFile(path.resolve())
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # nothing else could be written either

@@ -80,7 +80,7 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
         first = fresh[stage.index]
         parts = {
             MODEL: Shard(stage.module.state_dict()),
-            BUFFERS: Shard(first.buffers.moved(stage.module)),
+            BUFFERS: first.buffers.moved(stage.module),
             OPTIMIZER: optimizer_state.shard_of(stage, first.optimizer),
         }
         if stage.head is not None:
@@ -96,7 +96,7 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
     manifest = layout.read_manifest(path)
     files = manifest["files"]
     model, _ = storage.scan(path, MODEL, files)
-    moved, _ = storage.scan(path, BUFFERS, files)
+    moved = storage.scan(path, BUFFERS, files)
     optimizer, values = storage.scan(path, OPTIMIZER, files)
     heads, places = storage.scan(path, HEADS, files)
     _check_heads(path, stages, heads, places)
@@ -107,8 +107,8 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
             _fill(stage.module.state_dict(), model)
             _fill(_head_tensors(stage), heads)
             first = fresh[stage.index]
-            buffers.restore(stage.module, moved)
-            first.buffers.restored(moved)
+            buffers.restore(stage.module, *moved)
+            first.buffers.restored(*moved)
             optimizer_state.restore(where, stage, first.optimizer, optimizer, values)
 
 
@@ -117,7 +117,7 @@ def load_weights(path: Path, module: nn.Module) -> None:
     files = layout.read_manifest(path)["files"]
     with _explained(path):
         _fill(module.state_dict(), storage.scan(path, MODEL, files)[0])
-        buffers.restore(module, storage.scan(path, BUFFERS, files)[0])
+        buffers.restore(module, *storage.scan(path, BUFFERS, files))
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

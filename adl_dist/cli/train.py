@@ -42,7 +42,6 @@ def train(overrides: list[str]) -> None:
     config, plain = asked_for
     assert config.run_dir is not None
     instantiate.check_targets(config)
-    plain["data"] = instantiate.used_of_data(config)
     check_device(config.runtime.device.value)
     folder = RunFolder(Path(config.run_dir))
     folder.check(plain, resume=config.resume)

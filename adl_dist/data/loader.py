@@ -230,6 +230,8 @@ class _Samples(Dataset["tuple[Tensor, Tensor] | DataError"]):
         except (Exception, SystemExit) as error:  # the user's own code can raise anything
             raised = " ".join(f"{type(error).__name__}: {error}".split())
             refusal = DataError(f"sample {index}: {type(self._dataset).__name__} raised {raised}{place_of(error)}")
+            if isinstance(error, OSError | MemoryError) and not isinstance(error, FileNotFoundError | PermissionError):
+                refusal.exit_code = 1  # a disk or a server that may be there again when the run is restarted
             refusal.add_note(traceback.format_exc())  # for the log; a worker's error arrives without its cause
             raise refusal from error
 

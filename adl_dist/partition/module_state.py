@@ -32,15 +32,15 @@ _MISSING = object()
 class Found:
     """One thing that a forward could move."""
 
-    place: str | Callable[[], str]
+    place: str | Callable[[], list[str]]
     kind: str  # ``parameter``, ``buffer``, ``tensor``, ``generator`` or ``value``
     has_changed: Callable[[], bool]
     restore: Callable[[], None]
 
     @property
-    def name(self) -> str:
+    def names(self) -> list[str]:
         """What has changed, as the user would write it, for example ``layer1.calls[0]``."""
-        return self.place if isinstance(self.place, str) else self.place()
+        return [self.place] if isinstance(self.place, str) else self.place()
 
 
 @dataclass
@@ -210,8 +210,8 @@ class _Walk:
                 else:
                     del held[key]
 
-        def named() -> str:
-            return ", ".join(form.format(name, key) for key in differing()[:3])
+        def named() -> list[str]:
+            return [form.format(name, key) for key in differing()]
 
         self._note(named, "value", lambda: bool(differing()), restore)
         if look_into and len(before) <= MOST_ELEMENTS:
@@ -269,7 +269,11 @@ class _Walk:
                 self._take(f"{name}[{place}]", element)
 
     def _note(
-        self, name: str | Callable[[], str], kind: str, has_changed: Callable[[], bool], restore: Callable[[], None]
+        self,
+        name: str | Callable[[], list[str]],
+        kind: str,
+        has_changed: Callable[[], bool],
+        restore: Callable[[], None],
     ) -> None:
         if self._copying:
             self.found.append(Found(name, kind, has_changed, restore))

@@ -111,7 +111,8 @@ def adopt(
         here = here._modules[part]  # type: ignore[assignment]
     if any(last in registry for registry in (here._modules, here._parameters, here._buffers, here.__dict__)):
         return
-    if (module := source._modules.get(last)) is not None:
+    # Not get(): a module of TorchScript has mappings of its own.
+    if last in source._modules and (module := source._modules[last]) is not None:
         if not held.isdisjoint(f"{name}.{key}" for key in module.state_dict()):
             (twins if twins is not None else {})[module] = module = _twin(module, f"{name}.", held)
         _register(here, last, module)

@@ -117,6 +117,11 @@ class StandIn(fx.Proxy):
             return object.__hash__(self)
         return hash(known.pair[0])
 
+    def __str__(self) -> str:
+        known = self.tracer.known.get(self.node)
+        shown = repr(self) if known is None or isinstance(known.pair[0], Tensor) else {str(one) for one in known.all}
+        return shown if isinstance(shown, str) else shown.pop() if len(shown) == 1 else repr(self)
+
     def __contains__(self, item: Any) -> bool:
         known = self.tracer.known.get(self.node)
         if known is not None and isinstance(known.pair[0], dict):

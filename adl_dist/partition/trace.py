@@ -17,7 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.partition.nodes import asks_for_shape, is_light, is_of_python, is_part, may_repeat, writes
 from adl_dist.partition.ran import Pair, Samples
-from adl_dist.partition.tracer import Reading, symbolic
+from adl_dist.partition.tracer import symbolic
+from adl_dist.partition.values import Values
+
+Reading = tuple[fx.Graph, Values | None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) 
 
 
 def _trace(model: nn.Module, reading: Reading, unlike: set[nn.Module], read_only: frozenset[int]) -> Trace:
-    graph = reading.graph
+    graph, values = reading
     kinds, place = _kinds(graph), {node: i for i, node in enumerate(graph.nodes)}
 
     def plain(value: Any) -> str:
@@ -77,7 +80,8 @@ def _trace(model: nn.Module, reading: Reading, unlike: set[nn.Module], read_only
         if node.op != "placeholder" and independent.issuperset(node.all_input_nodes):
             independent.add(node)
     (result,) = next(node for node in graph.nodes if node.op == "output").args
-    known = reading.known.items()
+    known = values.known.items() if values is not None else ()
+    sizes = values.sizes if values is not None else (0, 0)
     return Trace(
         key=([(n.op, n.target, plain(n.args), plain(n.kwargs)) for n in graph.nodes], unlike),
         input=next(iter(graph.nodes)),
@@ -89,20 +93,21 @@ def _trace(model: nn.Module, reading: Reading, unlike: set[nn.Module], read_only
         unlike=unlike,
         repeated=_repeated(model, reading, kinds, read_only),
         read_only=read_only,
-        uses={node: ran.uses for node, ran in reading.ran.items()},
-        unsendable={node: why for node, k in known if (why := unsendable(k.pair, reading.sizes)) is not None},
+        uses={node: ran.uses for node, ran in values.ran.items()} if values is not None else {},
+        unsendable={node: why for node, k in known if (why := unsendable(k.pair, sizes)) is not None},
     )
 
 
 def _moved(model: nn.Module, readings: Iterable[Reading]) -> set[int]:
     """Return the ids of all buffers that a forward may move; without samples, of all that a layer holds."""
     moved: set[int] = set()
-    for reading in readings:
-        moved |= {buffer for ran in reading.ran.values() for buffer in ran.moved}
-        for node in reading.graph.nodes:
-            if node.op == "get_attr" and node in reading.written | _written(reading.graph):
+    for graph, values in readings:
+        moved |= {buffer for ran in (values.ran.values() if values is not None else ()) for buffer in ran.moved}
+        written = _written(graph, values)
+        for node in graph.nodes:
+            if node.op == "get_attr" and node in written:
                 moved.add(id(attrgetter(str(node.target))(model)))
-            elif node.op == "call_module" and not reading.known:
+            elif node.op == "call_module" and values is None:
                 moved |= {id(buffer) for buffer in model.get_submodule(str(node.target)).buffers()}
     return moved
 
@@ -111,19 +116,19 @@ def _repeated(
     model: nn.Module, reading: Reading, kinds: Mapping[fx.Node, str], read_only: frozenset[int]
 ) -> set[fx.Node]:
     """Return steps that compute the same wherever they run, from shapes and buffers that stay as they are."""
-    repeated: set[fx.Node] = set()
-    written = reading.written | _written(reading.graph)
-    for node in reading.graph.nodes:
-        if node in written or node in reading.drawing or kinds[node] == "shape":
+    graph, values = reading
+    repeated, buffers = set[fx.Node](), {id(buffer) for buffer in model.buffers()}
+    placed = _written(graph, values) | (values.drawing if values is not None else set())
+    for node in graph.nodes:
+        if node in placed or kinds[node] == "shape":
             continue
         if node.op == "get_attr":
             held = attrgetter(str(node.target))(model)
             is_parameter = not isinstance(held, Tensor) or isinstance(held, nn.Parameter) or held.requires_grad
-            is_registered = any(held is buffer for buffer in model.buffers())
-            may = not is_parameter and (id(held) in read_only or not is_registered)
+            may = not is_parameter and (id(held) in read_only or id(held) not in buffers)
         elif node.op == "call_module":
-            buffers = model.get_submodule(str(node.target)).buffers()
-            may = node in reading.repeatable and all(id(buffer) in read_only for buffer in buffers)
+            may = values is not None and node in values.repeatable
+            may = may and all(id(buffer) in read_only for buffer in model.get_submodule(str(node.target)).buffers())
         else:
             may = node.op.startswith("call") and may_repeat(node)
             may = may and all(source in repeated or kinds[source] == "shape" for source in node.all_input_nodes)
@@ -132,11 +137,11 @@ def _repeated(
     return repeated
 
 
-def unsendable(pair: Pair, sizes: tuple[int, int] | None) -> str | None:
+def unsendable(pair: Pair, sizes: tuple[int, int]) -> str | None:
     """Return why a value cannot cross a cut; None: it can."""
     for leaves in zip(*map(tree_leaves, pair), strict=False):
         if isinstance(leaves[0], Tensor):
-            if tuple(tuple(leaf.shape[:1]) for leaf in leaves) != tuple((size,) for size in sizes or ()):
+            if tuple(tuple(leaf.shape[:1]) for leaf in leaves) != tuple((size,) for size in sizes):
                 return f"a tensor {list(leaves[0].shape)} would cross it, whose first dimension is not the batch"
         elif type(leaves[0]) not in (bool, int, float, complex, str, type(None)) or leaves[0] != leaves[1]:
             return f"a value of type {type(leaves[0]).__name__} would cross it, and only tensors can"
@@ -145,7 +150,7 @@ def unsendable(pair: Pair, sizes: tuple[int, int] | None) -> str | None:
 
 def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
     kinds: dict[fx.Node, str] = {}
-    written = {node for node in _written(graph) if node.op == "get_attr"}
+    written = {node for node in _written(graph, None) if node.op == "get_attr"}
     for node in graph.nodes:
         kinds_in = {kinds[n] for n in node.all_input_nodes}
         if node.op in ("placeholder", "output", "call_module") or node.target is torch._assert or node in written:
@@ -159,18 +164,18 @@ def _kinds(graph: fx.Graph) -> dict[fx.Node, str]:
     return kinds
 
 
-def _written(graph: fx.Graph) -> set[fx.Node]:
+def _written(graph: fx.Graph, values: Values | None) -> set[fx.Node]:
     """Return what the forward writes to: values computed from one of these have their place."""
-    written: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
     for node in graph.nodes:
         if writes(node):
             waiting = [node.kwargs.get("out", node.args[0] if node.args else None)]
             while waiting:
                 node_in = waiting.pop()
-                if isinstance(node_in, fx.Node) and node_in not in written:
-                    written.add(node_in)
+                if isinstance(node_in, fx.Node) and node_in not in seen:
+                    seen.add(node_in)
                     waiting += node_in.all_input_nodes if is_light(node_in) or writes(node_in) else []
-    return written
+    return seen | (values.written() if values is not None else set())
 
 
 def _steps(graph: fx.Graph, kinds: Mapping[fx.Node, str]) -> list[fx.Node]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from adl_dist.checkpoint.buffers import is_saved
 from adl_dist.checkpoint.identity import described, described_optimizer, described_schedule, merged
 from adl_dist.checkpoint.state import FreshStage, refuse_hidden_state
 from adl_dist.control.worker import LocalWorker
@@ -113,9 +114,8 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
 
 
 def hidden_state(modules: Mapping[int, nn.Module], agreed: Agreed) -> list[str]:
-    """Return the names of what the forwards of these stages move and no checkpoint holds: all but buffers."""
-    buffers = {name for module in modules.values() for name, _ in module.named_buffers()}
-    return [name for k in modules for name in agreed.traits[k].moves if name not in buffers]
+    """Return the names of what the forwards of these stages move and no checkpoint holds, like generators."""
+    return [name for k, module in modules.items() for name in agreed.traits[k].moves if not is_saved(module, name)]
 
 
 def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:

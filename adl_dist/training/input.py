@@ -84,7 +84,9 @@ class DeviceLoader:
         try:
             yield from batches
         except DataError as error:
-            raise DataError(f"{self._name} dataset: {error}") from error
+            named = DataError(f"{self._name} dataset: {error}")
+            named.exit_code = error.exit_code
+            raise named from error
 
     def seconds_to_load(self, micro_batch_size: int) -> float:
         """Return how long a micro-batch keeps the caller busy, the least of a few; 0 if workers load it."""

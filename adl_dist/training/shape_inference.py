@@ -215,7 +215,8 @@ class StageChain:
         streams, state = Streams(), ModuleState.of(self.stages[k])
         yield
         persistent = {*self.stages[k].state_dict(keep_vars=True)}
-        moves = tuple(found.name for found in state.changes() if found.name not in persistent)
+        moved = [name for found in state.changes() for name in found.names]
+        moves = tuple(name for name in moved if name not in persistent)
         draws = frozenset(streams.moved() - {"torch"})
         self._traits[k] = replace(self._traits[k], draws=draws, moves=moves)
 
@@ -262,7 +263,7 @@ class StageChain:
 
     @staticmethod
     def _check_output(out: Any, size: int, gets: str) -> None:
-        for leaf in tree_leaves(out):  # numbers, like a penalty beside the output, are for the loss to take
+        for leaf in tree_leaves(out):  # numbers, like a penalty next to the output, are for the loss to take
             if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != size:
                 raise ConfigError(
                     f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "

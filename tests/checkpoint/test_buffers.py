@@ -35,6 +35,20 @@ class Scaled(nn.Module):
         )
 
 
+class Remembers(nn.Module):
+    """Keeps a number and a tensor in attributes, and computes with both."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.memory = 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        y = x * (1 + 0.1 * self.calls) + (0 if self.memory is None else self.memory)
+        self.memory = x.detach().mean()
+        return y
+
+
 def net(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(72, 72), Scaled(), nn.Linear(72, 72), Scaled(), nn.Linear(72, 5))
@@ -104,3 +118,15 @@ def test_hidden_state_is_refused_by_its_names():
         ConfigError, match=r"^run_dir: 0.calls, 1.calls, 2.calls and 1 more of the model .* buffers, or"
     ):
         refuse_hidden_state([f"{unit}.calls" for unit in range(4)])
+
+
+def test_a_resumed_run_has_numbers_and_tensors_in_attributes(tmp_path):
+    def run(run_dir, epochs):
+        torch.manual_seed(0)
+        layers = nn.Linear(72, 8), Remembers(), nn.Linear(8, 8), Remembers(), nn.Linear(8, 5)
+        trainer = toy_trainer(2, 2, model=nn.Sequential(nn.Flatten(), *layers))
+        trainer.fit(FixedImages(20), epochs=epochs, batch_size=8, run_dir=run_dir, monitoring=SILENT)
+        return trainer.full_state_dict()
+
+    run(tmp_path / "stopped", 1)
+    assert_same(run(tmp_path / "stopped", 2), run(tmp_path / "whole", 2))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from adl_dist.cli import train
@@ -512,14 +511,6 @@ def test_help_of_a_command_lists_what_it_takes(command):
     assert outcome.code == 0
     assert outcome.out.startswith(f"adl-dist {command} RUN")
     assert ("checkpoint=best" in outcome.out) == (command in ("evaluate", "export"))
-
-
-def test_config_yaml_holds_no_class_count_that_nothing_was_given(tmp_path):
-    in_process(*words(tmp_path / "own", f"data._target_={USER}.images", SMALL))
-    in_process(*words(tmp_path / "ours", f"data._target_={USER}.images"))
-    own, ours = (yaml.safe_load((tmp_path / name / "config.yaml").read_text())["data"] for name in ("own", "ours"))
-    assert {"num_classes", "in_channels"} & own.keys() == set()
-    assert {"num_classes", "in_channels"} < ours.keys(), "the model of ours is made for them"
 
 
 def test_export_never_writes_over_what_is_there(run_dir, tmp_path):

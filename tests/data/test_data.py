@@ -296,6 +296,18 @@ def test_what_a_dataset_raises_is_told_with_index_and_line(name, num_workers):
     assert "divides_by_zero" in "".join(traceback.format_exception(failure.value)), "the log has the whole traceback"
 
 
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [(OSError("stale file handle"), 1), (FileNotFoundError("x.png"), 2), (KeyError("label"), 2)],
+)
+def test_a_disk_that_fails_lets_a_launcher_restart_the_run(error, exit_code):
+    """A mistake does not: it would only come again."""
+    how = {"seed": 0, "shuffle": False, "device": torch.device("cpu"), "precision": Precision(), "num_workers": 0}
+    with pytest.raises(DataError) as failure:
+        list(DeviceLoader(Returns(error), "training", **how).batches(0, [8]))
+    assert failure.value.exit_code == exit_code
+
+
 def test_a_dataset_that_cannot_be_sent_to_workers_is_refused():
     with pytest.raises(
         DataError, match=r"Computed cannot be sent to the processes that load data: .*lambda.*data.num_workers=0"

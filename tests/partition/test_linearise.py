@@ -466,7 +466,8 @@ def test_a_stage_in_place_in_training_leaves_its_input_alone():
     def run(inplace):
         torch.manual_seed(0)
         layers = nn.Linear(72, 8), nn.Tanh(), nn.Dropout(0.4, inplace=inplace), nn.Linear(8, NUM_CLASSES)
-        return trained(nn.Sequential(nn.Flatten(), *layers), 2, balance=["3"])
+        # Unverified: torch refuses the backward of the uncut model, whose tanh is overwritten.
+        return trained(nn.Sequential(nn.Flatten(), *layers), 2, balance=["3"], verify=False)
 
     assert_same_run(run(True), run(False))
 
@@ -584,5 +585,5 @@ def lazy():
     ],
 )
 def test_what_a_stage_cannot_take_is_refused_before_training(make, begin, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, PartitionError), match=message):
         trained(make(), 2, balance=[begin])

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition import linearise
-from tests.support.cut_model import assert_pieces_equal, read
+from tests.support.cut_model import assert_pieces_equal, pieces_everywhere, read
 
 
 def rows(num):
@@ -30,6 +30,7 @@ class Net(nn.Module):
         self.block = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
         self.norm, self.memory = nn.BatchNorm1d(4), nn.LSTM(4, 4, batch_first=True)
         self.register_buffer("mean", torch.randn(4))
+        self.register_buffer("calls", torch.zeros(()))
         self.count, self.config, self.loose = [0], types.SimpleNamespace(calls=0), [nn.Linear(4, 4)]
         self.numpys, self.pythons, self.torchs = np.random.default_rng(0), random.Random(0), torch.Generator()
 
@@ -89,6 +90,15 @@ class Asking:
             mean.mul_(0.9).add_(h.detach().mean(0) * 0.1)
         return self.c(torch.tanh(h - mean)) + self._buffers["mean"]
 
+    def for_a_buffer_to_count_in(self, x):
+        if self.training:
+            self.calls += 1
+        return self.c(self.b(torch.tanh(self.a(x))) / (1 + self.calls))
+
+    def for_keys_and_texts(self, x):
+        h = self.a(x) * {4: 0.5, 5: 2.0}[x.shape[1]]
+        return self.c(torch.tanh(h)) * {torch.float64: 1.5}[x.dtype] * len(f"{x.dtype}, {x.shape[1:]}")
+
     def for_a_place_to_write_to(self, x):
         h = self.a(x * 1)
         h[:, 0] = 1.0
@@ -111,6 +121,14 @@ def test_a_forward_may_ask_what_is_the_same_for_any_batch(name):
     assert random.getstate() == streams[1]
     assert (np.random.get_state()[1] == streams[2]).all()
     assert len(assert_pieces_equal(model, chain, rows(5))) > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+def test_a_layer_of_torchscript_is_taken_over():
+    model = net(lambda self, x: self.c(self.scripted(self.a(x))))
+    model.scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh())).double()
+    first, second, third = pieces_everywhere(read(model, rows))
+    assert torch.equal(third(second(first(rows(5)))), model(rows(5)))
 
 
 class Refused:

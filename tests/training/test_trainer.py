@@ -12,7 +12,7 @@ from torch import nn
 
 import adl_dist
 from adl_dist import engine
-from adl_dist.errors import ConfigError
+from adl_dist.errors import ConfigError, DataError
 from adl_dist.partition import cut, even_balance
 from adl_dist.schedule import work
 from tests.support.commands import assert_same
@@ -131,7 +131,8 @@ def test_a_run_keeps_no_stage_alive(data, monkeypatch):
         run(order, contexts, *rest)
 
     monkeypatch.setattr(engine, "run", seen)
-    with pytest.raises(OSError, match="unplugged") if hasattr(data, "left") else contextlib.nullcontext():
+    told = pytest.raises(DataError, match="raised OSError: unplugged")
+    with told if hasattr(data, "left") else contextlib.nullcontext():
         toy_trainer(2, 2).fit(data, epochs=1, batch_size=4, monitoring=QUIET)
     gc.collect()
     assert [ref() for ref in stages] == [None, None]

@@ -131,7 +131,7 @@ def test_nothing_to_train_is_refused_but_can_be_evaluated(K):
         assert "validation_loss" in toy_trainer(K, 1, model=nn.Sequential(*units)).evaluate(data(), batch_size=4)
 
 
-def test_a_trainer_that_has_evaluated_still_refuses_to_train_nothing():
+def test_after_an_evaluation_nothing_to_train_is_still_refused():
     trainer = toy_trainer(2, 1, model=nn.Sequential(frozen(), frozen()))
     trainer.evaluate(data(), batch_size=4)
     with pytest.raises(ConfigError, match="there is nothing to train"):
@@ -139,7 +139,7 @@ def test_a_trainer_that_has_evaluated_still_refuses_to_train_nothing():
 
 
 @pytest.mark.parametrize("K", [1, 2])
-def test_a_last_micro_batch_that_a_layer_refuses_is_told_at_the_start(K):
+def test_a_last_micro_batch_that_is_too_small_is_told_at_once(K):
     normalised = nn.Sequential(layer(), nn.BatchNorm1d(WIDTH), last())
     told = r"holds 1 sample, and stage \d .* more than 1 value per channel.* another train.batch_size"
     with pytest.raises(ConfigError, match=told):
@@ -235,7 +235,7 @@ def test_other_samples_in_a_later_call_are_tried_out_again():
         trainer.evaluate(TensorDataset(torch.randn(8, 5, 12, 12), torch.zeros(8, dtype=torch.long)), batch_size=4)
 
 
-def test_one_stage_trains_bit_for_bit_like_a_plain_loop_after_the_trial():
+def test_one_stage_trains_bit_for_bit_like_a_plain_loop():
     model, plain = batch_norm_net(), batch_norm_net()
     train = FixedImages(16)
     trainer = toy_trainer(1, 1, model=model, optimizer=sgd, balance="even")

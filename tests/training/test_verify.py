@@ -144,7 +144,7 @@ def test_a_stage_that_recomputes_is_found():
     assert not any(traits.recomputes for traits in agreed.traits.values()), "its weights never change in between"
 
 
-def test_a_stage_that_recomputes_with_the_latest_weights_is_refused():
+def test_recomputing_with_the_latest_weights_is_refused():
     model = nn.Sequential(layer(), Recomputes(), layer(), last())
     with pytest.raises(PartitionError, match=r"stage 0 .* as activation checkpointing does.*method.weights=latest"):
         tried(model, cut(model), method="paci")
@@ -160,7 +160,7 @@ class Views(nn.Module):
         return F.linear(x, self.flat.view(WIDTH, WIDTH))
 
 
-def test_a_view_of_a_weight_that_is_kept_is_refused_where_weights_are_replaced():
+def test_a_kept_view_of_a_weight_that_is_replaced_is_refused():
     model = nn.Sequential(Views(), layer(), layer(), last())
     with pytest.raises(PartitionError, match=r"first that differs is '0'.* keeps a view .* choose method=bp"):
         tried(model, cut(model), dtype=torch.float32)

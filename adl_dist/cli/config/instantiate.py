@@ -130,13 +130,6 @@ def data_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key not in dropped}
 
 
-def used_of_data(config: RunConfig) -> dict[str, Any]:
-    """Return the data node without what neither its target nor the model takes: no fact of this run."""
-    taken = _parameters(_locate("data", config.data))
-    unused = set() if taken is None else set(OF_THE_MODEL) - taken - set(config.model)
-    return {key: value for key, value in config.data.items() if key not in unused}
-
-
 def build_loss(config: RunConfig) -> LossFn:
     """Return the loss, from (output, target) to its mean over the samples.
 

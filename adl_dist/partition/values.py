@@ -1,0 +1,157 @@
+"""The values of a graph's nodes for two batches of different sizes, computed while a forward is read."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from adl_dist.partition.nodes import asks_about_tensor, asks_for_shape, is_of_library, is_of_python
+from adl_dist.partition.ran import Pair, Ran, Samples, is_of_torch, is_same, run, same_values, shape_only
+from adl_dist.partition.stand_in import OF_SHAPES, SAME, Known
+
+_OTHER_DEVICE = {"cpu": torch.device("cuda", 0), "cuda": torch.device("cpu")}
+
+
+class Values:
+    """What is found out about each node by running it.
+
+    Attributes:
+        known: the values.
+        ran: what layers, and functions that were given modules, did.
+        drawing: nodes that draw random numbers.
+        repeatable: calls of modules that ask what depends on the input for its shape alone, and return the same for
+            every batch.
+        sizes: of the two batches.
+    """
+
+    def __init__(self, model: nn.Module, samples: Samples, lifted: Callable[..., AbstractContextManager[None]]) -> None:
+        """``lifted(completely=...)``: a context in which the parts of ``model`` run as if no forward was read."""
+        self._model, self._samples, self._lifted = model, samples, lifted
+        self.sizes = len(samples[0]), len(samples[1])
+        self.known: dict[fx.Node, Known] = {}
+        self.ran: dict[fx.Node, Ran] = {}
+        self.drawing: set[fx.Node] = set()
+        self.repeatable: set[fx.Node] = set()
+        self._of_data: set[fx.Node] = set()  # what depends on more than shapes and buffers
+        self._versions: dict[fx.Node, list[tuple[Tensor, int]]] = {}
+        self._copies: dict[str, Pair] = {}
+
+    def compute(self, node: fx.Node) -> None:
+        """Run ``node``, whose arguments have run; what it moves of the model and of random streams is put back."""
+        self.known[node] = known = self._value(node)
+        tensors = [leaf for leaf in tree_leaves(known.pair) if isinstance(leaf, Tensor)]
+        self._versions[node] = [(t, t._version) for t in tensors if not t.is_inference()]
+
+    def written(self) -> set[fx.Node]:
+        """Return the nodes whose tensors were written to after they were made."""
+        return {node for node, before in self._versions.items() if any(t._version != v for t, v in before)}
+
+    def _value(self, node: fx.Node) -> Known:
+        if node.op == "placeholder":
+            self._of_data.add(node)
+            return Known((self._samples[0].clone(), self._samples[1].clone()))
+        if node.op == "get_attr":
+            value = self._copied(str(node.target))
+            if not isinstance(value[0], Tensor) or value[0].requires_grad:
+                self._of_data.add(node)
+            return Known(value)
+        arguments = self._arguments(node, 0), self._arguments(node, 1)
+        modules = self._modules(node, arguments[0])
+        # torch's own layers and functions do not notice that a forward is read; the user's may.
+        is_of_user = not (all(map(is_of_torch, modules)) and is_of_library(node))
+        with self._lifted(completely=is_of_user):
+            ran = run(self._callable(node), arguments, modules=modules)
+            is_candidate = node.op == "call_module" and is_same(ran, modules[0])
+            asks_for_shapes = is_candidate and self._asks_for_shapes(node, ran)
+        self._note(node, ran, modules, asks_for_shapes=asks_for_shapes)
+        elsewhere = self._elsewhere(node) if node.meta[OF_SHAPES] else SAME
+        return Known(ran.values, elsewhere, self._is_data(node, ran.values[0]))
+
+    def _note(self, node: fx.Node, ran: Ran, modules: Sequence[nn.Module], *, asks_for_shapes: bool) -> None:
+        if modules:
+            self.ran[node] = ran
+        if ran.draws:
+            self.drawing.add(node)
+        if asks_for_shapes:
+            self.repeatable.add(node)
+        elif not node.meta[OF_SHAPES] and not self._of_data.isdisjoint(node.all_input_nodes):
+            self._of_data.add(node)
+
+    def _arguments(self, node: fx.Node, batch: int) -> Pair:
+        """Return args and kwargs of ``node`` for the first or the second batch."""
+        return _mapped(node, lambda source: self.known[source].pair[batch])
+
+    def _asks_for_shapes(self, node: fx.Node, ran: Ran) -> bool:
+        """Return whether a module returns the same if it cannot see the values of what depends on the input."""
+
+        def value(source: fx.Node) -> Any:
+            first = self.known[source].pair[0]
+            return tree_map(shape_only, first) if source in self._of_data else first
+
+        args, kwargs = _mapped(node, value)
+        try:
+            again = self._callable(node)(*args, **kwargs)
+        except Exception:  # ValuesAskedForError, or the module's own, if it catches that
+            return False
+        return same_values((again, ran.values[0]))
+
+    def _is_data(self, node: fx.Node, value: Any) -> bool:
+        """Return whether numbers in ``value`` may depend on what is in tensors."""
+        if isinstance(value, Tensor) or asks_about_tensor(node):
+            return False
+        sources = [self.known[source] for source in node.all_input_nodes]
+        if is_of_python(node) and not any(k.is_data or isinstance(k.pair[0], Tensor) for k in sources):
+            return False
+        return any(isinstance(leaf, bool | int | float | complex | str) for leaf in tree_leaves(value))
+
+    def _copied(self, target: str) -> tuple[Any, Any]:
+        if target not in self._copies:
+            value: Any = self._model
+            for part in target.split("."):
+                value = getattr(value, part)
+            if isinstance(value, Tensor):  # copies, for the forward may write to it
+                copies = [value.detach().clone().requires_grad_(value.requires_grad) for _ in range(2)]
+                self._copies[target] = (copies[0], copies[1])
+            else:
+                self._copies[target] = (value, value)
+        return self._copies[target]
+
+    def _callable(self, node: fx.Node) -> Callable[..., Any]:
+        if node.op == "call_module":
+            return self._model.get_submodule(str(node.target))
+        if node.op == "call_method":
+            return lambda value, *args, **kwargs: getattr(value, str(node.target))(*args, **kwargs)
+        assert callable(node.target)
+        return node.target
+
+    def _modules(self, node: fx.Node, arguments: Any) -> list[nn.Module]:
+        if node.op == "call_module":
+            return [self._model.get_submodule(str(node.target))]
+        given = (getattr(value, "__self__", value) for value in tree_leaves(arguments))
+        return [value for value in given if isinstance(value, nn.Module)]
+
+    def _elsewhere(self, node: fx.Node) -> Any:
+        """Return the value of a shape on another kind of device; ``SAME``: no device is part of it."""
+        (source, *_), of_device = node.all_input_nodes, {"device", "is_cuda", "is_cpu"}
+        if asks_for_shape(node):
+            device = getattr(self.known[source].pair[0], "device", None)
+            other = _OTHER_DEVICE.get(getattr(device, "type", ""))
+            if node.target is not getattr or node.args[1] not in of_device or other is None:
+                return SAME
+            return other if node.args[1] == "device" else f"is_{other.type}" == node.args[1]
+        if all(self.known[n].elsewhere is SAME for n in node.all_input_nodes):
+            return SAME
+
+        def value(n: fx.Node) -> Any:
+            known = self.known[n]
+            return known.pair[0] if known.elsewhere is SAME else known.elsewhere
+
+        args, kwargs = _mapped(node, value)
+        return self._callable(node)(*args, **kwargs)
+
+
+def _mapped(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[Any, Any]:
+    return fx.node.map_arg(node.args, value), fx.node.map_arg(node.kwargs, value)
