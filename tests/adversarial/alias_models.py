@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from tests.adversarial.cases import WIDTH, block, model
 
 
-@block(block="=???", layer="=???", word="alias|refer|list|parameter", item="W5")
+@block(word="alias|refer|list|parameter", item="W5")
 class AliasedParameters(nn.Module):
     """Registered, and kept in a plain list, too, which the forward reads."""
 
@@ -20,7 +20,7 @@ class AliasedParameters(nn.Module):
         return torch.tanh(F.linear(h, *self.kept))
 
 
-@block(block="=???", layer="=???", word="alias|refer|list|parameter|tie|tied", item="W5")
+@block(word="alias|refer|list|parameter|tie|tied", item="W5")
 class ClosureOverWeight(nn.Module):
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class ClosureOverWeight(nn.Module):
         return self.inner(h) + self.penalty(h)
 
 
-@model(block="=???", layer="=???", word="tie|tied|refer", item="W5")
+@model(word="tie|tied|refer", item="W5")
 class HiddenTie(nn.Module):
     """The classifier of the last layer is the embedding, by a plain list."""
 
@@ -55,7 +55,7 @@ class HiddenTie(nn.Module):
         return self.last(self.layers(self.embed(x)))
 
 
-@model(block="=???", layer="=???", word="storage|share|tie|tied|memory")
+@model(word="storage|share|tie|tied|memory")
 class OneStorage(nn.Sequential):
     """Two parameters that are views of one tensor: an update of one is an update of both."""
 
@@ -73,7 +73,7 @@ class OneStorage(nn.Sequential):
         self[1].weight, self[3].weight = nn.Parameter(both), nn.Parameter(both.t())
 
 
-@block(block="=???", layer="=???", word="view|storage|buffer|shares|refer", item="W5")
+@block(word="view|storage|buffer|shares|refer", item="W5")
 class BufferOfWeight(nn.Module):
     """A buffer that is the parameter's own memory: it moves with every update."""
 

@@ -90,7 +90,7 @@ class RopeAttention(Attention):
         return self.join(h, y)
 
 
-@block("tokens", layer="=???")
+@block("tokens")
 class CachedRopeAttention(Attention):
     """The table is made at the first forward, and again when a longer input comes."""
 
@@ -111,7 +111,7 @@ class CachedRopeAttention(Attention):
         return self.join(h, F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v))
 
 
-@block("tokens", layer="=???")
+@block("tokens")
 class ComplexRopeAttention(Attention):
     """Llama's: queries and keys are turned as complex numbers, by a table that is no buffer."""
 
@@ -178,7 +178,9 @@ def encoder_layer():
     return nn.TransformerEncoderLayer(WIDTH, HEADS, 12, dropout=0.0, batch_first=True, norm_first=True)
 
 
-@model(data="tokens", block="==--", layer="====")
+@model(
+    data="tokens",
+)
 class PaddingMask(nn.Module):
     """The mask of padding is made from the tokens and used by every layer: booleans cross each cut."""
 
@@ -198,7 +200,7 @@ class PaddingMask(nn.Module):
         return self.head(self.norm(h).sum(dim=1) / real.clamp(min=1))
 
 
-@model(data="tokens", block="=RRR", layer="=RRR", word="one and the same")
+@model(data="tokens", word="one and the same")
 class TiedHead(nn.Module):
     """A language model's: the classifier is the embedding's matrix. There is no place to cut."""
 
@@ -255,7 +257,9 @@ class SlotAttention(nn.Module):
         return h + weights.transpose(1, 2) @ slots
 
 
-@model(data="images", block="====", layer="====")
+@model(
+    data="images",
+)
 class ClassToken(nn.Module):
     """A vision transformer: patches by a convolution, a token of the class in front."""
 

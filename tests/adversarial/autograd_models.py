@@ -76,38 +76,38 @@ class InPlaceScale(Function):
         return grad * 1.5
 
 
-@block(layer="=???", word="Function|apply|trac")
+@block(word="Function|apply|trac")
 class GradientReversal(Inner):
     def forward(self, h):
         return h + torch.tanh(self.inner(Reversal.apply(h, 0.3)))
 
 
-@block(layer="=???", word="Function|apply|trac")
+@block(word="Function|apply|trac")
 class StraightThrough(Inner):
     def forward(self, h):
         return self.inner(SignThrough.apply(h))
 
 
-@block(layer="=???", word="Function|apply|trac")
+@block(word="Function|apply|trac")
 class TwoOutputs(Inner):
     def forward(self, h):
         values, places = TopTwo.apply(h)
         return self.inner(h) * values.sum(1, keepdim=True) + F.one_hot(places[:, 0], WIDTH)
 
 
-@block(layer="=???", word="Function|apply|trac")
+@block(word="Function|apply|trac")
 class LinearOfOwn(Inner):
     def forward(self, h):
         return torch.tanh(OwnLinear.apply(h, self.inner.weight))
 
 
-@block(layer="=???", word="Function|apply|trac")
+@block(word="Function|apply|trac")
 class DirtyFunction(Inner):
     def forward(self, h):
         return torch.tanh(InPlaceScale.apply(self.inner(h)))
 
 
-@block(layer="=???", word="grad|trac|graph|Energy|requires", block="=???")
+@block(word="grad|trac|graph|Energy|requires")
 class EnergyGradient(nn.Module):
     """The output is a gradient by the input; double backward trains the weights."""
 
@@ -122,7 +122,7 @@ class EnergyGradient(nn.Module):
         return h - force
 
 
-@block(layer="=???", word="grad|trac|func|vmap|jvp")
+@block(word="grad|trac|func|vmap|jvp")
 class TangentOfInner(nn.Module):
     """torch.func inside of a forward: a product with the Jacobian."""
 
@@ -134,7 +134,7 @@ class TangentOfInner(nn.Module):
         return torch.func.jvp(self.inner, (h,), (torch.ones_like(h),))[1] + h
 
 
-@block(layer="=???", word="grad|trac|func|vmap")
+@block(word="grad|trac|func|vmap")
 class FastWeights(nn.Module):
     """MAML's inner step: functional_call with weights after one step."""
 
@@ -234,7 +234,7 @@ class NoGradInTheMiddle(nn.Sequential):
         super().__init__(nn.Linear(6, WIDTH), nn.Tanh(), self.Features(), *last)
 
 
-@block(optimizer=adamw, layer="=???", word="no_grad|trac|grad|uncut|differs", item="W6")
+@block(optimizer=adamw, word="no_grad|trac|grad|uncut|differs", item="W6")
 class NoGradWithinForward(Inner):
     """A context that tracing does not see."""
 
@@ -248,7 +248,7 @@ class NoGradWithinForward(Inner):
         return self.inner(h) * seen + h
 
 
-@model(optimizer=adamw, layer="=???", item="W6", word="autocast|trac|trial|uncut|differs")
+@model(optimizer=adamw, item="W6", word="autocast|trac|trial|uncut|differs")
 class Autocasting(nn.Module):
     """A context of the model's own around a part of it."""
 
@@ -265,7 +265,7 @@ class Autocasting(nn.Module):
         return self.head(self.b(h))
 
 
-@model(optimizer=adamw, block="=???", layer="=???", word="batch|dimension|gradient|trac|used", item="W6")
+@model(optimizer=adamw, word="batch|dimension|gradient|trac|used", item="W6")
 class SometimesUsed(nn.Module):
     """A layer that only smaller micro-batches meet: in most groups it has no gradient."""
 
@@ -290,8 +290,6 @@ class SometimesUsed(nn.Module):
 @block(
     optimizer=adamw,
     item="W6",
-    layer="????",
-    block="????",
     word="gradient|Sometimes|detach|path|graph|differs|values|trac",
 )
 class SometimesDetached(nn.Module):

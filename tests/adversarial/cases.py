@@ -24,8 +24,6 @@ class Case:
     """An odd model.
 
     Attributes:
-        block, layer: one letter for each of K = 1, 2, 3, 5 by granularity. ``=``: equal to the oracle; ``R``: refused
-            by name before the first update; ``-``: fewer units, or places to cut, than stages; ``?``: ``=`` or ``R``.
         word: what a refusal must say, as a regular expression.
         random: ``torch``: draws from torch's stream, which the oracle replays; ``other``: two runs must be equal.
         begins: units where stages begin, where a random model is cut.
@@ -36,8 +34,6 @@ class Case:
 
     name: str
     build: Callable[[], nn.Module]
-    block: str = "===="
-    layer: str = "===="
     word: str = ""
     data: str = "vectors"
     loss: Callable = nn.functional.cross_entropy

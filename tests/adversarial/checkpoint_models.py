@@ -21,12 +21,12 @@ class Checkpointed(nn.Module):
         return h + checkpoint(self.body, h, **self.how)
 
 
-@block(layer="=???", word="checkpoint", item="W1")
+@block(word="checkpoint", item="W1")
 def checkpoint_reentrant():
     return Checkpointed(use_reentrant=True)
 
 
-@block(layer="=???", word="checkpoint", item="W1")
+@block(word="checkpoint", item="W1")
 def checkpoint_by_hooks():
     return Checkpointed(use_reentrant=False)
 
@@ -35,12 +35,12 @@ def checkpoint_by_hooks():
 STATISTICS = "running_|num_batches"
 
 
-@block(layer="=???", word="checkpoint", item="W1", ignores=STATISTICS)
+@block(word="checkpoint", item="W1", ignores=STATISTICS)
 def checkpointed_norm():
     return Checkpointed(mlp(nn.BatchNorm1d), use_reentrant=False)
 
 
-@block(layer="=???", word="checkpoint", item="W1")
+@block(word="checkpoint", item="W1")
 class CheckpointedSequence(nn.Module):
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class CheckpointedSequence(nn.Module):
         return checkpoint_sequential(self.body, 2, h, use_reentrant=False)
 
 
-@block(layer="=???", word="checkpoint", item="W1")
+@block(word="checkpoint", item="W1")
 class CheckpointInCheckpoint(nn.Module):
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class CheckpointInCheckpoint(nn.Module):
         return checkpoint(self.outer, h, 1.5, use_reentrant=False) + h
 
 
-@block(random="torch", layer="=???", word="checkpoint", item="W1")
+@block(random="torch", word="checkpoint", item="W1")
 class CheckpointedDropout(nn.Module):
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class CheckpointedDropout(nn.Module):
         return h + checkpoint(self.body, h, use_reentrant=False)
 
 
-@model(block="=???", layer="=???", word="checkpoint", item="W1")
+@model(word="checkpoint", item="W1")
 class CheckpointsOfRoot(nn.Module):
     """The model's own forward checkpoints each of its blocks while training, as timm's and Hugging Face's do."""
 
@@ -93,7 +93,7 @@ class CheckpointsOfRoot(nn.Module):
         return self.head(h)
 
 
-@model(data="big_images", layer="=???", word="checkpoint", item="W1", ignores=STATISTICS)
+@model(data="big_images", word="checkpoint", item="W1", ignores=STATISTICS)
 def densenet_saves_memory():
     from torchvision.models import DenseNet
 
@@ -130,7 +130,7 @@ class Reversible(Function):
         return torch.cat([grad_a, grad_b + grads[0]], dim=1), None, None, *grads[1:], *g_grads
 
 
-@block(block="=???", layer="=???", word="Reversible|backward|checkpoint|trac", item="W1")
+@block(word="Reversible|backward|checkpoint|trac", item="W1")
 class ReversibleBlock(nn.Module):
     def __init__(self):
         super().__init__()
@@ -155,7 +155,7 @@ class ByClosure(Function):
         return grad @ ctx.module.weight, grad.T @ h, None
 
 
-@block(block="=???", layer="=???", word="ByClosure|ReadsItself|backward|weight", item="W1")
+@block(word="ByClosure|ReadsItself|backward|weight", item="W1")
 class ReadsItself(nn.Module):
     def __init__(self):
         super().__init__()
@@ -165,7 +165,7 @@ class ReadsItself(nn.Module):
         return torch.tanh(ByClosure.apply(h, self.weight, self))
 
 
-@block(block="=???", layer="=???", word="checkpoint|hook|trac|backward", item="W1")
+@block(word="checkpoint|hook|trac|backward", item="W1")
 class Equilibrium(nn.Module):
     """DEQ: a fixed point without a graph; a hook of the backward solves with the layer as it is."""
 

@@ -51,7 +51,11 @@ def packed(pack, take):
 
 
 def hands_on(name, way, word):
-    model(name=f"hands_on_{name}", item="W4", word=word, block="=???", layer="=???")(lambda: packed(*way))
+    model(
+        name=f"hands_on_{name}",
+        item="W4",
+        word=word,
+    )(lambda: packed(*way))
 
 
 PACKS = {
@@ -118,7 +122,7 @@ def main_and_side(output, target):
     return F.cross_entropy(output["main"], target) + 0.3 * F.cross_entropy(output["side"], target)
 
 
-@model(loss=main_and_side, block="=???", layer="=???", word="dict")
+@model(loss=main_and_side, word="dict")
 class DictionaryOut(nn.Module):
     """Two heads, one of them at half the way; the loss takes a dictionary."""
 
@@ -167,7 +171,7 @@ class ManyContainers(nn.Module):
         self.shifts = nn.ParameterDict({"first": nn.Parameter(torch.zeros(WIDTH)), "last": torch.ones(WIDTH)})
         self.layers = nn.ModuleList(nn.Linear(6 if i == 0 else WIDTH, WIDTH) for i in range(4))
         self.acts = nn.ModuleDict({"0": nn.Tanh(), "1": nn.GELU(), "2": nn.SiLU()})
-        self.nest = nn.ModuleDict({"in": nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())])})
+        self.nest = nn.ModuleDict({"inner": nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())])})
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def forward(self, x):
@@ -176,7 +180,7 @@ class ManyContainers(nn.Module):
             h = self.acts[str(i)](layer(h)) * scale
             if i == 0:
                 h = h + self.shifts["first"]
-        for layer in self.nest["in"]:
+        for layer in self.nest["inner"]:
             h = layer(h) + self.shifts.last
         return self.head(h)
 
@@ -197,7 +201,7 @@ class ListOfParts(nn.Module):
         return h
 
 
-@model(block="=???", layer="=???", word="one and the same")
+@model(word="one and the same")
 class LastTwice(nn.Module):
     """One layer under two names, as ``self.head = self.layers[-1]`` leaves it."""
 
@@ -211,7 +215,7 @@ class LastTwice(nn.Module):
         return self.head(h)
 
 
-@model(block="=???", layer="=???", word="one and the same")
+@model(word="one and the same")
 class SharedTwice(nn.Sequential):
     """One layer at two places of a chain, and one matrix in two neighbours."""
 
@@ -223,7 +227,7 @@ class SharedTwice(nn.Sequential):
         )
 
 
-@model(data="pairs", block="=???", layer="=???", word="one and the same")
+@model(data="pairs", word="one and the same")
 class Siamese(nn.Module):
     """One encoder for both halves of the input, then the distance."""
 
@@ -237,7 +241,7 @@ class Siamese(nn.Module):
         return self.head((left - right).abs())
 
 
-@model(block="==--", layer="===?")
+@model()
 class OtherArguments(nn.Module):
     """Blocks with keyword arguments, defaults and several positional ones."""
 
@@ -262,7 +266,7 @@ class OtherArguments(nn.Module):
         return self.leave(self.three(z, y, gain=2.0))
 
 
-@model(block="==--")
+@model()
 class ByMethods(nn.Module):
     """Children are called by methods of their own, not as functions."""
 
@@ -286,7 +290,22 @@ class ByMethods(nn.Module):
         return self.leave(self.codec.decode(z * 2))
 
 
-@model(block="=???", layer="=???", word="adopt|unit_names|name|_forwards|_unlike|_unit_names", item="C7")
+@model(word="written down as Python")
+class NameOfPython(nn.Module):
+    """A child whose name is a word of the language."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"in": nn.Linear(6, WIDTH), "for": nn.Linear(WIDTH, WIDTH), "if": nn.Tanh()})
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x):
+        for part in self.parts.values():
+            x = part(x)
+        return self.head(x)
+
+
+@model(word="adopt|unit_names|name|_forwards|_unlike|_unit_names", item="C7")
 class NamesOfOurs(nn.Module):
     """Children with names that a stage might have for itself."""
 

@@ -68,19 +68,18 @@ def renames_state(it):
 
 
 HOOKS = {
-    "gradient_mask": (mask_gradient, "===="), "mask_after_accumulation": (mask_after, "===="),
-    "forward_hook": (double_output, "===="), "forward_pre_hook": (shift_input, "===="),
-    "hook_with_keywords": (with_keywords, "===="), "backward_hook": (halve_backward, "=???"),
-    "backward_pre_hook": (backward_before, "=???"), "hooks_of_the_block": (on_the_block, "=???"),
-    "backward_hook_of_the_block": (backward_on_the_block, "=???"), "hook_of_the_state": (renames_state, "===="),
+    "gradient_mask": mask_gradient, "mask_after_accumulation": mask_after, "forward_hook": double_output,
+    "forward_pre_hook": shift_input, "hook_with_keywords": with_keywords, "backward_hook": halve_backward,
+    "backward_pre_hook": backward_before, "hooks_of_the_block": on_the_block,
+    "backward_hook_of_the_block": backward_on_the_block, "hook_of_the_state": renames_state,
 }  # fmt: skip
-for name, (register, expected) in HOOKS.items():
+for name, register in HOOKS.items():
     build = hooked(register)
     build.__name__ = name
-    block(block="=???" if "backward" in name else "====", layer=expected, word="hook", item="W5")(build)
+    block(word="hook", item="W5")(build)
 
 
-@block(layer="=???", word="hook|trac|register")
+@block(word="hook|trac|register")
 class HookOnActivation(Inner):
     """A gradient is clamped where it passes."""
 
@@ -91,7 +90,7 @@ class HookOnActivation(Inner):
         return torch.tanh(y) + h
 
 
-@model(block="=???", layer="=???", word="hook")
+@model(word="hook")
 def hook_of_the_root():
     net = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5))
     net.register_forward_hook(lambda module, inputs, output: output * 2)

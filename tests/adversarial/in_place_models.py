@@ -66,10 +66,10 @@ for name, act in {
     "relu": torch.relu_, "columns": set_columns, "mask": set_by_mask, "view": write_into_view, "halves": add_halves,
     "transposed": transpose_in_place, "scatter": scatter, "squeeze": squeeze,
 }.items():  # fmt: skip
-    in_place(name, act, layer="=???", word="in place|in-place|trac|view|cut")
+    in_place(name, act, word="in place|in-place|trac|view|cut")
 
 
-@model(layer="====")
+@model()
 class ResidualInPlace(nn.Module):
     """What is added later was changed in place meanwhile, before or behind a cut."""
 
@@ -88,7 +88,7 @@ class ResidualInPlace(nn.Module):
         return self.head(z + y)
 
 
-@model(layer="====")
+@model()
 class ChangesTheInput(nn.Module):
     """The input itself is normalised in place, and used again at the end."""
 
@@ -103,7 +103,7 @@ class ChangesTheInput(nn.Module):
         return self.head(self.c(h) + x)
 
 
-@model(block="=???", layer="=???", word="alias|view|same|in place|in-place|storage|shares")
+@model(word="alias|view|same|in place|in-place|storage|shares")
 class ChangesTheTwin(nn.Sequential):
     """A unit returns one tensor twice; the next changes the first in place, so that the second is another, too."""
 
@@ -124,7 +124,7 @@ class ChangesTheTwin(nn.Sequential):
         )
 
 
-@model(block="=???", layer="=???", word="alias|view|same|in place|in-place|storage|shares")
+@model(word="alias|view|same|in place|in-place|storage|shares")
 class ChangesTheWhole(nn.Module):
     """A view is taken before a cut, the whole is changed in place behind it."""
 

@@ -116,7 +116,7 @@ class Renormed(nn.Linear):
         return super().forward(h)
 
 
-@block(block="????", layer="????", word="weight|Renormed|parameter", item="W7")
+@block(word="weight|Renormed|parameter", item="W7")
 def clamps_its_weights():
     return Around(Renormed(WIDTH, WIDTH))
 
@@ -168,7 +168,7 @@ class FunctionalNorm(nn.Module):
         return F.batch_norm(x, self.mean, self.var, self.scale, None, self.training, 0.3, 1e-5)
 
 
-@block("images", layer="=???", word="train|BatchNorm|mode")
+@block("images", word="train|BatchNorm|mode")
 class FrozenNorm(nn.Module):
     """A norm that stays in evaluation: its module overrides ``train``, as fine-tuning code does."""
 
@@ -186,7 +186,7 @@ class FrozenNorm(nn.Module):
         return torch.tanh(self.norm(self.conv(x)))
 
 
-@model(data="images", block="=???", layer="=???", word="train|BatchNorm|mode")
+@model(data="images", word="train|BatchNorm|mode")
 class FrozenNormOfRoot(nn.Module):
     """The same, but the model itself does it for a layer far inside."""
 
@@ -223,7 +223,7 @@ class ActNorm(nn.Module):
         return (h + self.shift) * self.scale
 
 
-@block(block="????", layer="????", word="ActNorm|parameter|scale|shift", item="W7")
+@block(word="ActNorm|parameter|scale|shift", item="W7")
 def act_norm():
     return ActNorm()
 
@@ -267,7 +267,7 @@ class TeacherAsLayer(nn.Module):
 
 
 # The average changes while earlier micro-batches still need it for their backward.
-block(block="=???", layer="=???", word="TeacherAsLayer|average|buffer|in place")(TeacherAsLayer)
+block(word="TeacherAsLayer|average|buffer|in place")(TeacherAsLayer)
 
 
 @block()

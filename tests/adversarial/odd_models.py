@@ -24,7 +24,7 @@ def complex_parameters():
     return vectors(ComplexLinear)
 
 
-model(block="????", layer="????", word="complex", item="W8")(complex_parameters)
+model(word="complex", item="W8")(complex_parameters)
 
 
 @block()
@@ -53,7 +53,7 @@ class SpectralConvolution(nn.Module):
 # --- Embeddings --------------------------------------------------------------------------------------------------
 
 
-@model(data="late_tokens", block="????", layer="????", word="max_norm|parameter|Embedding|weight", item="W7")
+@model(data="late_tokens", word="max_norm|parameter|Embedding|weight", item="W7")
 def embedding_with_max_norm():
     last = nn.Sequential(nn.Flatten(), nn.Linear(TIME * WIDTH, WIDTH))
     return nn.Sequential(
@@ -61,7 +61,7 @@ def embedding_with_max_norm():
     )
 
 
-@model(data="late_tokens", block="????", layer="????", word="max_norm|parameter|Embedding|weight", item="W7")
+@model(data="late_tokens", word="max_norm|parameter|Embedding|weight", item="W7")
 def bag_with_max_norm():
     return nn.Sequential(
         nn.EmbeddingBag(VOCABULARY, WIDTH, max_norm=1.0, mode="sum"), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
@@ -73,7 +73,7 @@ def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
 
 
-@model(data="tokens", optimizer=plain_sgd, block="=???", layer="=???", word="sparse")
+@model(data="tokens", optimizer=plain_sgd, word="sparse")
 def sparse_gradients():
     return nn.Sequential(
         nn.Embedding(VOCABULARY, WIDTH, sparse=True), nn.Tanh(), nn.Flatten(), nn.Linear(TIME * WIDTH, WIDTH),
@@ -103,7 +103,7 @@ class Highway(Inner):
         return gate * torch.relu(self.inner(h)) + (1 - gate) * h
 
 
-@block(layer="=???", word="trac|where|nonzero|numel|branch|len|bool")
+@block(word="trac|where|nonzero|numel|branch|len|bool")
 class RoutedExperts(nn.Module):
     """Each sample goes to its best expert; an expert without samples gets no gradient."""
 
@@ -122,7 +122,7 @@ class RoutedExperts(nn.Module):
         return h + out
 
 
-block(optimizer=adamw, layer="=???", word="trac|where|nonzero|numel|branch|len|bool", item="W6")(
+block(optimizer=adamw, word="trac|where|nonzero|numel|branch|len|bool", item="W6")(
     type("RoutedWithDecay", (RoutedExperts,), {})
 )
 
@@ -210,7 +210,7 @@ def channels_last():
 model(data="images", run={"channels_last": True})(channels_last)
 
 
-@model(data="big_images", run={"channels_last": True}, block="????", layer="????", word="channels_last|view", item="C9")
+@model(data="big_images", run={"channels_last": True}, word="channels_last|view", item="C9")
 class ViewsTheImage(nn.Module):
     """The old tutorial's network: ``x.view(-1, n)`` on features."""
 
@@ -251,7 +251,7 @@ class Whitening(nn.Module):
         return self.inner(h @ torch.linalg.cholesky(norm))
 
 
-@block(item="C9", layer="=???", word="trac|raise|positive|zero|value")
+@block(item="C9", word="trac|raise|positive|zero|value")
 class ChecksItsInput(Inner):
     """Raises for an input of zeros."""
 
@@ -267,7 +267,7 @@ def scripted():
     return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
 
 
-@block("vectors", layer="=???", word="extra state|get_extra_state")
+@block("vectors", word="_extra_state")
 class ExtraState(Inner):
     """State of any kind that the module adds to its state_dict."""
 
@@ -285,7 +285,7 @@ class ExtraState(Inner):
         return torch.tanh(self.inner(h))
 
 
-@model(block="????", layer="????", word="lazy|Lazy|uninitialized|shape")
+@model(word="lazy|Lazy|uninitialized|shape")
 def lazy_layers():
     return nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(WIDTH), nn.ReLU(), nn.LazyLinear(NUM_CLASSES))
 

@@ -27,10 +27,10 @@ def matrices():
 CASES: dict[str, Case] = {}
 
 
-def add(name, optimizer, *, letters="====", **options):
+def add(name, optimizer, **options):
     assert name not in CASES
     options = {"build": net, **options}
-    CASES[name] = Case(name=name, optimizer=optimizer, block=letters, layer=letters, **options)
+    CASES[name] = Case(name=name, optimizer=optimizer, **options)
 
 
 def of(kind, **options):
@@ -63,7 +63,7 @@ for name, optimizer in {
     add(name, optimizer)
 
 add("muon", of(optim.Muon, lr=1e-2, weight_decay=0.1), build=matrices, item="C3")
-add("lbfgs", of(optim.LBFGS, lr=0.1), letters="????", word="closure|LBFGS")
+add("lbfgs", of(optim.LBFGS, lr=0.1), word="closure|LBFGS")
 
 
 # --- Written by users --------------------------------------------------------------------------------------------
@@ -298,8 +298,8 @@ for name, optimizer in {
 }.items():  # fmt: skip
     add(name, optimizer)
 add("scaled_by_attribute", of(ScaledByAttribute, lr=0.05), build=scaled_layers, item="W5")
-add("sharpness", of(Sharpness, lr=0.1), letters="????", word="closure|Sharpness")
-add("not_an_optimizer", NotAnOptimizer, letters="????", word="optimizer|Optimizer")
+add("sharpness", of(Sharpness, lr=0.1), word="closure|Sharpness")
+add("not_an_optimizer", NotAnOptimizer, word="optimizer|Optimizer")
 
 
 # --- Factories ---------------------------------------------------------------------------------------------------
@@ -367,4 +367,4 @@ def named():
 
 add("by_name", by_name, build=named)
 add("filtering_factory", filtering, build=front_frozen, item="C4")
-add("forgets_the_rest", lambda params: optim.SGD(list(params)[:1], lr=0.1), letters="????", word="parameter")
+add("forgets_the_rest", lambda params: optim.SGD(list(params)[:1], lr=0.1), word="parameter")

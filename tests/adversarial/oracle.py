@@ -124,7 +124,7 @@ def owned(model, owner, K):
     """The parameters of each of K stages, in the model's order."""
     stages = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        stages.setdefault(parameter, set()).add(owner[name])
+        stages.setdefault(parameter, set()).add(owner[name] if K > 1 else 0)
     torn = [name for name, p in model.named_parameters() if len(stages[p]) > 1]
     assert torn == [], f"one parameter in two stages: {torn}"
     return [[p for p in model.parameters() if stages[p] == {k}] for k in range(K)]

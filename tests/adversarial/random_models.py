@@ -33,7 +33,7 @@ class NoisyInput(Inner):
         return self.inner(h + 0.3 * torch.randn_like(h) if self.training else h)
 
 
-@block(random="torch", layer="=???", word=STATE)
+@block(random="torch", word=STATE)
 class NoiseWithoutInput(Inner):
     """Drawn from nothing that comes in: tracing might draw once for all."""
 
@@ -42,7 +42,7 @@ class NoiseWithoutInput(Inner):
         return self.inner(h) * (1 + 0.3 * noise)
 
 
-@block(random="torch", layer="=???", word=STATE + "|branch|bool|control flow")
+@block(random="torch", word=STATE + "|branch|bool|control flow")
 class SkipsByTorchsStream(Inner):
     def forward(self, h):
         if self.training and torch.rand(()).item() < 0.5:
@@ -75,7 +75,7 @@ class Sampled(nn.Module):
         return torch.distributions.Normal(mean, width).rsample() if self.training else mean
 
 
-block(random="torch", layer="=???", word=STATE + "|trac|Normal")(Sampled)
+block(random="torch", word=STATE + "|trac|Normal")(Sampled)
 
 
 class PythonDepth(nn.Module):
@@ -91,4 +91,4 @@ class PythonDepth(nn.Module):
         return torch.tanh(F.linear(h, self.weight))
 
 
-block(random="other", block="?" * 4, layer="?" * 4, word="random|numpy|stream", item="W11")(PythonDepth)
+block(random="other", word="random|numpy|stream", item="W11")(PythonDepth)

@@ -66,7 +66,7 @@ class CellOverUnbound(nn.Module):
         return out
 
 
-@model(data="tokens", block="=???", layer="=???", word="batch|dimension|cut")
+@model(data="tokens", word="batch|dimension|cut")
 class StatesCross(nn.Module):
     """The states (h, c) of one LSTM, whose batch is the second dimension, start the next."""
 
@@ -82,7 +82,7 @@ class StatesCross(nn.Module):
         return self.head(last[-1] + h.mean(dim=1))
 
 
-@model(data="tokens", block="=???", layer="=???", word="pack|trace|batch|cut")
+@model(data="tokens", word="pack|trace|batch|cut")
 class PackedSequence(nn.Module):
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ class PackedSequence(nn.Module):
         return self.head(last[-1])
 
 
-@model(data="series", block="==--")
+@model(data="series")
 class TimeFirst(nn.Module):
     """The first layers want the time in front of the batch."""
 
@@ -112,7 +112,9 @@ class TimeFirst(nn.Module):
         return self.leave(out[-1])
 
 
-@model(data="tokens", block="====", layer="====")
+@model(
+    data="tokens",
+)
 class RnnChain(nn.Sequential):
     """A chain in which a unit returns torch's pair (output, (h, c))."""
 

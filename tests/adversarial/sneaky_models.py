@@ -35,7 +35,7 @@ CHANGING = {
 }  # fmt: skip
 WORDS = "output|return|batch|unit|cut|cross|structure|shape|number|float|int|bool|dtype|differ|trac"
 for name, way in CHANGING.items():
-    model(name=f"hands_on_{name}", item="W4", block="=???", layer="=???", word=WORDS)(lambda way=way: packed(*way))
+    model(name=f"hands_on_{name}", item="W4", word=WORDS)(lambda way=way: packed(*way))
 
 
 # --- Parameters and buffers that the forward writes (W7) ---------------------------------------------------------
@@ -52,7 +52,7 @@ class DecaysInForward(nn.Linear):
         return super().forward(h)
 
 
-@block(block="????", layer="????", word=WRITES, item="W7")
+@block(word=WRITES, item="W7")
 def decays_in_forward():
     return DecaysInForward(WIDTH, WIDTH)
 
@@ -65,12 +65,12 @@ class NormalisesData(nn.Linear):
         return torch.tanh(super().forward(h))
 
 
-@block(block="????", layer="????", word=WRITES, item="W7")
+@block(word=WRITES, item="W7")
 def normalises_data():
     return NormalisesData(WIDTH, WIDTH)
 
 
-@block(block="=???", layer="=???", word=WRITES + "|" + STATE)
+@block(word=WRITES + "|" + STATE)
 class AverageByData(nn.Module):
     """The buffer changes by ``.data`` while earlier micro-batches need it: no error of torch tells."""
 
@@ -85,7 +85,7 @@ class AverageByData(nn.Module):
         return torch.tanh(F.linear(h, self.weight)) + 0.3 * F.linear(h, self.average)
 
 
-@block(layer="=???", word=WRITES + "|" + STATE)
+@block(word=WRITES + "|" + STATE)
 class MomentumTeacher(nn.Module):
     """MoCo's and BYOL's own lines: ``k.data = k.data * m + q.data * (1 - m)``."""
 
@@ -101,7 +101,7 @@ class MomentumTeacher(nn.Module):
         return torch.tanh(self.query(h)) + 0.1 * self.key(h)
 
 
-@block(block="=???", layer="=???", word=WRITES + "|Parameter|" + STATE)
+@block(word=WRITES + "|Parameter|" + STATE)
 class NewParameterEachTime(nn.Module):
     """The forward registers a new parameter; plain torch trains the one that the optimizer has: never this."""
 
@@ -121,7 +121,7 @@ class NewParameterEachTime(nn.Module):
 SHARED = "share|one and the same|tied|tie|storage|memory|buffer"
 
 
-@model(block="=???", layer="=???", word=SHARED)
+@model(word=SHARED)
 class SharedBuffer(nn.Sequential):
     """Two layers follow one average; who moves it first must not depend on the pipeline."""
 
@@ -141,7 +141,7 @@ class SharedBuffer(nn.Sequential):
         super().__init__(*first, nn.Linear(WIDTH, WIDTH), self.Follows(mean), nn.Linear(WIDTH, NUM_CLASSES))
 
 
-@model(block="=???", layer="=???", word=SHARED)
+@model(word=SHARED)
 class SharedNorm(nn.Module):
     """One norm without weights at two places: no parameter ties them, only running statistics."""
 
@@ -156,7 +156,7 @@ class SharedNorm(nn.Module):
         return self.head(self.norm(h))
 
 
-@model(block="=???", layer="=???", word=SHARED + "|state|differ")
+@model(word=SHARED + "|state|differ")
 def shared_plain_tensor():
     """Two blocks write to one tensor that is no buffer."""
     seen = torch.zeros(WIDTH, dtype=torch.float64)
@@ -172,7 +172,7 @@ def shared_plain_tensor():
     )
 
 
-@model(block="=???", layer="=???", word="refer|teacher|tie|tied|state|parameter|own|differ", item="W5")
+@model(word="refer|teacher|tie|tied|state|parameter|own|differ", item="W5")
 class TeacherOfTheWhole(nn.Module):
     """The last unit keeps the average of the first one's weights, by a reference that is not registered."""
 
@@ -203,7 +203,7 @@ class TeacherOfTheWhole(nn.Module):
 CONTEXT = "context|hook|trac|differ|uncut|gradient"
 
 
-@block(layer="=???", word=CONTEXT)
+@block(word=CONTEXT)
 class CompressedActivations(Inner):
     """What the backward needs is kept in float32: gradients differ in the ninth digit."""
 
@@ -212,14 +212,14 @@ class CompressedActivations(Inner):
             return torch.tanh(self.inner(h)) * h
 
 
-@block(layer="=???", word=CONTEXT)
+@block(word=CONTEXT)
 class SavedOnCpu(Inner):
     def forward(self, h):
         with torch.autograd.graph.save_on_cpu():
             return torch.tanh(self.inner(h)) * h
 
 
-@block(layer="=???", word=CONTEXT + "|dtype")
+@block(word=CONTEXT + "|dtype")
 class OtherDefaultDtype(Inner):
     """A default that a part of the forward changes, and puts back."""
 
@@ -232,7 +232,7 @@ class OtherDefaultDtype(Inner):
             torch.set_default_dtype(before)
 
 
-@block(layer="=???", word=CONTEXT + "|no_grad|grad")
+@block(word=CONTEXT + "|no_grad|grad")
 class SwitchesGradients(Inner):
     """By calls, not by a context: the second half has no gradient."""
 
@@ -244,7 +244,7 @@ class SwitchesGradients(Inner):
         return h * fixed
 
 
-@block(layer="=???", word=CONTEXT + "|inference")
+@block(word=CONTEXT + "|inference")
 class InInferenceMode(Inner):
     def forward(self, h):
         with torch.inference_mode():
@@ -252,7 +252,7 @@ class InInferenceMode(Inner):
         return h * F.one_hot(chosen.clone(), WIDTH)
 
 
-@block(random="torch", layer="=???", word=CONTEXT + "|random|seed|fork")
+@block(random="torch", word=CONTEXT + "|random|seed|fork")
 class ForksTheStream(Inner):
     """Draws the same mask every time, and does not disturb the stream around it."""
 
@@ -266,7 +266,7 @@ class ForksTheStream(Inner):
 # --- Old idioms and small things ---------------------------------------------------------------------------------
 
 
-@block(layer="=???", word="requires_grad|trac")
+@block(word="requires_grad|trac")
 class AsksInputForGradient(Inner):
     """As code with gradient penalties does."""
 
@@ -277,7 +277,7 @@ class AsksInputForGradient(Inner):
         return torch.tanh(self.inner(h))
 
 
-@block(layer="=???", word="detach|data|trac|numpy")
+@block(word="detach|data|trac|numpy")
 class DataAndNumpy(Inner):
     """``.data``, ``.numpy()`` and back."""
 
@@ -306,7 +306,7 @@ class SmallThings(nn.Module):
         return torch.where(self.flags, h, torch.tanh(h)) + (0 if self.missing is None else 1)
 
 
-@block(layer="=???", word=STATE)
+@block(word=STATE)
 class KeepsALog(Inner):
     """Numbers for a plot, in a list; nothing reads them."""
 
@@ -320,7 +320,7 @@ class KeepsALog(Inner):
         return y
 
 
-@block(layer="=???", word=STATE)
+@block(word=STATE)
 class KeepsItsMap(Inner):
     """The last activation as an attribute, as attention maps are kept."""
 
@@ -329,7 +329,7 @@ class KeepsItsMap(Inner):
         return h * self.map
 
 
-@block(block="=???", layer="=???", word=STATE + "|grad", item="W3")
+@block(word=STATE + "|grad", item="W3")
 class ReadsTheLastGradient(Inner):
     """What came back to the micro-batch before, which a pipeline does not know yet."""
 
@@ -347,7 +347,7 @@ class ReadsTheLastGradient(Inner):
         return torch.tanh(y)
 
 
-@block(block="=???", layer="=???", word=STATE + "|hook|grad", item="W3")
+@block(word=STATE + "|hook|grad", item="W3")
 class BackwardMovesBuffer(Inner):
     """A hook of the backward writes what the next forward reads: in a pipeline it comes later."""
 
@@ -365,7 +365,7 @@ class BackwardMovesBuffer(Inner):
         self.size.mul_(0.9).add_(grad.norm(), alpha=5.0)
 
 
-@model(block="=???", layer="=???", word="state_dict|name|key|hook")
+@model(word="state_dict|name|key|hook")
 class RenamesItsState(nn.Module):
     """A hook gives the entries of the state_dict other names, as wrappers do."""
 

@@ -15,7 +15,7 @@ from tests.adversarial.cases import NUM_CLASSES, WIDTH, Inner, block, model
 STATE = "state|random|generator|counter|differs|trac|uncut|attribute|buffer|changes"
 
 
-@block(block="====", layer="=RRR", word=STATE, item="W3")
+@block(word=STATE, item="W3")
 class OwnGenerator(Inner):
     """Stochastic depth from a torch.Generator of its own."""
 
@@ -29,7 +29,7 @@ class OwnGenerator(Inner):
         return h + self.inner(h)
 
 
-@block(layer="=RRR", word=STATE, item="W3")
+@block(word=STATE, item="W3")
 class NumpyGenerator(Inner):
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class NumpyGenerator(Inner):
         return h + self.inner(h) * (self.draw.random() < 0.7 if self.training else 0.7)
 
 
-@block(layer="=RRR", word=STATE, item="W3")
+@block(word=STATE, item="W3")
 class PythonGenerator(Inner):
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class PythonGenerator(Inner):
         return h + self.inner(h) * (self.draw.uniform(0.5, 1.5) if self.training else 1.0)
 
 
-@block(layer="=RRR", word=STATE, item="W3")
+@block(word=STATE, item="W3")
 class CounterInList(Inner):
     """Every third forward is another one."""
 
@@ -62,7 +62,7 @@ class CounterInList(Inner):
         return h + self.inner(h) * (2.0 if self.calls[0] % 3 == 0 else 1.0)
 
 
-@block(layer="=RRR", word=STATE, item="W3")
+@block(word=STATE, item="W3")
 class Counter(Inner):
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class Config:
     gain: float = 1.0
 
 
-@block(layer="=RRR", word=STATE, item="W3")
+@block(word=STATE, item="W3")
 class CounterInConfig(Inner):
     def __init__(self):
         super().__init__()
@@ -121,10 +121,10 @@ def counts_calls():
 
 
 # Two stages forward at other times than one model does, so that what they share cannot be what it is uncut.
-model(block="=RRR", layer="=RRR", word=STATE, item="W3")(counts_calls)
+model(word=STATE, item="W3")(counts_calls)
 
 
-@model(block="=RRR", layer="=RRR", word=STATE, item="W3")
+@model(word=STATE, item="W3")
 def counts_in_the_class():
     class Block(Inner):
         calls = 0
@@ -136,7 +136,7 @@ def counts_in_the_class():
     return nn.Sequential(nn.Linear(6, WIDTH), Block(), nn.Tanh(), Block(), nn.Linear(WIDTH, NUM_CLASSES))
 
 
-@model(block="=RRR", layer="=RRR", word=STATE, item="W3")
+@model(word=STATE, item="W3")
 def hands_on_by_a_list():
     """A skip that does not pass through the chain: the first block leaves it in a list that the last one reads."""
     kept = []
@@ -155,7 +155,7 @@ def hands_on_by_a_list():
     )
 
 
-@model(block="=???", layer="=???", word=STATE + "|hook", item="W3")
+@model(word=STATE + "|hook", item="W3")
 class HookedSkip(nn.Module):
     """fastai's U-Net: a forward hook keeps what the encoder gave, and the decoder reads it from there."""
 
@@ -175,7 +175,7 @@ class HookedSkip(nn.Module):
         return self.head(h + self.kept["skip"])
 
 
-@model(block="=???", layer="=???", word=STATE + "|Parent|scale|own", item="W5")
+@model(word=STATE + "|Parent|scale|own", item="W5")
 class KnowsItsParent(nn.Module):
     """A child reads a parameter of its parent by a reference that is not registered."""
 
@@ -197,7 +197,7 @@ class KnowsItsParent(nn.Module):
         return self.leave(self.children_of(self.enter(x) * self.scale))
 
 
-@block(layer="=???", word=STATE)
+@block(word=STATE)
 class StepsInBuffer(Inner):
     """The same counters as a buffer, in place and by assignment: these are saved."""
 
@@ -213,7 +213,7 @@ class StepsInBuffer(Inner):
         return self.inner(h - self.mean) * (1.0 / (1.0 + 0.1 * self.steps))
 
 
-@block(layer="=???", word=STATE, item="W10")
+@block(word=STATE, item="W10")
 class UnsavedBuffer(Inner):
     """A buffer that moves and is not saved."""
 
@@ -227,7 +227,7 @@ class UnsavedBuffer(Inner):
         return self.inner(h - self.mean)
 
 
-@block(layer="=???", word=STATE, item="W3")
+@block(word=STATE, item="W3")
 class ReadsNamedBuffers(Inner):
     def __init__(self):
         super().__init__()
@@ -240,7 +240,7 @@ class ReadsNamedBuffers(Inner):
         return self.inner(h - mean)
 
 
-@block(layer="=???", word=STATE + "|parameters", item="W3")
+@block(word=STATE + "|parameters", item="W3")
 class WalksItsParameters(Inner):
     """A penalty in the forward: all parameters, as the module lists them."""
 
@@ -254,7 +254,7 @@ class WalksItsParameters(Inner):
 KIND = "isinstance|type|is_tensor|hasattr|except|uncut|differs|Tensor"
 
 
-@block(layer="=???", word=KIND, item="W2")
+@block(word=KIND, item="W2")
 class IsinstanceTensor(Inner):
     def forward(self, h):
         if isinstance(h, Tensor):
@@ -262,19 +262,19 @@ class IsinstanceTensor(Inner):
         return self.inner(h)
 
 
-@block(layer="=???", word=KIND, item="W2")
+@block(word=KIND, item="W2")
 class IsTensor(Inner):
     def forward(self, h):
         return torch.tanh(self.inner(h)) if torch.is_tensor(h) else self.inner(h)
 
 
-@block(layer="=RRR", word=KIND, item="W2")
+@block(word=KIND, item="W2")
 class TypeIsTensor(Inner):
     def forward(self, h):
         return torch.tanh(self.inner(h)) if type(h) is Tensor else self.inner(h)
 
 
-@block(layer="=???", word=KIND, item="W2")
+@block(word=KIND, item="W2")
 class IsinstanceInt(Inner):
     def forward(self, h):
         size = h.shape[1] if isinstance(h.shape[1], int) else 1
@@ -282,13 +282,13 @@ class IsinstanceInt(Inner):
         return self.inner(h) * (rows / size)
 
 
-@block(layer="=???", word=KIND, item="W2")
+@block(word=KIND, item="W2")
 class HasattrProxy(Inner):
     def forward(self, h):
         return self.inner(h.logits if hasattr(h, "logits") else torch.tanh(h))
 
 
-@block(layer="=???", word=KIND, item="W2")
+@block(word=KIND, item="W2")
 class TryExcept(Inner):
     def forward(self, h):
         try:
@@ -298,7 +298,7 @@ class TryExcept(Inner):
         return self.inner(h) * gain
 
 
-@block(layer="=???", word="shape|trac|control flow|branch|bool")
+@block(word="shape|trac|control flow|branch|bool")
 class AsksTheBatchSize(Inner):
     """The last micro-batch is smaller, and takes another way."""
 
@@ -308,20 +308,20 @@ class AsksTheBatchSize(Inner):
         return torch.tanh(self.inner(h))
 
 
-@block(layer="=???", word="trac|control flow|branch|bool")
+@block(word="trac|control flow|branch|bool")
 class AsksTheValues(Inner):
     def forward(self, h):
         return self.inner(h) if h.sum() > 0 else torch.tanh(self.inner(h))
 
 
-@block(layer="=???", word="trac|control flow|len")
+@block(word="trac|control flow|len")
 class AsksTheLength(Inner):
     def forward(self, h):
         rows = [self.inner(row) for row in h]
         return torch.stack(rows) / len(h)
 
 
-@block(layer="====")
+@block()
 class AsksTheDtype(Inner):
     def forward(self, h):
         if h.dtype != torch.float64 or h.ndim != 2 or h.is_complex():
@@ -329,7 +329,7 @@ class AsksTheDtype(Inner):
         return self.inner(h) + torch.zeros(h.shape[1], dtype=h.dtype, device=h.device)
 
 
-@block(layer="====")
+@block()
 class AsksForGradients(Inner):
     """torch.is_grad_enabled and training choose the way."""
 
@@ -339,7 +339,7 @@ class AsksForGradients(Inner):
         return self.inner(h) if not self.training else h
 
 
-@block(layer="=???", word="requires_grad|trac|differs")
+@block(word="requires_grad|trac|differs")
 class AsksRequiresGrad(Inner):
     def forward(self, h):
         return self.inner(h) * (2.0 if h.requires_grad else 1.0)
@@ -361,7 +361,7 @@ class CachedProperty(Inner):
         return torch.tanh(F.linear(h, self.scaled, self.inner.bias))
 
 
-@block(layer="=???", word=STATE)
+@block(word=STATE)
 class RemembersTheLast(Inner):
     """The mean of the micro-batch before is added to this one."""
 
@@ -379,7 +379,7 @@ class RemembersTheLast(Inner):
 LOCAL = threading.local()
 
 
-@block(layer="=???", word=STATE)
+@block(word=STATE)
 class ThreadLocalState(Inner):
     """A gain in a global of the thread, which a block sets for itself."""
 

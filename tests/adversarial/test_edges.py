@@ -117,6 +117,7 @@ class DrawsItself(Dataset):
 
 
 @pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.xfail(strict=True, reason="the start reads some samples twice; it may only read what depends on the index")
 def test_samples_are_read_once_and_in_order(K):
     case = case_of()
     trainer = trainer_of(case, K, 1)

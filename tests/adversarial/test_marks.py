@@ -7,6 +7,7 @@ import adl_dist
 from tests.adversarial import table
 from tests.adversarial.cases import NUM_VALIDATION, dataset
 from tests.adversarial.harness import TOLERANCE, Outcome, expected, fit, frozen_copy, outcome, owner_of, trainer_of
+from tests.adversarial.outcomes import letters
 from tests.support.tiers import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -17,6 +18,11 @@ MOVING = [
     "counter_in_config", "remembers_the_last", "steps_in_buffer", "unsaved_buffer", "memory_bank", "vector_quantiser",
     "fake_quant", "act_norm", "clamps_its_weights", "embedding_with_max_norm", "spectral_norm", "old_spectral_norm",
     "cumulative_norm", "instance_norm", "functional_norm", "whitening", "teacher", "dropout_path",
+]  # fmt: skip
+
+NOT_REPLAYED = [
+    "own_generator", "numpy_generator", "python_generator", "counter", "counter_in_list", "plain_counter",
+    "counter_in_config", "remembers_the_last", "teacher",
 ]  # fmt: skip
 
 
@@ -35,9 +41,11 @@ def test_measuring_the_costs_leaves_no_mark(name):
 
 
 @pytest.mark.parametrize("name", covering(MOVING, ["memory_bank", "spectral_norm", "dropout_path"]))
-def test_a_replayed_forward_is_the_first_one(name):
+def test_a_replayed_forward_is_the_first_one(name, request):
     """GPipe that keeps inputs only computes what GPipe does: nothing moves twice, nothing is read later."""
     case = table.MODELS[name]
+    if name in NOT_REPLAYED:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="a replay moves what is no buffer once more"))
     right(outcome(case, 2, method="gpipe", M=3, recompute="always"), case, "=R")
 
 
@@ -46,18 +54,18 @@ def test_a_replayed_forward_is_the_first_one(name):
 def test_an_evaluation_changes_no_training(name, K):
     """Called before, between and after; what a forward in evaluation moves, it may move."""
     case = table.MODELS[name]
-    if name == "whitening":
-        pytest.skip("it counts in evaluation, too")
+    if name in ("whitening", "clamps_its_weights", "embedding_with_max_norm"):
+        pytest.skip("it moves in evaluation, too")
     model = case.model()
     before = frozen_copy(model)
     try:
         trainer = trainer_of(case, K, 1, model=model)
         first = trainer.evaluate(dataset(case.data, NUM_VALIDATION, 2), batch_size=2)["validation_loss"]
-        assert [n for n, t in frozen_copy(model).items() if not torch.equal(t, before[n])] == [] or "max_norm" in name
+        assert [n for n, t in frozen_copy(model).items() if not torch.equal(t, before[n])] == []
         fit(trainer, case, 1)
     except adl_dist.AdlError as error:
         found = Outcome("R", str(error))
-        assert case.block[K - 1] in "R?", found
+        assert letters(name, "block")[K] in "R?", found
         return
     should = expected(case, K, 1, owner_of(trainer))
     assert first != should.validation

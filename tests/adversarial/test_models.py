@@ -6,20 +6,24 @@ What is right comes from one uncut model in plain torch (oracle.py); at K = 1, M
 import pytest
 
 from tests.adversarial import table
-from tests.adversarial.cases import STAGES
 from tests.adversarial.harness import check, outcome, variant
+from tests.adversarial.outcomes import OPEN, letters
 from tests.support.tiers import covering, grid
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about what it has deprecated
 
 
 @pytest.mark.parametrize(("name", "granularity"), grid(table.MODELS, ("block", "layer"), default=table.DEFAULT))
-def test_an_odd_model_is_trained_rightly_or_refused(name, granularity):
+def test_an_odd_model_is_trained_rightly_or_refused(name, granularity, request):
+    if why := OPEN.get((name, granularity)):
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     check(table.MODELS[name], granularity)
 
 
 @pytest.mark.parametrize("name", covering(table.OPTIMIZERS, table.DEFAULT_OPTIMIZERS))
-def test_an_odd_optimizer_trains_rightly_or_is_refused(name):
+def test_an_odd_optimizer_trains_rightly_or_is_refused(name, request):
+    if why := OPEN.get((name, "block")):
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     check(table.OPTIMIZERS[name], "block")
 
 
@@ -40,9 +44,8 @@ def test_other_methods_treat_odd_models_alike(method, name):
     case = table.MODELS[name]
     for K in (2, 3):
         found = outcome(case, K, method=method, M=2)
-        assert found.letter == case.block[list(STAGES).index(K)] or (
-            case.block[list(STAGES).index(K)] == "?" and found.letter in "=R"
-        ), f"{method}, K = {K}: {found}"
+        want = letters(name, "block")[K]
+        assert found.letter == want or (want == "?" and found.letter in "=R"), f"{method}, K = {K}: {found}"
 
 
 def test_a_wrong_result_is_seen():
