@@ -291,9 +291,9 @@ def chosen_checkpoint(run_dir: Path, wanted: str | None) -> Path:
         return path
     if saved := layout.complete(path / "checkpoints"):
         return saved[-1]
-    if path is not run_dir and not path.exists():
+    if path is not run_dir:
         raise CheckpointError(
             f"checkpoint={wanted} is none of best, newest, the folder of a checkpoint, like "
-            "runs/NAME/checkpoints/update-00000042, and a run folder that holds one"
+            "runs/NAME/checkpoints/update-00000042, and a run folder that holds one; omit it for the newest"
         )
     raise CheckpointError(f"{path} holds no complete checkpoint; train first: adl-dist train run_dir={path}")

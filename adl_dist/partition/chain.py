@@ -225,7 +225,7 @@ def _run_one_after_the_other(model: nn.Module, units: Sequence[nn.Module], sampl
                 for unit, of_unit in zip(units, found, strict=True):
                     of_unit.append(run(unit, (((values[0],), {}), ((values[1],), {})), modules=[unit]))
                     values = of_unit[-1].values
-    except Exception:
+    except (Exception, SystemExit):
         return []
     finally:
         for module, mode in modes.items():

@@ -10,10 +10,11 @@ import copy
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -48,17 +49,36 @@ class ModuleState:
     """A copy of all that can be seen from some modules, to be compared with and put back.
 
     Holds a copy of each tensor: as much memory as the modules.
+
+    Attributes:
+        found: all that is seen.
+        tensors: (name, tensor) of all that can be seen from each of the modules, and not from one before.
+        copies: those of the tensors, by their ids.
     """
 
     found: list[Found] = field(default_factory=list)
+    tensors: list[list[tuple[str, Tensor]]] = field(default_factory=list)
+    copies: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, *modules: nn.Module) -> "ModuleState":
-        """Copy the present state of ``modules`` and of all modules in them."""
-        walk = _Walk()
+    def of(
+        cls, *modules: nn.Module, only_registered: bool = False, alike: "ModuleState | None" = None
+    ) -> "ModuleState":
+        """Copy the present state of ``modules`` and of all modules in them.
+
+        ``only_registered``: only what is in their parameters and buffers, if they are known to move nothing else.
+        ``alike``: another state of this moment, whose copies will do.
+        """
+        copies: dict[int, Tensor] = {} if alike is None else alike.copies
+        walk, tensors = _Walk(copies=copies), []
         for module in modules:
-            walk.take_modules(module)
-        return cls(walk.found)
+            before = len(walk.tensors)
+            if only_registered:
+                walk.take_registered([*module.named_modules()])
+            else:
+                walk.take_modules(module)
+            tensors.append(walk.tensors[before:])
+        return cls(walk.found, tensors, copies)
 
     def changes(self) -> list[Found]:
         """Return what is not as it was."""
@@ -73,7 +93,7 @@ class ModuleState:
 
 def tensors_reached(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for all tensors that can be seen from ``module``, registered or not, each once."""
-    walk = _Walk(copying=False)
+    walk = _Walk(copies=None)
     walk.take_modules(module)
     yield from walk.tensors
 
@@ -112,19 +132,16 @@ def _as_bytes(state: Any) -> Any:
 class _Walk:
     """Visits everything that is reached from modules, each object once; what holds comes before what is held."""
 
-    def __init__(self, *, copying: bool = True) -> None:
+    def __init__(self, *, copies: dict[int, Tensor] | None) -> None:
+        """``copies`` of tensors, by their ids, that will do, and to add to; None: nothing is copied."""
         self.found: list[Found] = []
         self.tensors: list[tuple[str, Tensor]] = []
-        self._copying = copying
+        self._copies = copies
         self._seen: dict[int, Any] = {}  # with the objects, so that no address is used a second time
 
     def take_modules(self, root: nn.Module, prefix: str = "") -> None:
         modules = [(name, module) for name, module in root.named_modules(prefix=prefix) if self._is_new(module)]
-        for name, module in modules:  # first, so that a tensor is called by the name it is registered under
-            for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
-                for key, tensor in held.items():
-                    if tensor is not None:
-                        self._take_tensor(f"{name}.{key}".lstrip("."), tensor, kind)
+        self.take_registered(modules)  # first, so that a tensor is called by the name it is registered under
         for name, module in modules:
             dot = f"{name}." if name else ""
             for held in (module._modules, module._parameters, module._buffers):
@@ -133,6 +150,13 @@ class _Walk:
             for owner in type(module).__mro__:
                 if not _is_of_a_library(owner) and self._is_new(owner):
                     self._take_class(owner)
+
+    def take_registered(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        for name, module in modules:
+            for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        self._take_tensor(f"{name}.{key}".lstrip("."), tensor, kind)
 
     def _take(self, name: str, value: Any) -> None:
         """Look into a value that an attribute, a container or a closure holds."""
@@ -173,9 +197,11 @@ class _Walk:
         if not self._is_new(tensor):
             return
         self.tensors.append((name, tensor))
-        if not self._copying or tensor.is_meta or is_lazy(tensor):
+        if self._copies is None or tensor.is_meta or is_lazy(tensor):
             return
-        kept = tensor.detach().clone()
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = tensor.detach().clone()
+        kept = self._copies[id(tensor)]
 
         def has_changed() -> bool:
             return not _same_tensor(tensor.detach(), kept)
@@ -197,9 +223,12 @@ class _Walk:
         skip: Collection[Any] = (),
         look_into: bool = True,
     ) -> None:
-        before = {key: value for key, value in held.items() if key not in skip}
+        keys, values = [*held.keys()], [*held.values()]
+        before = {key: value for key, value in zip(keys, values, strict=True) if key not in skip}
 
         def differing() -> list[Any]:
+            if len(held) == len(keys) and all(map(is_, held.keys(), keys)) and all(map(is_, held.values(), values)):
+                return []  # nearly always, and found fast
             now = {key: value for key, value in held.items() if key not in skip}
             return [k for k in {**before, **now} if not _is_same(now.get(k, _MISSING), before.get(k, _MISSING))]
 
@@ -275,7 +304,7 @@ class _Walk:
         has_changed: Callable[[], bool],
         restore: Callable[[], None],
     ) -> None:
-        if self._copying:
+        if self._copies is not None:
             self.found.append(Found(name, kind, has_changed, restore))
 
     def _is_new(self, value: Any) -> bool:
@@ -312,7 +341,10 @@ def _same_tensor(tensor: Tensor, before: Tensor) -> bool:
         return False
     if tensor.layout is not torch.strided:
         tensor, before = tensor.to_dense(), before.to_dense()
-    return torch.equal(tensor, before) or bool(((tensor == before) | ((tensor != tensor) & (before != before))).all())
+    if torch.equal(tensor, before):
+        return True
+    nans = before != before
+    return bool(nans.any()) and bool(((tensor == before) | ((tensor != tensor) & nans)).all())
 
 
 def _is_of_a_library(kind_of: type) -> bool:

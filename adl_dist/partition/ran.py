@@ -44,7 +44,7 @@ def run(call: Callable[..., Any], arguments: tuple[Pair, Pair], *, modules: Sequ
     device = next((t.device for t in tree_leaves(arguments) if isinstance(t, Tensor) and t.is_cuda), None)
     streams = Streams() if any(not is_of_torch(module) for module in modules) else None
     of_torch = _torch_streams(device)
-    state = ModuleState.of(*modules)
+    state = ModuleState.of(*modules, only_registered=all(map(is_plain_of_torch, modules)))
     buffers = [(b, b._version, b.detach().clone(), owner, key) for owner, key, b in _buffers(modules)]
     history = {t.grad_fn for t in tree_leaves(arguments[0]) if isinstance(t, Tensor)}
     try:
@@ -105,6 +105,11 @@ def shape_only(value: Any) -> Any:
 def is_of_torch(module: nn.Module) -> bool:
     """Return whether it is one of torch's own layers, and holds no other."""
     return type(module).__module__.startswith("torch.nn") and next(module.children(), None) is None
+
+
+def is_plain_of_torch(module: nn.Module) -> bool:
+    """Return whether it is one of torch's own layers, and has no hooks: it moves nothing but what it has registered."""
+    return is_of_torch(module) and not (module._forward_pre_hooks or module._forward_hooks)
 
 
 def _buffers(modules: Iterable[nn.Module]) -> Iterable[tuple[nn.Module, str, Tensor]]:

@@ -53,12 +53,13 @@ def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) 
     """
     modes = {module: module.training for module in model.modules()}
     devices = [samples[0].device] if samples is not None and samples[0].is_cuda else []
-    readings, unlike = [], []
+    readings, unlike = list[Reading](), []
     try:
         for mode in (True, False):
             model.train(mode)
             with torch.set_grad_enabled(mode), torch.random.fork_rng(devices=devices):
-                readings.append(symbolic(model, granularity=granularity, samples=samples))
+                like = readings[0][1] if readings else None
+                readings.append(symbolic(model, granularity=granularity, samples=samples, like=like))
             unlike.append({module for module in model.modules() if module.training != mode})
     finally:
         for module, mode in modes.items():
@@ -144,7 +145,7 @@ def unsendable(pair: Pair, sizes: tuple[int, int]) -> str | None:
             if tuple(tuple(leaf.shape[:1]) for leaf in leaves) != tuple((size,) for size in sizes):
                 return f"a tensor {list(leaves[0].shape)} would cross it, whose first dimension is not the batch"
         elif type(leaves[0]) not in (bool, int, float, complex, str, type(None)) or leaves[0] != leaves[1]:
-            return f"a value of type {type(leaves[0]).__name__} would cross it, and only tensors can"
+            return f"a value of type {type(leaves[0]).__name__} would cross it; only tensors and what never changes can"
     return None
 
 

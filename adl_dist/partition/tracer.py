@@ -37,10 +37,12 @@ class UntraceableError(PartitionError):
         super().__init__(text)
 
 
-def symbolic(model: nn.Module, *, granularity: str, samples: Samples | None) -> tuple[fx.Graph, Values | None]:
+def symbolic(
+    model: nn.Module, *, granularity: str, samples: Samples | None, like: Values | None = None
+) -> tuple[fx.Graph, Values | None]:
     """Return the operations of ``model`` in its present mode, with one placeholder, and the values of its nodes.
 
-    There are values only with ``samples``; see :func:`trace.read`.
+    There are values only with ``samples``; see :func:`trace.read`. ``like``: those of the other mode.
 
     Raises:
         PartitionError: it cannot be traced, or a cut model would do something else.
@@ -55,7 +57,7 @@ def symbolic(model: nn.Module, *, granularity: str, samples: Samples | None) -> 
         )
     _check_hooks(model, type(model).__name__)
     with as_before(model):
-        tracer = _Tracer(model, granularity, samples)
+        tracer = _Tracer(model, granularity, samples, like)
         # It may warn of what it does when it runs; that it will do once more, where it trains.
         with warnings.catch_warnings(action="ignore"), tracer.patches.applied():
             try:
@@ -75,7 +77,7 @@ def has_hooks(module: nn.Module) -> bool:
 class _Tracer(fx.Tracer):
     """Reads one forward; ``known`` holds the values of its nodes for two batches, if there are samples."""
 
-    def __init__(self, model: nn.Module, granularity: str, samples: Samples | None) -> None:
+    def __init__(self, model: nn.Module, granularity: str, samples: Samples | None, like: Values | None) -> None:
         super().__init__(autowrap_modules=(math,), autowrap_functions=CHECKPOINTS)
         self._granularity = granularity
         self._with_gradient, self._around = torch.is_grad_enabled(), _surroundings()
@@ -85,7 +87,7 @@ class _Tracer(fx.Tracer):
         self._held: dict[str, Held] = {}
         self.is_paused = False  # while parts of the model run as they are, and nothing is read
         self.patches = Patches(self)
-        self.values = Values(model, samples, self.patches.lifted) if samples is not None else None
+        self.values = Values(model, samples, self.patches.lifted, like) if samples is not None else None
         self.known: dict[fx.Node, Known] = {} if self.values is None else self.values.known
         self.names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
 

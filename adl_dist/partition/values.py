@@ -9,7 +9,17 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.partition.nodes import asks_about_tensor, asks_for_shape, is_of_library, is_of_python
-from adl_dist.partition.ran import Pair, Ran, Samples, is_of_torch, is_same, run, same_values, shape_only
+from adl_dist.partition.ran import (
+    Pair,
+    Ran,
+    Samples,
+    is_of_torch,
+    is_plain_of_torch,
+    is_same,
+    run,
+    same_values,
+    shape_only,
+)
 from adl_dist.partition.stand_in import OF_SHAPES, SAME, Known
 
 _OTHER_DEVICE = {"cpu": torch.device("cuda", 0), "cuda": torch.device("cpu")}
@@ -27,9 +37,21 @@ class Values:
         sizes: of the two batches.
     """
 
-    def __init__(self, model: nn.Module, samples: Samples, lifted: Callable[..., AbstractContextManager[None]]) -> None:
-        """``lifted(completely=...)``: a context in which the parts of ``model`` run as if no forward was read."""
-        self._model, self._samples, self._lifted = model, samples, lifted
+    def __init__(
+        self,
+        model: nn.Module,
+        samples: Samples,
+        lifted: Callable[..., AbstractContextManager[None]],
+        like: "Values | None" = None,
+    ) -> None:
+        """``lifted(completely=...)``: a context in which the parts of ``model`` run as if no forward was read.
+
+        ``like``: the values of its forward in training. In evaluation torch's own layers and functions return the same
+        but for the numbers in tensors, which nothing may depend on; so they do not run once more, up to where another
+        thing is called.
+        """
+        self._model, self._samples, self._lifted, self._like = model, samples, lifted, like
+        self._twins = iter(like.known if like is not None else ())
         self.sizes = len(samples[0]), len(samples[1])
         self.known: dict[fx.Node, Known] = {}
         self.ran: dict[fx.Node, Ran] = {}
@@ -41,6 +63,65 @@ class Values:
 
     def compute(self, node: fx.Node) -> None:
         """Run ``node``, whose arguments have run; what it moves of the model and of random streams is put back."""
+        if self._like is not None:
+            if self._take_over(node, next(self._twins, None), self._like):
+                return
+            self._run_all()
+        self._run(node)
+
+    def _take_over(self, node: fx.Node, twin: fx.Node | None, like: "Values") -> bool:
+        """Take what is known of ``twin``, the same step in training; return False if it may be otherwise."""
+        if twin is None or _described(node) != _described(twin):
+            return False
+        if node.op == "call_module":
+            may = is_plain_of_torch(self._model.get_submodule(str(node.target)))
+            if not may:
+                return self._returns_alike(node, twin, like)
+        else:  # whether a tensor has a gradient is an attribute that depends on the mode
+            may = is_of_library(node) and twin not in like.ran and (node.target is not getattr or asks_for_shape(node))
+        if may:
+            self._borrow(node, twin, like)
+        return may
+
+    def _borrow(self, node: fx.Node, twin: fx.Node, like: "Values") -> None:
+        self.known[node], self._versions[node] = like.known[twin], like._versions[twin]
+        if twin in like.ran:
+            self.ran[node] = like.ran[twin]
+        pairs = ((self.drawing, like.drawing), (self.repeatable, like.repeatable), (self._of_data, like._of_data))
+        for own, other in pairs:
+            if twin in other:
+                own.add(node)
+
+    def _returns_alike(self, node: fx.Node, twin: fx.Node, like: "Values") -> bool:
+        """Run a module of the user's on what there is in training; return whether it does nothing else there."""
+        if twin in like.repeatable or any(source in like.repeatable for source in twin.all_input_nodes):
+            return False
+        arguments = tree_map(_copy, (self._arguments(node, 0), self._arguments(node, 1)))
+        versions = [t._version for t in tree_leaves(arguments) if isinstance(t, Tensor)]
+        modules = self._modules(node, arguments[0])
+        try:
+            with self._lifted(completely=True):
+                ran = run(self._callable(node), arguments, modules=modules)
+        except Exception:  # with its own values it may not fail, or tell more
+            return False
+        before = like.ran[twin]
+        is_alike = tree_map(_kind, ran.values) == tree_map(_kind, before.values)
+        if not is_alike or [t._version for t in tree_leaves(arguments) if isinstance(t, Tensor)] != versions:
+            return False
+        self.known[node], self._versions[node] = like.known[twin], like._versions[twin]
+        self._note(node, ran, modules, asks_for_shapes=False)
+        return True
+
+    def _run_all(self) -> None:
+        """Run what was taken over until now."""
+        self._like, nodes = None, [*self.known]
+        self.known.clear()  # not a new one: the tracer has it, too
+        self.ran, self._versions = {}, {}
+        self.drawing, self.repeatable, self._of_data = set(), set(), set()
+        for node in nodes:
+            self._run(node)
+
+    def _run(self, node: fx.Node) -> None:
         self.known[node] = known = self._value(node)
         tensors = [leaf for leaf in tree_leaves(known.pair) if isinstance(leaf, Tensor)]
         self._versions[node] = [(t, t._version) for t in tensors if not t.is_inference()]
@@ -151,6 +232,20 @@ class Values:
 
         args, kwargs = _mapped(node, value)
         return self._callable(node)(*args, **kwargs)
+
+
+def _described(node: fx.Node) -> tuple[Any, ...]:
+    """Return what a step of two graphs has in common; names are given in the order of the steps."""
+    return node.name, node.op, node.target, repr(node.args), repr(node.kwargs)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _kind(value: Any) -> Any:
+    """Return what may not be another: of a tensor shape and dtype, and anything else as it is."""
+    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
 
 
 def _mapped(node: fx.Node, value: Callable[[fx.Node], Any]) -> tuple[Any, Any]:

@@ -356,9 +356,9 @@ class Stage:
 
     def _gradients_of(self, acts: Tensors, micro_batch: int) -> Tensors:
         """Return the gradients of those that get one."""
-        gets = self._traits.gets_grad
+        gets: Iterable[bool] | None = self._traits.gets_grad
         if gets is None:
-            return tuple(a.grad if a.grad is not None else torch.zeros_like(a) for a in acts if a.requires_grad)
+            gets = (act.requires_grad for act in acts)
         for place, (act, get) in enumerate(zip(acts, gets, strict=True)):
             if (act.grad is not None) != get:
                 got = "got no gradient" if get else "got a gradient"

@@ -75,7 +75,7 @@ class StageTraits:
         needs_grad: in training, for each act whether it is part of a graph in the uncut model; None: all that are
             floating-point or complex are.
         gets_grad: for each act whether its backward reaches it; a gradient goes upstream for these only, and the
-            others have none, as in the uncut model. None: not looked for; all that need one get one, or zeros.
+            others have none, as in the uncut model. None: not looked for; all that need one must get one.
         out_needs_grad: what ``needs_grad`` of the next stage says of the tensors that go there.
         out_gets_grad: what ``gets_grad`` of the next stage says of them: those for which a gradient comes back.
         recomputes: whether its backward computes with its parameters again, as activation checkpointing does, so that

@@ -59,6 +59,50 @@ def moved_on(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return older
 
 
+class Exchange:
+    """Versions of some parameters, exchanged as above, where TorchScript may compute with them, too.
+
+    A ScriptModule refers to the inside of its parameters, not to the Python objects, so it is told each time.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], modules: Iterable[nn.Module]) -> None:
+        """Take ``parameters`` of the ``modules``."""
+        self.parameters = parameters
+        by_id = {id(p): p for p in parameters}
+        self._scripted = [  # (module, name in it, parameter)
+            (owner, name, by_id[id(p)])
+            for module in modules
+            for owner in module.modules()
+            if isinstance(owner, torch.jit.ScriptModule)
+            for name, p in owner.named_parameters(recurse=False, remove_duplicate=False)
+            if id(p) in by_id
+        ]
+
+    def moved_on(self) -> list[nn.Parameter]:
+        """Put copies into the parameters, and return what they held; see :func:`moved_on`."""
+        older = moved_on(self.parameters)
+        self._tell()
+        return older
+
+    def swap(self, others: Sequence[Tensor]) -> None:
+        """Exchange the weights and gradients of the parameters with those of ``others``."""
+        swap(self.parameters, others)
+        self._tell()
+
+    @contextmanager
+    def swapped(self, others: Sequence[Tensor]) -> Iterator[None]:
+        """Have the parameters hold the weights and gradients of ``others`` inside, also if that ends by an error."""
+        self.swap(others)
+        try:
+            yield
+        finally:
+            self.swap(others)
+
+    def _tell(self) -> None:
+        for owner, name, parameter in self._scripted:
+            setattr(owner, name, parameter)
+
+
 def check_versions(module: nn.Module, where: str) -> None:
     """Check that versions of the trainable parameters of ``module`` can be kept.
 

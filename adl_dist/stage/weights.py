@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from adl_dist.stage.versions import moved_on, swapped
+from adl_dist.stage.versions import Exchange
 
 NEWEST: AbstractContextManager[None] = nullcontext()
 
@@ -73,14 +73,14 @@ class Stash(_Policy):
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._exchange = Exchange([p for p in module.parameters() if p.requires_grad], [module])
         self._older: dict[int, list[nn.Parameter]] = {}  # the versions alive next to the newest
 
     def gather(self) -> list[nn.Parameter]:
         """Move the gradients of older versions to the newest, and return the parameters that have some."""
         for old in self._older.values():
             sums, added = [], []
-            for newest, older in zip(self._parameters, old, strict=True):
+            for newest, older in zip(self._exchange.parameters, old, strict=True):
                 if newest.grad is None:
                     newest.grad = older.grad
                 elif older.grad is not None:
@@ -100,7 +100,7 @@ class Stash(_Policy):
         self.gather()
         self.forget(keep=in_flight)
         if self._is_kept(version, in_flight):
-            self._older[version] = moved_on(self._parameters)
+            self._older[version] = self._exchange.moved_on()
         self._finish(skip=skip)
 
     def forget(self, *, keep: Collection[int] = ()) -> None:
@@ -110,7 +110,7 @@ class Stash(_Policy):
     def weights_of(self, version: int) -> AbstractContextManager[None]:
         """Have the module compute with ``version`` inside, and its gradients end there."""
         older = self._older.get(version)
-        return NEWEST if older is None else swapped(self._parameters, older)
+        return NEWEST if older is None else self._exchange.swapped(older)
 
     def _is_kept(self, version: int, in_flight: Collection[int]) -> bool:
         """Whether ``version`` is still of use once the next one is made."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.stage.calls import takes_gradient
-from adl_dist.stage.versions import swapped
+from adl_dist.stage.versions import Exchange
 
 FIRST, SECOND, EVALUATION = "the first micro-batch", "the second micro-batch", "evaluation"
 
@@ -29,10 +29,10 @@ class Replacement:
     recomputes: frozenset[int] = frozenset()
 
     def swapped_in(
-        self, replaced: Sequence[nn.Parameter], older: Sequence[nn.Parameter]
+        self, exchange: Exchange, older: Sequence[nn.Parameter]
     ) -> Callable[[int], AbstractContextManager[None]]:
         """Return what the backward of a stage runs in: with the weights of its forward, ``older``, if it recomputes."""
-        return lambda k: swapped(replaced, older) if k in self.recomputes else nullcontext()
+        return lambda k: exchange.swapped(older) if k in self.recomputes else nullcontext()
 
 
 @dataclass

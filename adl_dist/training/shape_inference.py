@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import PLAIN, ModuleState, Streams, tensors_reached
+from adl_dist.partition.module_state import PLAIN, ModuleState, Streams
 from adl_dist.partition.piece import traced_units
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import Tensors, packed, takes_gradient
@@ -25,7 +25,7 @@ from adl_dist.stage.heads import check_outs
 from adl_dist.stage.loss_check import check_is_mean
 from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
 from adl_dist.stage.traits import StageTraits, Structure, joined
-from adl_dist.stage.versions import moved_on, swap
+from adl_dist.stage.versions import Exchange
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
 from adl_dist.training.loss_checks import check_broadcast, check_loss
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
@@ -84,14 +84,14 @@ class StageChain:
         change: Replacement | None = None,
         *,
         backward: bool = True,
-        look: bool = True,
+        look: Sequence[ModuleState] = (),
         into: Outcome | None = None,
     ) -> Outcome:
         """Forward and backward of both micro-batches, and evaluation of the first; what they move stays moved.
 
         Only what ``change`` has replaced is put back, and only its gradients are part of the outcome. Without
-        ``backward`` there are none; without ``look`` nothing is found out for :meth:`agreed`. ``into``: the outcome
-        to add to; None: a new one.
+        ``backward`` there are none. ``look``: the states of the stages, as they are; without them nothing is found out
+        for :meth:`agreed`. ``into``: the outcome to add to; None: a new one.
 
         Raises:
             ConfigError: a stage does not take what it gets, or the loss fails on what the model returns.
@@ -102,16 +102,17 @@ class StageChain:
         older: list[nn.Parameter] = []
         first, second = samples.pair
         replaced = {name: p for name, p in change.parameters.items() if name in change.between}
+        exchange = Exchange([*replaced.values()], self.stages if replaced else ())
         try:
             self._on_turn(FIRST)
             passage = self.forward(first, look=look)
-            older = moved_on([*replaced.values()])
-            change_values([*replaced.values()])
+            older = exchange.moved_on()
+            change_values(exchange.parameters)
             if backward:
-                within = change.swapped_in([*replaced.values()], older)
+                within = change.swapped_in(exchange, older)
                 gather = dict(zip(replaced, older, strict=True))
                 self._backward(passage, FIRST, change.parameters, outcome, gather, within)
-                for p in replaced.values():  # what went to the new weights was not meant for them
+                for p in exchange.parameters:  # what went to the new weights was not meant for them
                     p.grad = None
             _keep(outcome, FIRST, passage)
             change_values([p for name, p in change.parameters.items() if name not in replaced])
@@ -124,11 +125,12 @@ class StageChain:
             self._on_turn(EVALUATION)
             _keep(outcome, EVALUATION, self.forward(first, training=False))
         finally:
-            swap([*replaced.values()][: len(older)], older)
+            if older:
+                exchange.swap(older)
         return outcome
 
-    def forward(self, batch: MicroBatch, *, training: bool = True, look: bool = False) -> _Passage:
-        """Forward one micro-batch through all stages; ``look``: note also what each of them moves."""
+    def forward(self, batch: MicroBatch, *, training: bool = True, look: Sequence[ModuleState] = ()) -> _Passage:
+        """Forward one micro-batch through all stages; ``look``: their states, to note also what each of them moves."""
         passage, size = _Passage(), len(batch.input_)
         if training != self._is_training:
             self._is_training = training
@@ -150,7 +152,7 @@ class StageChain:
                 acts = tuple(leaf.clone() for leaf in leaves)
                 argument = packed(acts) if structure is None else structure.build(acts)
                 versions = [act._version for act in acts]
-                with self._looking(k) if look else nullcontext():
+                with self._looking(k, look[k]) if look else nullcontext():
                     out = self._call(k, argument, gets)
             overwrites = [act._version != version for act, version in zip(acts, versions, strict=True)]
             if any(a and b for a, b in zip(overwrites, shared, strict=True)):
@@ -181,9 +183,11 @@ class StageChain:
         return passage
 
     def agreed(self, samples: Samples, spec: TrainSpec) -> Agreed:
-        """Return what has been seen of the ``samples``, after one more look at evaluation, with the other size."""
-        self.forward(samples.pair[1], training=False)
+        """Return what has been seen of the ``samples``, after a look at evaluation with the other size if need be."""
         training, evaluation = self._seen
+        pairs = zip(training[1:], evaluation[1:], strict=True)
+        if any((one.specs[0], one.takes[0]) != (other.specs[0], other.takes[0]) for one, other in pairs):
+            self.forward(samples.pair[1], training=False)  # else it was seen in training what the batch dimension is
         acts, traits = {}, {}
         for k, (seen, in_evaluation) in enumerate(zip(training, evaluation, strict=True)):
             gets_grad = seen.gets_grad[-1] if seen.gets_grad else None
@@ -210,9 +214,9 @@ class StageChain:
         return Agreed(acts, self._target, traits, self._num_classes, self._num_outputs, self._learns)
 
     @contextmanager
-    def _looking(self, k: int) -> Iterator[None]:
-        """Note what the stage's forward moves and draws from."""
-        streams, state = Streams(), ModuleState.of(self.stages[k])
+    def _looking(self, k: int, state: ModuleState) -> Iterator[None]:
+        """Note what the stage's forward moves of its ``state``, and draws from."""
+        streams = Streams()
         yield
         persistent = {*self.stages[k].state_dict(keep_vars=True)}
         moved = [name for found in state.changes() for name in found.names]
@@ -336,16 +340,16 @@ class StageChain:
             reason = f"{self._places[k]} gives what it gets a gradient for some micro-batches only"
             raise CutImpossible(f"{reason}; cut elsewhere (partition.balance)", stage=k - 1, reason=reason)
 
-    def check_ties(self, samples: Samples) -> None:
+    def check_ties(self, samples: Samples, states: Sequence[ModuleState]) -> None:
         """Refuse that a stage reads what belongs to another one, also where no gradient tells it.
 
         Nothing else may have moved: the outcome of a forward must not change if all that a stage reaches of others,
-        through lists or closures, is spoilt.
+        through lists or closures, is spoilt. ``states`` are those of the stages.
 
         Raises:
             PartitionError: a stage reads it; names both.
         """
-        of_others = [list(self._reached_of_others(k)) for k in range(len(self.stages))]
+        of_others = [list(self._reached_of_others(k, state.tensors[0])) for k, state in enumerate(states)]
         if not any(of_others):
             return
         found = [self.forward(samples.pair[0], training=False) for _ in range(2)]
@@ -360,9 +364,9 @@ class StageChain:
                 if torch.equal(losses[0], losses[1]) and not torch.equal(losses[1], losses[2]):
                     self._check_home(name, tensor, k)
 
-    def _reached_of_others(self, k: int) -> Iterator[tuple[str, Tensor]]:
+    def _reached_of_others(self, k: int, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         others = set[int]().union(*(held for stage, held in enumerate(self._held) if stage != k)) - self._held[k]
-        for _, tensor in tensors_reached(self.stages[k]):
+        for _, tensor in tensors:
             if id(tensor) in others and tensor.numel():
                 home = next(stage for stage, held in enumerate(self._held) if id(tensor) in held)
                 named = (*self.stages[home].named_parameters(), *self.stages[home].named_buffers())

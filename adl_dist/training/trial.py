@@ -74,7 +74,7 @@ class Trial:
             else:
                 found.begin()
                 chain = StageChain(stages, self.spec, self.device)
-                chain.run(self._samples, backward=len(stages) > 1)
+                chain.run(self._samples, backward=len(stages) > 1, look=found.of_stages)
                 agreed = chain.agreed(self._samples, self.spec)
             if self._samples.trains:
                 check_learns(agreed)

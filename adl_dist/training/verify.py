@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import ModuleState, Streams, tensors_reached
+from adl_dist.partition.module_state import ModuleState, Streams
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import check_versions
@@ -42,10 +42,7 @@ CAUSES = {
     (EVALUATION, "output"): "the forward does something else in evaluation, which was read once",
     (STATE, "state"): "the forward writes to it in a way that was read once",
 }
-STALE = (
-    "the model keeps a view or a detached copy of a weight from when it was built, or TorchScript does, which no new "
-    "version reaches"
-)
+STALE = "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches"
 NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, gpipe or 1f1b, which keep no older versions"
 
 
@@ -58,6 +55,8 @@ class Kept:
         self._is_moved = False
         modules = [model, *(stage for stage in stages if stage is not model), *others]
         self._state, self._streams = ModuleState.of(*modules), Streams()
+        self.tensors = self._state.tensors[0]  # (name, tensor) of all that can be seen from the model
+        self.of_stages = [ModuleState.of(stage, alike=self._state) for stage in stages]
         self._modes = [(module, module.training) for one in modules for module in one.modules()]
         self._grads = [(p, p.grad) for one in modules for p in one.parameters()]
         for parameter, _ in self._grads:
@@ -94,7 +93,6 @@ def kept(model: nn.Module, stages: Iterable[nn.Module], loss_fn: Any, device: to
     """Leave everything as it was found; inside there are no gradients."""
     found = Kept(model, stages, loss_fn, device)
     try:
-        found.put_back()
         yield found
     finally:
         found.put_back(gradients=True)
@@ -118,7 +116,7 @@ class Verification:
         weights = {p.untyped_storage().data_ptr() for p in self.model.parameters() if p.layout is torch.strided}
         self._plain = {  # what a forward may move besides buffers, which it may replace
             name: tensor
-            for name, tensor in tensors_reached(self.model)
+            for name, tensor in self.kept.tensors
             if not isinstance(tensor, nn.Parameter)
             and tensor.layout is torch.strided
             and tensor.untyped_storage().data_ptr() not in weights
@@ -132,9 +130,9 @@ class Verification:
             PartitionError: the cut model is another one; names where it differs and the likely cause.
         """
         between = self._replaced()
-        found = self._outcome(self._chain, Replacement(self._parameters, between), look=True)
+        found = self._outcome(self._chain, Replacement(self._parameters, between), look=self.kept.of_stages)
         agreed = self._chain.agreed(self.samples, self.spec)
-        self._cut().check_ties(self.samples)
+        self._cut().check_ties(self.samples, self.kept.of_stages)
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), Replacement(self._parameters), into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
@@ -170,7 +168,7 @@ class Verification:
         return frozenset(name for name, p in self._parameters.items() if id(p) in replaced)
 
     def _outcome(
-        self, chain: StageChain, change: Replacement, *, look: bool = False, into: Outcome | None = None
+        self, chain: StageChain, change: Replacement, *, look: Sequence[ModuleState] = (), into: Outcome | None = None
     ) -> Outcome:
         self.kept.begin()
         outcome = chain.run(self.samples, change, look=look, into=into)
@@ -222,7 +220,7 @@ class Verification:
             self.kept.begin()
             with _watched(self.model) as made:
                 chain = StageChain(stages, self.spec, self.device, on_turn=partial(made.__setitem__, "now"))
-                chain.run(self.samples, Replacement(self._parameters, replaced), look=False)
+                chain.run(self.samples, Replacement(self._parameters, replaced))
             calls.append(made["calls"])
         expected, found = calls
         before = ""

@@ -304,7 +304,7 @@ def test_an_optimizer_that_refuses_a_parameter_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), "optimizer is a SGD; expected a function of"),
+        (torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), "optimizer is a SGD that has its parameters already"),
         (lambda p: "sgd", "stage 0: optimizer must return a torch.optim.Optimizer, got str; expected"),
         (lambda p: 1 / 0, "stage 0: the optimizer fails: ZeroDivisionError: division by zero"),
         (partial(torch.optim.SGD, lr=-1), "stage 0: the optimizer fails: ValueError: Invalid learning rate: -1"),

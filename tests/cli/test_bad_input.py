@@ -476,7 +476,8 @@ def test_evaluate_and_export_refuse_a_folder_that_is_no_run(command, run_dir, tm
     shows(refused(*command, f"run_dir={tmp_path / 'none'}"), ["is not a run folder", "train first"])
     for wanted in (tmp_path, "worst"):
         line = refused(*command, f"run_dir={run_dir}", f"checkpoint={wanted}")
-        shows(line, [f"checkpoint={wanted} is neither 'best' nor the folder of a checkpoint", "omit it for the newest"])
+        none_of = f"checkpoint={wanted} is none of best, newest, the folder of a checkpoint"
+        shows(line, [none_of, "a run folder that holds one", "omit it for the newest"])
     shutil.rmtree(run_dir / "checkpoints")
     line = refused(*command, f"run_dir={run_dir}")
     shows(line, [f"{run_dir} holds no complete checkpoint", f"adl-dist train run_dir={run_dir}"])

@@ -225,7 +225,7 @@ def test_what_would_be_decided_once_and_for_all_is_refused(name):
     assert model.pythons.getstate() == pythons
 
 
-def test_a_refusal_that_the_forward_catches_stays_one_without_values():
+def test_a_refusal_that_the_forward_catches_stays_one():
     with pytest.raises(PartitionError, match=r"h.shape\[0\] > 1.*its value, which is not known"):
         linearise(net(Refused.caught_without_values), granularity="layer")
 
@@ -280,7 +280,7 @@ def test_a_checkpointed_method_is_one_unit():
     assert len(assert_pieces_equal(model, chain, rows(5))) == 3
 
 
-def test_a_line_of_a_wrapper_is_not_sent_from_layer_to_block_and_back():
+def test_a_wrapper_is_not_sent_from_layer_to_block_and_back():
     class Inner(nn.Module):
         def __init__(self):
             super().__init__()

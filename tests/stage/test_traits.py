@@ -202,6 +202,13 @@ def test_a_gradient_that_is_there_only_sometimes_ends_the_run(gets, got):
         stage.backward(3, (X,))
 
 
+def test_without_a_trial_each_act_must_get_a_gradient():
+    stage = stage_of(Uses())
+    stage.forward(0, (X, X), None)
+    with pytest.raises(PartitionError, match="stage 1: input 1 of 2 got no gradient in micro-batch 0"):
+        stage.backward(0, (X,))
+
+
 def test_an_act_outside_of_the_graph_starts_none():
     """As in the uncut model, where an input of the data has no gradient."""
     stage = stage_of(Uses(detach=False), needs_grad=[True, False], gets_grad=[True, False])

@@ -9,7 +9,9 @@ from torch.utils._pytree import tree_leaves
 from adl_dist.models import torchvision_model
 from adl_dist.partition import even_sizes, linearise
 from adl_dist.stage import Stage
-from adl_dist.stage.traits import StageTraits
+from adl_dist.training.outcome import FIRST, Outcome
+from adl_dist.training.samples import MicroBatch, Samples
+from adl_dist.training.shape_inference import StageChain
 from tests.support.values import spec_of
 
 NUM_STAGES, BATCH, CLASSES = 4, 2, 10
@@ -115,15 +117,16 @@ def cut_step(model, pieces, x):
     loss_fn, target, x = MeanSquare(), torch.zeros(len(x), dtype=torch.long), x.clone().requires_grad_()
     spec = spec_of(len(pieces), lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_fn)
 
-    def stage(k, acts, *, training):
-        # In the trainer a trial finds out which arguments are overwritten.
-        made = Stage(pieces[k], k, spec, traits=StageTraits(overwrites=([True] * len(acts),) * 2))
+    traits = found_in_a_trial(model, pieces, spec, MicroBatch(x.detach(), target))
+
+    def stage(k, *, training):
+        made = Stage(pieces[k], k, spec, traits=traits[k])
         made.begin(0, training=training)
         return made
 
     stages, acts = [], (x,)
     for k in range(len(pieces)):
-        stages.append(stage(k, acts, training=True))
+        stages.append(stage(k, training=True))
         acts = stages[k].forward(0, acts, target if stages[k].is_last else None)
     sent = [len(s.in_flight[0].acts) for s in stages[1:]]
     grads = (torch.ones((), dtype=x.dtype),)
@@ -132,8 +135,20 @@ def cut_step(model, pieces, x):
     values = _left_by_training(model, x, loss_fn.out)
     acts = (x.detach(),)
     for k in range(len(pieces)):
-        acts = stage(k, acts, training=False).predict(0, acts, target)
+        acts = stage(k, training=False).predict(0, acts, target)
     return values | _named("evaluation", loss_fn.out), sent
+
+
+def found_in_a_trial(model, pieces, spec, batch):
+    """The traits of ``pieces``, as the trainer finds them; what the trial moves is put back."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    chain = StageChain(pieces, spec, batch.input_.device)
+    chain._backward(chain.forward(batch), FIRST, {}, Outcome())  # chain.run would take four times as long
+    traits = chain.agreed(Samples((batch, batch), trains=False), spec).traits
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    model.zero_grad()
+    return traits
 
 
 def _left_by_training(model, x, out):

@@ -55,8 +55,11 @@ def test_what_is_no_number_is_no_loss(loss, found):
     check_loss(1, torch.tensor(0.5), "anything")
 
 
-def test_compile_without_a_compiler_is_refused(monkeypatch):
+def test_compile_without_a_compiler_is_refused():
     build.check_compiler(torch.device("cpu"))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
-    with pytest.raises(ConfigError, match=r"runtime.compile=true needs a C\+\+ compiler .* omit runtime.compile"):
+    # torch's own patch: pytest's would not put the compiler back, for all tests that follow.
+    missing = torch._inductor.config.patch({"cpp.cxx": (None, "/nowhere/g++")})
+    told = r"runtime.compile=true needs a C\+\+ compiler .* omit runtime.compile"
+    with missing, pytest.raises(ConfigError, match=told):
         build.check_compiler(torch.device("cpu"))
+    build.check_compiler(torch.device("cpu"))

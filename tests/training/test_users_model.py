@@ -23,11 +23,11 @@ class Positioned(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.scale = nn.Parameter(torch.ones(1))
-        self.positions = nn.Parameter(torch.zeros(3, 8, 8))
+        self.positions = nn.Parameter(torch.zeros(2, 6, 6))
         self.offsets = nn.ParameterList(torch.zeros(6) for _ in range(2))
         self.flat, self.first, self.second, self.last = (
             nn.Flatten(),
-            nn.Linear(192, 6),
+            nn.Linear(72, 6),
             nn.Linear(6, 6),
             nn.Linear(6, 5),
         )

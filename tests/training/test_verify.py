@@ -1,12 +1,14 @@
 """The cut model is compared with the uncut one before the first update: what differs is refused, and nothing moves."""
 
 import random
+from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import adl_dist
@@ -298,3 +300,20 @@ def test_without_the_check_another_model_is_trained():
     data = torch.utils.data.TensorDataset(torch.randn(8, WIDTH), torch.zeros(8, dtype=torch.long))
     trainer = toy_trainer(2, 1, model=model, verify=False)
     trainer.fit(data, epochs=1, batch_size=4, monitoring=SILENT)
+
+
+@pytest.mark.parametrize("K", [2, 4])
+def test_the_check_holds_four_copies_of_the_parameters_at_most(K, monkeypatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    width, num_layers = 256, 8
+    units = [nn.Linear(width, width) for _ in range(num_layers)]
+    data = Samples.of(torch.randn(7, width), torch.randint(width, (7,)), trains=True)
+    size = num_layers // K
+    stages = [nn.Sequential(*units[first : first + size]) for first in range(0, num_layers, size)]
+    model = nn.Sequential(*units)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        tried(model, stages, data=data, dtype=torch.float32)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    copy = sum(p.nbytes for p in model.parameters())
+    assert max(accumulate(changes)) < (4 + 2 / num_layers) * copy, "and what the comparison of one tensor takes"
