@@ -70,6 +70,7 @@ PACKS = {
     "dictionary_of_lists": (lambda a, b: {"both": [a, b], "sum": (a.sum(1),)}, lambda t: t["both"]),
     "integer_keys": (lambda a, b: {1: a, 0: b}, lambda t: (t[1], t[0])),
     "same_tensor_twice": (lambda a, b: (a, a, b), lambda t: (t[0] * 0.5, t[1] + t[2])),
+    "twin_in_a_list": (lambda a, b: (lambda y: (y, [y]))(a + b), lambda t: (t[0], t[1][0])),
     "with_integers": (lambda a, b: (a, b, a.argmax(1)), lambda t: (t[0], t[1] + F.one_hot(t[2], WIDTH))),
     "with_booleans": (lambda a, b: (a, b, a > 0), lambda t: (t[0], torch.where(t[2], t[1], 0.5 * t[1]))),
     "part_of_another": (lambda a, b: (a, b, b[:, :4]), lambda t: (t[0], t[1] + t[2].repeat(1, 2))),

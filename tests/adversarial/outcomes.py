@@ -1,7 +1,7 @@
 """What becomes of each odd model at K = 1, 2, 3, 5, for both granularities.
 
-``=``: equal to the oracle; ``R``: refused by name before the first update; ``-``: fewer units than stages; ``?``: it should
-be one of the first two, and is neither today: see OPEN. What is not named here is equal everywhere.
+``=``: equal to the oracle; ``R``: refused by name before the first update; ``-``: fewer units than stages;
+``?``: it should be one of the first two, and is neither today: see OPEN. What is not named here is equal everywhere.
 """
 
 from tests.adversarial.cases import STAGES
@@ -55,7 +55,8 @@ OUTCOMES = {
     "views_the_image": ("RRRR", "RRRR"),
     "whitening": ("====", "=RRR"),
     "checks_its_input": ("====", "=RRR"),
-    "scripted": ("=RRR", "=???"),
+    "scripted": ("====", "=RRR"),
+    "hands_on_twin_in_a_list": ("=RRR", "===="),
     "extra_state": ("RRRR", "RRRR"),
     "lazy_layers": ("RRRR", "RRRR"),
     "own_generator": ("====", "=RRR"),
@@ -119,7 +120,6 @@ OPEN = {
     ("clamps_its_weights", "layer"): "mid-run: the forward writes to a weight that earlier micro-batches need",
     ("teacher_as_layer", "block"): "mid-run: the forward writes to a buffer that earlier micro-batches need",
     ("teacher_as_layer", "layer"): "mid-run: the forward writes to a buffer that earlier micro-batches need",
-    ("scripted", "layer"): "refused without a reason of the model's own",
     ("counts_calls", "block"): "wrong: two stages share a counter by a closure",
     ("counts_in_the_class", "block"): "wrong: two stages share a counter of the class",
     ("hands_on_changing_dtype", "block"): "mid-run: a ChannelError, the dtype depends on values",
