@@ -1,0 +1,280 @@
+"""Attention and what belongs to it, as popular models write it."""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.adversarial.cases import NUM_CLASSES, TIME, VOCABULARY, WIDTH, block, model
+
+HEADS, OF_HEAD = 2, WIDTH // 2
+
+
+class Attention(nn.Module):
+    """Self-attention of [B, T, 8] with two heads; what is odd comes in a subclass."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def heads(self, h):
+        B, T, _ = h.shape
+        return self.qkv(h).view(B, T, 3, HEADS, OF_HEAD).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def join(self, h, y):
+        return h + self.out(y.transpose(1, 2).reshape(h.shape))
+
+    def forward(self, h):
+        q, k, v = self.heads(h)
+        return self.join(h, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+block("tokens")(Attention)
+
+
+@block("tokens")
+class AlibiAttention(Attention):
+    """The slopes are a buffer, the distances are made for the length of the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25]))
+
+    def forward(self, h):
+        q, k, v = self.heads(h)
+        place = torch.arange(h.shape[1])
+        bias = -(place[None, :] - place[:, None]).abs() * self.slopes[:, None, None]
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]) + bias
+        return self.join(h, scores.softmax(-1) @ v)
+
+
+@block("tokens")
+class RelativeBiasAttention(Attention):
+    """Swin's: a table of biases, read by an index that is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2 * TIME - 1, HEADS) / 5)
+        place = torch.arange(TIME)
+        self.register_buffer("index", place[:, None] - place[None, :] + TIME - 1, persistent=False)
+
+    def forward(self, h):
+        q, k, v = self.heads(h)
+        bias = self.table[self.index.view(-1)].view(TIME, TIME, -1).permute(2, 0, 1).contiguous()
+        attn = (q * OF_HEAD**-0.5) @ k.transpose(-2, -1) + bias.unsqueeze(0)
+        return self.join(h, attn.softmax(dim=-1) @ v)
+
+
+def rotated(x, cos, sin):
+    a, b = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+@block("tokens")
+class RopeAttention(Attention):
+    """Cosines and sines from a buffer that is not saved, cut to the length of the input."""
+
+    def __init__(self):
+        super().__init__()
+        rate = 1.0 / 100 ** (torch.arange(0, OF_HEAD, 2) / OF_HEAD)
+        angle = torch.outer(torch.arange(64).float(), rate)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, h):
+        q, k, v = self.heads(h)
+        cos, sin = self.cos[: h.size(1)], self.sin[: h.size(1)]
+        y = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v)
+        return self.join(h, y)
+
+
+@block("tokens")
+class CachedRopeAttention(Attention):
+    """The table is made at the first forward, and again when a longer input comes."""
+
+    def __init__(self):
+        super().__init__()
+        self.cached, self.length = None, 0
+
+    def table(self, length):
+        if self.cached is None or self.length < length:
+            rate = 1.0 / 100 ** (torch.arange(0, OF_HEAD, 2, dtype=torch.float64) / OF_HEAD)
+            angle = torch.outer(torch.arange(length, dtype=torch.float64), rate)
+            self.cached, self.length = (angle.cos(), angle.sin()), length
+        return self.cached
+
+    def forward(self, h):
+        q, k, v = self.heads(h)
+        cos, sin = self.table(h.shape[1])
+        return self.join(h, F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v))
+
+
+@block("tokens")
+class ComplexRopeAttention(Attention):
+    """Llama's: queries and keys are turned as complex numbers, by a table that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        rate = 1.0 / 100 ** (torch.arange(0, OF_HEAD, 2).double() / OF_HEAD)
+        angle = torch.outer(torch.arange(TIME).double(), rate)
+        self.turns = torch.polar(torch.ones_like(angle), angle)
+
+    def turned(self, x):
+        z = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
+        return torch.view_as_real(z * self.turns).flatten(3)
+
+    def forward(self, h):
+        q, k, v = self.heads(h)
+        return self.join(h, F.scaled_dot_product_attention(self.turned(q), self.turned(k), v))
+
+
+@block("tokens")
+class MultiQueryAttention(nn.Module):
+    """One key and value for all heads, expanded."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * OF_HEAD, bias=False)
+
+    def forward(self, h):
+        batch, time = h.size(0), h.size(1)
+        q = self.q(h).view(batch, time, HEADS, -1).transpose(1, 2)
+        k, v = (t.unsqueeze(1).expand(-1, HEADS, -1, -1) for t in self.kv(h).chunk(2, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(time, time, dtype=torch.bool).tril())
+        return h + y.transpose(1, 2).flatten(2)
+
+
+@block("tokens")
+class LinearAttention(Attention):
+    """No softmax: features of keys, summed up over time."""
+
+    def forward(self, h):
+        q, k, v = self.heads(h)
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        context = torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2)
+        y = torch.einsum("bhtd,bhtde->bhte", q, context) / torch.einsum("bhtd,bhtd->bht", q, k.cumsum(2))[..., None]
+        return self.join(h, y)
+
+
+@block("tokens")
+class TorchAttention(nn.Module):
+    """torch's own, which returns a pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, h):
+        y = self.norm(h)
+        y, weights = self.attention(y, y, y, need_weights=True)
+        return h + y * weights.amax(dim=-1, keepdim=True)
+
+
+@block("tokens")
+def encoder_layer():
+    return nn.TransformerEncoderLayer(WIDTH, HEADS, 12, dropout=0.0, batch_first=True, norm_first=True)
+
+
+@model(
+    data="tokens",
+)
+class PaddingMask(nn.Module):
+    """The mask of padding is made from the tokens and used by every layer: booleans cross each cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        self.place = nn.Parameter(torch.randn(1, TIME, WIDTH) / 5)
+        self.layers = nn.ModuleList(Attention() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, words):
+        padding = words == 0
+        h = self.embed(words) + self.place
+        for layer in self.layers:
+            h = layer(h).masked_fill(padding[..., None], 0.0)
+        real = (~padding).sum(dim=1, keepdim=True)
+        return self.head(self.norm(h).sum(dim=1) / real.clamp(min=1))
+
+
+@model(data="tokens", word="one and the same")
+class TiedHead(nn.Module):
+    """A language model's: the classifier is the embedding's matrix. There is no place to cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words):
+        return self.head(self.layers(self.embed(words)).mean(dim=1))
+
+
+@model(data="tagged", loss=lambda output, target: F.cross_entropy(output.flatten(0, 1), target.flatten()))
+class LatentQueries(nn.Module):
+    """A perceiver: learned queries, expanded to the batch, look at the input; the input looks at them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.latents = nn.Parameter(torch.randn(4, WIDTH))
+        self.inward = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.between = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
+        self.outward = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, words):
+        h = self.embed(words)
+        z = self.latents.expand(words.shape[0], -1, -1)
+        z = z + self.inward(z, h, h, need_weights=False)[0]
+        z = z + self.between(z)
+        h = h + self.outward(h, z, z, need_weights=False)[0]
+        return self.head(h)
+
+
+@block("tokens")
+class SlotAttention(nn.Module):
+    """Three rounds through the same layers, the last of them with a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(1, 3, WIDTH))
+        self.key, self.query = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.update = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, h):
+        slots = self.start.expand(h.shape[0], 3, WIDTH)
+        for turn in range(3):
+            slots = slots if turn < 2 else slots.detach()
+            weights = (self.query(slots) @ self.key(h).transpose(1, 2)).softmax(dim=1)
+            seen = weights @ h
+            slots = self.update(seen.reshape(-1, WIDTH), slots.reshape(-1, WIDTH)).reshape(slots.shape)
+        return h + weights.transpose(1, 2) @ slots
+
+
+@model(
+    data="images",
+)
+class ClassToken(nn.Module):
+    """A vision transformer: patches by a convolution, a token of the class in front."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 2, stride=2)
+        self.token = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.places = nn.Parameter(torch.randn(1, 10, WIDTH) / 5)
+        self.blocks = nn.ModuleList(Attention() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x):
+        h = self.patches(x).flatten(2).transpose(1, 2)
+        h = torch.cat((self.token.expand(h.shape[0], -1, -1), h), dim=1)
+        h = h + self.places
+        for layer in self.blocks:
+            h = layer(h)
+        return self.head(self.norm(h)[:, 0])

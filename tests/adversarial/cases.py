@@ -1,0 +1,174 @@
+"""The table of odd models: what each is, and what must become of it at K = 1, 2, 3, 5."""
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+STAGES = {1: 1, 2: 2, 3: 1, 5: 2}  # K, and the M that goes with it
+MICRO_BATCH, NUM_SAMPLES, NUM_VALIDATION, EPOCHS = 3, 23, 7, 2  # 8 micro-batches, the last one of 2
+WIDTH, VOCABULARY, TIME, NUM_CLASSES = 8, 11, 7, 5
+
+sgd = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=2e-2)
+# A large eps, or rounding errors of a gradient that is zero would become steps of full length.
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An odd model.
+
+    Attributes:
+        word: what a refusal must say, as a regular expression.
+        random: ``torch``: draws from torch's stream, which the oracle replays; ``other``: two runs must be equal.
+        begins: units where stages begin, where a random model is cut.
+        item: the line of the list of known faults that it is about, if there is one.
+        run: more arguments for the trainer.
+        ignores: buffers that are not compared, as a regular expression; nor is the evaluation, then.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    word: str = ""
+    data: str = "vectors"
+    loss: Callable = nn.functional.cross_entropy
+    count: Callable | None = None
+    optimizer: Callable = sgd
+    random: str = ""
+    item: str = ""
+    run: dict = field(default_factory=dict)
+    ignores: str = ""
+
+    def model(self):
+        """A new model, the same every time, and all global streams as at the start."""
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        return self.build().double()
+
+
+CASES: dict[str, Case] = {}
+
+
+def add(case):
+    assert case.name not in CASES, case.name
+    CASES[case.name] = case
+
+
+def model(name=None, **options):
+    """Register a class or function that makes a whole model."""
+
+    def register(build):
+        add(Case(name=name or snake(build.__name__), build=build, **options))
+        return build
+
+    return register
+
+
+def block(kind="vectors", **options):
+    """Register a class or function that makes a block, which stands twice in a chain of six units."""
+
+    def register(build):
+        add(Case(name=snake(build.__name__), build=functools.partial(CHAINS[kind], build), data=kind, **options))
+        return build
+
+    return register
+
+
+def snake(name):
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).lstrip("_")
+
+
+# --- Chains of six units: in the third and the fifth is an odd block ---------------------------------------------
+
+
+class Inner(nn.Module):
+    """A block with a child, so that it is traced at granularity=layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+
+class MeanOfTime(nn.Module):
+    def forward(self, h):
+        return h.mean(dim=1)
+
+
+class MeanOfPlace(nn.Module):
+    def forward(self, h):
+        return h.mean(dim=(2, 3))
+
+
+def vectors(odd):
+    return nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), odd(), nn.Linear(WIDTH, WIDTH), odd(), nn.Linear(WIDTH, 5))
+
+
+def tokens(odd):
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH), nn.Tanh(), odd(), nn.Linear(WIDTH, WIDTH), odd(),
+        nn.Sequential(MeanOfTime(), nn.Linear(WIDTH, NUM_CLASSES)),
+    )  # fmt: skip
+
+
+def images(odd):
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), odd(), nn.Conv2d(4, 4, 3, padding=1), odd(),
+        nn.Sequential(MeanOfPlace(), nn.Linear(4, NUM_CLASSES)),
+    )  # fmt: skip
+
+
+CHAINS = {"vectors": vectors, "tokens": tokens, "images": images}
+
+
+def six_units():
+    layers = [nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, NUM_CLASSES))
+
+
+def with_norm():
+    return nn.Sequential(
+        nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(),
+        nn.Linear(WIDTH, NUM_CLASSES),
+    )  # fmt: skip
+
+
+def case_of(build=six_units, **changes):
+    """A case that is in no table."""
+    return Case(name="edge", build=build, **changes)
+
+
+# --- Data --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def dataset(kind, num_samples, seed):
+    """Samples whose every number is fixed."""
+    draw = torch.Generator().manual_seed(seed)
+    classes = torch.randint(NUM_CLASSES, (num_samples,), generator=draw)
+    of_time = torch.randint(NUM_CLASSES, (num_samples, TIME), generator=draw)
+    words = torch.randint(VOCABULARY, (num_samples, TIME), generator=draw)
+    numbers = torch.randn(num_samples, 512, generator=draw, dtype=torch.float64)
+    inputs = {
+        "vectors": numbers[:, :6],
+        "tokens": words,
+        "images": numbers[:, : 3 * 36].reshape(-1, 3, 6, 6),
+        "big_images": numbers[:, : 3 * 144].reshape(-1, 3, 12, 12),
+        "pairs": numbers[:, :12].reshape(-1, 2, 6),
+        "series": numbers[:, : TIME * 6].reshape(-1, TIME, 6),
+        "tagged": words,
+        "late_tokens": words.clamp(min=1),  # token 0 never comes
+        "regression": numbers[:, :6],
+    }[kind]
+    targets = {"tagged": of_time, "regression": numbers[:, -3:]}.get(kind, classes)
+    return TensorDataset(inputs, targets)
+
+
+def batches(kind, num_samples, seed, size=MICRO_BATCH):
+    inputs, targets = dataset(kind, num_samples, seed).tensors
+    return list(zip(inputs.split(size), targets.split(size), strict=True))

@@ -1,0 +1,324 @@
+"""What blocks and models hand on: tuples, lists, dictionaries, classes; and what modules are kept in."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.adversarial.cases import NUM_CLASSES, WIDTH, block, model
+
+
+class Fork(nn.Module):
+    """A block that makes two values of one and packs them by ``pack``."""
+
+    def __init__(self, pack, entry=WIDTH):
+        super().__init__()
+        self.a, self.b, self.pack = nn.Linear(entry, WIDTH), nn.Linear(entry, WIDTH), pack
+
+    def forward(self, h):
+        return self.pack(torch.tanh(self.a(h)), self.b(h))
+
+
+class Middle(nn.Module):
+    """Takes the packed values apart, works on both, packs them again."""
+
+    def __init__(self, pack, take):
+        super().__init__()
+        self.a, self.b, self.pack, self.take = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), pack, take
+
+    def forward(self, both):
+        a, b = self.take(both)
+        return self.pack(a + torch.tanh(self.b(b)), torch.tanh(self.a(a)))
+
+
+class Join(nn.Module):
+    def __init__(self, take):
+        super().__init__()
+        self.out, self.take = nn.Linear(WIDTH, NUM_CLASSES), take
+
+    def forward(self, both):
+        a, b = self.take(both)
+        return self.out(a * b)
+
+
+def packed(pack, take):
+    return nn.Sequential(
+        Fork(pack, 6), Middle(pack, take), Middle(pack, take), Middle(pack, take), Middle(pack, take), Join(take)
+    )
+
+
+def hands_on(name, way, word):
+    model(
+        name=f"hands_on_{name}",
+        item="W4",
+        word=word,
+    )(lambda: packed(*way))
+
+
+PACKS = {
+    "pair": (lambda a, b: (a, b), lambda t: t),
+    "list": (lambda a, b: [a, b], lambda t: t),
+    "nested_tuple": (lambda a, b: (a, (b, a.sum(1))), lambda t: (t[0], t[1][0] * t[1][1][:, None])),
+    "deep_list": (lambda a, b: [[a], [[b]]], lambda t: (t[0][0], t[1][0][0])),
+    "list_of_one": (lambda a, b: (a, [b]), lambda t: (t[0], t[1][0])),
+    "just_one_in_a_list": (lambda a, b: [a + b], lambda t: (t[0], t[0])),
+    "dictionary": (lambda a, b: {"a": a, "b": b}, lambda t: (t["a"], t["b"])),
+    "ordered_dictionary": (lambda a, b: OrderedDict(z=a, b=b), lambda t: (t["z"], t["b"])),
+    "dictionary_of_lists": (lambda a, b: {"both": [a, b], "sum": (a.sum(1),)}, lambda t: t["both"]),
+    "integer_keys": (lambda a, b: {1: a, 0: b}, lambda t: (t[1], t[0])),
+    "same_tensor_twice": (lambda a, b: (a, a, b), lambda t: (t[0] * 0.5, t[1] + t[2])),
+    "twin_in_a_list": (lambda a, b: (lambda y: (y, [y]))(a + b), lambda t: (t[0], t[1][0])),
+    "with_integers": (lambda a, b: (a, b, a.argmax(1)), lambda t: (t[0], t[1] + F.one_hot(t[2], WIDTH))),
+    "with_booleans": (lambda a, b: (a, b, a > 0), lambda t: (t[0], torch.where(t[2], t[1], 0.5 * t[1]))),
+    "part_of_another": (lambda a, b: (a, b, b[:, :4]), lambda t: (t[0], t[1] + t[2].repeat(1, 2))),
+    "transposed": (lambda a, b: (a[:, :, None].expand(-1, -1, 3).transpose(1, 2), b), lambda t: (t[0].mean(1), t[1])),
+    "complex": (lambda a, b: torch.complex(a, b), lambda z: (z.real, z.imag.abs())),
+    "float32": (lambda a, b: (a.float(), b), lambda t: (t[0].double(), t[1])),
+}  # fmt: skip
+REFUSABLE = {
+    "with_none": (lambda a, b: (a, None, b), lambda t: (t[0], t[2])),
+    "with_float": (lambda a, b: (a, 0.5, b), lambda t: (t[0] * t[1], t[2])),
+    "with_string": (lambda a, b: {"a": a, "b": b, "kind": "x"}, lambda t: (t["a"], t["b"])),
+    "with_shape": (lambda a, b: (a, b, a.shape), lambda t: (t[0].view(t[2]), t[1])),
+    "with_scalar": (lambda a, b: (a, b, a.mean()), lambda t: (t[0] * t[2], t[1])),
+    "batch_second": (lambda a, b: (a.T.contiguous(), b), lambda t: (t[0].T, t[1])),
+    "empty_list": (lambda a, b: (a, b, []), lambda t: (t[0], t[1])),
+}
+
+
+class Both(NamedTuple):
+    a: Tensor
+    b: Tensor
+
+
+@dataclass
+class Fields:
+    a: Tensor
+    b: Tensor
+
+
+class Bag(dict):
+    """Like the outputs of Hugging Face's models: keys are attributes, too."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+CLASSES = {
+    "named_tuple": (lambda a, b: Both(a, b), lambda t: (t.a, t.b)),
+    "dataclass": (lambda a, b: Fields(a, b), lambda t: (t.a, t.b)),
+    "subclass_of_dict": (lambda a, b: Bag(a=a, b=b), lambda t: (t.a, t["b"])),
+}
+
+for name, way in PACKS.items():
+    hands_on(name, way, word="batch|dict|list|tuple")
+for name, way in {**REFUSABLE, **CLASSES}.items():
+    hands_on(name, way, word="Fork|output|return|batch|unit|cut|cross")
+
+
+def main_and_side(output, target):
+    return F.cross_entropy(output["main"], target) + 0.3 * F.cross_entropy(output["side"], target)
+
+
+@model(loss=main_and_side, word="dict")
+class DictionaryOut(nn.Module):
+    """Two heads, one of them at half the way; the loss takes a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.middle = nn.Linear(6, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.side, self.main = nn.Linear(WIDTH, NUM_CLASSES), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x):
+        h = self.enter(x)
+        side = self.side(h)
+        return {"main": self.main(self.middle(h)), "side": side}
+
+
+def both_or_main(output, target):
+    if isinstance(output, tuple):
+        return F.cross_entropy(output[0], target) + 0.4 * F.cross_entropy(output[1], target)
+    return F.cross_entropy(output, target)
+
+
+@model(loss=both_or_main)
+class HeadForTraining(nn.Module):
+    """GoogLeNet's: a pair while training, one tensor in evaluation."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Sequential(nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU())
+        self.side = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, NUM_CLASSES))
+        self.middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        self.main = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x):
+        h = self.enter(x)
+        side = self.side(h) if self.training else None
+        h = self.main(self.middle(h))
+        return (h, side) if self.training else h
+
+
+@model()
+class ManyContainers(nn.Module):
+    """Parameters and modules in lists, dictionaries, slices, and under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.full((WIDTH,), 1.0 + i)) for i in range(3))
+        self.shifts = nn.ParameterDict({"first": nn.Parameter(torch.zeros(WIDTH)), "last": torch.ones(WIDTH)})
+        self.layers = nn.ModuleList(nn.Linear(6 if i == 0 else WIDTH, WIDTH) for i in range(4))
+        self.acts = nn.ModuleDict({"0": nn.Tanh(), "1": nn.GELU(), "2": nn.SiLU()})
+        self.nest = nn.ModuleDict({"inner": nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())])})
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x):
+        h = self.layers[0](x)
+        for i, (layer, scale) in enumerate(zip(self.layers[1:], self.scales, strict=True)):
+            h = self.acts[str(i)](layer(h)) * scale
+            if i == 0:
+                h = h + self.shifts["first"]
+        for layer in self.nest["inner"]:
+            h = layer(h) + self.shifts.last
+        return self.head(h)
+
+
+@block()
+class ListOfParts(nn.Module):
+    """Modules registered by hand, kept in a plain list, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+        for i, part in enumerate(self.parts):
+            self.add_module(f"part{i}", part)
+
+    def forward(self, h):
+        for part in self.parts:
+            h = torch.tanh(part(h))
+        return h
+
+
+@model(word="one and the same")
+class LastTwice(nn.Module):
+    """One layer under two names, as ``self.head = self.layers[-1]`` leaves it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)])
+        self.head = self.layers[-1]
+
+    def forward(self, x):
+        h = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+        return self.head(h)
+
+
+@model(word="one and the same")
+class SharedTwice(nn.Sequential):
+    """One layer at two places of a chain, and one matrix in two neighbours."""
+
+    def __init__(self):
+        shared, a, b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        b.weight = a.weight
+        super().__init__(
+            nn.Linear(6, WIDTH), nn.Tanh(), a, b, nn.Tanh(), shared, nn.Tanh(), shared, nn.Linear(WIDTH, 5)
+        )
+
+
+@model(data="pairs", word="one and the same")
+class Siamese(nn.Module):
+    """One encoder for both halves of the input, then the distance."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, NUM_CLASSES))
+
+    def forward(self, x):
+        left, right = self.encoder(x[:, 0]), self.encoder(x[:, 1])
+        return self.head((left - right).abs())
+
+
+@model()
+class OtherArguments(nn.Module):
+    """Blocks with keyword arguments, defaults and several positional ones."""
+
+    class Mix(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, *parts, gain=1.0, mask=None):
+            h = self.a(parts[0]) + (self.b(parts[1]) if len(parts) > 1 else 0.0)
+            return torch.tanh(h) * gain if mask is None else torch.tanh(h) * mask
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(6, WIDTH), nn.Linear(WIDTH, NUM_CLASSES)
+        self.one, self.two, self.three = self.Mix(), self.Mix(), self.Mix()
+
+    def forward(self, x, scale=0.5):
+        h = self.enter(x)
+        y = self.one(h, gain=scale)
+        z = self.two(h, y, mask=h > 0)
+        return self.leave(self.three(z, y, gain=2.0))
+
+
+@model()
+class ByMethods(nn.Module):
+    """Children are called by methods of their own, not as functions."""
+
+    class Codec(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+
+        def encode(self, h):
+            return torch.tanh(self.down(h))
+
+        def decode(self, z):
+            return self.up(z)
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.codec, self.leave = nn.Linear(6, WIDTH), self.Codec(), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x):
+        z = self.codec.encode(self.enter.forward(x))
+        return self.leave(self.codec.decode(z * 2))
+
+
+@model(word="written down as Python")
+class NameOfPython(nn.Module):
+    """A child whose name is a word of the language."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"in": nn.Linear(6, WIDTH), "for": nn.Linear(WIDTH, WIDTH), "if": nn.Tanh()})
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x):
+        for part in self.parts.values():
+            x = part(x)
+        return self.head(x)
+
+
+@model(word="adopt|unit_names|name|_forwards|_unlike|_unit_names", item="C7")
+class NamesOfOurs(nn.Module):
+    """Children with names that a stage might have for itself."""
+
+    NAMES = "adopt", "unit_names", "_forwards", "_unlike", "_unit_names", "spec", "graph", "stage", "signature"
+
+    def __init__(self):
+        super().__init__()
+        for i, name in enumerate(self.NAMES):
+            self.add_module(name, nn.Linear(6 if i == 0 else WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x):
+        for name in self.NAMES:
+            x = torch.tanh(getattr(self, name)(x))
+        return self.head(x)

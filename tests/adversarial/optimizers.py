@@ -1,0 +1,370 @@
+"""Optimizers: all of torch's, those that users write around them, and factories of many kinds."""
+
+import functools
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tests.adversarial.cases import WIDTH, Case
+
+NUM_CLASSES = 5
+
+
+def net():
+    return nn.Sequential(
+        nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(), nn.Linear(WIDTH, NUM_CLASSES),
+    )  # fmt: skip
+
+
+def matrices():
+    layers = [nn.Linear(6, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()]
+    more = [nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, NUM_CLASSES, bias=False)]
+    return nn.Sequential(*layers, *more)
+
+
+CASES: dict[str, Case] = {}
+
+
+def add(name, optimizer, **options):
+    assert name not in CASES
+    options = {"build": net, **options}
+    CASES[name] = Case(name=name, optimizer=optimizer, **options)
+
+
+def of(kind, **options):
+    return functools.partial(kind, **options)
+
+
+optim = torch.optim
+for name, optimizer in {
+    "sgd_plain": of(optim.SGD, lr=0.1),
+    "sgd_nesterov": of(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd_dampened": of(optim.SGD, lr=0.05, momentum=0.9, dampening=0.5, maximize=True),
+    "sgd_one_by_one": of(optim.SGD, lr=0.05, momentum=0.9, foreach=False),
+    "sgd_foreach": of(optim.SGD, lr=0.05, momentum=0.9, foreach=True),
+    "sgd_fused": of(optim.SGD, lr=0.05, momentum=0.9, fused=True),
+    "adam": of(optim.Adam, lr=1e-2),
+    "adam_amsgrad": of(optim.Adam, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "adam_fused": of(optim.Adam, lr=1e-2, fused=True),
+    "adam_tensor_lr": lambda p: optim.Adam(p, lr=torch.tensor(1e-2, dtype=torch.float64)),
+    "adamw": of(optim.AdamW, lr=1e-2, weight_decay=0.1),
+    "nadam": of(optim.NAdam, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.1),
+    "radam": of(optim.RAdam, lr=1e-2),
+    "adamax": of(optim.Adamax, lr=1e-2),
+    "adagrad": of(optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+    "adadelta": of(optim.Adadelta, lr=1.0),
+    "adafactor": of(optim.Adafactor, lr=1e-2),
+    "asgd": of(optim.ASGD, lr=1e-2, t0=2),
+    "rmsprop": of(optim.RMSprop, lr=1e-2, centered=True, momentum=0.5),
+    "rprop": of(optim.Rprop, lr=1e-2),
+}.items():
+    add(name, optimizer)
+
+add("muon", of(optim.Muon, lr=1e-2, weight_decay=0.1), build=matrices, item="C3")
+add("lbfgs", of(optim.LBFGS, lr=0.1), word="closure|LBFGS")
+
+
+# --- Written by users --------------------------------------------------------------------------------------------
+
+
+class Lion(Optimizer):
+    def __init__(self, params, lr=1e-2, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    p.add_(torch.sign(mean * 0.9 + p.grad * 0.1), alpha=-group["lr"])
+                    mean.mul_(group["beta"]).add_(p.grad, alpha=1 - group["beta"])
+
+
+class Lookahead(Optimizer):
+    """Slow weights that follow every third step; the inner optimizer is an attribute, the count, too."""
+
+    def __init__(self, inner, every=3):
+        self.inner, self.every, self.calls = inner, every, 0
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.calls += 1
+        if self.calls % self.every == 0:
+            for p, slow in self.slow.items():
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+
+
+class ScheduleFree(Optimizer):
+    """Schedule-free SGD: counters live in the groups, the averaged point in the state."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] ** 2
+            share = group["lr"] ** 2 / group["weight_sum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                z = state.setdefault("z", p.detach().clone())
+                x = state.setdefault("x", p.detach().clone())
+                z.sub_(p.grad, alpha=group["lr"])
+                x.lerp_(z, share)
+                p.copy_(z * 0.1 + x * 0.9)
+
+
+class Prodigy(Optimizer):
+    """The step size is estimated from all parameters and kept in the group."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, {"lr": lr, "d": 1e-2, "numerator": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            total = 0.0
+            for p in group["params"]:
+                if p.grad is not None:
+                    start = self.state[p].setdefault("start", p.detach().clone())
+                    group["numerator"] += float((p.grad * (start - p)).sum()) * group["d"]
+                    total += float(p.grad.abs().sum())
+            group["d"] = max(group["d"], abs(group["numerator"]) / (total + 1e-3))
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * group["d"])
+
+
+class Shampoo(Optimizer):
+    """Its state has lists and dictionaries."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                sums = self.state[p].setdefault("sums", [torch.ones(n, dtype=p.dtype) for n in p.shape])
+                info = self.state[p].setdefault("info", {"step": 0})
+                info["step"] += 1
+                step = p.grad.clone()
+                for axis, total in enumerate(sums):
+                    total += p.grad.pow(2).sum([i for i in range(p.ndim) if i != axis])
+                    step /= total.view([-1 if i == axis else 1 for i in range(p.ndim)]).pow(0.25)
+                p.sub_(step, alpha=group["lr"])
+
+
+class Counting(optim.SGD):
+    """The step size follows a count that is an attribute of the optimizer."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / self.calls**0.5)
+
+
+class ReplacesData(optim.SGD):
+    """Writes ``p.data = ...``, as old code does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad.data
+
+
+class ChangesGradients(optim.SGD):
+    """Gradient centralisation: the gradients are changed in place before the step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.ndim > 1:
+                    p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
+        return super().step(closure)
+
+
+class ScaledByAttribute(optim.SGD):
+    """A rate that is written on the parameter itself."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(getattr(p, "lr_scale", 1.0))
+        return super().step(closure)
+
+
+class TwoInOne(Optimizer):
+    """Muon for matrices, AdamW for the others, in one class."""
+
+    def __init__(self, params, lr=1e-2):
+        params = list(params)
+        super().__init__(params, {"lr": lr})
+        self.parts = []
+        if large := [p for p in params if p.ndim == 2]:
+            self.parts.append(optim.Muon(large, lr=lr, weight_decay=0.1))
+        if small := [p for p in params if p.ndim != 2]:
+            self.parts.append(optim.AdamW(small, lr=lr))
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+class Sharpness(optim.SGD):
+    """SAM: a step needs the loss once more."""
+
+    def step(self, closure=None):
+        if closure is None:
+            raise TypeError("SAM needs a closure that computes the loss again")
+        closure()
+        return super().step()
+
+
+class NotAnOptimizer:
+    """Has all methods, but is no torch Optimizer."""
+
+    def __init__(self, params, lr=0.1):
+        self.params = list(params)
+        self.param_groups = [{"params": self.params, "lr": lr}]
+        self.state, self.defaults = {}, {"lr": lr}
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.params:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+    def zero_grad(self, set_to_none=True):
+        for p in self.params:
+            p.grad = None
+
+    def state_dict(self):
+        return {"state": {}, "param_groups": []}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def scaled_layers():
+    it = net()
+    for scale, p in zip((0.0, 0.0, 2.0, 2.0), it.parameters(), strict=False):
+        p.lr_scale = scale
+    return it
+
+
+def averaged(params):
+    """A hook after each step keeps an average, to which the weights are drawn."""
+    it = optim.SGD(params, lr=0.05)
+    mean = {p: p.detach().clone() for group in it.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def draw(optimizer, args, kwargs):
+        for p, m in mean.items():
+            p.lerp_(m.lerp_(p, 0.2), 0.3)
+
+    it.register_step_post_hook(draw)
+    return it
+
+
+for name, optimizer in {
+    "lion": Lion, "schedule_free": ScheduleFree, "prodigy": Prodigy, "shampoo": Shampoo, "counting": Counting,
+    "replaces_data": of(ReplacesData, lr=0.1), "changes_gradients": of(ChangesGradients, lr=0.1, momentum=0.9),
+    "two_in_one": TwoInOne, "step_hook": averaged,
+    "lookahead": lambda p: Lookahead(optim.SGD(p, lr=0.05, momentum=0.9)),
+}.items():  # fmt: skip
+    add(name, optimizer)
+add("scaled_by_attribute", of(ScaledByAttribute, lr=0.05), build=scaled_layers, item="W5")
+add("sharpness", of(Sharpness, lr=0.1), word="closure|Sharpness")
+add("not_an_optimizer", NotAnOptimizer, word="optimizer|Optimizer")
+
+
+# --- Factories ---------------------------------------------------------------------------------------------------
+
+
+def split_by_shape(params):
+    params = list(params)
+    groups = [{"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1}]
+    groups.append({"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0, "lr": 0.02})
+    return optim.SGD([group for group in groups if group["params"]], lr=0.05, momentum=0.9)
+
+
+def one_group_each(params):
+    return optim.AdamW([{"params": [p], "lr": 1e-2 / (1 + i)} for i, p in enumerate(params)])
+
+
+def added_later(params):
+    first, *others = list(params)
+    it = optim.SGD([first], lr=0.05, momentum=0.5)
+    for p in others:
+        it.add_param_group({"params": [p], "momentum": 0.9})
+    return it
+
+
+def filtering(params):
+    return optim.SGD(filter(lambda p: p.requires_grad, params), lr=0.05, momentum=0.9)
+
+
+def empty_groups(params):
+    params = list(params)
+    large, small = [p for p in params if p.ndim > 1], [p for p in params if p.ndim <= 1]
+    return optim.SGD([{"params": large}, {"params": small, "lr": 0.01}, {"params": []}], lr=0.05)
+
+
+def front_frozen():
+    it = net()
+    it[0].requires_grad_(False)
+    it[2].requires_grad_(False)
+    return it
+
+
+for name, factory in {
+    "split_by_shape": split_by_shape, "one_group_each": one_group_each, "added_later": added_later,
+    "empty_groups": empty_groups,
+}.items():  # fmt: skip
+    add(name, factory)
+
+
+def by_name(params):
+    """Decay for those whose name says so; the names were written on the parameters."""
+    params = list(params)
+    assert all(hasattr(p, "its_name") for p in params)
+    decays = [p for p in params if p.its_name.endswith("weight")]
+    others = [p for p in params if not p.its_name.endswith("weight")]
+    groups = [{"params": decays, "weight_decay": 0.1}, {"params": others}]
+    return optim.AdamW([group for group in groups if group["params"]], lr=1e-2, eps=1e-3)
+
+
+def named():
+    it = net()
+    for name, p in it.named_parameters():
+        p.its_name = name
+    return it
+
+
+add("by_name", by_name, build=named)
+add("filtering_factory", filtering, build=front_frozen, item="C4")
+add("forgets_the_rest", lambda params: optim.SGD(list(params)[:1], lr=0.1), word="parameter")

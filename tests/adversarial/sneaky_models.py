@@ -1,0 +1,385 @@
+"""What a look at the start can hardly see: values that change later, memory that is shared, contexts, old idioms."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.adversarial.cases import NUM_CLASSES, WIDTH, Inner, adamw, block, model
+from tests.adversarial.container_models import packed
+from tests.adversarial.stateful_models import STATE
+
+# --- What is handed on is another thing each time (W4) -----------------------------------------------------------
+
+CHANGING = {
+    "changing_float": (lambda a, b: (a, b, float(a.detach().mean())), lambda t: (t[0] * (1 + t[2]), t[1])),
+    "batch_size": (lambda a, b: (a, b, len(a)), lambda t: (t[0] / t[2], t[1])),
+    "mode": (lambda a, b: (a, b, torch.is_grad_enabled()), lambda t: (t[0] * (1.0 if t[2] else 0.5), t[1])),
+    "changing_structure": (
+        lambda a, b: (a, b) if len(a) == 3 else {"a": a, "b": b},
+        lambda t: (t[0], t[1]) if isinstance(t, tuple) else (t["a"], t["b"] * 2),
+    ),
+    "changing_width": (lambda a, b: (a, b[:, : 4 + len(a)]), lambda t: (t[0], F.pad(t[1], (0, WIDTH - t[1].shape[1])))),
+    "changing_dtype": (
+        lambda a, b: (a, b if float(a.detach().sum()) > 0 else b.float()), lambda t: (t[0], t[1].double() * 2)
+    ),
+    "list_of_samples": (lambda a, b: [*a.unbind(0), b], lambda t: (torch.stack(list(t[:-1])), t[-1])),
+    "sometimes_none": (
+        lambda a, b: (a, b if len(a) == 3 else None), lambda t: (t[0], t[0] * 2 if t[1] is None else t[1])
+    ),
+    "changing_order": (
+        lambda a, b: {"a": a, "b": b} if len(a) == 3 else {"b": b, "a": a},
+        lambda t: (next(iter(t.values())), t["b"]),
+    ),
+}  # fmt: skip
+WORDS = "output|return|batch|unit|cut|cross|structure|shape|number|float|int|bool|dtype|differ|trac"
+for name, way in CHANGING.items():
+    model(name=f"hands_on_{name}", item="W4", word=WORDS)(lambda way=way: packed(*way))
+
+
+# --- Parameters and buffers that the forward writes (W7) ---------------------------------------------------------
+
+WRITES = "parameter|buffer|weight|writes|in place|average"
+
+
+class DecaysInForward(nn.Linear):
+    """By ``.data``, which no version counter sees."""
+
+    def forward(self, h):
+        if self.training:
+            self.weight.data.mul_(0.98)
+        return super().forward(h)
+
+
+@block(word=WRITES, item="W7")
+def decays_in_forward():
+    return DecaysInForward(WIDTH, WIDTH)
+
+
+class NormalisesData(nn.Linear):
+    """ArcFace's: the rows are given length 1, as another tensor."""
+
+    def forward(self, h):
+        self.weight.data = F.normalize(self.weight.data, dim=1)
+        return torch.tanh(super().forward(h))
+
+
+@block(word=WRITES, item="W7")
+def normalises_data():
+    return NormalisesData(WIDTH, WIDTH)
+
+
+@block(word=WRITES + "|" + STATE)
+class AverageByData(nn.Module):
+    """The buffer changes by ``.data`` while earlier micro-batches need it: no error of torch tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
+        self.register_buffer("average", self.weight.detach().clone())
+
+    def forward(self, h):
+        if self.training:
+            self.average.data.mul_(0.8).add_(self.weight.data, alpha=0.2)
+        return torch.tanh(F.linear(h, self.weight)) + 0.3 * F.linear(h, self.average)
+
+
+@block(word=WRITES + "|" + STATE)
+class MomentumTeacher(nn.Module):
+    """MoCo's and BYOL's own lines: ``k.data = k.data * m + q.data * (1 - m)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    def forward(self, h):
+        if self.training:
+            for q, k in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                k.data = k.data * 0.8 + q.data * 0.2
+        return torch.tanh(self.query(h)) + 0.1 * self.key(h)
+
+
+@block(word=WRITES + "|Parameter|" + STATE)
+class NewParameterEachTime(nn.Module):
+    """The forward registers a new parameter; plain torch trains the one that the optimizer has: never this."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, h):
+        if self.training:
+            self.shift = nn.Parameter(self.shift.detach() * 0.9 + 0.1)
+        return self.inner(h) + self.shift
+
+
+# --- Shared memory (W5) ------------------------------------------------------------------------------------------
+
+SHARED = "share|one and the same|tied|tie|storage|memory|buffer"
+
+
+@model(word=SHARED)
+class SharedBuffer(nn.Sequential):
+    """Two layers follow one average; who moves it first must not depend on the pipeline."""
+
+    class Follows(Inner):
+        def __init__(self, mean):
+            super().__init__()
+            self.register_buffer("mean", mean)
+
+        def forward(self, h):
+            if self.training:
+                self.mean.mul_(0.8).add_(h.detach().mean(dim=0), alpha=0.2)
+            return self.inner(h - self.mean.clone())
+
+    def __init__(self):
+        mean = torch.zeros(WIDTH, dtype=torch.float64)
+        first = [nn.Linear(6, WIDTH), self.Follows(mean), nn.Tanh()]
+        super().__init__(*first, nn.Linear(WIDTH, WIDTH), self.Follows(mean), nn.Linear(WIDTH, NUM_CLASSES))
+
+
+@model(word=SHARED)
+class SharedNorm(nn.Module):
+    """One norm without weights at two places: no parameter ties them, only running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.head = nn.BatchNorm1d(WIDTH, affine=False), nn.Linear(WIDTH, NUM_CLASSES)
+
+    def forward(self, x):
+        h = torch.tanh(self.norm(self.a(x)))
+        h = torch.tanh(self.c(torch.tanh(self.b(h))))
+        return self.head(self.norm(h))
+
+
+@model(word=SHARED + "|state|differ")
+def shared_plain_tensor():
+    """Two blocks write to one tensor that is no buffer."""
+    seen = torch.zeros(WIDTH, dtype=torch.float64)
+
+    class Writes(Inner):
+        def forward(self, h):
+            if self.training:
+                seen.mul_(0.8).add_(h.detach().mean(dim=0), alpha=0.2)
+            return self.inner(h - seen.clone())
+
+    return nn.Sequential(
+        nn.Linear(6, WIDTH), Writes(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Writes(), nn.Linear(WIDTH, NUM_CLASSES)
+    )
+
+
+@model(word="refer|teacher|tie|tied|state|parameter|own|differ", item="W5")
+class TeacherOfTheWhole(nn.Module):
+    """The last unit keeps the average of the first one's weights, by a reference that is not registered."""
+
+    class Consistency(nn.Module):
+        def __init__(self, student):
+            super().__init__()
+            self.student = [student]
+            self.register_buffer("average", student.weight.detach().clone())
+            self.out = nn.Linear(WIDTH, NUM_CLASSES)
+
+        def forward(self, h):
+            if self.training:
+                self.average.lerp_(self.student[0].weight.detach(), 0.2)
+            return self.out(h) * self.average.mean().detach()
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, WIDTH)
+        self.middle = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.last = self.Consistency(self.first)
+
+    def forward(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+# --- Contexts that tracing does not see (W2, W3) -----------------------------------------------------------------
+
+CONTEXT = "context|hook|trac|differ|uncut|gradient"
+
+
+@block(word=CONTEXT)
+class CompressedActivations(Inner):
+    """What the backward needs is kept in float32: gradients differ in the ninth digit."""
+
+    def forward(self, h):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.float(), lambda t: t.double()):
+            return torch.tanh(self.inner(h)) * h
+
+
+@block(word=CONTEXT)
+class SavedOnCpu(Inner):
+    def forward(self, h):
+        with torch.autograd.graph.save_on_cpu():
+            return torch.tanh(self.inner(h)) * h
+
+
+@block(word=CONTEXT + "|dtype")
+class OtherDefaultDtype(Inner):
+    """A default that a part of the forward changes, and puts back."""
+
+    def forward(self, h):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return self.inner(h) + torch.linspace(0, 1, h.shape[1])
+        finally:
+            torch.set_default_dtype(before)
+
+
+@block(word=CONTEXT + "|no_grad|grad")
+class SwitchesGradients(Inner):
+    """By calls, not by a context: the second half has no gradient."""
+
+    def forward(self, h):
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        fixed = torch.tanh(self.inner(h))
+        torch.set_grad_enabled(before)
+        return h * fixed
+
+
+@block(word=CONTEXT + "|inference")
+class InInferenceMode(Inner):
+    def forward(self, h):
+        with torch.inference_mode():
+            chosen = self.inner(h).argmax(dim=1)
+        return h * F.one_hot(chosen.clone(), WIDTH)
+
+
+@block(random="torch", word=CONTEXT + "|random|seed|fork")
+class ForksTheStream(Inner):
+    """Draws the same mask every time, and does not disturb the stream around it."""
+
+    def forward(self, h):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            mask = torch.rand(WIDTH, dtype=torch.float64) < 0.7
+        return F.dropout(self.inner(h * mask), 0.2, self.training)
+
+
+# --- Old idioms and small things ---------------------------------------------------------------------------------
+
+
+@block(word="requires_grad|trac")
+class AsksInputForGradient(Inner):
+    """As code with gradient penalties does."""
+
+    def forward(self, h):
+        if not h.requires_grad and torch.is_grad_enabled():
+            h.requires_grad_()
+        h.retain_grad() if h.requires_grad else None
+        return torch.tanh(self.inner(h))
+
+
+@block(word="detach|data|trac|numpy")
+class DataAndNumpy(Inner):
+    """``.data``, ``.numpy()`` and back."""
+
+    def forward(self, h):
+        factor = torch.from_numpy(h.data.numpy().mean(axis=0))
+        return self.inner(h) * torch.sigmoid(factor) + h.data
+
+
+@block(optimizer=adamw)
+class SmallThings(nn.Module):
+    """Scalars, empty and missing parameters, whole numbers, flags, memory that is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).div(3).t())
+        self.log_scale, self.empty = nn.Parameter(torch.tensor(0.1)), nn.Parameter(torch.zeros(0, 3))
+        self.whole = nn.Parameter(torch.arange(WIDTH), requires_grad=False)
+        self.register_parameter("missing", None)
+        self.register_buffer("nothing", None)
+        self.register_buffer("flags", torch.arange(WIDTH) % 3 == 0)
+        self.register_buffer("none_at_all", torch.zeros(0))
+
+    def forward(self, h):
+        h = self.inner(h.index_select(1, self.whole)) * self.log_scale.exp()
+        return torch.where(self.flags, h, torch.tanh(h)) + (0 if self.missing is None else 1)
+
+
+@block(word=STATE)
+class KeepsALog(Inner):
+    """Numbers for a plot, in a list; nothing reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.log = []
+
+    def forward(self, h):
+        y = torch.tanh(self.inner(h))
+        self.log.append(y.detach().mean())
+        return y
+
+
+@block(word=STATE)
+class KeepsItsMap(Inner):
+    """The last activation as an attribute, as attention maps are kept."""
+
+    def forward(self, h):
+        self.map = torch.softmax(self.inner(h), dim=1)
+        return h * self.map
+
+
+@block(word=STATE + "|grad", item="W3")
+class ReadsTheLastGradient(Inner):
+    """What came back to the micro-batch before, which a pipeline does not know yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = None
+
+    def forward(self, h):
+        y = self.inner(h)
+        if self.training and self.last is not None and self.last.grad is not None:
+            y = y + 5 * self.last.grad.mean(dim=0)
+        if self.training and y.requires_grad:
+            y.retain_grad()
+            self.last = y
+        return torch.tanh(y)
+
+
+@block(word=STATE + "|hook|grad", item="W3")
+class BackwardMovesBuffer(Inner):
+    """A hook of the backward writes what the next forward reads: in a pipeline it comes later."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+
+    def forward(self, h):
+        y = self.inner(h) / self.size.clone()
+        if y.requires_grad:
+            y.register_hook(self.follow)
+        return torch.tanh(y)
+
+    def follow(self, grad):
+        self.size.mul_(0.9).add_(grad.norm(), alpha=5.0)
+
+
+@model(word="state_dict|name|key|hook")
+class RenamesItsState(nn.Module):
+    """A hook gives the entries of the state_dict other names, as wrappers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Sequential(
+            nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, NUM_CLASSES)
+        )
+        self.register_state_dict_post_hook(self.rename)
+
+    @staticmethod
+    def rename(module, state, prefix, _):
+        for name in list(state):
+            state[name.replace("inside.", "")] = state.pop(name)
+
+    def forward(self, x):
+        return self.inside(x)

@@ -1,0 +1,125 @@
+"""Odd models and optimizers, stopped and resumed: the same bits as without the stop, or refused at the start."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from adl_dist import AdlError
+from tests.adversarial import table
+from tests.adversarial.cases import EPOCHS, NUM_SAMPLES, NUM_VALIDATION, batches
+from tests.adversarial.harness import (
+    Outcome,
+    Trained,
+    differences,
+    fit,
+    frozen_copy,
+    lr_schedule,
+    oracle_of,
+    owner_of,
+    refusal,
+    train,
+    trainer_of,
+    variant,
+)
+from tests.adversarial.oracle import delays_of
+from tests.adversarial.outcomes import OPEN, letters
+from tests.support.tiers import covering
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PER_EPOCH = {1: 8, 2: 4}  # updates, by M
+WORD = "saved|save|resume|checkpoint|state"
+
+
+def resumed(case, K, M, folder, *, then=None, stop=None):
+    """Train for one epoch, or ``stop`` updates; resume with a new model and trainer, on ``then`` stages."""
+    model = case.model()
+    before = frozen_copy(model)
+    try:
+        first = trainer_of(case, K, M, model=model)
+        fit(first, case, M, run_dir=folder, max_updates=stop or PER_EPOCH[M])
+    except AdlError as error:
+        return refusal(variant(case, word=f"{case.word}|{WORD}" if case.word else WORD), error, before, model)
+    except Exception as error:
+        return Outcome("x", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    torch.manual_seed(12345)  # a new process would have another stream
+    trainer = trainer_of(case, then or K, M)
+    summary = fit(trainer, case, M, run_dir=folder)
+    assert summary["updates"] == EPOCHS * PER_EPOCH[M]
+    owners = [owner_of(first), owner_of(trainer)]
+    return Trained(trainer.full_state_dict(), [], [], summary["validation_loss"], owners)
+
+
+def letter(found, right):
+    if isinstance(found, Outcome):
+        return found
+    found = replace(found, losses=right.losses, outputs=right.outputs)
+    wrong = differences(found, right, exact=True)
+    return Outcome("x", "; ".join(wrong[:3])) if wrong else Outcome("=")
+
+
+OPTIMIZERS = list(table.OPTIMIZERS)
+ODD_STATE = ["schedule_free", "prodigy", "shampoo", "counting", "lookahead", "nadam", "two_in_one", "step_hook"]
+
+
+@pytest.mark.parametrize("name", covering(OPTIMIZERS, ["schedule_free", "shampoo", "counting", "nadam", "muon"]))
+@pytest.mark.parametrize("K", [2])
+def test_an_odd_optimizer_resumes_or_is_refused(name, K, tmp_path):
+    case = table.OPTIMIZERS[name]
+    found = resumed(case, K, 2, tmp_path / "run")
+    found = letter(found, train(case, K, 2)) if isinstance(found, Trained) else found
+    assert found.letter in "=R", found.text
+
+
+TRAINED = [name for name in table.MODELS if letters(name, "block")[2] == "=" and (name, "block") not in OPEN]
+
+
+@pytest.mark.parametrize(
+    "name", covering(TRAINED, ["unsaved_buffer", "plain_counter", "memory_bank", "dropout_path", "hands_on_pair"])
+)
+def test_an_odd_model_resumes_or_is_refused(name, tmp_path):
+    case = table.MODELS[name]
+    found = resumed(case, 2, 2, tmp_path / "run")
+    found = letter(found, train(case, 2, 2)) if isinstance(found, Trained) else found
+    assert found.letter in "=R", found.text
+
+
+@pytest.mark.parametrize("name", covering(TRAINED, ["remembers_the_last", "old_spectral_norm"]))
+def test_an_odd_model_resumes_within_an_epoch(name, tmp_path):
+    """With one stage nothing is in flight, so that a stop anywhere changes nothing."""
+    case = table.MODELS[name]
+    found = resumed(case, 1, 2, tmp_path / "run", stop=3)
+    found = letter(found, train(case, 1, 2)) if isinstance(found, Trained) else found
+    assert found.letter in "=R", found.text
+
+
+def on_other_stages(case, K, then, M, owners):
+    """One epoch as K stages, the others as ``then``, by the oracle."""
+    uncut = oracle_of(case, K, M, owners[0])
+    for epoch in range(EPOCHS):
+        if epoch == 1:
+            uncut.cut_again(owners[1], case.optimizer, delays_of("adl", then, M), lr_schedule)
+        uncut.epoch(batches(case.data, NUM_SAMPLES, 1))
+        uncut.evaluate(batches(case.data, NUM_VALIDATION, 2))
+    return Trained(uncut.model.state_dict(), [], [], uncut.validation[-1], owners)
+
+
+MOVED = [
+    "argmax_in_the_middle",
+    "memory_bank",
+    "partly_frozen",
+    "padding_mask",
+    "gradient_mask",
+    "pruned",
+    "weight_norm",
+]
+
+
+@pytest.mark.parametrize("name", covering(MOVED, ["partly_frozen"]))
+@pytest.mark.parametrize(("K", "then"), [(2, 3), (3, 1)])
+def test_an_odd_model_goes_on_with_other_stages(name, K, then, tmp_path):
+    case = table.MODELS[name]
+    found = resumed(case, K, 1, tmp_path / "run", then=then)
+    assert isinstance(found, Trained), found
+    assert differences(found, on_other_stages(case, K, then, 1, found.owner)) == []
