@@ -39,7 +39,9 @@ def stage_optimizer(
         )
     if isinstance(made, torch.optim.LBFGS):
         raise ConfigError("optimizer: LBFGS evaluates the loss itself, which no pipeline can do; choose another")
-    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in signature(made.step).parameters.values()):
+    if any(
+        p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in signature(made.step).parameters.values()
+    ):
         raise ConfigError(
             f"optimizer: {type(made).__name__}.step needs a closure, which evaluates the loss itself, and no pipeline "
             "can do that; choose another"

@@ -110,7 +110,7 @@ OUTCOMES = {
     "backward_moves_buffer": ("=???", "=???"),
     "renames_its_state": ("=???", "=???"),
     "lbfgs": ("RRRR", "RRRR"),
-    "sharpness": ("????", "????"),
+    "sharpness": ("RRRR", "RRRR"),
     "not_an_optimizer": ("RRRR", "RRRR"),
 }
 
@@ -136,8 +136,6 @@ OPEN = {
     ("backward_moves_buffer", "layer"): "wrong: a hook of the backward moves a buffer",
     ("renames_its_state", "block"): "traceback: a hook renames the entries of the state_dict",
     ("renames_its_state", "layer"): "traceback: a hook renames the entries of the state_dict",
-    ("sharpness", "block"): "traceback: step() needs a closure",
-    ("sharpness", "layer"): "traceback: step() needs a closure",
 }
 
 
