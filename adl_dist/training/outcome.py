@@ -19,12 +19,14 @@ class Replacement:
 
     Attributes:
         parameters: all that are trained, by the uncut model's names.
+        changed: the names of those that change; None: all.
         between: those that others take the place of between forward and backward of the first micro-batch, as in a
-            delayed backward; the rest changes in place, after it.
+            delayed backward, where the second forward comes before it, too; the rest changes in place, after it.
         recomputes: stages that get the weights of their forward back for their backward.
     """
 
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    changed: Set[str] | None = None
     between: Set[str] = frozenset()
     recomputes: frozenset[int] = frozenset()
 

@@ -101,25 +101,31 @@ class StageChain:
         first, second = samples.pair
         replaced = {name: p for name, p in change.parameters.items() if name in change.between}
         exchange = Exchange([*replaced.values()], self.stages if replaced else ())
+        in_place = [p for n, p in change.parameters.items() if change.changed is None or n in change.changed]
+        gather: dict[str, nn.Parameter] = {}
         try:
             self._on_turn(FIRST)
             passage = self.forward(first, look=look)
-            older = exchange.moved_on()
-            change_values(exchange.parameters)
+            if replaced:  # with more than one micro-batch in flight, as in training
+                older = exchange.moved_on()
+                change_values(exchange.parameters)
+                gather = dict(zip(replaced, older, strict=True))
+                self._on_turn(SECOND)
+                behind = self.forward(second)
             if backward:
                 within = change.swapped_in(exchange, older)
-                gather = dict(zip(replaced, older, strict=True))
                 self._backward(passage, FIRST, change.parameters, outcome, gather, within)
                 for p in exchange.parameters:  # what went to the new weights was not meant for them
                     p.grad = None
             _keep(outcome, FIRST, passage)
-            change_values([p for name, p in change.parameters.items() if name not in replaced])
-            self._on_turn(SECOND)
-            passage = self.forward(second)
+            if not replaced:
+                change_values(in_place)
+                self._on_turn(SECOND)
+                behind = self.forward(second)
             if backward:
-                self._backward(passage, SECOND, change.parameters, outcome)
-            _keep(outcome, SECOND, passage)
-            del passage
+                self._backward(behind, SECOND, change.parameters, outcome)
+            _keep(outcome, SECOND, behind)
+            del passage, behind
             self._on_turn(EVALUATION)
             _keep(outcome, EVALUATION, self.forward(first, training=False))
         finally:

@@ -42,7 +42,11 @@ CAUSES = {
     (EVALUATION, "output"): "the forward does something else in evaluation, which was read once",
     (STATE, "state"): "the forward writes to it in a way that was read once",
 }
-STALE = "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches"
+AFTERWARDS = EVALUATION, STATE
+STALE = (
+    "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches; or a "
+    "forward writes to what the backward of an earlier micro-batch needs, or reads what that backward leaves"
+)
 NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, gpipe or 1f1b, which keep no older versions"
 
 
@@ -130,16 +134,19 @@ class Verification:
             PartitionError: the cut model is another one; names where it differs and the likely cause.
         """
         between = self._replaced()
-        found = self._outcome(self._chain, Replacement(self._parameters, between), look=self.kept.of_stages)
+        changed = between or None
+        cut, uncut = Replacement(self._parameters, changed, between), Replacement(self._parameters, changed)
+        found = self._outcome(self._chain, cut, look=self.kept.of_stages)
         agreed = self._chain.agreed(self.samples, self.spec)
         self._cut().check_ties(self.samples, self.kept.of_stages)
         compared = Compared(self.spec, found)
-        self._outcome(self._uncut(), Replacement(self._parameters), into=compared)
+        self._outcome(self._uncut(), uncut, into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
         if difference is not None and between:
-            compare = Comparison(self.spec, self._outcome(self._uncut(), Replacement(self._parameters)))
-            in_place = compare.first_difference(self._outcome(self._cut(), Replacement(self._parameters)))
-            if in_place is None:
+            compare = Comparison(self.spec, self._outcome(self._uncut(), uncut))
+            in_place = compare.first_difference(self._outcome(self._cut(), uncut))
+            # What a backward moves, like BatchNorm that is computed again, it moves in another order if it is delayed.
+            if in_place is None and difference.when not in AFTERWARDS:
                 recomputes = self._recomputing(compare, difference, between)
             difference = in_place
         if difference is not None:
@@ -184,7 +191,7 @@ class Verification:
         """
         recomputes: frozenset[int] = frozenset()
         found: Difference | None = difference
-        while found is not None:
+        while found is not None and not (found.when in AFTERWARDS and recomputes):
             home = self._home(found.name) if (found.when, found.what) == (FIRST, "gradient") else None
             if home is None or home in recomputes:
                 raise self._error(found, STALE, NO_VIEWS, between)
@@ -195,7 +202,7 @@ class Verification:
                     "method.weights=stash, or no checkpointing"
                 )
             recomputes |= {home}
-            change = Replacement(self._parameters, between, recomputes)
+            change = Replacement(self._parameters, between, between, recomputes)
             found = compare.first_difference(self._outcome(self._cut(), change))
         return recomputes
 
@@ -220,7 +227,7 @@ class Verification:
             self.kept.begin()
             with _watched(self.model) as made:
                 chain = StageChain(stages, self.spec, self.device, on_turn=partial(made.__setitem__, "now"))
-                chain.run(self.samples, Replacement(self._parameters, replaced))
+                chain.run(self.samples, Replacement(self._parameters, between or None, replaced))
             calls.append(made["calls"])
         expected, found = calls
         before = ""
