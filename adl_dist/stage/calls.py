@@ -47,8 +47,8 @@ def packed(tensors: Tensors) -> Any:
 
 
 def unpacked(out: Any) -> Tensors:
-    """Return a unit's output as a tuple of tensors; they may stand in tuples, lists and dictionaries."""
-    return (out,) if isinstance(out, Tensor) else tuple(tree_leaves(out))
+    """Return the tensors of a unit's output, which may stand in tuples, lists and dictionaries, next to numbers."""
+    return (out,) if isinstance(out, Tensor) else tuple(x for x in tree_leaves(out) if isinstance(x, Tensor))
 
 
 def takes_gradient(tensor: Tensor) -> bool:

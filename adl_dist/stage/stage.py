@@ -386,7 +386,12 @@ class Stage:
         if num_terms == 0:
             # The mean over nothing is NaN. In the mean over the whole group such a micro-batch counts for nothing: its
             # samples get a gradient, of zeros.
-            return torch.stack([(tensor.real * 0).sum() for tensor in unpacked(out) if takes_gradient(tensor)]).sum()
+            outs = [tensor for tensor in unpacked(out) if takes_gradient(tensor)]
+            if torch.is_grad_enabled() and len(outs) > 1:  # those that the loss does not use get none
+                outs = [tensor for tensor in outs if tensor.requires_grad]
+                with_none = torch.autograd.grad(self._loss(out, target), outs, allow_unused=True)
+                outs = [tensor for tensor, grad in zip(outs, with_none, strict=True) if grad is not None]
+            return torch.stack([(tensor.real * 0).sum() for tensor in outs]).sum()
         with self._within():
             if self.is_last:
                 return self._loss_fn(out, target)

@@ -78,7 +78,7 @@ def build_worker(
         for batch in samples.pair if not samples.one[1].is_floating_point() else ():
             feed.check(batch.target, "micro-batch 0 of epoch 1")
     measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
-    spec, agreed, _ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
+    spec, agreed, *_ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
     check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
     precision = spec.precision
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}

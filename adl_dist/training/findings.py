@@ -17,6 +17,7 @@ class Agreed(NamedTuple):
     num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
     num_outputs: int | None  # the second dimension of its output; None if that has none
     learns: bool  # whether a gradient of the loss reaches the model
+    loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
 
     def plain(self) -> dict[str, Any]:
         """Return in plain values what all ranks must have found alike."""

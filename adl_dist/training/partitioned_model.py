@@ -31,7 +31,7 @@ from adl_dist.training.findings import Agreed, CutImpossible
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.samples import NUM_SAMPLES, Samples
-from adl_dist.training.trial import Trial, check_learns, in_a_memory_format
+from adl_dist.training.trial import Trial, check_trains, in_a_memory_format
 from adl_dist.training.verify import kept
 from adl_dist.transport.spec import TensorSpec
 
@@ -56,6 +56,7 @@ class Settled(NamedTuple):
     spec: TrainSpec  # with the memory format
     agreed: Agreed
     samples: Samples
+    trained: frozenset[str]  # parameters of this process's stages that took a gradient then
 
     def holds_for(self, samples: Samples) -> bool:
         """Return whether it was found with samples like these."""
@@ -171,7 +172,7 @@ class PartitionedModel:
                 f"{self.verify_seconds:.2f} s"
             )
         self._cut(sizes, stages)
-        return Settled(spec, agreed, samples)
+        return Settled(spec, agreed, samples, self._trained())
 
     def _choose(
         self, trial: Trial, chain: Chain, store: dist.Store, measuring: Measuring | None
@@ -239,10 +240,16 @@ class PartitionedModel:
         """Return what was settled before the first call of fit or evaluate, if it holds for these samples, too.
 
         Raises:
-            ConfigError: it does not, and this process does not hold the whole model any more.
+            ConfigError: it does not, and this process does not hold the whole model any more; or a parameter that was
+                frozen then is trained now.
         """
         assert self._settled is not None
         settled = self._settled
+        if self._num_stages > 1 and (unlike := self._trained() - settled.trained):
+            raise ConfigError(
+                f"'{min(unlike)}' takes a gradient now, but did not when the model was cut, and stages agreed then on "
+                "the gradients that they send; make a new Trainer, of a model with the weights of full_state_dict()"
+            )
         if not settled.holds_for(samples):
             if len(self._own) < self._num_stages:
                 raise ConfigError(
@@ -251,10 +258,18 @@ class PartitionedModel:
                 )
             stages = [self.modules[k] for k in range(self._num_stages)]
             trial = Trial(nn.ModuleList(stages), settled.spec, samples, device)
-            settled = self._settled = Settled(settled.spec, trial.run(stages), samples)
+            agreed = trial.run(stages)
+            # Only the comparison with the uncut model, which is gone, has found these.
+            before = settled.agreed.traits
+            traits = {k: replace(found, recomputes=before[k].recomputes) for k, found in agreed.traits.items()}
+            settled = self._settled = settled._replace(agreed=agreed._replace(traits=traits), samples=samples)
         if samples.trains:
-            check_learns(settled.agreed)
+            check_trains(settled.agreed)
         return settled
+
+    def _trained(self) -> frozenset[str]:
+        parts = self.modules.values()
+        return frozenset(name for part in parts for name, p in part.named_parameters() if p.requires_grad)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

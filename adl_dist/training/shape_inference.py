@@ -211,11 +211,15 @@ class StageChain:
         if method.spec.local_losses:
             for k in range(self.last):
                 check_outs(method.head, k, [out.shape for out in acts[k + 1].training])
-        if samples.trains and spec.pipeline.micro_batches_per_update > 1:
+        fault = None
+        if spec.pipeline.micro_batches_per_update > 1:
             (out, target), (other_out, other_target) = self._outputs[:2]
-            terms = loss_terms(self._loss_fn, samples.one[1])
-            check_is_mean(self._loss_fn, (out, other_out), (target, other_target), terms)
-        return Agreed(acts, self._target, traits, self._num_classes, self._num_outputs, self._learns)
+            try:
+                terms = loss_terms(self._loss_fn, samples.one[1])
+                check_is_mean(self._loss_fn, (out, other_out), (target, other_target), terms)
+            except ConfigError as error:  # evaluation may do with such a loss, and training come after it
+                fault = str(error)
+        return Agreed(acts, self._target, traits, self._num_classes, self._num_outputs, self._learns, fault)
 
     @contextmanager
     def _looking(self, k: int, state: ModuleState) -> Iterator[None]:
@@ -356,17 +360,26 @@ class StageChain:
         of_others = [list(self._reached_of_others(k, state.tensors[0])) for k, state in enumerate(states)]
         if not any(of_others):
             return
-        found = [self.forward(samples.pair[0], training=False) for _ in range(2)]
+        losses = [self._evaluation_loss(samples) for _ in range(2)]
+        if not torch.equal(*losses):
+            return
         for k, reached in enumerate(of_others):
+            # All at once, for it may be the whole model that a unit reaches; one by one only to name the one.
+            if not reached or torch.equal(losses[0], self._evaluation_loss(samples, k, [one for _, one in reached])):
+                continue
             for name, tensor in reached:
-                self._spoilt = lambda at, k=k, tensor=tensor: _spoilt(tensor) if at == k else nullcontext()  # type: ignore[misc]
-                try:
-                    spoilt = self.forward(samples.pair[0], training=False)
-                finally:
-                    self._spoilt = lambda at: nullcontext()
-                losses = [passage.loss for passage in (*found, spoilt) if passage.loss is not None]
-                if torch.equal(losses[0], losses[1]) and not torch.equal(losses[1], losses[2]):
+                if not torch.equal(losses[0], self._evaluation_loss(samples, k, [tensor])):
                     self._check_home(name, tensor, k)
+
+    def _evaluation_loss(self, samples: Samples, spoilt_for: int = -1, tensors: Sequence[Tensor] = ()) -> Tensor:
+        """Return the loss in evaluation, with other values in ``tensors`` while stage ``spoilt_for`` runs."""
+        self._spoilt = lambda k: _spoilt(tensors) if k == spoilt_for else nullcontext()
+        try:
+            loss = self.forward(samples.pair[0], training=False).loss
+        finally:
+            self._spoilt = lambda k: nullcontext()
+        assert loss is not None
+        return loss
 
     def _reached_of_others(self, k: int, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         others = set[int]().union(*(held for stage, held in enumerate(self._held) if stage != k)) - self._held[k]
@@ -388,14 +401,16 @@ class StageChain:
 
 
 @contextmanager
-def _spoilt(tensor: Tensor) -> Iterator[None]:
-    """Have other values in ``tensor`` inside."""
-    kept = tensor.detach().clone()
+def _spoilt(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Have other values in ``tensors`` inside."""
+    kept = [tensor.detach().clone() for tensor in tensors]
     try:
-        tensor.data.fill_(math.nan if takes_gradient(tensor) else 0).add_(1)
+        for tensor in tensors:
+            tensor.data.fill_(math.nan if takes_gradient(tensor) else 0).add_(1)
         yield
     finally:
-        tensor.data.copy_(kept)
+        for tensor, values in zip(tensors, kept, strict=True):
+            tensor.data.copy_(values)
 
 
 def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:

@@ -77,7 +77,7 @@ class Trial:
                 chain.run(self._samples, backward=len(stages) > 1, look=found.of_stages)
                 agreed = chain.agreed(self._samples, self.spec)
             if self._samples.trains:
-                check_learns(agreed)
+                check_trains(agreed)
             for size in self._samples.small_sizes:
                 found.begin()
                 self._try_size(stages, size)
@@ -136,8 +136,10 @@ def in_a_memory_format(
         return result, True
 
 
-def check_learns(agreed: Agreed) -> None:
-    """Raise a ConfigError if no gradient of the loss reaches the model."""
+def check_trains(agreed: Agreed) -> None:
+    """Raise a ConfigError if no gradient of the loss reaches the model, or not that of a group."""
+    if agreed.loss_fault is not None:
+        raise ConfigError(agreed.loss_fault)
     if not agreed.learns:
         raise ConfigError(
             "there is nothing to train: the loss depends on no parameter that takes a gradient; expected one with "

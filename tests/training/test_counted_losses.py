@@ -314,3 +314,73 @@ def test_a_num_terms_that_fails_does_so_before_the_first_update(monkeypatch):
     monkeypatch.setattr(masked_mean, "num_terms", lambda target: target.nothing)
     with pytest.raises(ConfigError, match=r"num_terms fails on int64.3, 5.: AttributeError"):
         fitted(*CASES["a loss of one's own"][:3], K=2)
+
+
+class WithPenalty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        return self.net(x), 0.5
+
+
+def test_a_number_may_stand_beside_outputs_whose_targets_are_all_ignored():
+    def with_penalty(out, target):
+        return masked_mean(out[0], target)
+
+    with_penalty.num_terms = masked_mean.num_terms
+    states = []
+    for model, loss_fn in ((nn.Sequential(WithPenalty()), with_penalty), (net(), masked_mean)):
+        trainer = toy_trainer(1, M, model=model, loss_fn=loss_fn, dtype=torch.float64)
+        trainer.fit(data(PAD), epochs=1, batch_size=M * MICRO_BATCH, monitoring=SILENT)
+        trainer.evaluate(data(PAD), batch_size=MICRO_BATCH)
+        states.append([*trainer.full_state_dict().values()])
+    for one, other in zip(*states, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_loss_that_is_no_mean_may_evaluate_but_not_train_after_that():
+    trainer = toy_trainer(2, M, model=net(), loss_fn=functools.partial(weighted, weight=WEIGHT), dtype=torch.float64)
+    trainer.evaluate(data(seed=2), batch_size=MICRO_BATCH)
+    with pytest.raises(ConfigError, match="the loss is no mean over the samples"):
+        trainer.fit(data(num=24, seed=2), epochs=1, batch_size=M * MICRO_BATCH, monitoring=SILENT)
+
+
+def weighted(out, target, weight):
+    """A loss of the user's own that does not say what it averages over."""
+    return F.nll_loss(out, target, weight)
+
+
+class Branches(nn.Module):
+    """Returns two outputs; the loss uses the first one only."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.unused = net(), net()
+
+    def forward(self, x):
+        return self.net(x[0]), self.unused(x[1])
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_an_output_that_the_loss_does_not_use_never_gets_a_gradient(K):
+    def of_first(out, target):
+        return masked_mean(out[0], target)
+
+    of_first.num_terms = masked_mean.num_terms
+    model = nn.Sequential(Twice(), Branches()).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = toy_trainer(K, M, model=model, loss_fn=of_first, optimizer=sgd, dtype=torch.float64)
+    trainer.fit(data(PAD), epochs=1, batch_size=M * MICRO_BATCH, shuffle=False, monitoring=SILENT)
+    moved = {name for name, weights in trainer.full_state_dict().items() if not torch.equal(weights, before[name])}
+    assert moved == {name for name in before if not name.startswith(("0.second", "1.unused"))}

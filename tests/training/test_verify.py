@@ -1,5 +1,6 @@
 """The cut model is compared with the uncut one before the first update: what differs is refused, and nothing moves."""
 
+import contextlib
 import random
 from itertools import accumulate
 
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import adl_dist
-from adl_dist.errors import PartitionError
+from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition.module_state import ModuleState, Streams
 from adl_dist.schedule import METHODS, Pipeline
 from adl_dist.stage import Precision, TrainSpec
@@ -317,3 +318,47 @@ def test_the_check_holds_four_copies_of_the_parameters_at_most(K, monkeypatch):
     changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
     copy = sum(p.nbytes for p in model.parameters())
     assert max(accumulate(changes)) < (4 + 2 / num_layers) * copy, "and what the comparison of one tensor takes"
+
+
+# --- What it has found lasts ------------------------------------------------------------------------------------
+
+
+class Recomputing(nn.Module):
+    def __init__(self, *, recomputes):
+        super().__init__()
+        self.first, self.second, self.recomputes = layer(), layer(), recomputes
+
+    def compute(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x):
+        return checkpoint(self.compute, x, use_reentrant=False) if self.recomputes else self.compute(x)
+
+
+def test_a_block_recomputes_right_in_a_second_fit_with_a_small_tail():
+    states = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Recomputing(recomputes=recomputes) for _ in range(2)), last())
+        trainer = toy_trainer(3, 2, model=model, dtype=torch.float64)
+        for num in (16, 17):  # the second one ends with a micro-batch of one sample, which is tried out then
+            x = torch.linspace(-1, 1, num * WIDTH, dtype=torch.float64).view(num, WIDTH)
+            dataset = torch.utils.data.TensorDataset(x, torch.arange(num) % CLASSES)
+            trainer.fit(dataset, epochs=2, batch_size=8, monitoring=SILENT)
+        states.append(trainer.full_state_dict())
+    for name, weights in states[0].items():
+        torch.testing.assert_close(states[1][name], weights, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_layer_that_is_trained_only_later_needs_a_new_trainer(K):
+    model = nn.Sequential(layer(), nn.Tanh(), layer(), last())
+    model[0].requires_grad_(False)
+    trainer = toy_trainer(K, 2, model=model, balance="even")
+    x = torch.linspace(-1, 1, 8 * WIDTH, dtype=torch.float64).view(8, WIDTH)
+    dataset = torch.utils.data.TensorDataset(x, torch.arange(8) % CLASSES)
+    trainer.fit(dataset, epochs=1, batch_size=8, monitoring=SILENT)
+    model[0].requires_grad_(True)
+    refused = pytest.raises(ConfigError, match=r"'0\.bias' takes a gradient now") if K > 1 else contextlib.nullcontext()
+    with refused:
+        trainer.fit(dataset, epochs=1, batch_size=8, monitoring=SILENT)
