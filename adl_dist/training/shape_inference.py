@@ -330,6 +330,11 @@ class StageChain:
                     raise
                 except Exception as error:  # a hook or a function of the user's own can raise anything
                     text = f"{self._places[k]} fails in its backward: {type(error).__name__}: {error}"
+                    if older:
+                        text += (
+                            "; with several micro-batches in flight a forward must not write in place to a weight or "
+                            "buffer that the backward of an earlier one needs"
+                        )
                     raise ConfigError(text) from error
             grads = [leaf.grad for leaf in passage.acts[k]]
             self._note_gradients(k, [grad is not None for grad in grads])
