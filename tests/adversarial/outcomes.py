@@ -44,7 +44,7 @@ OUTCOMES = {
     "hook_on_activation": ("====", "=RRR"),
     "hook_of_the_root": ("=RRR", "=RRR"),
     "changes_the_twin": ("===R", "===="),
-    "clamps_its_weights": ("=RRR", "=RRR"),
+    "clamps_its_weights": ("=RRR", "=RR?"),
     "instance_norm": ("====", "===R"),
     "teacher": ("====", "=RRR"),
     "teacher_as_layer": ("=RRR", "=RRR"),
@@ -116,11 +116,12 @@ OUTCOMES = {
 
 # Wrong, or an error in mid-run, today; a test fails when one of them has become right.
 OPEN = {
+    ("clamps_its_weights", "layer"): "mid-run at K = 5: the forward writes to a weight that earlier micro-batches need",
     ("counts_calls", "block"): "wrong: two stages share a counter by a closure",
     ("counts_in_the_class", "block"): "wrong: two stages share a counter of the class",
     ("hands_on_changing_dtype", "block"): "mid-run: a ChannelError, the dtype depends on values",
-    ("hands_on_sometimes_none", "block"): "traceback: None in place of a tensor",
-    ("hands_on_sometimes_none", "layer"): "traceback: None in place of a tensor",
+    ("hands_on_sometimes_none", "block"): "mid-run: None in place of a tensor, for smaller batches only",
+    ("hands_on_sometimes_none", "layer"): "mid-run: None in place of a tensor, for smaller batches only",
     ("shared_plain_tensor", "block"): "wrong: two stages write to one tensor that is no buffer",
     ("teacher_of_the_whole", "block"): "wrong: the last stage reads a weight of the first without a gradient",
     ("renames_its_state", "block"): "traceback: a hook renames the entries of the state_dict",

@@ -235,7 +235,7 @@ def test_a_first_dimension_of_two_is_not_taken_for_a_batch(K):
     assert found.letter in "=R", found.text
 
 
-def test_a_model_in_evaluation_or_half_precision_is_trained_as_asked():
+def test_a_model_in_evaluation_or_half_is_trained_as_asked():
     case = case_of(lambda: with_norm().half().eval())
     torch.manual_seed(0)
     trainer = trainer_of(case, 2, 1, model=case.build())

@@ -325,7 +325,7 @@ class WithPenalty(nn.Module):
         return self.net(x), 0.5
 
 
-def test_a_number_may_stand_beside_outputs_whose_targets_are_all_ignored():
+def test_a_number_may_stand_with_outputs_all_ignored():
     def with_penalty(out, target):
         return masked_mean(out[0], target)
 
@@ -340,7 +340,7 @@ def test_a_number_may_stand_beside_outputs_whose_targets_are_all_ignored():
         torch.testing.assert_close(one, other)
 
 
-def test_a_loss_that_is_no_mean_may_evaluate_but_not_train_after_that():
+def test_a_loss_that_is_no_mean_may_evaluate_but_not_train():
     trainer = toy_trainer(2, M, model=net(), loss_fn=functools.partial(weighted, weight=WEIGHT), dtype=torch.float64)
     trainer.evaluate(data(seed=2), batch_size=MICRO_BATCH)
     with pytest.raises(ConfigError, match="the loss is no mean over the samples"):
@@ -373,7 +373,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("K", [1, 2])
-def test_an_output_that_the_loss_does_not_use_never_gets_a_gradient(K):
+def test_an_output_that_the_loss_ignores_gets_no_gradient(K):
     def of_first(out, target):
         return masked_mean(out[0], target)
 

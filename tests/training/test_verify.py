@@ -335,7 +335,7 @@ class Recomputing(nn.Module):
         return checkpoint(self.compute, x, use_reentrant=False) if self.recomputes else self.compute(x)
 
 
-def test_a_block_recomputes_right_in_a_second_fit_with_a_small_tail():
+def test_a_block_recomputes_right_in_a_second_fit():
     states = []
     for recomputes in (False, True):
         torch.manual_seed(0)
