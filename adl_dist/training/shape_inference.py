@@ -262,7 +262,8 @@ class StageChain:
             elif not isinstance(leaf, CAN_CROSS):
                 raise refuse(type(leaf).__name__)
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        is_plain = isinstance(out, Tensor) or (type(out) is tuple and len(tensors) == len(out) > 1)
+        of_tensors = type(out) is tuple and len(out) > 1 and all(isinstance(each, Tensor) for each in out)
+        is_plain = isinstance(out, Tensor) or of_tensors
         structure = None if is_plain else Structure.of(out)
         specs = tuple(map(TensorSpec.of, tensors))
         shapes = [(spec.shape, spec.dtype) for spec in specs]
