@@ -37,8 +37,7 @@ Value = tuple[dict[Any, Any], Any]  # a value: where it is, and by which key
 class FreshOptimizer:
     """What a stage's optimizer was when the run began, and which keys of its groups the schedule sets.
 
-    ``names`` are all names of each parameter, by group; the first one is that of its state. By their places, because
-    the weight policy puts other tensors there.
+    ``names`` are all names of each parameter, by group; the first one is that of its state.
     """
 
     names: Sequence[Sequence[Sequence[str]]]

@@ -219,7 +219,7 @@ class _UpdateReports:
         self._pending: deque[tuple[Iterator[Record], Record]] = deque()
         # A GPU's figures are read an update later: reading them at once would wait for all that is launched.
         self._lag = len(worker.contexts) if worker.world.device.type == "cuda" else 0
-        # What no checkpoint can hold is told after the first update, and not when an epoch is lost with it.
+        # State that no checkpoint can hold is refused after the first update, before a whole epoch is lost.
         self._unchecked = {*worker.contexts} if worker.fresh else set()
         self._fresh = worker.fresh
 

@@ -71,6 +71,8 @@ def scaled_learning_rates(optimizer: Optimizer, factor: float) -> Iterator[None]
     before = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = group["lr"] * factor
-    yield
-    for group, rate in zip(groups, before, strict=True):
-        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, before, strict=True):
+            group["lr"] = rate

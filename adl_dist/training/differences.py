@@ -12,7 +12,7 @@ from adl_dist.stage.calls import takes_gradient
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome
 
 STATE = "after that"
-# In which order a difference is told, of which the first is nearest to its cause.
+# Differences are reported in this order: the first is nearest to its cause.
 TIMES, KINDS = (FIRST, SECOND, EVALUATION, STATE), ("output", "loss", "gradient", "state")
 SHARE = 30  # of the rounding allowed: so much less of the largest gradient of the model counts as zero
 

@@ -57,8 +57,8 @@ class StageChain:
     ) -> None:
         """Take the ``stages``, which are on ``device``.
 
-        ``name``: what they are called in errors; empty: each by its index and units. ``on_turn`` is told whose turn it
-        is, like ``FIRST``.
+        ``name``: what they are called in errors; empty: each by its index and units. ``on_turn`` is called
+        with what begins, like ``FIRST``.
         """
         self.stages, self.last = stages, len(stages) - 1
         self._places = [name or f"stage {k} ({units_of(stage)})" for k, stage in enumerate(stages)]

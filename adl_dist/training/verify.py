@@ -93,9 +93,9 @@ class Kept:
 
 
 @contextmanager
-def kept(model: nn.Module, stages: Iterable[nn.Module], loss_fn: Any, device: torch.device) -> Iterator[Kept]:
+def kept(model: nn.Module, stages: Iterable[nn.Module], spec: TrainSpec, device: torch.device) -> Iterator[Kept]:
     """Leave everything as it was found; inside there are no gradients."""
-    found = Kept(model, stages, loss_fn, device)
+    found = Kept(model, stages, spec, device)
     try:
         yield found
     finally:

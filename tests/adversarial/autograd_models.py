@@ -204,7 +204,7 @@ class DetachedBranch(nn.Module):
 
 @model(optimizer=adamw, item="W6")
 class UnusedBranch(nn.Module):
-    """A branch over several layers whose result nobody uses, and a layer that is never called."""
+    """A branch over several layers whose result is not used, and a layer that is never called."""
 
     def __init__(self):
         super().__init__()

@@ -292,7 +292,7 @@ class MemoryBank(nn.Module):
 
 
 class VectorQuantiser(nn.Module):
-    """VQ-VAE: the nearest code goes on, the gradient straight through; the codes are averages in a buffer."""
+    """VQ-VAE: the nearest code is handed on, its gradient passes straight through; codes are averages in a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -361,7 +361,7 @@ class PartlyFrozen(nn.Sequential):
 
 @model(optimizer=adamw)
 class FrozenBack(nn.Sequential):
-    """The last half learns nothing, but its gradient goes on to the first."""
+    """The last half learns nothing, but passes a gradient on to the first."""
 
     def __init__(self):
         first = [nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]

@@ -167,7 +167,7 @@ def test_a_group_averages_over_what_the_loss_does(name, K, M):
         raise
     right = expected(variant(case, count=count), K, M, owner, lr_schedule=None)
     assert unlike(found, right.state) == []
-    if name in HIDDEN and M == 1:  # one micro-batch an update needs no weights; the loss of several is told by samples
+    if name in HIDDEN and M == 1:  # an update of one micro-batch needs no weights
         return
     assert abs(validation - right.validation) <= TOLERANCE * right.validation
 

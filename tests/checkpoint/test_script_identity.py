@@ -140,7 +140,7 @@ def test_descriptions_are_plain_values():
     assert len(described(nn.NLLLoss(weight=torch.ones(1000)))["weight"]) == 16
 
 
-# --- what a script is told --------------------------------------------------------------------------------------------
+# --- what a script prints ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("schedule", "follows"), [(None, False), (cosine, True), (multistep, False)])

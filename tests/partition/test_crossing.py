@@ -255,7 +255,7 @@ def test_containers_cross_cuts_as_they_are(make):
 
 
 class Split(nn.Module):
-    """A list of parts crosses beside another value, and a list of one."""
+    """A list of parts crosses together with another value, and a list of one."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Why a cut is uneven is told by what stands in the way, and only where it is."""
+"""The reason for an uneven cut is what prevents a better one, and is given for uneven cuts only."""
 
 import pytest
 import torch
