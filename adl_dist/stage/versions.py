@@ -62,8 +62,8 @@ def moved_on(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 class Exchange:
     """Versions of some parameters, exchanged as above, where TorchScript may compute with them, too.
 
-    A ScriptModule refers to the inside of its parameters, not to the Python objects, so each exchange assigns them to it
-    again.
+    A ScriptModule refers to the inside of its parameters, not to the Python objects, so each exchange assigns them
+    to it again.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], modules: Iterable[nn.Module]) -> None:
