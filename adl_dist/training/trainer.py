@@ -36,7 +36,7 @@ from adl_dist.launch import signals
 from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
-from adl_dist.optim import takes_length
+from adl_dist.optim import mark_roles, takes_length
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
@@ -133,6 +133,7 @@ class Trainer:
         self._distributed = _is_distributed(self._processes, num_stages)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
+        mark_roles(model)
         self._partitioned = PartitionedModel(
             in_dtype(model, self._spec.precision.dtype),
             num_stages,

@@ -1,0 +1,86 @@
+"""One optimizer for a whole stage: a rule for its matrices, and torch's AdamW or SGD for the rest."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from adl_dist.errors import ConfigError
+from adl_dist.optim.roles import split_by_role
+
+# By name: the class, and the options in which it differs from torch's own defaults.
+REST: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+
+
+class ByRole(Optimizer):
+    """Base of optimizers with two groups, matrices and the rest, see :func:`split_by_role`.
+
+    Every stage has both groups, also where one is empty, so that a schedule with a rate for each fits every stage. Each
+    group has a learning rate of its own, and a schedule multiplies both. All state is per parameter.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        of_matrices: Mapping[str, Any],
+        *,
+        rest: str,
+        rest_lr: float | None,
+        rest_options: Mapping[str, Any] | None,
+        rest_names: Sequence[str],
+    ) -> None:
+        """Take ``params``, with ``of_matrices`` as the options of the first group.
+
+        Raises:
+            ConfigError: an option that is not known, a value out of range, groups in place of parameters, or parameters
+                that do not say what they are for.
+        """
+        name = type(self).__name__
+        if rest not in REST:
+            raise ConfigError(f"optimizer.rest: there is no '{rest}'; choose one of {', '.join(REST)}")
+        kind, options = REST[rest]
+        options = {**options, **({} if rest_lr is None else {"lr": rest_lr}), **(rest_options or {})}
+        of_rest = checked_options(kind, options, "optimizer.rest_options")
+        params = list(params)
+        if wrong := [p for p in params if not isinstance(p, torch.Tensor)]:
+            raise ConfigError(
+                f"optimizer: {name} takes the parameters themselves and makes its groups from what they are for, got a "
+                f"{type(wrong[0]).__name__} among them"
+            )
+        matrices, others = split_by_role(params, name, rest_names)
+        groups = [{**of_matrices, "params": matrices}, {**of_rest, "rule": rest, "params": others}]
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; the others, and what is remembered of them, stay as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        matrices, rest = self.param_groups
+        if trained := [p for p in matrices["params"] if p.grad is not None]:
+            self.step_matrices(trained, matrices)
+        # Made anew for each step, in microseconds: it holds nothing that a copy or a checkpoint could miss.
+        inner = REST[rest["rule"]][0]([{"params": []}])
+        inner.param_groups, inner.state = [rest], self.state
+        inner.step()
+        return loss
+
+    def step_matrices(self, params: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
+        """Update ``params``, which all have a gradient, by the options of ``group``."""
+        raise NotImplementedError
+
+
+def checked_options(kind: Callable[..., Optimizer], options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return all options of ``kind`` with these; ConfigError, which begins with ``where``, for wrong ones."""
+    try:
+        (group,) = kind([{"params": []}], **options).param_groups
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{where}: torch's {kind.__name__} refuses {dict(options)}: {error}") from error
+    return group
