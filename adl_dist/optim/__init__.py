@@ -4,7 +4,6 @@ from adl_dist.optim.muon import Muon
 from adl_dist.optim.roles import mark_roles
 from adl_dist.optim.rotated import RotatedAdam
 from adl_dist.optim.schedule import (
-    MOST_TRIED,
     build_lr_schedule,
     constant,
     cosine,
@@ -18,6 +17,6 @@ from adl_dist.optim.schedule import (
 )
 
 __all__ = [
-    "MOST_TRIED", "Muon", "RotatedAdam", "build_lr_schedule", "constant", "cosine", "cosine_factor", "fast_forward",
+    "Muon", "RotatedAdam", "build_lr_schedule", "constant", "cosine", "cosine_factor", "fast_forward",
     "mark_roles", "multistep", "multistep_factor", "takes_length", "try_schedule", "warmup_factor",
 ]  # fmt: skip

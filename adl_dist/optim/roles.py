@@ -6,7 +6,7 @@ embedding or makes the model's outputs. That is known of the uncut model, so tha
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,14 @@ from torch import nn
 from adl_dist.errors import ConfigError
 
 ATTRIBUTE = "adl_role"  # of a parameter; a Parameter stays the same object for the whole training
-EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+# Layers whose weights multiply no matrix, also where they have two dimensions.
+TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 CONVOLUTIONS = (
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-# A table of positions that a model registers as a plain parameter, like pos_embed or relative_position_bias_table.
-TABLE = re.compile(r"(^|_)(pos|position|emb)", re.IGNORECASE)
+# What a model registers as a plain parameter and is a table or a bias, like pos_embed, relative_position_bias_table.
+TABLE_NAME = re.compile(r"(^|_)(pos|position|emb|bias)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Role:
     """What a parameter is for.
 
     Attributes:
-        kind: ``embedding``: of an embedding, or a table by its name; ``head``: of the layer that makes the model's
-            outputs; ``convolution``: a convolution's; ``other``: any other.
+        kind: ``table``: of an embedding or a norm, or by its name a table or a bias; ``head``: of the layer that makes
+            the model's outputs; ``convolution``: a convolution's weight; ``other``: any other.
         name: the uncut model's name for it.
         names: all names of that model.
     """
@@ -44,19 +45,25 @@ def mark_roles(model: nn.Module) -> None:
     """Write on each parameter of the uncut ``model`` what it is for; :func:`split_by_role` reads it.
 
     The head is the last layer in the order of ``model.modules()`` that has a matrix of weights, if that is linear or a
-    convolution. A parameter that several layers share is an embedding if it is one's, else the head's if it is.
+    convolution. A parameter that several layers share is a table if it is one for any of them, else the head's if it
+    is.
     """
     names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
-    by_kind: dict[str, set[nn.Parameter]] = {"embedding": set(), "head": set(), "convolution": set()}
+    by_kind: dict[str, set[nn.Parameter]] = {"table": set(), "head": set(), "convolution": set()}
+    last = None  # layer with a matrix
     for layer in model.modules():
+        kind = _class_of(layer)
         for name, parameter in layer.named_parameters(recurse=False):
-            if issubclass(_class_of(layer), EMBEDDINGS) or TABLE.search(name):
-                by_kind["embedding"].add(parameter)
-            elif issubclass(_class_of(layer), CONVOLUTIONS) and name == "weight":
+            if issubclass(kind, TABLES) or TABLE_NAME.search(name):
+                by_kind["table"].add(parameter)
+                continue
+            if issubclass(kind, CONVOLUTIONS) and name == "weight":
                 by_kind["convolution"].add(parameter)
-    layers = [layer for layer in model.modules() if any(_has_matrix(layer, by_kind["embedding"]))]
-    if layers and issubclass(_class_of(layers[-1]), (nn.Linear, *CONVOLUTIONS)):
-        by_kind["head"].update(layers[-1].parameters())
+            # Without a shape yet it is the weight of a lazy layer.
+            if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.ndim > 1:
+                last = layer
+    if last is not None and issubclass(_class_of(last), (nn.Linear, *CONVOLUTIONS)):
+        by_kind["head"].update(last.parameters(recurse=False))
     for name, parameter in model.named_parameters():
         kind = next((kind for kind, members in by_kind.items() if parameter in members), "other")
         setattr(parameter, ATTRIBUTE, Role(kind, name, names))
@@ -68,21 +75,14 @@ def _class_of(layer: nn.Module) -> type:
     return getattr(nn, str(layer.original_name), nn.Module) if is_script else type(layer)
 
 
-def _has_matrix(layer: nn.Module, embeddings: set[nn.Parameter]) -> Iterator[bool]:
-    """Yield for each parameter of ``layer`` itself whether it is a matrix of weights."""
-    for parameter in layer.parameters(recurse=False):
-        is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)  # has no shape yet
-        yield parameter not in embeddings and (is_lazy or parameter.ndim > 1)
-
-
 def split_by_role(
     parameters: Iterable[nn.Parameter], optimizer: str, rest_names: Sequence[str]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the matrices among ``parameters``, and the rest.
 
     Matrices are what has two dimensions and the weights of convolutions, seen as (out, rest), if they have at least two
-    rows and two columns and are neither complex, nor of an embedding, nor of the head, nor called by ``rest_names``,
-    which are names of the uncut model with ``*`` and ``?``.
+    rows and two columns and are neither complex, nor a table, nor of the head, nor called by ``rest_names``, which are
+    names of the uncut model with ``*`` and ``?``.
 
     Raises:
         ConfigError: a parameter does not say what it is for, or no name is like one of ``rest_names``; the text names

@@ -17,18 +17,19 @@ class RotatedAdam(ByRole):
 
     Adam's step by coordinates suffers most from delay where the loss is curved along other directions than these, so
     each matrix W [out, rest] is stepped in a basis U [out, out], V [rest, rest] close to its principal directions.
-    With gradient G, at update t = 0, 1, ...:
+    With gradient G, at update t = 0, 1, ..., U and V being identities at first:
 
         M <- b1 M + (1 - b1) G
         L <- b2 L + (1 - b2) G G^T                 from M in place of G with source=first
         R <- b2 R + (1 - b2) G^T G
-        U <- Q of qr(L U), V <- Q of qr(R V)       a power step, at t = f, 2 f, ...; eigenvectors of L and R at t = 0
+        U <- Q of qr(L U), V <- Q of qr(R V)       a power step, at t = f, 2 f, ...
         S <- b2 S + (1 - b2) (U^T G V)^2
         W <- (1 - eta lambda) W - eta U [ (U^T M V / (1 - b1^(t+1))) / (sqrt(S / (1 - b2^(t+1))) + eps) ] V^T
 
-    S stays as it is when the basis moves. The first update is applied, unlike in SOAP (Vyas et al. 2024), from which
-    this differs in that point and in M, which lies in the basis of the weights. Memory: M, S, and 2 (out^2 + rest^2)
-    numbers for each matrix; without rotation of a side, none for that side.
+    S stays as it is when the basis moves. SOAP (Vyas et al. 2024) begins with eigenvectors of the first gradient, and
+    applies no step then; here the first step is applied, and in that basis U^T G V would be diagonal, so that Adam
+    would make full steps of the rounding errors next to the diagonal. Memory: M, S, and 2 (out^2 + rest^2) numbers for
+    each matrix; without rotation of a side, none for that side.
     """
 
     def __init__(  # 14: those of AdamW, four of the rotation, and four for the rest
@@ -122,8 +123,10 @@ def _stepped(state: dict[str, Any], grad: Tensor, group: Mapping[str, Any]) -> T
     for side, moments in (("left", of), ("right", of.mT)):
         if side in state:
             state[side].mul_(b2).addmm_(moments, moments.mT, alpha=1 - b2)
-            if state["step"] % group["every"] == 0:
-                state[f"{side}_basis"] = _refreshed(state[side], state.get(f"{side}_basis"))
+            if state["step"] and state["step"] % group["every"] == 0:
+                basis = state.get(f"{side}_basis")
+                moved = state[side] if basis is None else state[side] @ basis
+                state[f"{side}_basis"] = torch.linalg.qr(moved).Q
         bases[side] = state.get(f"{side}_basis")
     rotated = _rotated(grad, bases["left"], bases["right"])
     square.mul_(b2).addcmul_(rotated, rotated, value=1 - b2)
@@ -132,16 +135,6 @@ def _stepped(state: dict[str, Any], grad: Tensor, group: Mapping[str, Any]) -> T
     step = _rotated(mean, bases["left"], bases["right"]).div_(1 - b1 ** state["step"]).div_(root)
     back = [None if basis is None else basis.mT for basis in bases.values()]
     return _rotated(step, *back)
-
-
-def _refreshed(moments: Tensor, basis: Tensor | None) -> Tensor:
-    """Return the basis [n, n] that follows ``basis``; None: the first one, the largest eigenvalue first."""
-    if basis is not None:
-        moved: Tensor = torch.linalg.qr(moments @ basis).Q
-        return moved.contiguous()
-    # In the order that power steps tend to. What is not finite ends the run elsewhere, and must not raise here.
-    first: Tensor = torch.linalg.eigh(torch.nan_to_num(moments)).eigenvectors.flip(-1)
-    return first
 
 
 def _rotated(matrix: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:

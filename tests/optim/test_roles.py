@@ -1,0 +1,113 @@
+"""What each parameter is for is known of the uncut model, and so is the same in every cut."""
+
+import pytest
+import torch
+from torch import nn
+
+from adl_dist.errors import ConfigError
+from adl_dist.models import cifar_resnet
+from adl_dist.optim import Muon, RotatedAdam, mark_roles
+from adl_dist.partition import cut
+
+
+class Sentence(nn.Module):
+    """As a small language model: tables, attention, a convolution, and a head at the end."""
+
+    def __init__(self, *, ties=False):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6)
+        self.pos_embed = nn.Parameter(torch.randn(7, 6))
+        self.class_token = nn.Parameter(torch.randn(1, 6))
+        self.rotation = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+        self.attention = nn.MultiheadAttention(6, 2)
+        self.depthwise = nn.Conv1d(6, 6, 3, groups=6)
+        self.norm = nn.LayerNorm([7, 6])
+        self.relative_bias = nn.Parameter(torch.randn(6, 6))
+        self.mixing = nn.Parameter(torch.randn(6, 6))
+        self.head = nn.Linear(6, 11)
+        if ties:
+            self.head.weight = self.tokens.weight
+
+
+def matrices_of(model, **options):
+    """The names of the parameters in the first group."""
+    names = {p: name for name, p in model.named_parameters()}
+    optimizer = Muon(model.parameters(), **options)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)
+    return sorted(names[p] for p in optimizer.param_groups[0]["params"])
+
+
+def marked(model):
+    mark_roles(model)
+    return model
+
+
+ATTENTION = ["attention.in_proj_weight", "attention.out_proj.weight"]
+
+
+def test_matrices_are_neither_embeddings_nor_head_nor_vectors():
+    found = matrices_of(marked(Sentence()))
+    assert found == [*ATTENTION, "depthwise.weight", "mixing"]
+
+
+def test_rest_names_name_more_of_the_rest():
+    found = matrices_of(marked(Sentence()), rest_names=["*.in_proj_*", "mixing"])
+    assert found == ["attention.out_proj.weight", "depthwise.weight"]
+
+
+def test_a_tied_head_is_an_embedding_and_no_other_layer_the_head():
+    found = matrices_of(marked(Sentence(ties=True)))
+    assert found == [*ATTENTION, "depthwise.weight", "mixing"]
+
+
+def test_every_convolution_of_a_resnet_is_a_matrix():
+    model = marked(cifar_resnet(20, width=4))
+    convolutions = [f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d)]
+    assert matrices_of(model) == sorted(convolutions)
+
+
+def test_a_convolution_that_makes_the_outputs_is_the_head():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1))
+    assert matrices_of(marked(model)) == ["0.weight", "2.weight"]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_the_parts_of_a_model_have_the_roles_of_the_whole(num_stages):
+    model = marked(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))))
+    parts = cut(model, num_stages=num_stages, balance=[6 // num_stages] * num_stages)
+    found = [name for part in parts for name in matrices_of(part)]
+    assert found == [f"{unit}.weight" for unit in range(5)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_layers_have_the_roles_of_their_originals():
+    class Scripted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.inner, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.inner(self.tokens(x)))
+
+    assert matrices_of(marked(torch.jit.script(Scripted()))) == ["inner.weight"]
+
+
+@pytest.mark.parametrize("make", [Muon, RotatedAdam])
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        (
+            [nn.Parameter(torch.zeros(2, 3))],
+            r"must know whether a parameter of shape \[2, 3\] is of .* call adl_dist.optim.mark_roles\(model\)",
+        ),
+        ([{"params": []}], "takes the parameters themselves and makes its groups .*, got a dict among them"),
+    ],
+)
+def test_what_is_of_no_marked_model_is_refused(make, parameters, told):
+    with pytest.raises(ConfigError, match=f"optimizer: {make.__name__} {told}"):
+        make(parameters)
+
+
+def test_a_name_that_no_parameter_has_is_refused():
+    with pytest.raises(ConfigError, match=r"rest_names: no parameter of the model is called 'fc\.\*'; .* like 0\.bias"):
+        Muon(marked(nn.Sequential(nn.Linear(2, 2))).parameters(), rest_names=["fc.*"])
