@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from adl_dist.optim import Muon, RotatedAdam, mark_roles
 from tests.adversarial.cases import WIDTH, Case
 
 NUM_CLASSES = 5
@@ -63,6 +64,28 @@ for name, optimizer in {
     add(name, optimizer)
 
 add("muon", of(optim.Muon, lr=1e-2, weight_decay=0.1), build=matrices, item="C3")
+
+
+def marked():
+    """As a Trainer's model is, for the oracle."""
+    it = net()
+    mark_roles(it)
+    return it
+
+
+def partly_frozen():
+    it = marked()
+    it[2].weight.requires_grad_(False)
+    it[4].requires_grad_(False)
+    return it
+
+
+nesterov = of(optim.NAdam, lr=1e-2, betas=(0.99, 0.999), momentum_decay=0.004, decoupled_weight_decay=True)
+add("nadamw", of(nesterov, weight_decay=0.1, eps=1e-3))
+add("muon_for_matrices", of(Muon, rest_options={"eps": 1e-3}), build=marked)
+add("muon_and_sgd", of(Muon, rest="sgd", rest_options={"weight_decay": 0.1}), build=marked)
+add("muon_partly_frozen", of(Muon, rest="sgd"), build=partly_frozen)
+add("rotated_adam", of(RotatedAdam, every=2, eps=1e-3, rest_options={"eps": 1e-3}), build=marked)
 add("lbfgs", of(optim.LBFGS, lr=0.1), word="closure|LBFGS")
 
 

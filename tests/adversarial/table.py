@@ -33,4 +33,7 @@ DEFAULT = [
     ("detached_branch", "layer"), ("gradient_mask", "block"), ("aliased_parameters", "block"), ("hidden_tie", "block"),
     ("complex_parameters", "block"), ("residual_in_place", "layer"), ("embedding_with_max_norm", "block"),
 ]  # fmt: skip
-DEFAULT_OPTIMIZERS = ["sgd_fused", "muon", "schedule_free", "lookahead", "split_by_shape", "filtering_factory"]
+DEFAULT_OPTIMIZERS = [
+    "sgd_fused", "muon", "muon_for_matrices", "rotated_adam", "schedule_free", "lookahead", "split_by_shape",
+    "filtering_factory",
+]  # fmt: skip

@@ -63,7 +63,9 @@ OPTIMIZERS = list(table.OPTIMIZERS)
 ODD_STATE = ["schedule_free", "prodigy", "shampoo", "counting", "lookahead", "nadam", "two_in_one", "step_hook"]
 
 
-@pytest.mark.parametrize("name", covering(OPTIMIZERS, ["schedule_free", "shampoo", "counting", "nadam", "muon"]))
+@pytest.mark.parametrize(
+    "name", covering(OPTIMIZERS, ["schedule_free", "shampoo", "counting", "nadamw", "muon", "muon_partly_frozen"])
+)
 @pytest.mark.parametrize("K", [2])
 def test_an_odd_optimizer_resumes_or_is_refused(name, K, tmp_path):
     case = table.OPTIMIZERS[name]

@@ -13,7 +13,7 @@ import adl_dist
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError
-from adl_dist.optim import multistep
+from adl_dist.optim import Muon, RotatedAdam, multistep
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
 from tests.support.commands import assert_same, snapshot
@@ -41,6 +41,10 @@ OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": partial(torch.optim.AdamW, lr=0.01, amsgrad=True),
     "two groups": two_groups,
+    "muon": Muon,
+    "muon and sgd": partial(Muon, rest="sgd"),
+    "rotated": partial(RotatedAdam, every=2),
+    "nadamw": partial(torch.optim.NAdam, betas=(0.99, 0.999), momentum_decay=0.004, decoupled_weight_decay=True),
 }
 
 
@@ -76,7 +80,9 @@ class Run:
             name = names.pop(id(parameter))
             state[f"lr of {name}"] = torch.tensor(group["lr"], dtype=torch.float64)
             assert optimizer.state[parameter], f"nothing is remembered of {name}"
-            state |= {f"{key} of {name}": value.clone() for key, value in optimizer.state[parameter].items()}
+            state |= {
+                f"{key} of {name}": torch.as_tensor(value).clone() for key, value in optimizer.state[parameter].items()
+            }
         assert names == {}, "every parameter belongs to the optimizer of its stage"
         return state
 
@@ -99,7 +105,11 @@ class Run:
 # --- What is carried over ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", torch.float32), ("two groups", torch.float64)], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [("adamw", torch.float32), ("two groups", torch.float64), ("muon", torch.float32), ("rotated", torch.float64)],
+    ids=str,
+)
 def test_another_cut_starts_from_what_the_one_before_ended_with(optimizer, dtype, tmp_path):
     ended = None
     options = {"optimizer": optimizer, "dtype": dtype, "lr_schedule": SCHEDULE}
@@ -135,8 +145,14 @@ def test_after_a_change_of_cut_each_update_has_its_learning_rate(lr_index, tmp_p
 
 @pytest.mark.parametrize(
     ("method", "steps", "optimizer", "dtype"),
-    [("adl", 6, "adamw", torch.float32), ("bp", 2, "sgd", torch.float64)],
-    ids=["an epoch is one update", "bp"],
+    [
+        ("adl", 6, "adamw", torch.float32),
+        ("bp", 2, "sgd", torch.float64),
+        ("adl", 6, "muon", torch.float32),
+        ("gpipe", 2, "muon and sgd", torch.float32),
+        ("adl", 6, "rotated", torch.float64),
+        ("1f1b", 2, "nadamw", torch.float32),
+    ],
 )
 def test_without_staleness_many_cuts_end_with_the_same_bits(method, steps, optimizer, dtype, tmp_path):
     """Bits, not 1e-12: a cut changes neither an operation nor the order in which gradients are added up."""

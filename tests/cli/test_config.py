@@ -14,6 +14,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run, config_folder, parse
 from adl_dist.cli.config.schema import Granularity, MethodConfig, PartitionConfig, RunConfig
 from adl_dist.errors import ConfigError
+from adl_dist.optim import Muon, RotatedAdam
 from adl_dist.schedule import METHODS, Method, method
 from tests.support.commands import as_command
 
@@ -164,6 +165,31 @@ def test_a_loss_may_be_a_function_or_what_makes_one(loss):
     output, target = torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0])
     smoothing = 0.25 if "torch" in loss[0] else 0.0
     assert loss_fn(output, target) == nn.functional.cross_entropy(output, target, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind", "groups"), [("muon", Muon, 2), ("rotated", RotatedAdam, 2), ("nadamw", torch.optim.NAdam, 1)]
+)
+def test_a_choice_of_optimizer_makes_it_for_a_model_of_the_command(choice, kind, groups):
+    config, _ = compose_run([f"optimizer={choice}", "optimizer.lr=0.07", "model=resnet20", "model.width=2"])
+    instantiate.check_targets(config)
+    made = instantiate.build_optimizer(config)(instantiate.build_model(config).parameters())
+    assert (type(made), len(made.param_groups), made.param_groups[0]["lr"]) == (kind, groups, 0.07)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["optimizer=muon", "optimizer.rest=adam"], "optimizer.rest: there is no 'adam'; choose one of adamw, sgd"),
+        (["optimizer=muon", "optimizer.rest_names=[fc]"], "optimizer.rest_names: no parameter of the model is called"),
+        (["optimizer=muon", "optimizer.ns_steps=five"], "optimizer.ns_steps=five: adl_dist.optim.Muon expects int"),
+        (["optimizer=rotated", "optimizer.source=third"], "optimizer.source must be one of second, first, got third"),
+    ],
+)
+def test_a_wrong_option_of_an_optimizer_is_refused(words, told):
+    config, _ = compose_run(words)
+    with pytest.raises(ConfigError, match=told):
+        instantiate.check_targets(config)
 
 
 def test_an_optimizer_takes_hydras_partial_as_what_it_is_anyway():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from adl_dist.optim import Muon, mark_roles
 from adl_dist.partition import cut
 from adl_dist.schedule.replay import at_random
 from tests.support.commands import assert_same
@@ -70,12 +71,15 @@ def test_the_order_of_events_does_not_change_a_bit(weights, num_orders):
         lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
         lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, fused=True),
         lambda p: torch.optim.RMSprop(p, lr=0.01, foreach=False),
+        lambda p: Muon(p, lr=0.02, rest_lr=0.01),
     ],
-    ids=["adamw", "adamw fused", "sgd fused", "rmsprop for-loop"],
+    ids=["adamw", "adamw fused", "sgd fused", "rmsprop for-loop", "muon"],
 )
 def test_fused_and_foreach_optimizers_give_the_stashed_gradient(K, optimizer):
     """Fused steps bypass autograd's check; stashing must not rely on it. Reference: every version kept as a copy."""
-    modules = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])
+    model = batch_norm_net().double()
+    mark_roles(model)
+    modules = cut(model, num_stages=K, balance=BALANCE[K])
     optimizers = [optimizer(module.parameters()) for module in modules]
     schedules = [warm_up_schedule(one) for one in optimizers]
     weights = [[copies(module)] for module in modules]  # of each stage, by version

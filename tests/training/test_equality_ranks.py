@@ -1,10 +1,12 @@
 """K gloo processes against K stages in one process: the same bits."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
 
+from adl_dist.optim import Muon, RotatedAdam
 from adl_dist.schedule import METHODS
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import nan_inputs, toy_trainer, train
@@ -28,6 +30,8 @@ CASES = [
     (1, {"method": "dgl", "options": {"head": "linear", "buffer_size": 3}}),
     (2, {"dropout": 0.3, "shuffle": True}),
     (2, {"channels_last": True}),
+    (2, {"channels_last": True, "optimizer": partial(Muon, lr=0.02)}),
+    (2, {"optimizer": partial(RotatedAdam, every=3), "non_finite": "skip", "plant": nan_inputs}),
     (2, {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
     (3, {"method": "paci", "non_finite": "skip", "plant": nan_inputs}),
 ]
