@@ -140,6 +140,10 @@ class Pipeline:
         group = self.delays[stage] // M + 2  # by then the pipeline is full
         return [self.staleness(stage, group * M + offset) for offset in range(M)]
 
+    def mean_staleness(self, stage: int) -> float:
+        """Return the mean staleness of the gradients of ``stage`` in steady state, in updates."""
+        return sum(self.steady_staleness(stage)) / self.micro_batches_per_update
+
     @property
     def drain_is_exact(self) -> bool:
         """Whether the pipeline can be emptied after any update without changing a value."""

@@ -33,7 +33,7 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
     for k, actions in enumerate(actions_of_all(pipeline, num_micro_batches=num_micro_batches)):
         by_offset = pipeline.steady_staleness(k)
         held = _held(pipeline, k, actions)
-        rows.append(StageFigures(k, pipeline.delays[k], by_offset, sum(by_offset) / M, max(by_offset), *held))
+        rows.append(StageFigures(k, pipeline.delays[k], by_offset, pipeline.mean_staleness(k), max(by_offset), *held))
     return rows
 
 
