@@ -46,16 +46,12 @@ class Mitigation:
         Raises:
             ConfigError: the rows need another optimizer.
         """
-        method = pipeline.method
-        self._method, self._rows, self._optimizer = method, frozenset(method.mitigation or ()), optimizer
+        self._method, self._rows, self._optimizer = pipeline.method, pipeline.mitigations(stage), optimizer
         self._staleness, self._lr_factor = pipeline.mean_staleness(stage), lr_factor
-        self._lag = method.error_feedback_lag or math.ceil(self._staleness)
-        self._remembers_displacement = "nesterov" in self._rows or (
-            "predict" in self._rows and method.predict_from == "displacement"
-        )
-        self.forwards_ahead = not self._rows.isdisjoint({"predict", "nesterov"})
+        self._lag, self._remembers_displacement = pipeline.feedback_lag(stage), pipeline.remembers_displacement(stage)
+        self.forwards_ahead = pipeline.forwards_ahead(stage)
         self.compensates = "delay_compensation" in self._rows
-        self.history: dict[nn.Parameter, dict[str, Any]] = {}
+        self.history: dict[Tensor, dict[str, Any]] = {}
         self._check(f"stage {stage}")
 
     def _check(self, where: str) -> None:
@@ -151,27 +147,18 @@ class Mitigation:
     def _ahead_by_adam(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
         """``linear``: t times the last update; ``geometric``: the next ceil(t) updates if all gradients were 0.
 
-        m^ / (sqrt(v^) + eps) is the last update per rate; of AdamW decay belongs to it. Of the gradients of 0 the mean
-        m knows, the mean square v does not.
+        AdamW's decay belongs to an update. Gradients of 0 are counted in the mean m, and not in the mean square v.
         """
-        b1, b2 = map(float, group["betas"])
         decay = group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0
         for p in group["params"]:
             if not (state := self._optimizer.state.get(p)):
                 continue
-            step, mean = float(state["step"]), state["exp_avg"]
-            square = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
-
-            def per_rate(later: int, step: float = step, mean: Tensor = mean, square: Tensor = square) -> Tensor:
-                expected = mean * (b1**later / (1 - b1 ** (step + later)))
-                return expected / ((square / (1 - b2 ** (step + later))).sqrt() + group["eps"])
-
             if self._method.predict_horizon == "linear":
-                ahead[p] = p - rate * self._staleness * (per_rate(0) + decay * p)
+                ahead[p] = p - rate * self._staleness * (_adam_step(state, group, 0) + decay * p)
                 continue
             weights = p.clone()
             for later in range(1, math.ceil(self._staleness) + 1):
-                weights = weights * (1 - rate * decay) - rate * per_rate(later)
+                weights = weights * (1 - rate * decay) - rate * _adam_step(state, group, later)
             ahead[p] = weights
 
     # --- gradient -------------------------------------------------------------------------------------------
@@ -189,12 +176,11 @@ class Mitigation:
         """Have the optimizer step, and make of its update what the rows say."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         gradients = self._decayed_gradients() if "spike" in self._rows else {}
-        feeds_back = "error_feedback" in self._rows
-        before = self._copies(parameters) if feeds_back or self._remembers_displacement else []
+        before = self._copies(parameters) if self._lag or self._remembers_displacement else []
         self._optimizer.step()
         if gradients:
             self._spread(gradients)
-        if feeds_back:
+        if self._lag:
             self._feed_back(parameters, before)
         if "nesterov" in self._rows:
             self._look_ahead(parameters, before)
@@ -208,7 +194,7 @@ class Mitigation:
     @_on_plain_tensors
     def _decayed_gradients(self) -> dict[nn.Parameter, Tensor]:
         """Return copies of the gradients as SGD adds them to its velocity: with the decay, and turned to descend."""
-        found = {}
+        found: dict[nn.Parameter, Tensor] = {}
         for group in self._optimizer.param_groups:
             if known := [p for p in group["params"] if p.grad is not None]:
                 signed = torch._foreach_mul([p.grad for p in known], -1.0 if group["maximize"] else 1.0)
@@ -272,14 +258,21 @@ def mitigation_of(pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_facto
     Raises:
         ConfigError: the rows need another optimizer.
     """
-    if not pipeline.method.mitigation or not pipeline.mean_staleness(stage):
-        return None
-    return Mitigation(pipeline, stage, optimizer, lr_factor)
+    return Mitigation(pipeline, stage, optimizer, lr_factor) if pipeline.mitigations(stage) else None
 
 
 def _momentum(group: Group) -> float:
     """Return mu of SGD and its kind, the first beta of Adam's; 0: there is none."""
     return float(group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0])
+
+
+def _adam_step(state: Group, group: Group, later: int) -> Tensor:
+    """Return m^ / (sqrt(v^) + eps) as it is ``later`` updates after the last one, whose gradients are all 0."""
+    b1, b2 = map(float, group["betas"])
+    step = float(state["step"]) + later
+    square: Tensor = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    mean: Tensor = state["exp_avg"] * float(b1**later / (1 - b1**step))
+    return mean / ((square / float(1 - b2**step)).sqrt() + float(group["eps"]))
 
 
 def _series(mu: float, n: float) -> float:

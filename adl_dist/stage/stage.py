@@ -334,7 +334,7 @@ class Stage:
             )
 
     def _weights_of(self, version: int, *, forward: bool = False) -> AbstractContextManager[None]:
-        """Have the module compute with ``version`` inside, if it is kept; with what a ``forward`` in it sees, if it is one."""
+        """Have the module compute with ``version`` inside, as far as it is kept, or what a ``forward`` sees of it."""
         policy = self._policy
         if policy is None or (version == self.version and not policy.forwards_ahead):
             return NEWEST

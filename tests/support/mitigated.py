@@ -1,4 +1,4 @@
-"""The equations of each mitigation, for the oracle: versions that forwards see otherwise, and updates made otherwise."""
+"""The equations of each mitigation, for the oracle: what a forward sees of a version, and how the next one is made."""
 
 import math
 
