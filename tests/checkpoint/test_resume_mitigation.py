@@ -30,7 +30,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_a_run_that_broke_off_ends_with_the_bits_of_a_whole_one(name, tmp_path):
+def test_a_run_that_broke_off_ends_with_the_same_bits(name, tmp_path):
     """In the second epoch, with histories that are ahead of those of the checkpoint."""
     options, kind = CHOICES[name]
     train = partial(trained, 3, 2, torch.float32, options=options, optimizer=OPTIMIZERS[kind], epochs=3)

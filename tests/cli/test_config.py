@@ -70,7 +70,7 @@ def test_the_keys_of_a_method_are_those_of_the_method_itself():
     assert defaults(MethodConfig) == defaults(Method)
 
 
-def test_a_run_records_the_options_of_the_mitigations_that_it_has():
+def test_a_run_records_the_options_of_its_mitigation():
     words = ["method.mitigation=[predict,error_feedback]", "method.error_feedback_lag=2"]
     config, plain = compose_run(words)
     chosen = {"predict_horizon": "linear", "predict_from": "displacement"}

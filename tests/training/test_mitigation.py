@@ -174,7 +174,7 @@ def test_evaluation_and_saved_weights_are_the_optimizers_own(weights):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_checkpoint_recomputes_with_the_weights_that_its_forward_saw(reentrant):
+def test_a_checkpoint_recomputes_with_what_its_forward_saw(reentrant):
     """Activation checkpointing inside a layer."""
 
     class Checkpointed(torch.nn.Sequential):
