@@ -1,7 +1,8 @@
 """The memory of the stages' optimizers in a checkpoint.
 
-Of each parameter: all that the optimizer remembers of it, in any cut under the parameter's name. Of each stage: what
-has moved since its optimizer was made, in ``param_groups``, in attributes of the object, or in ``state`` under a name.
+Of each parameter, in any cut under its name: all that the optimizer remembers of it, and that ``method.mitigation``
+does. Of each stage: what has moved since its optimizer was made, in ``param_groups``, in attributes of the object, or
+in ``state`` under a name.
 These are one stage's, so they come back only where the cut is the same. What the learning rate schedule sets is not
 stored: it is a function of the update index.
 """
@@ -23,7 +24,7 @@ from adl_dist.errors import CheckpointError, ConfigError
 from adl_dist.stage import Stage
 
 # What names of metadata begin with; no name of a module has a colon.
-OF_PARAMETER, OF_STAGE = "parameter:", "optimizer:"
+OF_PARAMETER, OF_STAGE, OF_MITIGATION = "parameter:", "optimizer:", "mitigation:"
 # Attributes that torch gives an optimizer itself, besides hooks; of these some move, and say nothing about the run.
 OF_TORCH = {
     *("defaults", "state", "param_groups", "step", "profile_hook_step"),
@@ -99,6 +100,9 @@ def shard_of(stage: Stage, fresh: FreshOptimizer | None) -> Shard:
                     f"its state has a key that is no parameter of the stage but a {type(parameter).__name__}"
                 )
             metadata[f"{OF_PARAMETER}{name}"] = json.dumps(packer.packed(name, dict(state)))
+        for parameter, past in stage.mitigation.history.items() if stage.mitigation is not None else ():
+            place = f"{OF_MITIGATION}{names[parameter]}"
+            metadata[place] = json.dumps(packer.packed(place, past))
         if moved := fresh.moved(stage.optimizer):
             place = f"{OF_STAGE}{stage.index}"
             metadata[place] = json.dumps({"groups": fresh.groups, "values": packer.packed(place, moved)})
@@ -126,14 +130,21 @@ def restore(
     parameters = fresh.parameters(stage.optimizer)
     kept = ((name, metadata[key]) for name in parameters if (key := f"{OF_PARAMETER}{name}") in metadata)
     states = {name: json.loads(text) for name, text in kept}
+    # A stage that has become fresh has no use for what was remembered of its parameters; one that has become stale
+    # begins to remember.
+    used = parameters if stage.mitigation is not None else ()
+    pasts = {name: json.loads(metadata[key]) for name in used if (key := f"{OF_MITIGATION}{name}") in metadata}
     values = _values_for(where, fresh.groups, metadata)
-    names = {*nested.tensor_names([*states.values(), values])}
+    names = {*nested.tensor_names([*states.values(), *pasts.values(), values])}
     read = dict(storage.read({name: tensors[name] for name in names}))
     place = partial(
         nested.unpacked, tensors=read, device=_device_of(parameters), steps_on_cpu=_steps_on_cpu(stage.optimizer)
     )
     for name, packed in states.items():
         stage.optimizer.state[parameters[name]] = place(packed)
+    for name, packed in pasts.items():
+        assert stage.mitigation is not None
+        stage.mitigation.history[parameters[name]] = place(packed)
     for name, value in place(values).items():
         _put(stage.optimizer, name, value)
 

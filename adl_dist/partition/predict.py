@@ -50,7 +50,7 @@ def best_cut(
             inputs=stage.inputs,
             acts_sent=kept.get(("act", stage.stage), 0),
             grads_sent=kept.get(("grad", stage.stage), 0),
-            weight_copies=stage.weight_copies,
+            weight_copies=stage.weight_copies + stage.history_copies,
             gradient_copies=len(set(stage.staleness_by_offset)) - 1 if method.weights == "stash" else 0,
             recomputes=sum(method.recomputes(place, M, stage.delay) for place in range(M)) / M,
         )

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule.method_table import ANYONES_DELAYS, METHODS, DelayRule, MethodSpec, Weights
+from adl_dist.schedule.mitigations import MITIGATIONS, Horizon, PredictFrom, mitigation_options, why_not
 
 Recompute = Literal["never", "except_last", "always"]
 Order = Literal["forward_first", "backward_first"]
@@ -20,6 +21,8 @@ CHOICES = {
     "lr_index": LrIndex,
     "recompute": Recompute,
     "head": Head,
+    "predict_horizon": Horizon,
+    "predict_from": PredictFrom,
 }
 
 
@@ -36,22 +39,38 @@ def _list(value: object, of: Callable[[object], bool]) -> bool:
 
 
 WHOLE = ("a whole number", _whole)
+WHOLE_OR_NONE = ("a whole number", lambda v: v is None or _whole(v))
+NUMBER = ("a finite number", _number)
+NAMES = ("a list of names, like [predict,spike]", lambda v: v is None or _list(v, lambda one: isinstance(one, str)))
 NUMBERS = ("a list of finite numbers, like [2,0.5]", lambda v: v is None or _list(v, _number))
 QUEUE = ("a whole number or a list of some, like [1,2]", lambda v: _whole(v) or _list(v, _whole))
 # What each option must be, and whether a value is that.
 TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "accumulation_steps": WHOLE,
     "delay": ("a rule or a list of whole numbers, like [2,1,0]", lambda v: isinstance(v, str) or _list(v, _whole)),
-    "gradient_shrink": ("a finite number", _number),
+    "gradient_shrink": NUMBER,
+    "mitigation": NAMES,
+    "discount_power": NUMBER,
+    "discount_updates": WHOLE_OR_NONE,
+    "nesterov_gamma": NUMBER,
+    "error_feedback_coefficient": NUMBER,
+    "error_feedback_lag": WHOLE_OR_NONE,
+    "delay_compensation_lambda": NUMBER,
     "lr_factors": NUMBERS,
     "activation_queue": QUEUE,
     "gradient_queue": QUEUE,
     "buffer_size": WHOLE,
-    "buffer_reuse": ("a whole number", lambda v: v is None or _whole(v)),
+    "buffer_reuse": WHOLE_OR_NONE,
     "stage_speeds": NUMBERS,
 }
-SMALLEST = {"accumulation_steps": 1, "activation_queue": 1, "gradient_queue": 1, "buffer_size": 0, "buffer_reuse": 1}
-ABOVE_0 = ("lr_factors", "stage_speeds", "gradient_shrink")
+SMALLEST = {
+    **{"accumulation_steps": 1, "activation_queue": 1, "gradient_queue": 1, "buffer_size": 0, "buffer_reuse": 1},
+    **{"discount_power": 0, "discount_updates": 1, "error_feedback_lag": 1},
+}
+ABOVE_0 = (
+    *("lr_factors", "stage_speeds", "gradient_shrink"),
+    *("nesterov_gamma", "error_feedback_coefficient", "delay_compensation_lambda"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +99,18 @@ class Method:
         buffer_size: micro-batches in the replay buffer between two stages; 0: none, stages work in step.
         buffer_reuse: how often one of them may be used; None: any number of times.
         stage_speeds: with a buffer, how often each stage gets its turn, relative to the others.
+        mitigation: rows of ``MITIGATIONS``: what is done about staleness in stages that have some, t updates; None:
+            nothing. The options below belong to one row each.
+        discount_power: p of ``discount``: the learning rate is divided by max(t, 1) ** p.
+        discount_updates: updates over which p falls to 0; None: it stays.
+        predict_horizon: ``linear``: a forward sees the weights t updates ahead, each like the last one;
+            ``geometric``: each smaller by the optimizer's momentum, as without further gradients.
+        predict_from: what the last update is read from: how far it moved the weights (``displacement``; any optimizer),
+            or the state of SGD, Adam or AdamW (``momentum``).
+        nesterov_gamma: gamma of ``nesterov``, in (0, 1).
+        error_feedback_coefficient: c of ``error_feedback``.
+        error_feedback_lag: with which earlier update it compares an update; None: that of ceil(t) updates ago.
+        delay_compensation_lambda: lambda of ``delay_compensation``.
 
     Raises:
         ConfigError: a value that the method cannot run with, or one that means nothing to it.
@@ -101,6 +132,15 @@ class Method:
     buffer_size: int = 0
     buffer_reuse: int | None = None
     stage_speeds: Sequence[float] | None = None
+    mitigation: Sequence[str] | None = None
+    discount_power: float = 0.5
+    discount_updates: int | None = None
+    predict_horizon: Horizon = "linear"
+    predict_from: PredictFrom = "displacement"
+    nesterov_gamma: float = 0.99
+    error_feedback_coefficient: float = 1.0
+    error_feedback_lag: int | None = None
+    delay_compensation_lambda: float = 0.04
 
     spec: MethodSpec = field(init=False, repr=False, compare=False)
 
@@ -111,11 +151,8 @@ class Method:
         self._set("spec", spec)
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.init and option.name not in ("name", *spec.options) and value not in (None, option.default):
-                raise ConfigError(
-                    f"method.{option.name}={value} means nothing to method={self.name}, which takes "
-                    f"{', '.join(spec.options)}"
-                )
+            if option.init and option.name not in ("name", *self.options) and value not in (None, option.default):
+                raise ConfigError(self._means_nothing(option.name, value))
             if isinstance(value, list):
                 self._set(option.name, tuple(value))  # so that a method can be hashed
         if self.delay not in (None, "queues") and (self.activation_queue, self.gradient_queue) != (1, 1):
@@ -127,9 +164,14 @@ class Method:
         self._check_together()
 
     @property
+    def options(self) -> list[str]:
+        """The fields that mean something to this method and to the mitigation chosen."""
+        return [*self.spec.options, *mitigation_options(self.mitigation)]
+
+    @property
     def settings(self) -> dict[str, Any]:
         """All hyper-parameters that mean something to this method, as plain values."""
-        values = {"name": self.name, **{name: getattr(self, name) for name in self.spec.options}}
+        values = {"name": self.name, **{name: getattr(self, name) for name in self.options}}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @property
@@ -151,6 +193,13 @@ class Method:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _means_nothing(self, name: str, value: object) -> str:
+        rows = [row for row, spec in MITIGATIONS.items() if name in spec.options]
+        if rows and "mitigation" in self.spec.options:
+            return f"method.{name}={value} means nothing without method.mitigation=[{rows[0]}]"
+        takes = ", ".join(self.options)
+        return f"method.{name}={value} means nothing to method={self.name}, which takes {takes}"
 
     def _check_values(self) -> None:
         """Refuse an option whose value no method takes."""
@@ -184,6 +233,11 @@ class Method:
                 "method.buffer_reuse and method.stage_speeds mean nothing without a replay buffer; set "
                 "method.buffer_size=50, or omit them"
             )
+        assert self.weights is not None
+        if reason := why_not(self.mitigation or (), self.weights):
+            raise ConfigError(f"method.mitigation: {reason}")
+        if not self.nesterov_gamma < 1:
+            raise ConfigError(f"method.nesterov_gamma must be below 1, got {self.nesterov_gamma}")
 
     def _numbers(self, name: str) -> Sequence[float]:
         value = getattr(self, name)

@@ -1,5 +1,6 @@
 """A method on K stages, and the numbers that follow from the two: delays, staleness, learning rates of each stage."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -139,6 +140,30 @@ class Pipeline:
         M = self.micro_batches_per_update
         group = self.delays[stage] // M + 2  # by then the pipeline is full
         return [self.staleness(stage, group * M + offset) for offset in range(M)]
+
+    def mean_staleness(self, stage: int) -> float:
+        """Return the mean staleness of the gradients of ``stage`` in steady state, in updates."""
+        return sum(self.steady_staleness(stage)) / self.micro_batches_per_update
+
+    def mitigations(self, stage: int) -> frozenset[str]:
+        """Return the rows of ``method.mitigation`` that act in ``stage``: all, or none where no gradient is stale."""
+        rows = self.method.mitigation
+        return frozenset(rows) if rows and self.mean_staleness(stage) else frozenset()
+
+    def forwards_ahead(self, stage: int) -> bool:
+        """Whether forwards of ``stage`` see other weights than those of their version."""
+        return not self.mitigations(stage).isdisjoint({"predict", "nesterov"})
+
+    def remembers_displacement(self, stage: int) -> bool:
+        """Whether ``stage`` remembers how far its last update moved the weights."""
+        rows = self.mitigations(stage)
+        return "nesterov" in rows or ("predict" in rows and self.method.predict_from == "displacement")
+
+    def feedback_lag(self, stage: int) -> int:
+        """Return how many updates of its own ``stage`` remembers, to compare a new one with the oldest; 0: none."""
+        if "error_feedback" not in self.mitigations(stage):
+            return 0
+        return self.method.error_feedback_lag or math.ceil(self.mean_staleness(stage))
 
     @property
     def drain_is_exact(self) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.timing import actions_of_all, ticks
+from adl_dist.schedule.timing import FORWARDS, actions_of_all, ticks
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class StageFigures:
     graphs: int  # most micro-batches held with all activations
     inputs: int  # most micro-batches held with nothing but what came in, in flight or in a replay buffer
     weight_copies: int  # most weight versions held besides the newest
+    history_copies: int  # tensors like the weights that a mitigation remembers
 
 
 def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
@@ -33,7 +34,9 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
     for k, actions in enumerate(actions_of_all(pipeline, num_micro_batches=num_micro_batches)):
         by_offset = pipeline.steady_staleness(k)
         held = _held(pipeline, k, actions)
-        rows.append(StageFigures(k, pipeline.delays[k], by_offset, sum(by_offset) / M, max(by_offset), *held))
+        remembered = pipeline.remembers_displacement(k) + pipeline.feedback_lag(k)
+        stale = by_offset, pipeline.mean_staleness(k), max(by_offset)
+        rows.append(StageFigures(k, pipeline.delays[k], *stale, *held, remembered))
     return rows
 
 
@@ -42,7 +45,10 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
     graphs: dict[int, int] = {}  # the weight version of each
     inputs: set[tuple[bool, int]] = set()  # (whether in the replay buffer, number)
     version, most = 0, (0, 0, 0)
+    is_ahead, last_seen = pipeline.forwards_ahead(stage), -1  # the version of the last forward
     for op, number in actions:
+        if op in FORWARDS:
+            last_seen = version
         if op in (Op.FORWARD, Op.RECOMPUTE):
             graphs[number] = pipeline.forward_version(stage, number)
             inputs.discard((False, number))
@@ -58,7 +64,10 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
         if pipeline.method.weights == "2bw":
             copies = int(version > 0)
         elif pipeline.method.weights == "stash":
-            copies = len(set(graphs.values()) - {version})
+            # What forwards see ahead of the newest version is a copy, too.
+            copies = len(set(graphs.values()) - {version}) + (is_ahead and last_seen == version)
+        elif is_ahead:
+            copies = 2 * (last_seen == version)
         most = max(most[0], len(graphs)), max(most[1], len(inputs)), max(most[2], copies)
     return most
 

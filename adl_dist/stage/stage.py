@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.calls import RandomStreams, Tensors, call_of, packed, takes_gradient, unpacked
 from adl_dist.stage.loss_terms import class_loss
+from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.optimizer import scaled_learning_rates, stage_optimizer
 from adl_dist.stage.spec import TrainSpec
@@ -56,6 +57,7 @@ class Stage:
         in_flight: micro-batches forwarded and not yet back-propagated, oldest first.
         tally: what the stage counts about itself; the owner takes it and puts a fresh one.
         faults: looks at loss and gradient of each update; the last ones are checked at the end of a segment.
+        mitigation: what is done about the staleness of its gradients; None: nothing.
     """
 
     def __init__(
@@ -91,8 +93,11 @@ class Stage:
         self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=f"stage {index}")
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
-        self._traits = traits
-        self._policy = weight_policy(method.weights, self._trained, self.optimizer) if self.optimizer else None
+        self._traits, self._lr_factor = traits, pipeline.lr_factor(index)
+        self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
+        self._policy = (
+            weight_policy(method.weights, self._trained, self.optimizer, self.mitigation) if self.optimizer else None
+        )
         if self._policy is not None and (method.weights == "2bw" or (pipeline.delays[index] and not method.spec.flush)):
             self._check_weights(method.weights)
         self._forward_version: int | None = None  # None: the newest
@@ -100,7 +105,7 @@ class Stage:
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._class_loss = class_loss(spec.loss_fn)
         self._call_module = call_of(module, compiled=spec.precision.compile)
-        self._gradient_shrink, self._lr_factor = method.gradient_shrink, pipeline.lr_factor(index)
+        self._gradient_shrink = method.gradient_shrink
         self._learns_locally = method.spec.local_losses
         self._epoch = 0
         self._random = RandomStreams(spec.seed, index, traits.draws)
@@ -186,7 +191,7 @@ class Stage:
             given = tuple(leaf.clone() for leaf in leaves)
             kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         self._random.seed(micro_batch, leaves[0].device)
-        with torch.set_grad_enabled(keep_graph), self._weights_of(version):
+        with torch.set_grad_enabled(keep_graph), self._weights_of(version, forward=True):
             with self._watching_buffers(self.module):
                 out = self._call(given)
             outs = self._taken_apart(out)
@@ -265,11 +270,12 @@ class Stage:
         """
         skip = self.tally.skipped is not None
         if self._policy is not None and self.optimizer is not None:
-            self.tally.learning_rate = float(self.optimizer.param_groups[0]["lr"]) * self._lr_factor
+            factor = self._lr_factor if self.mitigation is None else self.mitigation.rate(self.version)
+            self.tally.learning_rate = float(self.optimizer.param_groups[0]["lr"]) * factor
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
             graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
-            with scaled_learning_rates(self.optimizer, self._lr_factor):
+            with scaled_learning_rates(self.optimizer, factor):
                 self._policy.step(self.version, in_flight=graphs, skip=skip)
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
@@ -327,9 +333,12 @@ class Stage:
                 "checkpointing in the model"
             )
 
-    def _weights_of(self, version: int) -> AbstractContextManager[None]:
-        """Have the module compute with ``version`` inside, as far as the method keeps it."""
-        return NEWEST if self._policy is None or version == self.version else self._policy.weights_of(version)
+    def _weights_of(self, version: int, *, forward: bool = False) -> AbstractContextManager[None]:
+        """Have the module compute with ``version`` inside, as far as it is kept, or what a ``forward`` sees of it."""
+        policy = self._policy
+        if policy is None or (version == self.version and not policy.forwards_ahead):
+            return NEWEST
+        return policy.forward_weights(version) if forward else policy.weights_of(version)
 
     def _call(self, acts: Tensors, buffers: dict[str, Tensor] | None = None) -> Any:
         if any(self._overwrites):

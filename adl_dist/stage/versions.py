@@ -85,6 +85,10 @@ class Exchange:
         self._tell()
         return older
 
+    def versions_of(self, weights: Sequence[Tensor]) -> list[nn.Parameter]:
+        """Return ``weights`` as another version of the parameters, with their types and hooks."""
+        return [_like(p, other) for p, other in zip(self.parameters, weights, strict=True)]
+
     def swap(self, others: Sequence[Tensor]) -> None:
         """Exchange the weights and gradients of the parameters with those of ``others``."""
         swap(self.parameters, others)

@@ -9,23 +9,26 @@ Whatever it decides, the module, its optimizer and its user hold the same Parame
 two calls of a policy the newest weights are in them; see :mod:`adl_dist.stage.versions`.
 """
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from adl_dist.stage.mitigation import Mitigation
 from adl_dist.stage.versions import Exchange
 
 NEWEST: AbstractContextManager[None] = nullcontext()
 
 
 class _Policy:
-    """What all policies share: the optimizer."""
+    """What all policies share: the optimizer, and what is done about staleness."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    forwards_ahead = False  # whether a forward sees other weights than the newest even of the newest version
+
+    def __init__(self, optimizer: torch.optim.Optimizer, mitigation: Mitigation | None = None) -> None:
+        self._optimizer, self._mitigation = optimizer, mitigation
 
     def gather(self) -> list[nn.Parameter]:
         """Return the parameters of the next step, each with the whole gradient of the group if it has one."""
@@ -38,9 +41,13 @@ class _Policy:
         """Have the module compute with ``version`` inside; with the newest weights, unless an older copy is kept."""
         return NEWEST
 
+    def forward_weights(self, version: int) -> AbstractContextManager[None]:
+        """Have the module compute with what a forward in ``version`` sees inside."""
+        return self.weights_of(version)
+
     def _finish(self, *, skip: bool) -> None:
         if not skip:
-            self._optimizer.step()
+            self._optimizer.step() if self._mitigation is None else self._mitigation.step()
         self._optimizer.zero_grad()
 
 
@@ -51,8 +58,10 @@ class Latest(_Policy):
     weights of a stage only, and a hybrid below.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation | None = None
+    ) -> None:
+        super().__init__(optimizer, mitigation)
         self._parameters = tuple(module.parameters())
 
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
@@ -63,6 +72,47 @@ class Latest(_Policy):
             self._finish(skip=skip)
 
 
+class LatestAhead(Latest):
+    """The same, but a forward sees the weights ahead; a backward, and a replayed forward, the present ones.
+
+    The weights ahead are written into the memory of the parameters for each forward, and the present ones back, so
+    that graphs refer to that memory. Two copies.
+    """
+
+    forwards_ahead = True
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation) -> None:
+        super().__init__(module, optimizer, mitigation)
+        self._mitigation: Mitigation = mitigation
+        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # ahead, and present
+
+    def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
+        """Step in place; see :meth:`Latest.step`."""
+        self._copies = None
+        super().step(version, in_flight=in_flight, skip=skip)
+
+    def forget(self) -> None:
+        """Drop the copies: the weights may be others by now."""
+        self._copies = None
+
+    @contextmanager
+    def forward_weights(self, version: int) -> Iterator[None]:
+        """Have the module compute with the weights ahead of ``version``, the newest, inside."""
+        if self._copies is None:
+            ahead = self._mitigation.forward_weights(self._parameters, version)
+            self._copies = ahead, [p.detach().clone() for p in self._parameters]
+        ahead, present = self._copies
+        self._write(ahead)
+        try:
+            yield
+        finally:
+            self._write(present)
+
+    def _write(self, weights: list[torch.Tensor]) -> None:
+        with torch.no_grad(), _unsafe_preserve_version_counter(self._parameters):
+            torch._foreach_copy_(list(self._parameters), weights)
+
+
 class Stash(_Policy):
     """The weights of the forward (paper, Eq. 15): a graph in flight keeps the tensors it was built on.
 
@@ -71,14 +121,18 @@ class Stash(_Policy):
     versions are alive in addition to the present one.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation | None = None
+    ) -> None:
+        super().__init__(optimizer, mitigation)
         self._exchange = Exchange([p for p in module.parameters() if p.requires_grad], [module])
         self._older: dict[int, list[nn.Parameter]] = {}  # the versions alive next to the newest
 
     def gather(self) -> list[nn.Parameter]:
         """Move the gradients of older versions to the newest, and return the parameters that have some."""
         for old in self._older.values():
+            if self._mitigation is not None and self._mitigation.compensates:
+                self._mitigation.compensate(self._exchange.parameters, old)
             sums, added = [], []
             for newest, older in zip(self._exchange.parameters, old, strict=True):
                 if newest.grad is None:
@@ -127,8 +181,37 @@ class TwoVersions(Stash):
         return True  # forwards to come compute with it
 
 
-def weight_policy(name: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> Latest | Stash:
+class StashAhead(Stash):
+    """A stash of the weights that the forwards saw: copies ahead of their version.
+
+    No graph holds the parameters themselves, which the optimizer steps, so that no update moves them on. Besides them
+    at most ceil(d / M) + 1 copies are alive.
+    """
+
+    forwards_ahead = True
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation) -> None:
+        super().__init__(module, optimizer, mitigation)
+        self._mitigation: Mitigation = mitigation
+
+    def forward_weights(self, version: int) -> AbstractContextManager[None]:
+        """Have the module compute with the weights ahead of ``version`` inside; not before it is the newest."""
+        if version not in self._older:
+            ahead = self._mitigation.forward_weights(self._exchange.parameters, version)
+            self._older[version] = self._exchange.versions_of(ahead)
+        return self.weights_of(version)
+
+    def _is_kept(self, version: int, in_flight: Collection[int]) -> bool:
+        return False  # what graphs refer to is a copy already
+
+
+def weight_policy(
+    name: str, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation | None = None
+) -> Latest | Stash:
     """Build the policy called ``name``: ``stash``, ``latest``, ``recompute`` or ``2bw``."""
+    if mitigation is not None and mitigation.forwards_ahead:
+        # A forward that is replayed is replayed with the present weights.
+        return (StashAhead if name == "stash" else LatestAhead)(module, optimizer, mitigation)
     # With ``recompute`` no graph outlives an update, so there is nothing to stash.
     kinds: dict[str, type[Latest | Stash]] = {"latest": Latest, "2bw": TwoVersions}
-    return kinds.get(name, Stash)(module, optimizer)
+    return kinds.get(name, Stash)(module, optimizer, mitigation)

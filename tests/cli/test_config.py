@@ -71,6 +71,15 @@ def test_the_keys_of_a_method_are_those_of_the_method_itself():
     assert defaults(MethodConfig) == defaults(Method)
 
 
+def test_a_run_records_the_options_of_its_mitigation():
+    words = ["method.mitigation=[predict,error_feedback]", "method.error_feedback_lag=2"]
+    config, plain = compose_run(words)
+    chosen = {"predict_horizon": "linear", "predict_from": "displacement"}
+    chosen |= {"error_feedback_coefficient": 1.0, "error_feedback_lag": 2, "mitigation": ["predict", "error_feedback"]}
+    assert plain["method"] == {**compose_run([])[1]["method"], **chosen}
+    assert Method(**plain["method"]) == config.method.chosen()
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_the_file_of_a_method_lists_its_keys_and_defaults(name):
     written = yaml.safe_load((CONF / "method" / f"{name}.yaml").read_text())
@@ -80,7 +89,7 @@ def test_the_file_of_a_method_lists_its_keys_and_defaults(name):
 OTHERS = {
     "lr_index": "slot", "weights": "latest", "delay": "minimal", "gradient_shrink": 0.5, "order": "backward_first",
     "recompute": "always", "activation_queue": 2, "gradient_queue": 2, "head": "cnn", "buffer_size": 3,
-    "buffer_reuse": 1, "stage_speeds": [1.0, 2.0],
+    "buffer_reuse": 1, "stage_speeds": [1.0, 2.0], "mitigation": ["spike"],
 }  # fmt: skip
 
 
@@ -113,6 +122,43 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
         (["method=dgl", "method.buffer_reuse=2"], "mean nothing without a replay buffer"),
         (["method=dgl", "method.head=transformer"], "choose one of mlp_sr, mlp, cnn, linear, predsim"),
         (["method=gpipe", "method.recompute=sometimes"], "choose one of never, except_last, always"),
+        (
+            ["method.mitigation=predict"],
+            r"method.mitigation must be a list of names, like \[predict,spike\], got 'predict'",
+        ),
+        (["method.mitigation=[hope]"], "method.mitigation: there is no 'hope'; choose of discount, spike, predict"),
+        (["method.mitigation=[spike,spike]"], "method.mitigation: spike is named twice"),
+        (["method.mitigation=[predict,nesterov]"], "predict and nesterov both decide the weights that a forward sees"),
+        (["method.mitigation=[spike,error_feedback]"], "both decide what is made of the optimizer's update"),
+        (["method.mitigation=[nesterov,spike]"], "both decide what is made of the optimizer's update"),
+        (
+            ["method=2bw", "method.mitigation=[predict]"],
+            "predict is not defined with method.weights=2bw; use one of stash",
+        ),
+        (
+            ["method=paci", "method.mitigation=[delay_compensation]"],
+            "not defined with method.weights=latest; use one of st",
+        ),
+        (["method=gpipe", "method.mitigation=[spike]"], "means nothing to method=gpipe"),
+        (["method=gpipe", "method.nesterov_gamma=0.5"], "method.nesterov_gamma=0.5 means nothing to method=gpipe"),
+        (["method.discount_power=1"], r"means nothing without method.mitigation=\[discount\]"),
+        (["method.mitigation=[predict]", "method.nesterov_gamma=0.5"], r"without method.mitigation=\[nesterov\]"),
+        (["method.mitigation=[nesterov]", "method.nesterov_gamma=1"], "method.nesterov_gamma must be below 1, got 1"),
+        (["method.mitigation=[nesterov]", "method.nesterov_gamma=0"], "method.nesterov_gamma must be above 0, got 0"),
+        (
+            ["method.mitigation=[discount]", "method.discount_power=-1"],
+            "method.discount_power must be at least 0, got -1",
+        ),
+        (
+            ["method.mitigation=[discount]", "method.discount_updates=0.5"],
+            "method.discount_updates must be a whole number",
+        ),
+        (
+            ["method.mitigation=[error_feedback]", "method.error_feedback_lag=0"],
+            "error_feedback_lag must be at least 1, got 0",
+        ),
+        (["method.mitigation=[predict]", "method.predict_horizon=cubic"], "choose one of linear, geometric"),
+        (["method.mitigation=[predict]", "method.predict_from=stars"], "choose one of displacement, momentum"),
     ],
 )
 def test_a_value_that_a_method_cannot_run_with_is_refused(words, message):

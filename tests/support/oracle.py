@@ -18,7 +18,7 @@ from tests.support.toys import Block
 
 def train_by_the_equations(
     modules, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, delays=None, weights="stash", shrink=1.0,
-    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=(), num_terms=len
+    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=(), num_terms=len, versions=None
 ):  # fmt: skip
     """Train and return all parameters and buffers, by name.
 
@@ -41,6 +41,7 @@ def train_by_the_equations(
         skipped: groups of every epoch that leave weights and momentum as they are; the update index moves on.
         unseen: micro-batches of theirs that no running statistic remembers.
         num_terms: from a target to what ``loss_fn`` divides by; the samples, or what it counts instead.
+        versions: from k and module k to its versions, where they are made by other equations than those of SGD.
     """
     assert weights in ("stash", "recompute", "latest", "2bw"), weights
     assert reduction in ("mean", "sum"), reduction
@@ -49,7 +50,8 @@ def train_by_the_equations(
     assert len(d) == K, d
     assert d == sorted(d, reverse=True), d
     modules = [copy.deepcopy(module).train() for module in modules]
-    theta = [Versions(module, momentum, weight_decay) for module in modules]
+    make = versions or (lambda k, module: Versions(module, momentum, weight_decay))
+    theta = [make(k, module) for k, module in enumerate(modules, start=1)]
 
     for batches in epochs:
         base = theta[0].updates
@@ -67,7 +69,7 @@ def train_by_the_equations(
             graphs, kept = [], []
             z = u
             for k, module in enumerate(modules):
-                x, w = leaf(z), theta[k].leaves(base + index[k])
+                x, w = leaf(z), theta[k].seen(base + index[k])
                 with keeping(module, only_if=weights == "latest") as seen:
                     z = functional_call(module, w, (x,))
                 graphs.append((x, w, z))
@@ -98,7 +100,7 @@ def train_by_the_equations(
                     of_all = torch.autograd.grad(floats(y), [*floats(x), *w.values()], error)
                     error, of_w = of_all[: len(floats(x))], of_all[len(floats(x)) :]
                     gradient = dict(zip(w, of_w, strict=True))
-                theta[k].accumulate(gradient)
+                theta[k].accumulate(gradient, base + index[k])
 
             if last_of_group:
                 for k in range(K):
@@ -175,7 +177,12 @@ class Versions:
     def leaves(self, version):
         return {n: leaf(w) for n, w in self.theta[version].items()}
 
-    def accumulate(self, gradient):
+    def seen(self, version):
+        """What a forward sees of a version."""
+        return self.leaves(version)
+
+    def accumulate(self, gradient, version=None):
+        """Add the gradient of a micro-batch whose forward saw ``version``."""
         assert gradient.keys() == self.gradient.keys()
         for n, g in gradient.items():
             self.gradient[n] = self.gradient[n] + g

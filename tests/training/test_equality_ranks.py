@@ -34,6 +34,10 @@ CASES = [
     (2, {"optimizer": partial(RotatedAdam, every=3), "non_finite": "skip", "plant": nan_inputs}),
     (2, {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
     (3, {"method": "paci", "non_finite": "skip", "plant": nan_inputs}),
+    (1, {"options": {"mitigation": ["discount", "spike", "predict", "delay_compensation"]}, "dropout": 0.3}),
+    (2, {"options": {"mitigation": ["predict"], "weights": "latest"}, "non_finite": "skip", "plant": nan_inputs}),
+    (2, {"options": {"mitigation": ["predict"], "weights": "recompute"}, "dropout": 0.3}),
+    (3, {"method": "2bw", "options": {"mitigation": ["error_feedback"]}}),
 ]
 ADL = CASES[0 : 2 * 4 : 2]  # M = 1 .. 4
 

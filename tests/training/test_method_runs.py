@@ -34,6 +34,7 @@ VARIANTS = [
     ("gpipe", {"recompute": "except_last"}),
     ("dsp", {"activation_queue": 2}),
     ("dgl", {"head": "linear", "buffer_size": 3}),
+    *(("adl", {"mitigation": ["predict", "spike"], "weights": w}) for w in ("stash", "latest", "recompute")),
 ]
 
 
@@ -62,7 +63,9 @@ class Watching:
             kept = context.stage.in_flight.values()
             graphs = sum(m.grad_edges is not None for m in kept)
             inputs = sum(m.grad_edges is None for m in kept) + len(context.buffer)
-            now = graphs, inputs, len(getattr(context.stage._policy, "_older", ()))
+            policy = context.stage._policy
+            copies = [*getattr(policy, "_older", ()), *(getattr(policy, "_copies", None) or ())]
+            now = graphs, inputs, len(copies)
             self.most[k] = [max(pair) for pair in zip(self.most[k], now, strict=True)]
         return downstream_first(runnable)
 

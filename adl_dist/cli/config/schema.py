@@ -46,6 +46,15 @@ class MethodConfig:
     buffer_size: int = 0
     buffer_reuse: int | None = None
     stage_speeds: list[float] | None = None
+    mitigation: Any = None
+    discount_power: float = 0.5
+    discount_updates: int | None = None
+    predict_horizon: str = "linear"
+    predict_from: str = "displacement"
+    nesterov_gamma: float = 0.99
+    error_feedback_coefficient: float = 1.0
+    error_feedback_lag: int | None = None
+    delay_compensation_lambda: float = 0.04
 
     def chosen(self) -> Method:
         """Return the method itself, checked."""

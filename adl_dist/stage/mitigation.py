@@ -1,0 +1,280 @@
+"""What ``method.mitigation`` makes of the updates of one stage, whose gradients are t updates old on average.
+
+The rows are in :mod:`adl_dist.schedule.mitigations`. A stage whose gradients are fresh has no mitigation, and runs the
+same code as without any. In the equations w_s are the weights after s updates, eta_s the learning rate with all
+factors, and u_s all that the optimizer itself takes off the weights in update s.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import Pipeline
+
+Group = dict[str, Any]
+Tensors = list[Tensor]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _on_plain_tensors(function: F) -> F:
+    """Have ``function`` record no graph, and take parameters for the tensors that they are, whatever their type."""
+
+    def wrapped(*args: Any) -> Any:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            return function(*args)
+
+    return wrapped  # type: ignore[return-value]
+
+
+class Mitigation:
+    """The chosen rows in one stage, and what they remember.
+
+    Attributes:
+        forwards_ahead: whether a forward sees other weights than the newest.
+        compensates: whether gradients of older versions are corrected.
+        history: of each parameter what the rows remember of its last updates; a checkpoint holds it.
+    """
+
+    def __init__(self, pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_factor: float) -> None:
+        """Mitigate the staleness of ``stage``, the learning rates of ``optimizer`` counting ``lr_factor`` times.
+
+        Raises:
+            ConfigError: the rows need another optimizer.
+        """
+        self._method, self._rows, self._optimizer = pipeline.method, pipeline.mitigations(stage), optimizer
+        self._staleness, self._lr_factor = pipeline.mean_staleness(stage), lr_factor
+        self._lag, self._remembers_displacement = pipeline.feedback_lag(stage), pipeline.remembers_displacement(stage)
+        self.forwards_ahead = pipeline.forwards_ahead(stage)
+        self.compensates = "delay_compensation" in self._rows
+        self.history: dict[Tensor, dict[str, Any]] = {}
+        self._check(f"stage {stage}")
+
+    def _check(self, where: str) -> None:
+        kind, method = type(self._optimizer).__name__, self._method
+        for row, wanted, fits in (
+            ("spike", "torch.optim.SGD with momentum", lambda group: self._is_sgd and _momentum(group)),
+            ("nesterov", "an optimizer without momentum, for which it stands", lambda group: not _momentum(group)),
+            ("predict", "an optimizer with momentum, for method.predict_horizon=geometric", self._predicts_with),
+        ):
+            if row in self._rows and not all(map(fits, self._optimizer.param_groups)):
+                if row == "predict" and method.predict_from == "momentum":
+                    wanted = "SGD with momentum, Adam or AdamW, for method.predict_from=momentum"
+                raise ConfigError(
+                    f"{where}: method.mitigation={row} needs {wanted}; this one is {kind}: choose another optimizer or "
+                    "another mitigation"
+                )
+
+    def _predicts_with(self, group: Group) -> bool:
+        if self._method.predict_from == "momentum" and not (self._is_sgd or self._is_adam):
+            return False
+        needs_momentum = self._method.predict_horizon == "geometric" or (
+            self._method.predict_from == "momentum" and self._is_sgd
+        )
+        return not needs_momentum or _momentum(group) > 0
+
+    @property
+    def _is_sgd(self) -> bool:
+        return isinstance(self._optimizer, SGD)
+
+    @property
+    def _is_adam(self) -> bool:
+        return isinstance(self._optimizer, Adam)  # AdamW is one, too
+
+    # --- rate -----------------------------------------------------------------------------------------------
+
+    def rate(self, update: int) -> float:
+        """Return the factor on the learning rate of ``update``; ``discount`` divides it by max(t, 1) ** p.
+
+        p = ``discount_power`` (1 - min(s / S, 1)), S = ``discount_updates``.
+        """
+        if "discount" not in self._rows:
+            return self._lr_factor
+        length = self._method.discount_updates
+        left = 1.0 if length is None else 1.0 - min(update / length, 1.0)
+        return self._lr_factor * float(max(self._staleness, 1.0) ** (-self._method.discount_power * left))
+
+    # --- forward_weights ------------------------------------------------------------------------------------
+
+    @_on_plain_tensors
+    def forward_weights(self, parameters: Sequence[nn.Parameter], update: int) -> Tensors:
+        """Return the weights that forwards see of ``parameters`` before ``update``, in new memory."""
+        ahead: dict[nn.Parameter, Tensor] = {}
+        for group in self._optimizer.param_groups:
+            rate = float(group["lr"]) * self.rate(update)
+            if self._remembers_displacement:
+                self._displaced(ahead, group, rate)
+            elif self._is_sgd:
+                self._ahead_by_sgd(ahead, group, rate)
+            else:
+                self._ahead_by_adam(ahead, group, rate)
+        return [ahead[p] if p in ahead else p.clone() for p in parameters]
+
+    def _displaced(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
+        """w_s + c (w_s - w_s-1); c = gamma (``nesterov``), or the horizon times eta_s / eta_s-1 (``predict``)."""
+        known = [p for p in group["params"] if "displacement" in self.history.get(p, ())]
+        if not known:
+            return
+        pasts = [self.history[p] for p in known]
+        if "nesterov" in self._rows:
+            factors = [self._method.nesterov_gamma] * len(known)
+        else:
+            horizon = self._horizon(_momentum(group))
+            factors = [horizon * rate / past["rate"] if past["rate"] else 0.0 for past in pasts]
+        steps = torch._foreach_mul([past["displacement"] for past in pasts], factors)
+        torch._foreach_add_(steps, known)
+        ahead.update(zip(known, steps, strict=True))
+
+    def _horizon(self, momentum: float) -> float:
+        """Return how many times the last update is expected once more: t, or mu + mu^2 + .. + mu^t."""
+        if self._method.predict_horizon == "linear":
+            return self._staleness
+        return momentum * _series(momentum, self._staleness)
+
+    def _ahead_by_sgd(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
+        """w - eta (horizon) v."""
+        state = self._optimizer.state
+        known = [p for p in group["params"] if state[p].get("momentum_buffer") is not None]
+        if known:
+            velocities = [state[p]["momentum_buffer"] for p in known]
+            steps = torch._foreach_add(known, velocities, alpha=-rate * self._horizon(_momentum(group)))
+            ahead.update(zip(known, steps, strict=True))
+
+    def _ahead_by_adam(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
+        """``linear``: t times the last update; ``geometric``: the next ceil(t) updates if all gradients were 0.
+
+        AdamW's decay belongs to an update. Gradients of 0 are counted in the mean m, and not in the mean square v.
+        """
+        decay = group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0
+        for p in group["params"]:
+            if not (state := self._optimizer.state.get(p)):
+                continue
+            if self._method.predict_horizon == "linear":
+                ahead[p] = p - rate * self._staleness * (_adam_step(state, group, 0) + decay * p)
+                continue
+            weights = p.clone()
+            for later in range(1, math.ceil(self._staleness) + 1):
+                weights = weights * (1 - rate * decay) - rate * _adam_step(state, group, later)
+            ahead[p] = weights
+
+    # --- gradient -------------------------------------------------------------------------------------------
+
+    @_on_plain_tensors
+    def compensate(self, newest: Sequence[Tensor], older: Sequence[Tensor]) -> None:
+        """Make the gradient g of each of ``older`` g + lambda g g (w_newest - w_older), where there is one."""
+        for now, then in zip(newest, older, strict=True):
+            if then.grad is not None:
+                then.grad.addcmul_(then.grad * then.grad, now - then, value=self._method.delay_compensation_lambda)
+
+    # --- applied --------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Have the optimizer step, and make of its update what the rows say."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        gradients = self._decayed_gradients() if "spike" in self._rows else {}
+        before = self._copies(parameters) if self._lag or self._remembers_displacement else []
+        self._optimizer.step()
+        if gradients:
+            self._spread(gradients)
+        if self._lag:
+            self._feed_back(parameters, before)
+        if "nesterov" in self._rows:
+            self._look_ahead(parameters, before)
+        if self._remembers_displacement:
+            self._remember(parameters, before)
+
+    @_on_plain_tensors
+    def _copies(self, parameters: Sequence[nn.Parameter]) -> Tensors:
+        return [p.clone() for p in parameters]
+
+    @_on_plain_tensors
+    def _decayed_gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Return copies of the gradients as SGD adds them to its velocity: with the decay, and turned to descend."""
+        found: dict[nn.Parameter, Tensor] = {}
+        for group in self._optimizer.param_groups:
+            if known := [p for p in group["params"] if p.grad is not None]:
+                signed = torch._foreach_mul([p.grad for p in known], -1.0 if group["maximize"] else 1.0)
+                torch._foreach_add_(signed, known, alpha=group["weight_decay"])
+                found |= dict(zip(known, signed, strict=True))
+        return found
+
+    @_on_plain_tensors
+    def _spread(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Spike compensation: w - eta (a v + b g), a = mu^n, b = 1 + mu + .. + mu^(n-1), in place of what SGD has done.
+
+        n = t, and t + 1 with Nesterov's momentum, which is a = mu, b = 1 already: what a gradient would have moved by
+        now if it had come in time it moves at once, and the rest from here on, as SGD would.
+        """
+        for group in self._optimizer.param_groups:
+            mu, rate, damped = group["momentum"], float(group["lr"]), 1 - group["dampening"]
+            done = (mu, 1.0) if group["nesterov"] else (1.0, 0.0)
+            n = self._staleness + group["nesterov"]
+            moved = [p for p in group["params"] if p in gradients]
+            if moved:
+                velocities = [self._optimizer.state[p]["momentum_buffer"] for p in moved]
+                torch._foreach_add_(moved, velocities, alpha=-rate * (mu**n - done[0]))
+                now = -rate * (_series(mu, n) * damped - done[1])
+                torch._foreach_add_(moved, [gradients[p] for p in moved], alpha=now)
+
+    @_on_plain_tensors
+    def _feed_back(self, parameters: Sequence[nn.Parameter], before: Tensors) -> None:
+        """w - u_s - c (u_s - u_s-lag), the first ``lag`` updates without correction."""
+        updates = torch._foreach_sub(before, list(parameters))
+        for p, update in zip(parameters, updates, strict=True):
+            past = self.history.setdefault(p, {}).setdefault("updates", [])
+            if len(past) >= self._lag:
+                p.sub_(update - past[-self._lag], alpha=self._method.error_feedback_coefficient)
+            past.append(update)
+            del past[: -self._lag]
+
+    @_on_plain_tensors
+    def _look_ahead(self, parameters: Sequence[nn.Parameter], before: Tensors) -> None:
+        """w_s+1 = w_s + gamma (w_s - w_s-1) - (1 - gamma) u_s."""
+        gamma = self._method.nesterov_gamma
+        for p, earlier in zip(parameters, before, strict=True):
+            p.add_(earlier - p, alpha=gamma)
+            if (past := self.history.get(p)) is not None and "displacement" in past:
+                p.add_(past["displacement"], alpha=gamma)
+
+    @_on_plain_tensors
+    def _remember(self, parameters: Sequence[nn.Parameter], before: Tensors) -> None:
+        """Keep w_s+1 - w_s and eta_s, in the memory of ``before``."""
+        torch._foreach_neg_(before)
+        torch._foreach_add_(before, list(parameters))
+        steps = iter(before)
+        for group in self._optimizer.param_groups:
+            rate = float(group["lr"])
+            for p in group["params"]:
+                self.history.setdefault(p, {}).update(displacement=next(steps), rate=rate)
+
+
+def mitigation_of(pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_factor: float) -> Mitigation | None:
+    """Return what mitigates the staleness of ``stage``; None: it has none, or nothing is to be done about it.
+
+    Raises:
+        ConfigError: the rows need another optimizer.
+    """
+    return Mitigation(pipeline, stage, optimizer, lr_factor) if pipeline.mitigations(stage) else None
+
+
+def _momentum(group: Group) -> float:
+    """Return mu of SGD and its kind, the first beta of Adam's; 0: there is none."""
+    return float(group["momentum"] if "momentum" in group else group.get("betas", (0.0,))[0])
+
+
+def _adam_step(state: Group, group: Group, later: int) -> Tensor:
+    """Return m^ / (sqrt(v^) + eps) as it is ``later`` updates after the last one, whose gradients are all 0."""
+    b1, b2 = map(float, group["betas"])
+    step = float(state["step"]) + later
+    square: Tensor = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+    mean: Tensor = state["exp_avg"] * float(b1**later / (1 - b1**step))
+    return mean / ((square / float(1 - b2**step)).sqrt() + float(group["eps"]))
+
+
+def _series(mu: float, n: float) -> float:
+    """Return 1 + mu + .. + mu^(n-1), for any n of at least 0."""
+    return n if mu == 1 else (1 - mu**n) / (1 - mu)

@@ -1,0 +1,308 @@
+"""What is done about staleness, against its equations in float64 to 1e-12, and on a loss whose dynamics are known."""
+
+import functools
+import random
+
+import numpy
+import pytest
+import torch
+
+import adl_dist
+from adl_dist.errors import ConfigError
+from adl_dist.schedule import Pipeline
+from tests.support.commands import assert_same
+from tests.support.equations import assert_close, differ, modules_by_the_equations, modules_of
+from tests.support.mitigated import ADAM_DECAY, BETAS, DECAY, EPS, MU, Mitigated
+from tests.support.runs import SPOILT, SPOILT_PAIRS, nan_inputs, train, trained, warm_up
+from tests.support.tiers import covering
+from tests.support.toys import FixedImages, batch_norm_net
+from tests.support.values import QUIET, values
+
+RATES = {"sgd": 0.05, "nesterov": 0.05, "plain": 0.3, "adamw": 0.01}
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=MU, weight_decay=DECAY),
+    "nesterov": functools.partial(torch.optim.SGD, lr=0.05, momentum=MU, weight_decay=DECAY, nesterov=True),
+    "plain": functools.partial(torch.optim.SGD, lr=0.3, weight_decay=DECAY),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.01, betas=BETAS, eps=EPS, weight_decay=ADAM_DECAY),
+}
+# The names of the options of each row, in the oracle and in a method.
+KEYS = {
+    ("discount", "power"): "discount_power",
+    ("discount", "updates"): "discount_updates",
+    ("predict", "horizon"): "predict_horizon",
+    ("predict", "source"): "predict_from",
+    ("nesterov", "gamma"): "nesterov_gamma",
+    ("error_feedback", "c"): "error_feedback_coefficient",
+    ("error_feedback", "lag"): "error_feedback_lag",
+    ("delay_compensation", "lambda"): "delay_compensation_lambda",
+}
+GEOMETRIC, MOMENTUM = {"horizon": "geometric"}, {"source": "momentum"}
+STRONG = {"delay_compensation": {"lambda": 2.0}}
+# What is chosen, and with which optimizers.
+ROWS = {
+    "discount": ({"discount": {}}, ["sgd", "adamw"]),
+    "fading discount": ({"discount": {"power": 1.0, "updates": 7}}, ["sgd"]),
+    "spike": ({"spike": {}}, ["sgd", "nesterov"]),
+    "predict": ({"predict": {}}, ["sgd", "nesterov", "plain", "adamw"]),
+    "predict geometric": ({"predict": GEOMETRIC}, ["sgd", "adamw"]),
+    "predict from momentum": ({"predict": MOMENTUM}, ["sgd", "nesterov", "adamw"]),
+    "predict geometric from momentum": ({"predict": GEOMETRIC | MOMENTUM}, ["sgd", "adamw"]),
+    "nesterov": ({"nesterov": {}}, ["plain"]),
+    "faster nesterov": ({"nesterov": {"gamma": 0.7}}, ["plain"]),
+    "error feedback": ({"error_feedback": {}}, ["sgd", "adamw"]),
+    "error feedback of the paper": ({"error_feedback": {"lag": 1, "c": 0.7}}, ["sgd", "adamw"]),
+    "delay compensation": (STRONG, ["sgd", "adamw"]),
+    "discount and predict": ({"discount": {}, "predict": {}}, ["sgd", "adamw"]),
+    "discount and fading predict": ({"discount": {"updates": 5}, "predict": MOMENTUM}, ["sgd", "adamw"]),
+    "discount and nesterov": ({"discount": {}, "nesterov": {"gamma": 0.8}}, ["plain"]),
+    "predict and spike": ({"predict": {}, "spike": {}}, ["sgd", "nesterov"]),
+    "predict from momentum and spike": ({"predict": MOMENTUM, "spike": {}}, ["sgd"]),
+    "predict and error feedback": ({"predict": {}, "error_feedback": {}}, ["sgd", "adamw"]),
+    "predict and delay compensation": ({"predict": {}, **STRONG}, ["sgd"]),
+    "nesterov and delay compensation": ({"nesterov": {"gamma": 0.7}, **STRONG}, ["plain"]),
+    "error feedback and delay compensation": ({"error_feedback": {}, **STRONG}, ["sgd"]),
+    "all that fits": ({"discount": {}, "spike": {}, "predict": {}, **STRONG}, ["sgd"]),
+}
+POLICIES = ["stash", "latest", "recompute", "2bw"]
+
+
+def options_of(rows):
+    named = {KEYS[row, key]: value for row, options in rows.items() for key, value in options.items()}
+    return {"mitigation": [*rows], **named}
+
+
+def delays_of(seed, K):
+    draw = random.Random(seed)
+    return sorted((draw.randrange(7) for _ in range(K)), reverse=True)
+
+
+def rate_of(kind, s):
+    return RATES[kind] * warm_up(s)
+
+
+def by_the_equations(K, M, delays, weights, kind, rows, **options):
+    taus = [1.0] * K if weights == "2bw" else [d / M for d in delays]
+
+    def versions(k, module):
+        return Mitigated(module, tau=taus[k - 1], kind=kind, rate_of=functools.partial(rate_of, kind), rows=rows)
+
+    return modules_by_the_equations(modules_of(K), M, delays, weights, versions=versions, **options)
+
+
+def run(K, M, delays, weights, kind, rows, **options):
+    method = {"delay": delays, "weights": weights, **options_of(rows)}
+    return train(K, M, torch.float64, options=method, optimizer=OPTIMIZERS[kind], **options)[0]
+
+
+CASES = [
+    (name, kind, weights)
+    for name, (rows, kinds) in ROWS.items()
+    for kind in kinds
+    for weights in POLICIES
+    if not (weights == "2bw" and (rows.keys() & {"predict", "nesterov"} or rows.keys() == {"discount"}))
+    and not (weights in ("latest", "recompute") and "delay_compensation" in rows)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "weights"), covering(CASES, [c for i, c in enumerate(CASES) if c[2] == "stash" or i % 3 == 0])
+)
+def test_a_mitigation_follows_its_equations_to_1e_12(name, kind, weights):
+    """Random delays, uneven groups, BatchNorm, decay, another rate at each update."""
+    seed = CASES.index((name, kind, weights))
+    K, M = 2 + seed % 3, 1 + seed // 3 % 4
+    delays = delays_of(seed, K)
+    if weights == "2bw":
+        delays = sorted((min(d, M) for d in delays), reverse=True)
+    case = K, M, delays, weights, kind, ROWS[name][0]
+    expected = by_the_equations(*case)
+    assert_close(run(*case), expected)
+    assert differ(expected, by_the_equations(*case[:-1], {})) > 1e-6, "it changes something"
+
+
+CLIPPED = ["predict and spike", "predict and error feedback", "nesterov and delay compensation"]
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+def test_clipping_and_skipped_updates_leave_the_histories_right(name, weights):
+    """A skipped update is none: the displacement and the updates before it stay the last ones."""
+    rows, (kind, *_) = ROWS[name]
+    if weights == "latest" and "delay_compensation" in rows:
+        weights = "2bw" if "nesterov" not in rows else "stash"
+    case = 3, 2, [5, 3, 1], weights, kind, rows
+    got = run(*case, clip_norm=0.3, non_finite="skip", plant=nan_inputs)
+    expected = by_the_equations(*case, clip_norm=0.3, skipped=SPOILT_PAIRS, unseen=SPOILT)
+    assert_close(got, expected)
+    assert differ(expected, by_the_equations(*case, skipped=SPOILT_PAIRS, unseen=SPOILT)) > 1e-3, (
+        "the norm is above 0.3"
+    )
+
+
+# --- What stays as it is -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["all that fits", "nesterov and delay compensation", "error feedback"])
+def test_without_delay_nothing_changes_to_the_bit(name):
+    rows, (kind, *_) = ROWS[name]
+    for K, delays in ((1, [0]), (3, [0, 0, 0])):
+        with_rows = train(
+            K, 2, torch.float32, options={"delay": delays, **options_of(rows)}, optimizer=OPTIMIZERS[kind]
+        )
+        without = train(K, 2, torch.float32, options={"delay": delays}, optimizer=OPTIMIZERS[kind])
+        assert_same(with_rows[0], without[0])
+
+
+def test_a_stage_without_delay_has_no_mitigation_at_all():
+    pipeline = Pipeline(adl_dist.method("adl", mitigation=["predict", "spike"]), 3)
+    assert [bool(pipeline.mitigations(k)) for k in range(3)] == [True, True, False]
+    assert not Pipeline(adl_dist.method("adl", mitigation=[]), 3).mitigations(0)
+    two = Pipeline(adl_dist.method("2bw", mitigation=["error_feedback"]), 3)
+    assert all(two.mitigations(k) for k in range(3)), "there each stage is one update late"
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
+def test_evaluation_and_saved_weights_are_the_optimizers_own(weights):
+    """Not those ahead, which forwards see."""
+    options = {"delay": [6, 4, 0], "weights": weights, **options_of({"predict": {}})}
+    trainer, summary = trained(3, 1, torch.float64, options=options, optimizer=OPTIMIZERS["sgd"])
+    data, net = FixedImages(10, seed=1, dtype=torch.float64), batch_norm_net().double()
+    net.load_state_dict(trainer.full_state_dict())
+    net.eval()
+    loss = torch.nn.functional.cross_entropy(net(data.images), torch.tensor(data.labels)).item()
+    assert summary["validation_loss"] == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_with_what_its_forward_saw(reentrant):
+    """Activation checkpointing inside a layer."""
+
+    class Checkpointed(torch.nn.Sequential):
+        def forward(self, x):
+            if not self.training:
+                return super().forward(x)
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    def net(kind):
+        torch.manual_seed(0)
+        inner = kind(torch.nn.Tanh(), torch.nn.Linear(9, 9), torch.nn.Tanh())
+        return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, 9), inner, torch.nn.Linear(9, 5))
+
+    def trained_with(kind):
+        options = {"delay": [5, 0], **options_of({"predict": {}, "spike": {}})}
+        more = {"options": options, "optimizer": OPTIMIZERS["sgd"], "balance": [3, 1], "granularity": "block"}
+        return train(2, 2, torch.float64, model=functools.partial(net, kind), **more)[0]
+
+    assert_same(trained_with(Checkpointed), trained_with(torch.nn.Sequential))
+
+
+# --- A quadratic loss, one weight ----------------------------------------------------------------------------
+
+CURVATURE = 1.0
+
+
+def trajectory(*, T, mu, eta, M=1, **options):
+    """Return w_0, w_1, ... of a weight with loss CURVATURE w^2 / 2, whose gradients are T updates late."""
+    seen = []
+
+    def sgd(parameters):
+        (p,) = parameters
+        optimizer = torch.optim.SGD([p], lr=eta, momentum=mu)
+        optimizer.register_step_pre_hook(lambda *_: seen.append(p.item()))
+        return optimizer
+
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    trainer = adl_dist.Trainer(
+        torch.nn.Sequential(layer, torch.nn.Identity()),
+        loss_fn=lambda out, _: CURVATURE * out.square().mean() / 2,
+        optimizer=sgd,
+        method=adl_dist.method("adl", accumulation_steps=M, delay=[M * T, 0], **options),
+        num_stages=2,
+        **values(threads=1, dtype=torch.float64, balance=[1, 1]),
+    )
+    ones = torch.utils.data.TensorDataset(torch.ones(UPDATES * M, 1, dtype=torch.float64), torch.zeros(UPDATES * M))
+    trainer.fit(ones, epochs=1, batch_size=M, monitoring=QUIET)
+    assert len(seen) == UPDATES
+    return seen
+
+
+UPDATES = 300
+
+
+def ahead(mu, T, horizon):
+    return {"linear": T, "geometric": mu * (1 - mu**T) / (1 - mu)}[horizon]
+
+
+def product(*polynomials):
+    return functools.reduce(numpy.convolve, polynomials, numpy.ones(1))
+
+
+# By name: the options, and from (mu, T) the factors by which a gradient is filtered on its way from w to the update,
+# each as h of 1 + h - h / z.
+DYNAMICS = {
+    "plain": ({}, lambda mu, T: []),
+    "spike": ({"mitigation": ["spike"]}, lambda mu, T: [ahead(mu, T, "geometric")]),
+    "linear": ({"mitigation": ["predict"]}, lambda mu, T: [T]),
+    "geometric": (
+        {"mitigation": ["predict"], "predict_horizon": "geometric"},
+        lambda mu, T: [ahead(mu, T, "geometric")],
+    ),
+    "linear and spike": ({"mitigation": ["predict", "spike"]}, lambda mu, T: [T, ahead(mu, T, "geometric")]),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMICS)
+@pytest.mark.parametrize(("T", "mu", "eta", "M"), [(3, 0.9, 0.01, 1), (7, 0.9, 0.004, 1), (4, 0.5, 0.05, 2)])
+def test_the_contraction_is_the_largest_root(name, T, mu, eta, M):
+    """(z - 1)(z - mu) z^T = -eta L z times the filters, for w_s = z^s."""
+    options, filters = DYNAMICS[name]
+    factors = [numpy.array([1 + h, -h]) for h in filters(mu, T)]
+    left = product([1.0, -1.0], [1.0, -mu], [1.0] + [0.0] * (T + len(factors)))
+    right = eta * CURVATURE * product([1.0, 0.0], *factors)
+    root = max(abs(numpy.roots(numpy.polyadd(left, right))))
+    w = numpy.array(trajectory(T=T, mu=mu, eta=eta, M=M, **options))[150:300]
+    # Late enough the two largest roots are all there is: w_s+2 = a w_s+1 - b w_s.
+    (a, b), *_ = numpy.linalg.lstsq(numpy.stack([w[1:-1], -w[:-2]], axis=1), w[2:], rcond=1e-10)
+    measured = max(abs(numpy.roots([1.0, -a, b])))
+    assert 1 - measured == pytest.approx(1 - root, rel=1e-2), "the contraction within 1 %"
+
+
+@pytest.mark.parametrize("name", ["spike", "geometric"])
+def test_spike_compensation_obeys_the_recurrence_of_prediction(name):
+    """From update T + 2 on: only the first step differs, which spike compensation takes larger."""
+    T, mu, eta = 5, 0.9, 0.01
+    h = ahead(mu, T, "geometric")
+    w = trajectory(T=T, mu=mu, eta=eta, **DYNAMICS[name][0])
+    for s in range(T + 1, UPDATES - 1):
+        seen = w[s - T] + h * (w[s - T] - w[s - T - 1])
+        assert w[s + 1] == pytest.approx(w[s] + mu * (w[s] - w[s - 1]) - eta * CURVATURE * seen, abs=1e-13)
+
+
+def test_the_displacement_of_sgd_is_its_momentum():
+    case = 3, 1, [6, 4, 0], "stash", "sgd"
+    assert_close(run(*case, {"predict": {}}), run(*case, {"predict": MOMENTUM}))
+
+
+# --- What cannot be ------------------------------------------------------------------------------------------
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+RMSPROP = functools.partial(torch.optim.RMSprop, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer", "told"),
+    [
+        ({"mitigation": ["spike"]}, SGD, "spike needs torch.optim.SGD with momentum; this one is SGD"),
+        ({"mitigation": ["spike"]}, OPTIMIZERS["adamw"], "spike needs torch.optim.SGD with momentum; .* AdamW"),
+        ({"mitigation": ["predict"], "predict_from": "momentum"}, RMSPROP, "needs SGD with momentum, Adam or AdamW"),
+        ({"mitigation": ["predict"], "predict_from": "momentum"}, SGD, "needs SGD with momentum, Adam or AdamW"),
+        ({"mitigation": ["predict"], "predict_horizon": "geometric"}, SGD, "needs an optimizer with momentum"),
+        ({"mitigation": ["nesterov"]}, OPTIMIZERS["sgd"], "nesterov needs an optimizer without momentum"),
+        ({"mitigation": ["nesterov"]}, OPTIMIZERS["adamw"], "nesterov needs an optimizer without momentum"),
+    ],
+)
+def test_an_optimizer_that_a_row_cannot_work_with_is_refused(options, optimizer, told):
+    with pytest.raises(ConfigError, match=f"stage 0: method.mitigation=.*{told}"):
+        train(2, 1, torch.float32, options=options, optimizer=optimizer)
+    train(1, 1, torch.float32, options=options, optimizer=optimizer, epochs=1)  # there it does nothing
