@@ -41,14 +41,14 @@ class Role:
     names: frozenset[str]
 
 
-def mark_roles(model: nn.Module) -> None:
-    """Write on each parameter of the uncut ``model`` what it is for; :func:`split_by_role` reads it.
+def mark_roles(model: nn.Module, prefix: str = "") -> None:
+    """Write on each parameter of the uncut ``model`` what it is for, its name after ``prefix``.
 
     The head is the last layer in the order of ``model.modules()`` that has a matrix of weights, if that is linear or a
     convolution. A parameter that several layers share is a table if it is one for any of them, else the head's if it
     is.
     """
-    names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
+    names = frozenset(f"{prefix}{name}" for name, _ in model.named_parameters(remove_duplicate=False))
     by_kind: dict[str, set[nn.Parameter]] = {"table": set(), "head": set(), "convolution": set()}
     last = None  # layer with a matrix
     for layer in model.modules():
@@ -65,8 +65,8 @@ def mark_roles(model: nn.Module) -> None:
     if last is not None and issubclass(_class_of(last), (nn.Linear, *CONVOLUTIONS)):
         by_kind["head"].update(last.parameters(recurse=False))
     for name, parameter in model.named_parameters():
-        kind = next((kind for kind, members in by_kind.items() if parameter in members), "other")
-        setattr(parameter, ATTRIBUTE, Role(kind, name, names))
+        found = next((known for known, members in by_kind.items() if parameter in members), "other")
+        setattr(parameter, ATTRIBUTE, Role(found, f"{prefix}{name}", names))
 
 
 def _class_of(layer: nn.Module) -> type:

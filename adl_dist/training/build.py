@@ -189,7 +189,8 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
         head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
-        mark_roles(head)
+        for classifier in head.children():  # each makes outputs of its own
+            mark_roles(classifier, prefix="head:")
     return Stage(module, k, spec, device=device, head=head, traits=agreed.traits[k])
 
 

@@ -170,7 +170,7 @@ def test_a_loss_may_be_a_function_or_what_makes_one(loss):
 @pytest.mark.parametrize(
     ("choice", "kind", "groups"), [("muon", Muon, 2), ("rotated", RotatedAdam, 2), ("nadamw", torch.optim.NAdam, 1)]
 )
-def test_a_choice_of_optimizer_makes_it_for_a_model_of_the_command(choice, kind, groups):
+def test_a_choice_of_optimizer_makes_it_for_the_commands_model(choice, kind, groups):
     config, _ = compose_run([f"optimizer={choice}", "optimizer.lr=0.07", "model=resnet20", "model.width=2"])
     instantiate.check_targets(config)
     made = instantiate.build_optimizer(config)(instantiate.build_model(config).parameters())
