@@ -17,7 +17,8 @@ from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
-from adl_dist.optim import build_lr_schedule, fast_forward, mark_roles, takes_length, try_schedule
+from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
+from adl_dist.optimizers import mark_roles
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.optim import Muon, RotatedAdam, mark_roles
+from adl_dist.optimizers import Muon, RotatedAdam, mark_roles
 from tests.support.commands import assert_same
 from tests.support.runs import toy_trainer
 from tests.support.toys import NUM_CLASSES, FixedImages

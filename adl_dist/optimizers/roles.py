@@ -94,8 +94,8 @@ def split_by_role(
         if role is None:
             raise ConfigError(
                 f"optimizer: {optimizer} must know whether a parameter of shape {list(parameter.shape)} is of an "
-                "embedding, of the head, or a matrix; call adl_dist.optim.mark_roles(model) on the uncut model first, "
-                "as a Trainer does, and make no new parameters after it"
+                "embedding, of the head, or a matrix; call adl_dist.optimizers.mark_roles(model) on the uncut model "
+                "first, as a Trainer does, and make no new parameters after it"
             )
         names |= role.names
         is_named = any(fnmatch.fnmatchcase(role.name, pattern) for pattern in rest_names)

@@ -6,7 +6,7 @@ from torch import nn
 
 from adl_dist.errors import ConfigError
 from adl_dist.models import cifar_resnet
-from adl_dist.optim import Muon, RotatedAdam, mark_roles
+from adl_dist.optimizers import Muon, RotatedAdam, mark_roles
 from adl_dist.partition import cut
 
 
@@ -98,7 +98,7 @@ def test_torchscript_layers_have_the_roles_of_their_originals():
     [
         (
             [nn.Parameter(torch.zeros(2, 3))],
-            r"must know whether a parameter of shape \[2, 3\] is of .* call adl_dist.optim.mark_roles\(model\)",
+            r"must know whether a parameter of shape \[2, 3\] is of .* call adl_dist.optimizers.mark_roles\(model\)",
         ),
         ([{"params": []}], "takes the parameters themselves and makes its groups .*, got a dict among them"),
     ],

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adl_dist.errors import ConfigError
-from adl_dist.optim.roles import split_by_role
+from adl_dist.optimizers.roles import split_by_role
 
 # By name: the class, and the options in which it differs from torch's own defaults.
 REST: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
