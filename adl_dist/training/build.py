@@ -17,7 +17,8 @@ from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
 from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
-from adl_dist.optim import build_lr_schedule, fast_forward, mark_roles, takes_length, try_schedule
+from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
+from adl_dist.optimizers import mark_roles
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
@@ -189,7 +190,8 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
         head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
-        mark_roles(head)
+        for classifier in head.children():  # each makes outputs of its own
+            mark_roles(classifier, prefix="head:")
     return Stage(module, k, spec, device=device, head=head, traits=agreed.traits[k])
 
 

@@ -36,7 +36,8 @@ from adl_dist.launch import signals
 from adl_dist.monitor.memory import MemoryMeter
 from adl_dist.monitor.timeouts import WatchdogTimeouts
 from adl_dist.monitor.trace import MOST_EVENTS
-from adl_dist.optim import mark_roles, takes_length
+from adl_dist.optim import takes_length
+from adl_dist.optimizers import mark_roles
 from adl_dist.report import Progress, Recorder, warn
 from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of

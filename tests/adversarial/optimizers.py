@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adl_dist.optim import Muon, RotatedAdam, mark_roles
+from adl_dist.optimizers import Muon, RotatedAdam, mark_roles
 from tests.adversarial.cases import WIDTH, Case
 
 NUM_CLASSES = 5

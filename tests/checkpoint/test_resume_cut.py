@@ -13,7 +13,8 @@ import adl_dist
 from adl_dist.checkpoint import layout
 from adl_dist.checkpoint import state as saved_state
 from adl_dist.errors import CheckpointError
-from adl_dist.optim import Muon, RotatedAdam, multistep
+from adl_dist.optim import multistep
+from adl_dist.optimizers import Muon, RotatedAdam
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import Stage
 from tests.support.commands import assert_same, snapshot

@@ -14,7 +14,7 @@ from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run, config_folder, parse
 from adl_dist.cli.config.schema import Granularity, MethodConfig, PartitionConfig, RunConfig
 from adl_dist.errors import ConfigError
-from adl_dist.optim import Muon, RotatedAdam
+from adl_dist.optimizers import Muon, RotatedAdam
 from adl_dist.schedule import METHODS, Method, method
 from tests.support.commands import as_command
 
@@ -216,7 +216,7 @@ def test_a_loss_may_be_a_function_or_what_makes_one(loss):
 @pytest.mark.parametrize(
     ("choice", "kind", "groups"), [("muon", Muon, 2), ("rotated", RotatedAdam, 2), ("nadamw", torch.optim.NAdam, 1)]
 )
-def test_a_choice_of_optimizer_makes_it_for_a_model_of_the_command(choice, kind, groups):
+def test_a_choice_of_optimizer_makes_it_for_the_commands_model(choice, kind, groups):
     config, _ = compose_run([f"optimizer={choice}", "optimizer.lr=0.07", "model=resnet20", "model.width=2"])
     instantiate.check_targets(config)
     made = instantiate.build_optimizer(config)(instantiate.build_model(config).parameters())
@@ -228,7 +228,10 @@ def test_a_choice_of_optimizer_makes_it_for_a_model_of_the_command(choice, kind,
     [
         (["optimizer=muon", "optimizer.rest=adam"], "optimizer.rest: there is no 'adam'; choose one of adamw, sgd"),
         (["optimizer=muon", "optimizer.rest_names=[fc]"], "optimizer.rest_names: no parameter of the model is called"),
-        (["optimizer=muon", "optimizer.ns_steps=five"], "optimizer.ns_steps=five: adl_dist.optim.Muon expects int"),
+        (
+            ["optimizer=muon", "optimizer.ns_steps=five"],
+            "ns_steps=five: adl_dist.optimizers.Muon expects int",
+        ),
         (["optimizer=rotated", "optimizer.source=third"], "optimizer.source must be one of second, first, got third"),
     ],
 )

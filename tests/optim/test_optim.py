@@ -175,7 +175,7 @@ def test_a_schedule_shorter_than_the_run_is_refused(make, at):
 
 
 def test_a_very_long_run_is_not_tried_to_its_end(monkeypatch):
-    monkeypatch.setattr("adl_dist.optim.schedule.MOST_TRIED", 8)
+    monkeypatch.setattr(optim, "MOST_TRIED", 8)
     optimizer = sgd()
     make = partial(lr_scheduler.OneCycleLR, optimizer, 0.5, total_steps=9)
     with pytest.raises(

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from adl_dist.optim import Muon, mark_roles
+from adl_dist.optimizers import Muon, mark_roles
 from adl_dist.partition import cut
 from adl_dist.schedule.replay import at_random
 from tests.support.commands import assert_same

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from adl_dist.optim import Muon, RotatedAdam
+from adl_dist.optimizers import Muon, RotatedAdam
 from adl_dist.schedule import METHODS
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import nan_inputs, toy_trainer, train

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.optim import Muon, RotatedAdam, mark_roles
+from adl_dist.optimizers import Muon, RotatedAdam, mark_roles
 from tests.support.commands import assert_same
 from tests.support.runs import toy_trainer
 from tests.support.toys import NUM_CLASSES, FixedImages
@@ -78,3 +78,18 @@ def test_any_k_is_a_plain_loop_of_the_uncut_model(name, method, balance):
     start = net().state_dict()
     still = ["1.spare.weight", "1.spare.bias", "2.weight"]
     assert [key for key in found if torch.equal(found[key], start[key])] == still
+
+
+@pytest.mark.parametrize(("head", "shapes"), [("linear", [(5, 16)]), ("predsim", [(5, 16), (4, 4, 3, 3)])])
+def test_the_heads_of_local_losses_belong_to_the_rest(head, shapes):
+    made = []
+
+    def muon(parameters):
+        made.append(Muon(parameters))
+        return made[-1]
+
+    trainer = toy_trainer(2, 1, "dgl", {"head": head}, optimizer=muon)
+    trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=SILENT)
+    matrices, rest = ([tuple(p.shape) for p in group["params"]] for group in made[0].param_groups)
+    assert matrices == [(4, 2, 3, 3), (4, 4, 3, 3), (4, 4, 3, 3)]
+    assert [shape for shape in rest if len(shape) > 1] == shapes

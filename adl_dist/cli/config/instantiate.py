@@ -22,7 +22,8 @@ from adl_dist.checkpoint.state import read_weights
 from adl_dist.checkpoint.storage import SUFFIX
 from adl_dist.cli.config.schema import RunConfig
 from adl_dist.errors import AdlError, CheckpointError, ConfigError
-from adl_dist.optim import build_lr_schedule, mark_roles
+from adl_dist.optim import build_lr_schedule
+from adl_dist.optimizers import mark_roles
 from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.trainer import Trainer

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from adl_dist.errors import ConfigError
-from adl_dist.optim import Muon, RotatedAdam, mark_roles
+from adl_dist.optimizers import Muon, RotatedAdam, mark_roles
 from tests.support.commands import assert_same
 
 UPDATES = 23  # the basis moves at 10 and 20

@@ -6,11 +6,12 @@ embedding or makes the model's outputs. That is known of the uncut model, so tha
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from adl_dist.errors import ConfigError
 
@@ -31,42 +32,55 @@ class Role:
 
     Attributes:
         kind: ``table``: of an embedding or a norm, or by its name a table or a bias; ``head``: of the layer that makes
-            the model's outputs; ``convolution``: a convolution's weight; ``other``: any other.
-        name: the uncut model's name for it.
-        names: all names of that model.
+            the model's outputs; ``convolution``: a convolution's; ``other``: any other.
+        names: the uncut model's names for it, several if layers share it.
+        of_model: the names of all parameters of that model.
     """
 
     kind: str
-    name: str
-    names: frozenset[str]
+    names: tuple[str, ...]
+    of_model: frozenset[str]
 
 
-def mark_roles(model: nn.Module) -> None:
-    """Write on each parameter of the uncut ``model`` what it is for; :func:`split_by_role` reads it.
+def mark_roles(model: nn.Module, prefix: str = "") -> None:
+    """Write on each parameter of the uncut ``model`` what it is for; ``prefix`` begins its names.
 
     The head is the last layer in the order of ``model.modules()`` that has a matrix of weights, if that is linear or a
     convolution. A parameter that several layers share is a table if it is one for any of them, else the head's if it
     is.
     """
-    names = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
     by_kind: dict[str, set[nn.Parameter]] = {"table": set(), "head": set(), "convolution": set()}
     last = None  # layer with a matrix
     for layer in model.modules():
         kind = _class_of(layer)
-        for name, parameter in layer.named_parameters(recurse=False):
+        for name, parameter in _parameters_of(layer):
             if issubclass(kind, TABLES) or TABLE_NAME.search(name):
                 by_kind["table"].add(parameter)
                 continue
-            if issubclass(kind, CONVOLUTIONS) and name == "weight":
+            if issubclass(kind, CONVOLUTIONS):
                 by_kind["convolution"].add(parameter)
             # Without a shape yet it is the weight of a lazy layer.
             if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.ndim > 1:
                 last = layer
     if last is not None and issubclass(_class_of(last), (nn.Linear, *CONVOLUTIONS)):
-        by_kind["head"].update(last.parameters(recurse=False))
-    for name, parameter in model.named_parameters():
-        kind = next((kind for kind, members in by_kind.items() if parameter in members), "other")
-        setattr(parameter, ATTRIBUTE, Role(kind, name, names))
+        by_kind["head"].update(parameter for _, parameter in _parameters_of(last))
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(f"{prefix}{name}")
+    of_model = frozenset(name for some in names.values() for name in some)
+    for parameter, own in names.items():
+        found = next((known for known, members in by_kind.items() if parameter in members), "other")
+        setattr(parameter, ATTRIBUTE, Role(found, tuple(own), of_model))
+
+
+def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of ``layer`` itself, and what its weights are made from by torch's parametrizations."""
+    if isinstance(layer, ParametrizationList):
+        return
+    yield from layer.named_parameters(recurse=False)
+    if is_parametrized(layer):
+        parts: nn.ModuleDict = layer.parametrizations  # type: ignore[assignment]
+        yield from ((name, parameter) for name, part in parts.items() for parameter in part.parameters())
 
 
 def _class_of(layer: nn.Module) -> type:
@@ -88,19 +102,21 @@ def split_by_role(
         ConfigError: a parameter does not say what it is for, or no name is like one of ``rest_names``; the text names
             the ``optimizer``.
     """
-    matrices, rest, names = list[nn.Parameter](), list[nn.Parameter](), set[str]()
+    matrices, rest, models = list[nn.Parameter](), list[nn.Parameter](), set[frozenset[str]]()
+    patterns = [rest_names] if isinstance(rest_names, str) else rest_names
     for parameter in parameters:
         role = getattr(parameter, ATTRIBUTE, None)
         if role is None:
             raise ConfigError(
                 f"optimizer: {optimizer} must know whether a parameter of shape {list(parameter.shape)} is of an "
-                "embedding, of the head, or a matrix; call adl_dist.optim.mark_roles(model) on the uncut model first, "
-                "as a Trainer does, and make no new parameters after it"
+                "embedding, of the head, or a matrix; call adl_dist.optimizers.mark_roles(model) on the uncut model "
+                "first, as a Trainer does, and make no new parameters after it"
             )
-        names |= role.names
-        is_named = any(fnmatch.fnmatchcase(role.name, pattern) for pattern in rest_names)
+        models.add(role.of_model)
+        is_named = any(fnmatch.filter(role.names, pattern) for pattern in patterns)
         (rest if is_named or not _is_matrix(parameter, role.kind) else matrices).append(parameter)
-    for pattern in rest_names:
+    names = frozenset[str]().union(*models)
+    for pattern in patterns:
         if names and not fnmatch.filter(names, pattern):
             raise ConfigError(
                 f"optimizer.rest_names: no parameter of the model is called '{pattern}'; expected names with * and ?, "

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 from adl_dist.errors import ConfigError
 from adl_dist.models import cifar_resnet
-from adl_dist.optim import Muon, RotatedAdam, mark_roles
+from adl_dist.optimizers import Muon, RotatedAdam, mark_roles
 from adl_dist.partition import cut
 
 
@@ -55,6 +56,20 @@ def test_rest_names_name_more_of_the_rest():
     assert found == ["attention.out_proj.weight", "depthwise.weight"]
 
 
+def test_rest_names_name_a_shared_parameter_by_any_of_its_names():
+    model = Sentence()
+    model.twin = model.mixing
+    assert "mixing" not in matrices_of(marked(model), rest_names="twin")
+
+
+def test_parametrized_layers_have_the_roles_of_plain_ones():
+    model = nn.Sequential(*(nn.Conv1d(2, 2, 2) for _ in range(3)), nn.Flatten(), nn.Linear(2, 2))
+    parametrizations.weight_norm(model[0])
+    prune.random_unstructured(model[1], "weight", 0.5)
+    parametrizations.weight_norm(model[4])
+    assert matrices_of(marked(model)) == ["0.parametrizations.weight.original1", "1.weight_orig", "2.weight"]
+
+
 def test_a_tied_head_is_an_embedding_and_no_other_layer_the_head():
     found = matrices_of(marked(Sentence(ties=True)))
     assert found == [*ATTENTION, "depthwise.weight", "mixing"]
@@ -98,7 +113,7 @@ def test_torchscript_layers_have_the_roles_of_their_originals():
     [
         (
             [nn.Parameter(torch.zeros(2, 3))],
-            r"must know whether a parameter of shape \[2, 3\] is of .* call adl_dist.optim.mark_roles\(model\)",
+            r"must know whether a parameter of shape \[2, 3\] is of .* call adl_dist.optimizers.mark_roles\(model\)",
         ),
         ([{"params": []}], "takes the parameters themselves and makes its groups .*, got a dict among them"),
     ],

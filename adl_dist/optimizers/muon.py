@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from adl_dist.optim.by_role import ByRole, checked_options
+from adl_dist.optimizers.by_role import ByRole, checked_options
 
 
 class Muon(ByRole):
@@ -43,7 +43,7 @@ class Muon(ByRole):
         """Take the parameters of a stage.
 
         Args:
-            params: parameters of a model that :func:`~adl_dist.optim.mark_roles` has seen, as a Trainer's has.
+            params: parameters of a model that :func:`~adl_dist.optimizers.mark_roles` has seen, as a Trainer's has.
             lr: rate of the matrices, eta.
             weight_decay: lambda, of the matrices; it is multiplied by the rate.
             momentum: mu.

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adl_dist.errors import ConfigError
-from adl_dist.optim.roles import split_by_role
+from adl_dist.optimizers.roles import split_by_role
 
 # By name: the class, and the options in which it differs from torch's own defaults.
 REST: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
@@ -66,7 +66,7 @@ class ByRole(Optimizer):
         matrices, rest = self.param_groups
         if trained := [p for p in matrices["params"] if p.grad is not None]:
             self.step_matrices(trained, matrices)
-        # Made anew for each step, in microseconds: it holds nothing that a copy or a checkpoint could miss.
+        # A new one for each step, made in microseconds: it holds nothing that a copy or a checkpoint could miss.
         inner = REST[rest["rule"]][0]([{"params": []}])
         inner.param_groups, inner.state = [rest], self.state
         inner.step()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.errors import ConfigError
-from adl_dist.optim.by_role import ByRole
+from adl_dist.optimizers.by_role import ByRole
 
 ROTATIONS, SOURCES = ("bilateral", "unilateral"), ("second", "first")
 
@@ -52,7 +52,7 @@ class RotatedAdam(ByRole):
         """Take the parameters of a stage.
 
         Args:
-            params: parameters of a model that :func:`~adl_dist.optim.mark_roles` has seen, as a Trainer's has.
+            params: parameters of a model that :func:`~adl_dist.optimizers.mark_roles` has seen, as a Trainer's has.
             lr: rate of the matrices, eta.
             betas: b1 and b2.
             eps: added to the root.
