@@ -38,6 +38,7 @@ def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]
 
     ``seed`` draws the turns that stages take, where the method has them.
     """
+    pipeline = pipeline.in_epoch(segment.epoch)
     sizes, groups, method = segment.sizes, segment.group_sizes, pipeline.method
     if not method.is_asynchronous_greedy:
         weights = segment.loss_weights(method.reduction, sizes)
@@ -72,9 +73,12 @@ def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
         return {(link.what, k): pipeline.max_pending for link in LINKS.values() for k in range(K)}
     fill = pipeline.updates_to_fill
     groups = [M] * (fill + 1 + fill)
-    made = [list(training_actions(pipeline, k, group_sizes=groups)) for k in range(K)]
     steady = range(fill * M, (fill + 1) * M)
-    return max_outstanding(made, steady)
+    most: dict[Sending, int] = {}
+    for one in {pipeline, pipeline.in_epoch(0)}:
+        made = [list(training_actions(one, k, group_sizes=groups)) for k in range(K)]
+        most |= {edge: max(num, most.get(edge, 0)) for edge, num in max_outstanding(made, steady).items()}
+    return most
 
 
 def updates_that_load(group_sizes: Sequence[int], num_micro_batches: int) -> int:

@@ -50,6 +50,7 @@ class Mitigation:
         self._staleness, self._lr_factor = pipeline.mean_staleness(stage), lr_factor
         self._lag, self._remembers_displacement = pipeline.feedback_lag(stage), pipeline.remembers_displacement(stage)
         self.forwards_ahead = pipeline.forwards_ahead(stage)
+        self._is_stale = True
         self.compensates = "delay_compensation" in self._rows
         self.history: dict[Tensor, dict[str, Any]] = {}
         self._check(f"stage {stage}")
@@ -85,6 +86,10 @@ class Mitigation:
     def _is_adam(self) -> bool:
         return isinstance(self._optimizer, Adam)  # AdamW is one, too
 
+    def begin(self, epoch: int) -> None:
+        """Get ready for ``epoch``; in one that flushes no gradient is stale, and rows do no more than remember."""
+        self._is_stale = epoch >= self._method.flush_epochs
+
     # --- rate -----------------------------------------------------------------------------------------------
 
     def rate(self, update: int) -> float:
@@ -92,7 +97,7 @@ class Mitigation:
 
         p = ``discount_power`` (1 - min(s / S, 1)), S = ``discount_updates``.
         """
-        if "discount" not in self._rows:
+        if "discount" not in self._rows or not self._is_stale:
             return self._lr_factor
         length = self._method.discount_updates
         left = 1.0 if length is None else 1.0 - min(update / length, 1.0)
@@ -104,7 +109,7 @@ class Mitigation:
     def forward_weights(self, parameters: Sequence[nn.Parameter], update: int) -> Tensors:
         """Return the weights that forwards see of ``parameters`` before ``update``, in new memory."""
         ahead: dict[nn.Parameter, Tensor] = {}
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.param_groups if self._is_stale else ():
             rate = float(group["lr"]) * self.rate(update)
             if self._remembers_displacement:
                 self._displaced(ahead, group, rate)
@@ -175,14 +180,14 @@ class Mitigation:
     def step(self) -> None:
         """Have the optimizer step, and make of its update what the rows say."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        gradients = self._decayed_gradients() if "spike" in self._rows else {}
+        gradients = self._decayed_gradients() if "spike" in self._rows and self._is_stale else {}
         before = self._copies(parameters) if self._lag or self._remembers_displacement else []
         self._optimizer.step()
         if gradients:
             self._spread(gradients)
         if self._lag:
             self._feed_back(parameters, before)
-        if "nesterov" in self._rows:
+        if "nesterov" in self._rows and self._is_stale:
             self._look_ahead(parameters, before)
         if self._remembers_displacement:
             self._remember(parameters, before)
@@ -226,7 +231,7 @@ class Mitigation:
         updates = torch._foreach_sub(before, list(parameters))
         for p, update in zip(parameters, updates, strict=True):
             past = self.history.setdefault(p, {}).setdefault("updates", [])
-            if len(past) >= self._lag:
+            if len(past) >= self._lag and self._is_stale:
                 p.sub_(update - past[-self._lag], alpha=self._method.error_feedback_coefficient)
             past.append(update)
             del past[: -self._lag]

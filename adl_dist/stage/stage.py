@@ -145,6 +145,8 @@ class Stage:
         self.in_flight.clear()
         if self._policy is not None:
             self._policy.forget()
+        if self.mitigation is not None:
+            self.mitigation.begin(epoch)
         if training:
             self._trained.zero_grad()
             hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained.parameters())

@@ -139,6 +139,31 @@ def test_clipping_and_skipped_updates_leave_the_histories_right(name, weights):
     )
 
 
+# --- Synchronous at first -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("predict and spike", "stash"), ("predict and error feedback", "latest"), ("discount and nesterov", "recompute"),
+     ("error feedback", "2bw"), (None, "stash"), (None, "recompute"), (None, "2bw")],
+)  # fmt: skip
+def test_the_first_epochs_flush_and_then_staleness_begins(name, weights):
+    rows, (kind, *_) = ROWS[name] if name else ({}, ["sgd"])
+    delays = [2, 1, 0] if weights == "2bw" else [5, 3, 0]
+    got = train(
+        3, 2, torch.float64, options={"delay": delays, "weights": weights, "flush_epochs": 1, **options_of(rows)},
+        optimizer=OPTIMIZERS[kind],
+    )[0]  # fmt: skip
+    assert_close(got, by_the_equations(3, 2, delays, weights, kind, rows, flush_epochs=1))
+    assert differ(got, by_the_equations(3, 2, delays, weights, kind, rows)) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["adl", "fr", "ddg", "dsp", "2bw", "paci"])
+def test_a_run_of_nothing_but_flushes_is_bp_to_the_bit(name):
+    bp = train(3, 3, torch.float32, method="bp")[0]
+    assert_same(train(3, 3, torch.float32, method=name, options={"flush_epochs": 9})[0], bp)
+
+
 # --- What stays as it is -------------------------------------------------------------------------------------
 
 
