@@ -5,13 +5,14 @@ same code as without any. In the equations w_s are the weights after s updates, 
 factors, and u_s all that the optimizer itself takes off the weights in update s.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Pipeline
@@ -24,6 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _on_plain_tensors(function: F) -> F:
     """Have ``function`` record no graph, and take parameters for the tensors that they are, whatever their type."""
 
+    @functools.wraps(function)
     def wrapped(*args: Any) -> Any:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return function(*args)
@@ -56,35 +58,26 @@ class Mitigation:
         self._check(f"stage {stage}")
 
     def _check(self, where: str) -> None:
-        kind, method = type(self._optimizer).__name__, self._method
-        for row, wanted, fits in (
-            ("spike", "torch.optim.SGD with momentum", lambda group: self._is_sgd and _momentum(group)),
-            ("nesterov", "an optimizer without momentum, for which it stands", lambda group: not _momentum(group)),
-            ("predict", "an optimizer with momentum, for method.predict_horizon=geometric", self._predicts_with),
-        ):
-            if row in self._rows and not all(map(fits, self._optimizer.param_groups)):
-                if row == "predict" and method.predict_from == "momentum":
-                    wanted = "SGD with momentum, Adam or AdamW, for method.predict_from=momentum"
+        """Raise ConfigError if what is chosen cannot work with the optimizer."""
+        kind, method = type(self._optimizer), self._method
+        momenta = [_momentum(group) for group in self._optimizer.param_groups]
+        is_sgd, is_adam, has_momentum = kind is SGD, kind in (Adam, AdamW), all(mu > 0 for mu in momenta)
+        needs = {
+            "spike": ("torch.optim.SGD with momentum", is_sgd and has_momentum),
+            "nesterov": ("an optimizer without momentum, for which it stands", not any(momenta)),
+            "predict_from=momentum": ("SGD with momentum, Adam or AdamW", is_adam or (is_sgd and has_momentum)),
+            "predict_horizon=geometric": ("an optimizer with momentum", has_momentum),
+        }
+        chosen = {*self._rows}
+        if "predict" in chosen:
+            chosen |= {f"predict_from={method.predict_from}", f"predict_horizon={method.predict_horizon}"}
+        for name, (wanted, fits) in needs.items():
+            if name in chosen and not fits:
+                key = f"method.{name}" if "=" in name else f"method.mitigation={name}"
                 raise ConfigError(
-                    f"{where}: method.mitigation={row} needs {wanted}; this one is {kind}: choose another optimizer or "
-                    "another mitigation"
+                    f"{where}: {key} needs {wanted}, got {kind.__name__} with momentum {min(momenta):g}; choose another "
+                    "optimizer or another mitigation"
                 )
-
-    def _predicts_with(self, group: Group) -> bool:
-        if self._method.predict_from == "momentum" and not (self._is_sgd or self._is_adam):
-            return False
-        needs_momentum = self._method.predict_horizon == "geometric" or (
-            self._method.predict_from == "momentum" and self._is_sgd
-        )
-        return not needs_momentum or _momentum(group) > 0
-
-    @property
-    def _is_sgd(self) -> bool:
-        return isinstance(self._optimizer, SGD)
-
-    @property
-    def _is_adam(self) -> bool:
-        return isinstance(self._optimizer, Adam)  # AdamW is one, too
 
     def begin(self, epoch: int) -> None:
         """Get ready for ``epoch``; in one that flushes no gradient is stale, and rows do no more than remember."""
@@ -113,7 +106,7 @@ class Mitigation:
             rate = float(group["lr"]) * self.rate(update)
             if self._remembers_displacement:
                 self._displaced(ahead, group, rate)
-            elif self._is_sgd:
+            elif isinstance(self._optimizer, SGD):
                 self._ahead_by_sgd(ahead, group, rate)
             else:
                 self._ahead_by_adam(ahead, group, rate)
