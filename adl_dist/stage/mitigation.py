@@ -75,7 +75,7 @@ class Mitigation:
             if name in chosen and not fits:
                 key = f"method.{name}" if "=" in name else f"method.mitigation={name}"
                 raise ConfigError(
-                    f"{where}: {key} needs {wanted}, got {kind.__name__} with momentum {min(momenta):g}; choose another "
+                    f"{where}: {key} needs {wanted}, got {kind.__name__} with momentum {min(momenta):g}; use another "
                     "optimizer or another mitigation"
                 )
 
