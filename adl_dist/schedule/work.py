@@ -65,20 +65,17 @@ def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
     """Return how many messages may be under way on each edge, by (what, sending stage), before a send waits.
 
     So few that a buffer is given back as soon as its sender can know that it has left, and enough that in steady state
-    no send waits for what has yet to happen; while the pipeline fills or empties one may. No such wait closes a cycle
-    of stages that wait for each other (tests/schedule/test_schedule.py).
+    no send waits for what has yet to happen; while the pipeline fills or empties one may, and in epochs that flush. No
+    such wait closes a cycle of stages that wait for each other (tests/schedule/test_schedule.py).
     """
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     if pipeline.spec.local_losses:  # nothing comes back that would tell
         return {(link.what, k): pipeline.max_pending for link in LINKS.values() for k in range(K)}
     fill = pipeline.updates_to_fill
     groups = [M] * (fill + 1 + fill)
+    made = [list(training_actions(pipeline, k, group_sizes=groups)) for k in range(K)]
     steady = range(fill * M, (fill + 1) * M)
-    most: dict[Sending, int] = {}
-    for one in {pipeline, pipeline.in_epoch(0)}:
-        made = [list(training_actions(one, k, group_sizes=groups)) for k in range(K)]
-        most |= {edge: max(num, most.get(edge, 0)) for edge, num in max_outstanding(made, steady).items()}
-    return most
+    return max_outstanding(made, steady)
 
 
 def updates_that_load(group_sizes: Sequence[int], num_micro_batches: int) -> int:

@@ -82,17 +82,19 @@ def rate_of(kind, s):
     return RATES[kind] * warm_up(s)
 
 
-def by_the_equations(K, M, delays, weights, kind, rows, **options):
+def by_the_equations(K, M, delays, weights, kind, rows, *, factors=(1.0, 1.0, 1.0, 1.0), **options):
     taus = [1.0] * K if weights == "2bw" else [d / M for d in delays]
 
     def versions(k, module):
-        return Mitigated(module, tau=taus[k - 1], kind=kind, rate_of=functools.partial(rate_of, kind), rows=rows)
+        return Mitigated(
+            module, tau=taus[k - 1], kind=kind, rate_of=lambda s: factors[k - 1] * rate_of(kind, s), rows=rows
+        )
 
     return modules_by_the_equations(modules_of(K), M, delays, weights, versions=versions, **options)
 
 
-def run(K, M, delays, weights, kind, rows, **options):
-    method = {"delay": delays, "weights": weights, **options_of(rows)}
+def run(K, M, delays, weights, kind, rows, *, factors=None, **options):
+    method = {"delay": delays, "weights": weights, "lr_factors": factors, **options_of(rows)}
     return train(K, M, torch.float64, options=method, optimizer=OPTIMIZERS[kind], **options)[0]
 
 
@@ -120,6 +122,13 @@ def test_a_mitigation_follows_its_equations_to_1e_12(name, kind, weights):
     expected = by_the_equations(*case)
     assert_close(run(*case), expected)
     assert differ(expected, by_the_equations(*case[:-1], {})) > 1e-6, "it changes something"
+
+
+@pytest.mark.parametrize("name", ["discount and fading predict", "predict and spike"])
+def test_prediction_knows_all_factors_of_the_learning_rate(name):
+    rows, (kind, *_) = ROWS[name]
+    case, factors = (3, 1, [6, 4, 0], "stash", kind, rows), [2.0, 0.5, 1.0]
+    assert_close(run(*case, factors=factors), by_the_equations(*case, factors=factors))
 
 
 CLIPPED = ["predict and spike", "predict and error feedback", "nesterov and delay compensation"]
