@@ -73,10 +73,10 @@ def different(state, expected):
 
 @pytest.mark.parametrize(("K", "name"), [(1, "adl"), (3, "gpipe"), slow(2, "1f1b"), (3, "dgl"), (3, "paci")], ids=str)
 def test_where_nothing_is_stale_a_stopped_run_resumes_exactly(K, name, tmp_path):
-    data, _, summary = fitted(K, data=Asking(at=70), name=name, run_dir=tmp_path)
+    data, _, summary = fitted(K, data=Asking(at=68), name=name, run_dir=tmp_path)
     assert summary["stopped"] == {
         "why": "a test",
-        "update": 12,  # the sample is one of the 5th micro-batch of the second epoch, whose group of 3 ends there
+        "update": 12,  # the sample is one of the 4th micro-batch of the second epoch, whose group of 3 ends there
         "epoch": 1,
         "checkpoint": str(tmp_path / "checkpoints" / "update-00000012"),
         "drain_changed_result": False,
