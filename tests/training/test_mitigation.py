@@ -232,6 +232,21 @@ def test_a_checkpoint_recomputes_with_what_its_forward_saw(reentrant):
     assert_same(trained_with(Checkpointed), trained_with(torch.nn.Sequential))
 
 
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+def test_hooks_of_a_parameter_act_on_all_that_forwards_see(weights):
+    def plant(net, data):
+        for p in net[0].parameters():
+            p.register_hook(torch.zeros_like)
+
+    optimizer = functools.partial(torch.optim.SGD, lr=0.05, momentum=MU)
+    options = {"delay": [6, 4, 0], "weights": weights, **options_of({"predict": {}, "spike": {}})}
+    state, _ = train(3, 1, torch.float64, options=options, optimizer=optimizer, plant=plant)
+    before = batch_norm_net().double().state_dict()
+    moved = [name for name in before if not torch.equal(state[name], before[name]) and "num" not in name]
+    assert "1.conv.weight" in moved
+    assert not {"0.0.weight", "0.1.weight", "0.1.bias"} & {*moved}
+
+
 # --- A quadratic loss, one weight ----------------------------------------------------------------------------
 
 CURVATURE = 1.0
@@ -354,3 +369,19 @@ def test_an_optimizer_that_a_row_cannot_work_with_is_refused(options, optimizer,
     with pytest.raises(ConfigError, match=f"stage 0: method.*{told}"):
         train(2, 1, torch.float32, options=options, optimizer=optimizer)
     train(1, 1, torch.float32, options=options, optimizer=optimizer, epochs=1)  # there it does nothing
+
+
+class Clamped(torch.nn.Linear):
+    """Keeps its weights small, in its forward."""
+
+    def forward(self, x):
+        self.weight.data.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
+def test_a_forward_that_writes_to_a_weight_is_refused(weights):
+    model = functools.partial(torch.nn.Sequential, torch.nn.Flatten(), Clamped(72, 9), torch.nn.Linear(9, 5))
+    case = {"model": model, "balance": [2, 1], "granularity": "block", "optimizer": OPTIMIZERS["sgd"]}
+    with pytest.raises(ConfigError, match=r"stage 0: its forward writes to parameter '1\.weight'"):
+        train(2, 1, torch.float32, options={"mitigation": ["predict"], "weights": weights}, **case)
