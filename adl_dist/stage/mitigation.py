@@ -136,9 +136,9 @@ class Mitigation:
     def _ahead_by_sgd(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
         """w - eta (horizon) v."""
         state = self._optimizer.state
-        known = [p for p in group["params"] if state[p].get("momentum_buffer") is not None]
+        known = [p for p in group["params"] if state.get(p, {}).get("momentum_buffer") is not None]
         if known:
-            velocities = [state[p]["momentum_buffer"] for p in known]
+            velocities = [_dense(state[p]["momentum_buffer"]) for p in known]
             steps = torch._foreach_add(known, velocities, alpha=-rate * self._horizon(_momentum(group)))
             ahead.update(zip(known, steps, strict=True))
 
@@ -164,15 +164,19 @@ class Mitigation:
     @_on_plain_tensors
     def compensate(self, newest: Sequence[Tensor], older: Sequence[Tensor]) -> None:
         """Make the gradient g of each of ``older`` g + lambda g g (w_newest - w_older), where there is one."""
+        factor = self._method.delay_compensation_lambda
         for now, then in zip(newest, older, strict=True):
-            if then.grad is not None:
-                then.grad.addcmul_(then.grad * then.grad, now - then, value=self._method.delay_compensation_lambda)
+            if then.grad is not None and then.grad.is_sparse:  # and stays so: the optimizer may have sparse velocities
+                grad = then.grad.coalesce()
+                then.grad = grad + factor * (grad * grad) * (now - then)
+            elif then.grad is not None:
+                then.grad.addcmul_(then.grad * then.grad, now - then, value=factor)
 
     # --- applied --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Have the optimizer step, and make of its update what the rows say."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in self._optimizer.param_groups for p in _trained(group)]
         gradients = self._decayed_gradients() if "spike" in self._rows and self._is_stale else {}
         before = self._copies(parameters) if self._lag or self._remembers_displacement else []
         self._optimizer.step()
@@ -195,7 +199,7 @@ class Mitigation:
         found: dict[nn.Parameter, Tensor] = {}
         for group in self._optimizer.param_groups:
             if known := [p for p in group["params"] if p.grad is not None]:
-                signed = torch._foreach_mul([p.grad for p in known], -1.0 if group["maximize"] else 1.0)
+                signed = torch._foreach_mul([_dense(p.grad) for p in known], -1.0 if group["maximize"] else 1.0)
                 torch._foreach_add_(signed, known, alpha=group["weight_decay"])
                 found |= dict(zip(known, signed, strict=True))
         return found
@@ -213,7 +217,7 @@ class Mitigation:
             n = self._staleness + group["nesterov"]
             moved = [p for p in group["params"] if p in gradients]
             if moved:
-                velocities = [self._optimizer.state[p]["momentum_buffer"] for p in moved]
+                velocities = [_dense(self._optimizer.state[p]["momentum_buffer"]) for p in moved]
                 torch._foreach_add_(moved, velocities, alpha=-rate * (mu**n - done[0]))
                 now = -rate * (_series(mu, n) * damped - done[1])
                 torch._foreach_add_(moved, [gradients[p] for p in moved], alpha=now)
@@ -246,7 +250,7 @@ class Mitigation:
         steps = iter(before)
         for group in self._optimizer.param_groups:
             rate = float(group["lr"])
-            for p in group["params"]:
+            for p in _trained(group):
                 self.history.setdefault(p, {}).update(displacement=next(steps), rate=rate)
 
 
@@ -257,6 +261,15 @@ def mitigation_of(pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_facto
         ConfigError: the rows need another optimizer.
     """
     return Mitigation(pipeline, stage, optimizer, lr_factor) if pipeline.mitigations(stage) else None
+
+
+def _trained(group: Group) -> list[nn.Parameter]:
+    return [p for p in group["params"] if p.requires_grad]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return what an embedding's sparse gradient, or a velocity made of some, stands for."""
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def _momentum(group: Group) -> float:

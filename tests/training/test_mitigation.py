@@ -247,6 +247,29 @@ def test_hooks_of_a_parameter_act_on_all_that_forwards_see(weights):
     assert not {"0.0.weight", "0.1.weight", "0.1.bias"} & {*moved}
 
 
+@pytest.mark.parametrize(
+    "rows", [{"spike": {}, **STRONG}, {"predict": MOMENTUM}, {"predict": {}, "error_feedback": {}}]
+)
+def test_sparse_gradients_are_mitigated_like_dense_ones(rows):
+    class Bag(torch.nn.Module):
+        def __init__(self, sparse):
+            super().__init__()
+            self.embed = torch.nn.Embedding(9, 6, sparse=sparse)
+
+        def forward(self, x):
+            return self.embed(x.flatten(1).mul(2).long().abs() % 9).mean(1)
+
+    def trained_with(sparse):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Bag(sparse), torch.nn.Tanh(), torch.nn.Linear(6, 5))
+        options = {"delay": [3, 0], **options_of(rows)}
+        optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=MU)
+        more = {"model": lambda: model, "balance": [2, 1], "granularity": "block"}
+        return train(2, 1, torch.float64, options=options, optimizer=optimizer, **more)[0]
+
+    assert_close(trained_with(sparse=True), trained_with(sparse=False))
+
+
 # --- A quadratic loss, one weight ----------------------------------------------------------------------------
 
 CURVATURE = 1.0
