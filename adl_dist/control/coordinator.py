@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,9 @@ class Coordinator:
         recorder: Recorder,
         progress: Progress,
         requests: Requests | None = None,
-        drain_changes_result: bool = False,
+        drain_changes_result: Callable[[int], bool] = lambda epoch: False,
     ) -> None:
-        """Prepare; ``drain_changes_result``: whether draining where ``plan`` does not changes values."""
+        """Prepare; ``drain_changes_result``: whether draining in an epoch, where ``plan`` does not, changes values."""
         self._plan, self._saving = plan, saving
         self._recorder, self._progress = recorder, progress
         self._requests, self._drain_changes_result = requests or Requests(), drain_changes_result
@@ -142,7 +142,8 @@ class Coordinator:
         if not (asked := self._requests.take()):
             return None
         why = [request.why for request in asked if request.what is Ask.STOP]
-        drain_changed_result = not self._is_over and self._drain_changes_result and not self._plan.ends_at(self._sample)
+        is_planned = self._is_over or self._plan.ends_at(self._sample)
+        drain_changed_result = not is_planned and self._drain_changes_result(self._epoch)
         trace = DRAIN_CHANGED_RESULT.format(update=self._update) if drain_changed_result else ""
         if drain_changed_result and not why:
             self._record("checkpoint/drain_changed_result", 1.0)

@@ -47,7 +47,7 @@ class EarlyStop:
             groups = segment.group_sizes[: self._stop.after_update - segment.first_update]
             for k, context in contexts.items():
                 context.shorten(sum(groups))
-                shorten(context.work.actions, pipeline, k, group_sizes=groups)
+                shorten(context.work.actions, pipeline.in_epoch(segment.epoch), k, group_sizes=groups)
             return True
 
         is_applied = apply()  # stage 0 may have decided before this process began the segment

@@ -33,7 +33,7 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
         raise ValueError(f"groups must be >= 1, got {list(group_sizes)}")
     groups = list(enumerate(group_sizes))
     first = 0
-    for drained in [[group] for group in groups] if pipeline.spec.flush else [groups]:
+    for drained in [[group] for group in groups] if pipeline.flush else [groups]:
         yield from _until_drained(pipeline, stage, first, drained)
         first += sum(size for _, size in drained)
 
@@ -51,7 +51,7 @@ def _until_drained(pipeline: Pipeline, stage: int, first: int, groups: Sequence[
         if tick < num:
             b = first + tick
             group, place, size = where[b]
-            if method.weights == "2bw" and place == 0 and group != 1:
+            if method.weights == "2bw" and place == 0 and group != 1 and not pipeline.flush:
                 yield Action(Op.WEIGHTS, max(group - 1, 0))
             op = Op.FORWARD_ONLY if method.recomputes(place, size, delay) else Op.FORWARD
             yield from _forward(op, b, stage, pipeline.num_stages, spec.local_losses)

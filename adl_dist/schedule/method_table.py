@@ -28,7 +28,7 @@ DELAYS: dict[str, Callable[[int, int, int], int]] = {
 }
 
 ANY = ("accumulation_steps", "reduction", "lr_factors")
-STALE = (*ANY, "weights", "delay", "order", "gradient_shrink", "mitigation")
+STALE = (*ANY, "weights", "delay", "order", "gradient_shrink", "mitigation", "flush_epochs")
 RECOMPUTING = (*ANY, "recompute")
 CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one clock
 QUEUED = (*CLOCKED, "activation_queue", "gradient_queue")

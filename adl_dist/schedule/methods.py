@@ -50,6 +50,7 @@ TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "delay": ("a rule or a list of whole numbers, like [2,1,0]", lambda v: isinstance(v, str) or _list(v, _whole)),
     "gradient_shrink": NUMBER,
     "mitigation": NAMES,
+    "flush_epochs": WHOLE,
     "discount_power": NUMBER,
     "discount_updates": WHOLE_OR_NONE,
     "nesterov_gamma": NUMBER,
@@ -65,7 +66,7 @@ TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
 }
 SMALLEST = {
     **{"accumulation_steps": 1, "activation_queue": 1, "gradient_queue": 1, "buffer_size": 0, "buffer_reuse": 1},
-    **{"discount_power": 0, "discount_updates": 1, "error_feedback_lag": 1},
+    **{"flush_epochs": 0, "discount_power": 0, "discount_updates": 1, "error_feedback_lag": 1},
 }
 ABOVE_0 = (
     *("lr_factors", "stage_speeds", "gradient_shrink"),
@@ -100,7 +101,8 @@ class Method:
         buffer_reuse: how often one of them may be used; None: any number of times.
         stage_speeds: with a buffer, how often each stage gets its turn, relative to the others.
         mitigation: rows of ``MITIGATIONS``: what is done about staleness in stages that have some, t updates; None:
-            nothing. The options below belong to one row each.
+            nothing. Those from ``discount_power`` on are options of one row each.
+        flush_epochs: epochs at the start in which the pipeline is emptied after each group, so that nothing is stale.
         discount_power: p of ``discount``: the learning rate is divided by max(t, 1) ** p.
         discount_updates: updates over which p falls to 0; None: it stays.
         predict_horizon: ``linear``: a forward sees the weights t updates ahead, each like the last one;
@@ -133,6 +135,7 @@ class Method:
     buffer_reuse: int | None = None
     stage_speeds: Sequence[float] | None = None
     mitigation: Sequence[str] | None = None
+    flush_epochs: int = 0
     discount_power: float = 0.5
     discount_updates: int | None = None
     predict_horizon: Horizon = "linear"
@@ -228,6 +231,8 @@ class Method:
                 f"method.lr_index=slot needs the clock of method.delay={self.spec.delay}; with method.delay="
                 f"{self.delay} stages share none: omit one of them"
             )
+        if self.lr_index == "slot" and self.flush_epochs:
+            raise ConfigError("method.flush_epochs stops the clock of method.lr_index=slot; omit one of them")
         if not self.buffer_size and (self.buffer_reuse is not None or self.stage_speeds is not None):
             raise ConfigError(
                 "method.buffer_reuse and method.stage_speeds mean nothing without a replay buffer; set "

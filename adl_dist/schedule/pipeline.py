@@ -1,7 +1,7 @@
 """A method on K stages, and the numbers that follow from the two: delays, staleness, learning rates of each stage."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,12 +14,16 @@ from adl_dist.schedule.methods import Method
 class Pipeline:
     """A method on ``num_stages`` (K) stages.
 
+    Attributes:
+        flushed: whether the pipeline is emptied after each group though the method's row does not say so.
+
     Raises:
         ConfigError: no stage, a list of another length than K, or delays that cannot be.
     """
 
     method: Method
     num_stages: int
+    flushed: bool = False
 
     def __post_init__(self) -> None:
         if self.num_stages < 1:
@@ -35,6 +39,15 @@ class Pipeline:
     def spec(self) -> MethodSpec:
         """The method's row in the table of methods."""
         return self.method.spec
+
+    @property
+    def flush(self) -> bool:
+        """Whether the pipeline is emptied after each group, so that nothing is stale."""
+        return self.spec.flush or self.flushed
+
+    def in_epoch(self, epoch: int) -> "Pipeline":
+        """Return the pipeline of ``epoch``: the first ``method.flush_epochs`` flush."""
+        return replace(self, flushed=True) if epoch < self.method.flush_epochs else self
 
     @cached_property
     def delays(self) -> tuple[int, ...]:
@@ -115,7 +128,7 @@ class Pipeline:
         before its group.
         """
         M = self.micro_batches_per_update
-        if self.spec.flush:
+        if self.flush:
             return micro_batch // M
         if self.method.weights == "2bw":
             return max(0, micro_batch // M - 1)

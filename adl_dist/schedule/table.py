@@ -67,7 +67,7 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
             # What forwards see ahead of the newest version is a copy, too.
             copies = len(set(graphs.values()) - {version}) + (is_ahead and last_seen == version)
         elif is_ahead:
-            copies = 2 * (last_seen == version)
+            copies = 2
         most = max(most[0], len(graphs)), max(most[1], len(inputs)), max(most[2], copies)
     return most
 

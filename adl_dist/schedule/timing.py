@@ -149,7 +149,10 @@ def speed(method: Method, costs: Costs) -> Speed:
 def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[Action]]:
     """Return the actions of all stages in a segment of so many equal micro-batches."""
     M = pipeline.micro_batches_per_update
-    segment = Segment(epoch=0, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
+    after = pipeline.method.flush_epochs  # the epochs that are like all later ones
+    segment = Segment(
+        epoch=after, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M
+    )
     work = training_work(pipeline, segment, stages=range(pipeline.num_stages), seed=0)
     return [work[k].actions for k in range(pipeline.num_stages)]
 

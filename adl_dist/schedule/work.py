@@ -38,6 +38,7 @@ def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]
 
     ``seed`` draws the turns that stages take, where the method has them.
     """
+    pipeline = pipeline.in_epoch(segment.epoch)
     sizes, groups, method = segment.sizes, segment.group_sizes, pipeline.method
     if not method.is_asynchronous_greedy:
         weights = segment.loss_weights(method.reduction, sizes)
@@ -64,8 +65,8 @@ def max_pending_of(pipeline: Pipeline) -> Mapping[Sending, int]:
     """Return how many messages may be under way on each edge, by (what, sending stage), before a send waits.
 
     So few that a buffer is given back as soon as its sender can know that it has left, and enough that in steady state
-    no send waits for what has yet to happen; while the pipeline fills or empties one may. No such wait closes a cycle
-    of stages that wait for each other (tests/schedule/test_schedule.py).
+    no send waits for what has yet to happen; while the pipeline fills or empties one may, and in epochs that flush. No
+    such wait closes a cycle of stages that wait for each other (tests/schedule/test_schedule.py).
     """
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     if pipeline.spec.local_losses:  # nothing comes back that would tell

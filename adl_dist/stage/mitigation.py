@@ -5,13 +5,14 @@ same code as without any. In the equations w_s are the weights after s updates, 
 factors, and u_s all that the optimizer itself takes off the weights in update s.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Pipeline
@@ -24,6 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _on_plain_tensors(function: F) -> F:
     """Have ``function`` record no graph, and take parameters for the tensors that they are, whatever their type."""
 
+    @functools.wraps(function)
     def wrapped(*args: Any) -> Any:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return function(*args)
@@ -50,40 +52,36 @@ class Mitigation:
         self._staleness, self._lr_factor = pipeline.mean_staleness(stage), lr_factor
         self._lag, self._remembers_displacement = pipeline.feedback_lag(stage), pipeline.remembers_displacement(stage)
         self.forwards_ahead = pipeline.forwards_ahead(stage)
+        self._is_stale = True
         self.compensates = "delay_compensation" in self._rows
         self.history: dict[Tensor, dict[str, Any]] = {}
         self._check(f"stage {stage}")
 
     def _check(self, where: str) -> None:
-        kind, method = type(self._optimizer).__name__, self._method
-        for row, wanted, fits in (
-            ("spike", "torch.optim.SGD with momentum", lambda group: self._is_sgd and _momentum(group)),
-            ("nesterov", "an optimizer without momentum, for which it stands", lambda group: not _momentum(group)),
-            ("predict", "an optimizer with momentum, for method.predict_horizon=geometric", self._predicts_with),
-        ):
-            if row in self._rows and not all(map(fits, self._optimizer.param_groups)):
-                if row == "predict" and method.predict_from == "momentum":
-                    wanted = "SGD with momentum, Adam or AdamW, for method.predict_from=momentum"
+        """Raise ConfigError if what is chosen cannot work with the optimizer."""
+        kind, method = type(self._optimizer), self._method
+        momenta = [_momentum(group) for group in self._optimizer.param_groups]
+        is_sgd, is_adam, has_momentum = kind is SGD, kind in (Adam, AdamW), all(mu > 0 for mu in momenta)
+        needs = {
+            "spike": ("torch.optim.SGD with momentum", is_sgd and has_momentum),
+            "nesterov": ("an optimizer without momentum, for which it stands", not any(momenta)),
+            "predict_from=momentum": ("SGD with momentum, Adam or AdamW", is_adam or (is_sgd and has_momentum)),
+            "predict_horizon=geometric": ("an optimizer with momentum", has_momentum),
+        }
+        chosen = {*self._rows}
+        if "predict" in chosen:
+            chosen |= {f"predict_from={method.predict_from}", f"predict_horizon={method.predict_horizon}"}
+        for name, (wanted, fits) in needs.items():
+            if name in chosen and not fits:
+                key = f"method.{name}" if "=" in name else f"method.mitigation={name}"
                 raise ConfigError(
-                    f"{where}: method.mitigation={row} needs {wanted}; this one is {kind}: choose another optimizer or "
-                    "another mitigation"
+                    f"{where}: {key} needs {wanted}, got {kind.__name__} with momentum {min(momenta):g}; use another "
+                    "optimizer or another mitigation"
                 )
 
-    def _predicts_with(self, group: Group) -> bool:
-        if self._method.predict_from == "momentum" and not (self._is_sgd or self._is_adam):
-            return False
-        needs_momentum = self._method.predict_horizon == "geometric" or (
-            self._method.predict_from == "momentum" and self._is_sgd
-        )
-        return not needs_momentum or _momentum(group) > 0
-
-    @property
-    def _is_sgd(self) -> bool:
-        return isinstance(self._optimizer, SGD)
-
-    @property
-    def _is_adam(self) -> bool:
-        return isinstance(self._optimizer, Adam)  # AdamW is one, too
+    def begin(self, epoch: int) -> None:
+        """Get ready for ``epoch``; in one that flushes no gradient is stale, and rows do no more than remember."""
+        self._is_stale = epoch >= self._method.flush_epochs
 
     # --- rate -----------------------------------------------------------------------------------------------
 
@@ -92,7 +90,7 @@ class Mitigation:
 
         p = ``discount_power`` (1 - min(s / S, 1)), S = ``discount_updates``.
         """
-        if "discount" not in self._rows:
+        if "discount" not in self._rows or not self._is_stale:
             return self._lr_factor
         length = self._method.discount_updates
         left = 1.0 if length is None else 1.0 - min(update / length, 1.0)
@@ -104,11 +102,11 @@ class Mitigation:
     def forward_weights(self, parameters: Sequence[nn.Parameter], update: int) -> Tensors:
         """Return the weights that forwards see of ``parameters`` before ``update``, in new memory."""
         ahead: dict[nn.Parameter, Tensor] = {}
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.param_groups if self._is_stale else ():
             rate = float(group["lr"]) * self.rate(update)
             if self._remembers_displacement:
                 self._displaced(ahead, group, rate)
-            elif self._is_sgd:
+            elif isinstance(self._optimizer, SGD):
                 self._ahead_by_sgd(ahead, group, rate)
             else:
                 self._ahead_by_adam(ahead, group, rate)
@@ -138,9 +136,9 @@ class Mitigation:
     def _ahead_by_sgd(self, ahead: dict[nn.Parameter, Tensor], group: Group, rate: float) -> None:
         """w - eta (horizon) v."""
         state = self._optimizer.state
-        known = [p for p in group["params"] if state[p].get("momentum_buffer") is not None]
+        known = [p for p in group["params"] if state.get(p, {}).get("momentum_buffer") is not None]
         if known:
-            velocities = [state[p]["momentum_buffer"] for p in known]
+            velocities = [_dense(state[p]["momentum_buffer"]) for p in known]
             steps = torch._foreach_add(known, velocities, alpha=-rate * self._horizon(_momentum(group)))
             ahead.update(zip(known, steps, strict=True))
 
@@ -166,23 +164,27 @@ class Mitigation:
     @_on_plain_tensors
     def compensate(self, newest: Sequence[Tensor], older: Sequence[Tensor]) -> None:
         """Make the gradient g of each of ``older`` g + lambda g g (w_newest - w_older), where there is one."""
+        factor = self._method.delay_compensation_lambda
         for now, then in zip(newest, older, strict=True):
-            if then.grad is not None:
-                then.grad.addcmul_(then.grad * then.grad, now - then, value=self._method.delay_compensation_lambda)
+            if then.grad is not None and then.grad.is_sparse:  # and stays so: the optimizer may have sparse velocities
+                grad = then.grad.coalesce()
+                then.grad = grad + factor * (grad * grad) * (now - then)
+            elif then.grad is not None:
+                then.grad.addcmul_(then.grad * then.grad, now - then, value=factor)
 
     # --- applied --------------------------------------------------------------------------------------------
 
     def step(self) -> None:
         """Have the optimizer step, and make of its update what the rows say."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        gradients = self._decayed_gradients() if "spike" in self._rows else {}
+        parameters = [p for group in self._optimizer.param_groups for p in _trained(group)]
+        gradients = self._decayed_gradients() if "spike" in self._rows and self._is_stale else {}
         before = self._copies(parameters) if self._lag or self._remembers_displacement else []
         self._optimizer.step()
         if gradients:
             self._spread(gradients)
         if self._lag:
             self._feed_back(parameters, before)
-        if "nesterov" in self._rows:
+        if "nesterov" in self._rows and self._is_stale:
             self._look_ahead(parameters, before)
         if self._remembers_displacement:
             self._remember(parameters, before)
@@ -197,7 +199,7 @@ class Mitigation:
         found: dict[nn.Parameter, Tensor] = {}
         for group in self._optimizer.param_groups:
             if known := [p for p in group["params"] if p.grad is not None]:
-                signed = torch._foreach_mul([p.grad for p in known], -1.0 if group["maximize"] else 1.0)
+                signed = torch._foreach_mul([_dense(p.grad) for p in known], -1.0 if group["maximize"] else 1.0)
                 torch._foreach_add_(signed, known, alpha=group["weight_decay"])
                 found |= dict(zip(known, signed, strict=True))
         return found
@@ -215,7 +217,7 @@ class Mitigation:
             n = self._staleness + group["nesterov"]
             moved = [p for p in group["params"] if p in gradients]
             if moved:
-                velocities = [self._optimizer.state[p]["momentum_buffer"] for p in moved]
+                velocities = [_dense(self._optimizer.state[p]["momentum_buffer"]) for p in moved]
                 torch._foreach_add_(moved, velocities, alpha=-rate * (mu**n - done[0]))
                 now = -rate * (_series(mu, n) * damped - done[1])
                 torch._foreach_add_(moved, [gradients[p] for p in moved], alpha=now)
@@ -226,7 +228,7 @@ class Mitigation:
         updates = torch._foreach_sub(before, list(parameters))
         for p, update in zip(parameters, updates, strict=True):
             past = self.history.setdefault(p, {}).setdefault("updates", [])
-            if len(past) >= self._lag:
+            if len(past) >= self._lag and self._is_stale:
                 p.sub_(update - past[-self._lag], alpha=self._method.error_feedback_coefficient)
             past.append(update)
             del past[: -self._lag]
@@ -248,7 +250,7 @@ class Mitigation:
         steps = iter(before)
         for group in self._optimizer.param_groups:
             rate = float(group["lr"])
-            for p in group["params"]:
+            for p in _trained(group):
                 self.history.setdefault(p, {}).update(displacement=next(steps), rate=rate)
 
 
@@ -259,6 +261,15 @@ def mitigation_of(pipeline: Pipeline, stage: int, optimizer: Optimizer, lr_facto
         ConfigError: the rows need another optimizer.
     """
     return Mitigation(pipeline, stage, optimizer, lr_factor) if pipeline.mitigations(stage) else None
+
+
+def _trained(group: Group) -> list[nn.Parameter]:
+    return [p for p in group["params"] if p.requires_grad]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return what an embedding's sparse gradient, or a velocity made of some, stands for."""
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def _momentum(group: Group) -> float:

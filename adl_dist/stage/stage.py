@@ -145,6 +145,8 @@ class Stage:
         self.in_flight.clear()
         if self._policy is not None:
             self._policy.forget()
+        if self.mitigation is not None:
+            self.mitigation.begin(epoch)
         if training:
             self._trained.zero_grad()
             hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained.parameters())
@@ -324,6 +326,12 @@ class Stage:
 
     def _check_weights(self, weights: str) -> None:
         """Refuse parameters whose versions cannot be kept, or which a backward wants in a version that is not kept."""
+        if self.mitigation is not None and self.mitigation.forwards_ahead and self._traits.writes:
+            raise ConfigError(
+                f"stage {self.index}: its forward writes to parameter '{self._traits.writes[0]}', but with "
+                "method.mitigation=predict or nesterov a forward sees a copy of the weights, where that would be lost; "
+                "use another mitigation"
+            )
         if weights in ("stash", "2bw"):
             check_versions(self._trained, f"stage {self.index}")
         elif weights == "latest" and self._traits.recomputes:

@@ -83,6 +83,7 @@ class StageTraits:
         draws: those of the streams ``python`` and ``numpy`` that its forward, or the loss, draws from.
         moves: what its forward in training moves that is not in its ``state_dict``, by name: non-persistent buffers,
             plain tensors, generators, numbers in Python.
+        writes: the trainable parameters that its forward in training writes to, by name.
     """
 
     overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ())
@@ -95,6 +96,7 @@ class StageTraits:
     recomputes: bool = False
     draws: frozenset[str] = frozenset()
     moves: Sequence[str] = ()
+    writes: Sequence[str] = ()
 
 
 def joined(traits: Mapping[int, StageTraits]) -> dict[int, StageTraits]:

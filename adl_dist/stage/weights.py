@@ -84,7 +84,8 @@ class LatestAhead(Latest):
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, mitigation: Mitigation) -> None:
         super().__init__(module, optimizer, mitigation)
         self._mitigation: Mitigation = mitigation
-        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # ahead, and present
+        self._trained = [p for p in self._parameters if p.requires_grad]
+        self._copies: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # of these: ahead, and present
 
     def step(self, version: int, *, in_flight: Collection[int], skip: bool = False) -> None:
         """Step in place; see :meth:`Latest.step`."""
@@ -99,8 +100,8 @@ class LatestAhead(Latest):
     def forward_weights(self, version: int) -> Iterator[None]:
         """Have the module compute with the weights ahead of ``version``, the newest, inside."""
         if self._copies is None:
-            ahead = self._mitigation.forward_weights(self._parameters, version)
-            self._copies = ahead, [p.detach().clone() for p in self._parameters]
+            ahead = self._mitigation.forward_weights(self._trained, version)
+            self._copies = ahead, [p.detach().clone() for p in self._trained]
         ahead, present = self._copies
         self._write(ahead)
         try:
@@ -109,8 +110,8 @@ class LatestAhead(Latest):
             self._write(present)
 
     def _write(self, weights: list[torch.Tensor]) -> None:
-        with torch.no_grad(), _unsafe_preserve_version_counter(self._parameters):
-            torch._foreach_copy_(list(self._parameters), weights)
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._trained)):
+            torch._foreach_copy_(tuple(self._trained), weights)
 
 
 class Stash(_Policy):

@@ -229,8 +229,9 @@ class StageChain:
         persistent = {*self.stages[k].state_dict(keep_vars=True)}
         moved = [name for found in state.changes() for name in found.names]
         moves = tuple(name for name in moved if name not in persistent)
+        writes = tuple(name for name, p in self.stages[k].named_parameters() if p.requires_grad and name in moved)
         draws = frozenset(streams.moved() - {"torch"})
-        self._traits[k] = replace(self._traits[k], draws=draws, moves=moves)
+        self._traits[k] = replace(self._traits[k], draws=draws, moves=moves, writes=writes)
 
     def _call(self, k: int, argument: Any, gets: str) -> Any:
         try:

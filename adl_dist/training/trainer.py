@@ -397,9 +397,8 @@ class Trainer:
         world, pipeline = worker.world, self._spec.pipeline
         worker.activity.most_events = MOST_EVENTS if monitoring.trace else 0
         worker.meter = MemoryMeter.of(pipeline, world.device) if monitoring.memory else None
-        drain_changes_result = not pipeline.drain_is_exact
         # Where draining changes the result and checkpoints are planned, a stop waits for the next one.
-        is_planned = drain_changes_result and checkpoints.every_updates is not None
+        is_planned = not pipeline.drain_is_exact and checkpoints.every_updates is not None
         stops_early = not is_planned and not pipeline.method.is_asynchronous_greedy
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=monitoring.tensorboard)
         progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet)
@@ -414,7 +413,7 @@ class Trainer:
             recorder=recorder,
             progress=progress,
             requests=running.requests,
-            drain_changes_result=drain_changes_result,
+            drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
         )
         try:
             with self._applied(), self._bound(world), contextlib.ExitStack() as stack:

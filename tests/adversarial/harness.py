@@ -73,13 +73,26 @@ def lr_schedule(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, slow_start)
 
 
-def trainer_of(case, K, M, granularity="block", *, method="adl", recompute=None, model=None, loss_fn=None, **options):
+def trainer_of(
+    case,
+    K,
+    M,
+    granularity="block",
+    *,
+    method="adl",
+    recompute=None,
+    model=None,
+    loss_fn=None,
+    of_method=None,
+    **options,
+):
+    of_method = {**(of_method or {}), **({"recompute": recompute} if recompute else {})}
     where = {"balance": [str(unit) for unit in BEGINS[K]]} if case.random and K > 1 else {}
     return adl_dist.Trainer(
         case.model() if model is None else model,
         loss_fn=loss_fn or case.loss,
         optimizer=case.optimizer,
-        method=adl_dist.method(method, accumulation_steps=M, **({"recompute": recompute} if recompute else {})),
+        method=adl_dist.method(method, accumulation_steps=M, **of_method),
         num_stages=K,
         lr_schedule=lr_schedule,
         **values(

@@ -3,10 +3,13 @@
 What is right comes from one uncut model in plain torch (oracle.py); at K = 1, M = 1 to the bit.
 """
 
+import functools
+
 import pytest
+import torch
 
 from tests.adversarial import table
-from tests.adversarial.harness import check, outcome, variant
+from tests.adversarial.harness import check, differences, outcome, train, variant
 from tests.adversarial.outcomes import OPEN, letters
 from tests.support.tiers import covering, grid
 
@@ -46,6 +49,31 @@ def test_other_methods_treat_odd_models_alike(method, name):
         found = outcome(case, K, method=method, M=2)
         want = letters(name, "block")[K]
         assert found.letter == want or (want == "?" and found.letter in "=R"), f"{method}, K = {K}: {found}"
+
+
+# With so small a momentum the weights ahead are the present ones, but all that is done for them is done.
+STILL = functools.partial(torch.optim.SGD, lr=0.05, weight_decay=2e-2, momentum=5e-324)
+AHEAD = {"mitigation": ["predict"], "predict_horizon": "geometric"}
+STILL_BY_DEFAULT = [("stash", "checkpoint_by_hooks"), ("latest", "teacher"), ("stash", "scripted")]
+
+
+@pytest.mark.parametrize(("weights", "name"), grid(["stash", "latest"], table.MODELS, default=STILL_BY_DEFAULT))
+def test_a_forward_ahead_by_nothing_changes_nothing(weights, name):
+    """Nor is more refused, but for a forward that writes to its weights."""
+    case = variant(table.MODELS[name], optimizer=STILL)
+
+    def trained(**of_method):
+        try:
+            return train(case, 2, 1, of_method={"weights": weights, **of_method})
+        except Exception as error:  # of a model that is refused, or that this optimizer cannot train
+            return str(error)
+
+    plain, ahead = trained(), trained(**AHEAD)
+    if isinstance(ahead, str) or isinstance(plain, str):
+        assert isinstance(ahead, str)
+        assert isinstance(plain, str) or "its forward writes to parameter" in ahead
+    else:
+        assert differences(ahead, plain, exact=True, ignores=case.ignores) == []
 
 
 def test_a_wrong_result_is_seen():

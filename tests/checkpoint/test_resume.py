@@ -23,9 +23,10 @@ GONE_SECONDS = 10  # torch's agent would wait 30 s for a rank that hangs, a rank
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 INTERRUPTED = "adl-dist: interrupted; the same command resumes from the last checkpoint"
 
-# Momentum, and a learning rate that moves at every update and does not depend on the number of epochs.
+# Momentum, what a mitigation remembers, and a learning rate that moves at every update and does not depend on the
+# number of epochs.
 SCHEDULE = ("lr_schedule=multistep", "lr_schedule.milestones=[2,3]", "lr_schedule.warmup_epochs=1.5")
-WORDS = (*HELD_RUN, *SCHEDULE, "optimizer=sgd", "train.epochs=4")
+WORDS = (*HELD_RUN, *SCHEDULE, "optimizer=sgd", "method.mitigation=[predict,error_feedback]", "train.epochs=4")
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ def test_the_file_of_a_method_lists_its_keys_and_defaults(name):
 OTHERS = {
     "lr_index": "slot", "weights": "latest", "delay": "minimal", "gradient_shrink": 0.5, "order": "backward_first",
     "recompute": "always", "activation_queue": 2, "gradient_queue": 2, "head": "cnn", "buffer_size": 3,
-    "buffer_reuse": 1, "stage_speeds": [1.0, 2.0], "mitigation": ["spike"],
+    "buffer_reuse": 1, "stage_speeds": [1.0, 2.0], "mitigation": ["spike"], "flush_epochs": 2,
 }  # fmt: skip
 
 
@@ -122,6 +122,11 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
         (["method=dgl", "method.buffer_reuse=2"], "mean nothing without a replay buffer"),
         (["method=dgl", "method.head=transformer"], "choose one of mlp_sr, mlp, cnn, linear, predsim"),
         (["method=gpipe", "method.recompute=sometimes"], "choose one of never, except_last, always"),
+        (["method.flush_epochs=-1"], "method.flush_epochs must be at least 0, got -1"),
+        (
+            ["method.flush_epochs=1", "method.lr_index=slot"],
+            "method.flush_epochs stops the clock of method.lr_index=slot",
+        ),
         (
             ["method.mitigation=predict"],
             r"method.mitigation must be a list of names, like \[predict,spike\], got 'predict'",

@@ -14,6 +14,7 @@ CHOSEN = {
     "dsp": {"activation_queue": 2, "gradient_queue": 3},
     "adl": {"order": "backward_first"},
     "gpipe": {"recompute": "except_last"},
+    **{name: {"flush_epochs": 1} for name in ("pipedream", "fr")},
 }
 GRID = list(itertools.product(CHOSEN, (1, 2, 4), (1, 2, 9)))  # name, K, M
 NUM_MICRO_BATCHES = 21
@@ -21,7 +22,7 @@ NUM_MICRO_BATCHES = 21
 
 def chosen(name, K, M):
     M = max(M, K - 1) if name == "2bw" else M
-    pipeline = Pipeline(method(name, accumulation_steps=M, **CHOSEN[name]), K)
+    pipeline = Pipeline(method(name, accumulation_steps=M, **CHOSEN[name]), K).in_epoch(0)
     return pipeline, [M] * (NUM_MICRO_BATCHES // M) + [1]
 
 

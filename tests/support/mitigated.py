@@ -21,7 +21,7 @@ class Mitigated(Versions):
 
     def __init__(self, module, *, tau, kind, rate_of, rows):
         super().__init__(module, MU if kind in ("sgd", "nesterov") else 0.0, DECAY)
-        self.tau, self.kind, self.rows = tau, kind, rows if tau > 0 else {}
+        self.tau, self.kind, self.chosen = tau, kind, rows if tau > 0 else {}
         self.undiscounted = rate_of
         self.mean, self.square = ({n: torch.zeros_like(w) for n, w in self.present.items()} for _ in range(2))
         self.made = 0  # updates that were not skipped
@@ -29,6 +29,10 @@ class Mitigated(Versions):
         self.last = [None]  # of each version: (the weights before the last update that moved them, its rate)
         self.raw = []  # u_0, u_1, ...: what the optimizer itself takes off
         self.by_version = {}
+
+    @property
+    def rows(self):
+        return {} if self.is_fresh else self.chosen
 
     def rate(self, s):
         """PipeMare, T1."""

@@ -18,7 +18,7 @@ from tests.support.toys import Block
 
 def train_by_the_equations(
     modules, epochs, *, M, loss_fn, lr, momentum=0.0, weight_decay=0.0, delays=None, weights="stash", shrink=1.0,
-    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=(), num_terms=len, versions=None
+    reduction="mean", lr_of=None, clip_norm=None, skipped=(), unseen=(), num_terms=len, versions=None, flush_epochs=0
 ):  # fmt: skip
     """Train and return all parameters and buffers, by name.
 
@@ -41,6 +41,7 @@ def train_by_the_equations(
         skipped: groups of every epoch that leave weights and momentum as they are; the update index moves on.
         unseen: micro-batches of theirs that no running statistic remembers.
         num_terms: from a target to what ``loss_fn`` divides by; the samples, or what it counts instead.
+        flush_epochs: epochs at the start without any delay.
         versions: from k and module k to its versions, where they are made by other equations than those of SGD.
     """
     assert weights in ("stash", "recompute", "latest", "2bw"), weights
@@ -53,8 +54,13 @@ def train_by_the_equations(
     make = versions or (lambda k, module: Versions(module, momentum, weight_decay))
     theta = [make(k, module) for k, module in enumerate(modules, start=1)]
 
-    for batches in epochs:
+    delayed = d
+    for epoch, batches in enumerate(epochs):
         base = theta[0].updates
+        is_fresh = epoch < flush_epochs
+        d = [0] * K if is_fresh else delayed
+        for versions in theta:
+            versions.is_fresh = is_fresh
         for b, (u, target) in enumerate(batches):
             share, last_of_group = place_in_group(batches, b, M, num_terms)
             if b in unseen:
@@ -65,7 +71,7 @@ def train_by_the_equations(
                 continue
             # The forward. Eq. 15: batch b meets theta_k with update index floor((b - d_k) / M), none before the first.
             # PipeDream-2BW, section 3.1: micro-batch b meets max(floor(b / M) - 1, 0) in every stage.
-            index = [max(0, b // M - 1 if weights == "2bw" else (b - d[k]) // M) for k in range(K)]
+            index = [max(0, b // M - 1 if weights == "2bw" and not is_fresh else (b - d[k]) // M) for k in range(K)]
             graphs, kept = [], []
             z = u
             for k, module in enumerate(modules):
@@ -165,6 +171,7 @@ class Versions:
         self.velocity = {n: torch.zeros_like(w) for n, w in self.present.items()}
         self.gradient = {n: torch.zeros_like(w) for n, w in self.present.items()}
         self.momentum, self.weight_decay = momentum, weight_decay
+        self.is_fresh = False
 
     @property
     def updates(self):

@@ -38,6 +38,7 @@ CASES = [
     (2, {"options": {"mitigation": ["predict"], "weights": "latest"}, "non_finite": "skip", "plant": nan_inputs}),
     (2, {"options": {"mitigation": ["predict"], "weights": "recompute"}, "dropout": 0.3}),
     (3, {"method": "2bw", "options": {"mitigation": ["error_feedback"]}}),
+    (2, {"options": {"mitigation": ["predict"], "flush_epochs": 1}}),
 ]
 ADL = CASES[0 : 2 * 4 : 2]  # M = 1 .. 4
 

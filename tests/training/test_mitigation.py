@@ -71,26 +71,30 @@ def options_of(rows):
     return {"mitigation": [*rows], **named}
 
 
-def delays_of(seed, K):
+def delays_of(seed, K, M):
+    """Random ones, of which the first makes stage 0 more than one update late."""
     draw = random.Random(seed)
-    return sorted((draw.randrange(7) for _ in range(K)), reverse=True)
+    first, *others = sorted((draw.randrange(7) for _ in range(K)), reverse=True)
+    return [first + M + 1, *others]
 
 
 def rate_of(kind, s):
     return RATES[kind] * warm_up(s)
 
 
-def by_the_equations(K, M, delays, weights, kind, rows, **options):
+def by_the_equations(K, M, delays, weights, kind, rows, *, factors=(1.0, 1.0, 1.0, 1.0), **options):
     taus = [1.0] * K if weights == "2bw" else [d / M for d in delays]
 
     def versions(k, module):
-        return Mitigated(module, tau=taus[k - 1], kind=kind, rate_of=functools.partial(rate_of, kind), rows=rows)
+        return Mitigated(
+            module, tau=taus[k - 1], kind=kind, rate_of=lambda s: factors[k - 1] * rate_of(kind, s), rows=rows
+        )
 
     return modules_by_the_equations(modules_of(K), M, delays, weights, versions=versions, **options)
 
 
-def run(K, M, delays, weights, kind, rows, **options):
-    method = {"delay": delays, "weights": weights, **options_of(rows)}
+def run(K, M, delays, weights, kind, rows, *, factors=None, **options):
+    method = {"delay": delays, "weights": weights, "lr_factors": factors, **options_of(rows)}
     return train(K, M, torch.float64, options=method, optimizer=OPTIMIZERS[kind], **options)[0]
 
 
@@ -111,13 +115,20 @@ def test_a_mitigation_follows_its_equations_to_1e_12(name, kind, weights):
     """Random delays, uneven groups, BatchNorm, decay, another rate at each update."""
     seed = CASES.index((name, kind, weights))
     K, M = 2 + seed % 3, 1 + seed // 3 % 4
-    delays = delays_of(seed, K)
+    delays = delays_of(seed, K, M)
     if weights == "2bw":
         delays = sorted((min(d, M) for d in delays), reverse=True)
     case = K, M, delays, weights, kind, ROWS[name][0]
     expected = by_the_equations(*case)
     assert_close(run(*case), expected)
     assert differ(expected, by_the_equations(*case[:-1], {})) > 1e-6, "it changes something"
+
+
+@pytest.mark.parametrize("name", ["discount and fading predict", "predict and spike"])
+def test_prediction_knows_all_factors_of_the_learning_rate(name):
+    rows, (kind, *_) = ROWS[name]
+    case, factors = (3, 1, [6, 4, 0], "stash", kind, rows), [2.0, 0.5, 1.0]
+    assert_close(run(*case, factors=factors), by_the_equations(*case, factors=factors))
 
 
 CLIPPED = ["predict and spike", "predict and error feedback", "nesterov and delay compensation"]
@@ -137,6 +148,31 @@ def test_clipping_and_skipped_updates_leave_the_histories_right(name, weights):
     assert differ(expected, by_the_equations(*case, skipped=SPOILT_PAIRS, unseen=SPOILT)) > 1e-3, (
         "the norm is above 0.3"
     )
+
+
+# --- Synchronous at first -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("predict and spike", "stash"), ("predict and error feedback", "latest"), ("discount and nesterov", "recompute"),
+     ("error feedback", "2bw"), (None, "stash"), (None, "recompute"), (None, "2bw")],
+)  # fmt: skip
+def test_the_first_epochs_flush_and_then_staleness_begins(name, weights):
+    rows, (kind, *_) = ROWS[name] if name else ({}, ["sgd"])
+    delays = [2, 1, 0] if weights == "2bw" else [5, 3, 0]
+    got = train(
+        3, 2, torch.float64, options={"delay": delays, "weights": weights, "flush_epochs": 1, **options_of(rows)},
+        optimizer=OPTIMIZERS[kind],
+    )[0]  # fmt: skip
+    assert_close(got, by_the_equations(3, 2, delays, weights, kind, rows, flush_epochs=1))
+    assert differ(got, by_the_equations(3, 2, delays, weights, kind, rows)) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["adl", "fr", "ddg", "dsp", "2bw", "paci"])
+def test_a_run_of_nothing_but_flushes_is_bp_to_the_bit(name):
+    bp = train(3, 3, torch.float32, method="bp")[0]
+    assert_same(train(3, 3, torch.float32, method=name, options={"flush_epochs": 9})[0], bp)
 
 
 # --- What stays as it is -------------------------------------------------------------------------------------
@@ -194,6 +230,44 @@ def test_a_checkpoint_recomputes_with_what_its_forward_saw(reentrant):
         return train(2, 2, torch.float64, model=functools.partial(net, kind), **more)[0]
 
     assert_same(trained_with(Checkpointed), trained_with(torch.nn.Sequential))
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest"])
+def test_hooks_of_a_parameter_act_on_all_that_forwards_see(weights):
+    def plant(net, data):
+        for p in net[0].parameters():
+            p.register_hook(torch.zeros_like)
+
+    optimizer = functools.partial(torch.optim.SGD, lr=0.05, momentum=MU)
+    options = {"delay": [6, 4, 0], "weights": weights, **options_of({"predict": {}, "spike": {}})}
+    state, _ = train(3, 1, torch.float64, options=options, optimizer=optimizer, plant=plant)
+    before = batch_norm_net().double().state_dict()
+    moved = [name for name in before if not torch.equal(state[name], before[name]) and "num" not in name]
+    assert "1.conv.weight" in moved
+    assert not {"0.0.weight", "0.1.weight", "0.1.bias"} & {*moved}
+
+
+@pytest.mark.parametrize(
+    "rows", [{"spike": {}, **STRONG}, {"predict": MOMENTUM}, {"predict": {}, "error_feedback": {}}]
+)
+def test_sparse_gradients_are_mitigated_like_dense_ones(rows):
+    class Bag(torch.nn.Module):
+        def __init__(self, sparse):
+            super().__init__()
+            self.embed = torch.nn.Embedding(9, 6, sparse=sparse)
+
+        def forward(self, x):
+            return self.embed(x.flatten(1).mul(2).long().abs() % 9).mean(1)
+
+    def trained_with(sparse):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Bag(sparse), torch.nn.Tanh(), torch.nn.Linear(6, 5))
+        options = {"delay": [3, 0], **options_of(rows)}
+        optimizer = functools.partial(torch.optim.SGD, lr=0.1, momentum=MU)
+        more = {"model": lambda: model, "balance": [2, 1], "granularity": "block"}
+        return train(2, 1, torch.float64, options=options, optimizer=optimizer, **more)[0]
+
+    assert_close(trained_with(sparse=True), trained_with(sparse=False))
 
 
 # --- A quadratic loss, one weight ----------------------------------------------------------------------------
@@ -293,16 +367,44 @@ RMSPROP = functools.partial(torch.optim.RMSprop, lr=0.01)
 @pytest.mark.parametrize(
     ("options", "optimizer", "told"),
     [
-        ({"mitigation": ["spike"]}, SGD, "spike needs torch.optim.SGD with momentum; this one is SGD"),
-        ({"mitigation": ["spike"]}, OPTIMIZERS["adamw"], "spike needs torch.optim.SGD with momentum; .* AdamW"),
-        ({"mitigation": ["predict"], "predict_from": "momentum"}, RMSPROP, "needs SGD with momentum, Adam or AdamW"),
+        ({"mitigation": ["spike"]}, SGD, "spike needs torch.optim.SGD with momentum, got SGD with momentum 0;"),
+        (
+            {"mitigation": ["spike"]},
+            OPTIMIZERS["adamw"],
+            "spike needs torch.optim.SGD with momentum, got AdamW with momentum 0.8",
+        ),
+        (
+            {"mitigation": ["predict"], "predict_from": "momentum"},
+            RMSPROP,
+            "predict_from=momentum needs SGD with momentum, Adam or AdamW",
+        ),
         ({"mitigation": ["predict"], "predict_from": "momentum"}, SGD, "needs SGD with momentum, Adam or AdamW"),
-        ({"mitigation": ["predict"], "predict_horizon": "geometric"}, SGD, "needs an optimizer with momentum"),
+        (
+            {"mitigation": ["predict"], "predict_horizon": "geometric"},
+            SGD,
+            "predict_horizon=geometric needs an optimizer with momentum",
+        ),
         ({"mitigation": ["nesterov"]}, OPTIMIZERS["sgd"], "nesterov needs an optimizer without momentum"),
         ({"mitigation": ["nesterov"]}, OPTIMIZERS["adamw"], "nesterov needs an optimizer without momentum"),
     ],
 )
 def test_an_optimizer_that_a_row_cannot_work_with_is_refused(options, optimizer, told):
-    with pytest.raises(ConfigError, match=f"stage 0: method.mitigation=.*{told}"):
+    with pytest.raises(ConfigError, match=f"stage 0: method.*{told}"):
         train(2, 1, torch.float32, options=options, optimizer=optimizer)
     train(1, 1, torch.float32, options=options, optimizer=optimizer, epochs=1)  # there it does nothing
+
+
+class Clamped(torch.nn.Linear):
+    """Keeps its weights small, in its forward."""
+
+    def forward(self, x):
+        self.weight.data.clamp_(-0.05, 0.05)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("weights", ["stash", "latest", "recompute"])
+def test_a_forward_that_writes_to_a_weight_is_refused(weights):
+    model = functools.partial(torch.nn.Sequential, torch.nn.Flatten(), Clamped(72, 9), torch.nn.Linear(9, 5))
+    case = {"model": model, "balance": [2, 1], "granularity": "block", "optimizer": OPTIMIZERS["sgd"]}
+    with pytest.raises(ConfigError, match=r"stage 0: its forward writes to parameter '1\.weight'"):
+        train(2, 1, torch.float32, options={"mitigation": ["predict"], "weights": weights}, **case)

@@ -47,6 +47,7 @@ class MethodConfig:
     buffer_reuse: int | None = None
     stage_speeds: list[float] | None = None
     mitigation: Any = None
+    flush_epochs: int = 0
     discount_power: float = 0.5
     discount_updates: int | None = None
     predict_horizon: str = "linear"
