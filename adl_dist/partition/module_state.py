@@ -99,37 +99,6 @@ def tensors_reached(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from walk.tensors
 
 
-class Streams:
-    """The global random streams of this process: torch's on the CPU, Python's and numpy's legacy one, as they are."""
-
-    def __init__(self) -> None:
-        self._torchs, self._pythons = torch.get_rng_state(), random.getstate()
-        self._numpys: Any = np.random.get_state(legacy=False)  # of whatever generator is set
-
-    def moved(self) -> set[str]:
-        """Return which of ``torch``, ``python`` and ``numpy`` have been drawn from, or seeded, since then."""
-        now = Streams()
-        pairs = {
-            "torch": (now._torchs.numpy().tobytes(), self._torchs.numpy().tobytes()),
-            "python": (now._pythons, self._pythons),
-            "numpy": (_as_bytes(now._numpys), _as_bytes(self._numpys)),
-        }
-        return {name for name, (state, before) in pairs.items() if state != before}
-
-    def restore(self) -> None:
-        """Put all three back."""
-        torch.set_rng_state(self._torchs)
-        random.setstate(self._pythons)
-        np.random.set_state(self._numpys)
-
-
-def _as_bytes(state: Any) -> Any:
-    """Return the state of a numpy generator in a form that can be compared."""
-    if isinstance(state, dict):
-        return {key: _as_bytes(value) for key, value in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
-
-
 class _Walk:
     """Visits everything that is reached from modules, each object once; what holds comes before what is held."""
 

@@ -7,9 +7,10 @@ from typing import Any
 from torch import fx, nn
 
 from adl_dist.errors import PartitionError
-from adl_dist.partition.module_state import ModuleState, Streams
+from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.nodes import writes
 from adl_dist.partition.stand_in import is_instance
+from adl_dist.streams import Streams
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from adl_dist.partition.nodes import asks_for_shape, is_light, is_of_python, is_
 from adl_dist.partition.ran import Pair, Samples
 from adl_dist.partition.tracer import symbolic
 from adl_dist.partition.values import Values
+from adl_dist.streams import streams_kept
 
 Reading = tuple[fx.Graph, Values | None]
 
@@ -53,12 +54,12 @@ def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) 
         PartitionError: it cannot be traced; names the line.
     """
     modes = {module: module.training for module in model.modules()}
-    devices = [samples[0].device] if samples is not None and samples[0].is_cuda else []
+    device = samples[0].device if samples is not None else None
     readings, unlike = list[Reading](), []
     try:
         for mode in (True, False):
             model.train(mode)
-            with torch.set_grad_enabled(mode), torch.random.fork_rng(devices=devices):
+            with torch.set_grad_enabled(mode), streams_kept(device):
                 like = readings[0][1] if readings else None
                 readings.append(symbolic(model, granularity=granularity, samples=samples, like=like))
             unlike.append({module for module in model.modules() if module.training != mode})

@@ -2,12 +2,8 @@
 
 import copy
 import math
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -15,6 +11,7 @@ from torch.utils._pytree import tree_map
 from adl_dist.errors import ConfigError
 from adl_dist.stage.loss_terms import LossTerms, own_num_terms
 from adl_dist.stage.spec import LossFn
+from adl_dist.streams import streams_kept
 
 LEAST_TOLERANCE = 1e-6  # of a loss in float64, which may compute a part of itself in float32
 
@@ -46,7 +43,7 @@ def check_is_mean(
         copy.deepcopy(loss_fn)
     except Exception:  # as of a torch.Generator; what the loss holds can raise anything
         return
-    with _streams_kept(targets[0].device):
+    with streams_kept(targets[0].device):
         *losses, again, tolerance = _losses(loss_fn, outs, targets)
     parts = [n * loss if n else 0.0 for n, loss in zip(counts, losses[:2], strict=True)]
     found, expected = losses[2], sum(parts) / sum(counts)
@@ -119,15 +116,3 @@ def _varied(out: Tensor, generator: torch.Generator) -> Tensor:
     of_sample = torch.rand((len(out), *[1] * (out.ndim - 1)), **options)
     lifted = torch.where(out == 0, 0.1 * torch.rand(out.shape, **options), out)
     return (1 - 0.1 * of_sample) * lifted
-
-
-@contextmanager
-def _streams_kept(device: torch.device) -> Iterator[None]:
-    """Leave the global random streams as they were found."""
-    pythons, numpys = random.getstate(), np.random.get_state(legacy=False)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(pythons)
-            np.random.set_state(numpys)

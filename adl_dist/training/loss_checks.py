@@ -8,6 +8,7 @@ from torch import Tensor
 
 from adl_dist.errors import ConfigError
 from adl_dist.stage import LossFn
+from adl_dist.streams import streams_kept
 
 
 def check_loss(stage: int, loss: Any, got: str) -> None:
@@ -44,7 +45,7 @@ def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Tensor) -> No
         torch.default_generator.manual_seed(0)  # a loss may draw
         return loss_fn(given, targets)
 
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings(record=True) as told:
+    with torch.no_grad(), streams_kept(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
             loss = loss_of(outputs)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import CAN_CROSS, ModuleState, Streams
+from adl_dist.partition.module_state import CAN_CROSS, ModuleState
 from adl_dist.partition.piece import traced_units
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import Tensors, packed, takes_gradient
@@ -26,6 +26,7 @@ from adl_dist.stage.loss_check import check_is_mean
 from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
 from adl_dist.stage.traits import StageTraits, Structure, joined
 from adl_dist.stage.versions import Exchange
+from adl_dist.streams import Streams
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
 from adl_dist.training.loss_checks import check_broadcast, check_loss
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values

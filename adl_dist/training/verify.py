@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import ModuleState, Streams
+from adl_dist.partition.module_state import ModuleState
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import check_versions
+from adl_dist.streams import Streams
 from adl_dist.training.differences import STATE, Compared, Comparison, Difference, first_of, largest_difference
 from adl_dist.training.findings import Agreed
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement
@@ -58,7 +59,7 @@ class Kept:
         self._seed = spec.seed % 2**32  # as numpy takes it
         self._is_moved = False
         modules = [model, *(stage for stage in stages if stage is not model), *others]
-        self._state, self._streams = ModuleState.of(*modules), Streams()
+        self._state, self._streams = ModuleState.of(*modules), Streams(device)
         self.tensors = self._state.tensors[0]  # (name, tensor) of all that can be seen from the model
         self.of_stages = [ModuleState.of(stage, alike=self._state) for stage in stages]
         self._modes = [(module, module.training) for one in modules for module in one.modules()]
@@ -66,14 +67,11 @@ class Kept:
         for parameter, _ in self._grads:
             parameter.grad = None
         self._device = device if device.type == "cuda" else None
-        self._of_device = torch.cuda.get_rng_state(device) if self._device is not None else None
 
     def put_back(self, *, gradients: bool = False) -> None:
         """Put it back; ``gradients``: also those that were there, else there are none."""
         self._state.restore()
         self._streams.restore()
-        if self._device is not None and self._of_device is not None:
-            torch.cuda.set_rng_state(self._of_device, self._device)
         for module, mode in self._modes:
             if module.training != mode:
                 module.training = mode

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import ModuleState, Streams
+from adl_dist.partition.module_state import ModuleState
 from adl_dist.schedule import METHODS, Pipeline
 from adl_dist.stage import Precision, TrainSpec
+from adl_dist.streams import Streams
 from adl_dist.training.samples import Samples
 from adl_dist.training.trial import Trial
 from tests.support.runs import sgd, toy_trainer
