@@ -38,7 +38,12 @@ class FreshStage:
 
     @classmethod
     def of(cls, stage: Stage, scheduled: Collection[str] = ()) -> "FreshStage":
-        """Look at ``stage``; ``scheduled`` are the keys of ``param_groups`` that its learning rate schedule sets."""
+        """Look at ``stage``; ``scheduled`` are the keys of ``param_groups`` that its learning rate schedule sets.
+
+        Raises:
+            ConfigError: its optimizer steps another one, which no checkpoint would hold.
+        """
+        optimizer_state.refuse_inner(stage)
         optimizer = FreshOptimizer.of(stage, scheduled) if stage.optimizer is not None else None
         return cls(FreshBuffers(stage.module), optimizer)
 
@@ -55,12 +60,12 @@ def signature(model: nn.Module) -> Signature:
 
 
 def refuse_hidden_state(names: Sequence[str]) -> None:
-    """Raise ConfigError if a forward moves values of the model, called ``names``, that no checkpoint holds."""
+    """Raise ConfigError if a forward or the loss moves values, called ``names``, that no checkpoint holds."""
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ConfigError(
-            f"run_dir: {shown} of the model change with every forward, and no checkpoint holds them, so a resumed run "
-            "would differ; register them as buffers, or train without run_dir"
+            f"run_dir: {shown} of the model or its loss change with every micro-batch, and no checkpoint holds them, "
+            "so a resumed run would differ; register them as buffers of the model, or train without run_dir"
         )
 
 

@@ -3,18 +3,20 @@
 A trial run must leave no marks, a traced forward must not hide any, and a checkpoint must hold what moves. Seen are
 parameters, buffers, plain tensors, generators, numbers and containers that a module reaches through its attributes,
 through objects and containers in them, through class attributes of the user's own classes, and through the closures of
-their methods. Not seen: global variables, and what lives in an extension or in another process.
+their methods; of a function, like a loss, also the global variables that it names itself. Not seen: other global
+variables, and what lives in an extension or in another process.
 """
 
 import copy
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -63,9 +65,13 @@ class ModuleState:
 
     @classmethod
     def of(
-        cls, *modules: nn.Module, only_registered: bool = False, alike: "ModuleState | None" = None
+        cls,
+        *modules: nn.Module,
+        only_registered: bool = False,
+        alike: "ModuleState | None" = None,
+        functions: Mapping[str, Any] = MappingProxyType({}),
     ) -> "ModuleState":
-        """Copy the present state of ``modules`` and of all modules in them.
+        """Copy the present state of ``modules`` and of all modules in them, and of what ``functions`` reach, by name.
 
         ``only_registered``: only what is in their parameters and buffers, if they are known to move nothing else.
         ``alike``: another state of this moment, whose copies will do.
@@ -79,6 +85,8 @@ class ModuleState:
             else:
                 walk.take_modules(module)
             tensors.append(walk.tensors[before:])
+        for name, function in functions.items():
+            walk.take_function(name, function)
         return cls(walk.found, tensors, copies)
 
     def changes(self) -> list[Found]:
@@ -128,6 +136,24 @@ class _Walk:
                     if tensor is not None:
                         self._take_tensor(f"{name}.{key}".lstrip("."), tensor, kind)
 
+    def take_function(self, name: str, value: Any) -> None:
+        """Look into a function, or any object that is called like one, and at the global variables that it names."""
+        self._take(name, value)
+        while isinstance(value, partial):
+            value = value.func
+        owner = type(value)
+        if not isinstance(value, types.FunctionType | types.MethodType):
+            value = getattr(owner, "forward" if isinstance(value, nn.Module) else "__call__", None)
+            if not _is_of_a_library(owner) and self._is_new(owner):
+                self._take_class(owner)
+        function = getattr(value, "__func__", value)
+        if isinstance(function, types.FunctionType) and not _is_of_a_library(function):
+            known = function.__globals__
+            for key in function.__code__.co_names:
+                if key in known and isinstance(known[key], (*PLAIN, list, dict, set, deque, Tensor)):
+                    self._take_place(key, partial(known.get, key), partial(known.__setitem__, key))
+                    self._take(key, known[key])
+
     def _take(self, name: str, value: Any) -> None:
         """Look into a value that an attribute, a container or a closure holds."""
         if isinstance(value, PLAIN):
@@ -155,6 +181,10 @@ class _Walk:
         elif isinstance(value, types.MethodType):
             self._take(name, value.__self__)
             self._take(name, value.__func__)
+        elif isinstance(value, partial):
+            self._take(name, value.func)
+            self._take_elements(name, value.args)
+            self._take_entries(f"{name}.", value.keywords)
         elif isinstance(value, types.FunctionType):
             for cell in value.__closure__ or ():
                 self._take_cell(f"{name} (closure)", cell)
@@ -317,5 +347,5 @@ def _same_tensor(tensor: Tensor, before: Tensor) -> bool:
     return bool(nans.any()) and bool(((tensor == before) | ((tensor != tensor) & nans)).all())
 
 
-def _is_of_a_library(kind_of: type) -> bool:
-    return kind_of.__module__.partition(".")[0] in LIBRARIES
+def _is_of_a_library(kind_of: Any) -> bool:
+    return str(kind_of.__module__).partition(".")[0] in LIBRARIES

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.calls import RandomStreams, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.stage.loss_check import MeanGuard
 from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.optimizer import scaled_learning_rates, stage_optimizer
@@ -99,6 +101,8 @@ class Stage:
         self._first_version = 0  # of the segment
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._class_loss = class_loss(spec.loss_fn)
+        is_watched = self.is_last and pipeline.micro_batches_per_update > 1 and not traits.loss.moves
+        self._guard = MeanGuard.of(spec.loss_fn, self._within, f"stage {index}") if is_watched else None
         self._call_module = call_of(module, compiled=spec.precision.compile)
         self._gradient_shrink, self._lr_factor = method.gradient_shrink, pipeline.lr_factor(index)
         self._learns_locally = method.spec.local_losses
@@ -191,6 +195,8 @@ class Stage:
                 out = self._call(given)
             outs = self._taken_apart(out)
             last = (self._loss(out, target, kept.num_terms),) if self.has_loss else outs
+        if self._guard is not None and target is not None:
+            self._guard.look(out, target)
         if self.has_loss:
             kept.output_and_loss = outs[0] if self.is_last else None, last[0]
         if keep_graph:
@@ -392,6 +398,10 @@ class Stage:
                 with_none = torch.autograd.grad(self._loss(out, target), outs, allow_unused=True)
                 outs = [tensor for tensor, grad in zip(outs, with_none, strict=True) if grad is not None]
             return torch.stack([(tensor.real * 0).sum() for tensor in outs]).sum()
+        if self._traits.loss.writes_target:  # it may be wanted again, and hits are those of the data
+            target = target.clone()
+        if self._traits.loss.writes_output and self.is_last:
+            out = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, out)
         with self._within():
             if self.is_last:
                 return self._loss_fn(out, target)

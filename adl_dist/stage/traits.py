@@ -64,6 +64,21 @@ class _Shown(str):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossTraits:
+    """What is known of the loss function.
+
+    Attributes:
+        writes_output: whether it writes to the output that it is given.
+        writes_target: whether it writes to the target, or might, where it is called once more with the same.
+        moves: what it keeps and changes in each call, by name, like a counter.
+    """
+
+    writes_output: bool = False
+    writes_target: bool = False
+    moves: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageTraits:
     """What is known of one stage before the first micro-batch. An empty sequence: nothing, or for none of its acts.
 
@@ -83,6 +98,7 @@ class StageTraits:
         draws: those of the streams ``python`` and ``numpy`` that its forward, or the loss, draws from.
         moves: what its forward in training moves that is not in its ``state_dict``, by name: non-persistent buffers,
             plain tensors, generators, numbers in Python.
+        loss: what is known of the loss, the same for all stages.
     """
 
     overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ())
@@ -95,6 +111,7 @@ class StageTraits:
     recomputes: bool = False
     draws: frozenset[str] = frozenset()
     moves: Sequence[str] = ()
+    loss: LossTraits = LossTraits()
 
 
 def joined(traits: Mapping[int, StageTraits]) -> dict[int, StageTraits]:

@@ -28,6 +28,7 @@ from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.findings import Agreed
 from adl_dist.training.input import DeviceLoader
+from adl_dist.training.loss_checks import check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
@@ -79,6 +80,8 @@ def build_worker(
             feed.check(batch.target, "micro-batch 0 of epoch 1")
     measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
     spec, agreed, *_ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
+    if loaders[0] is not None:
+        check_first_targets(spec, loaders[0], plan.first_epoch.sizes, agreed)
     check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
     precision = spec.precision
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
@@ -114,8 +117,9 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
 
 
 def hidden_state(modules: Mapping[int, nn.Module], agreed: Agreed) -> list[str]:
-    """Return the names of what the forwards of these stages move and no checkpoint holds, like generators."""
-    return [name for k, module in modules.items() for name in agreed.traits[k].moves if not is_saved(module, name)]
+    """Return the names of what the forwards of these stages and the loss move and no checkpoint holds."""
+    of_models = (name for k, module in modules.items() for name in agreed.traits[k].moves if not is_saved(module, name))
+    return [*of_models, *agreed.traits[0].loss.moves]
 
 
 def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:

@@ -18,6 +18,7 @@ class Agreed(NamedTuple):
     num_outputs: int | None  # the second dimension of its output; None if that has none
     learns: bool  # whether a gradient of the loss reaches the model
     loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
+    output: Any = None  # of the samples, where a group has several micro-batches: a tensor [n, ...], or containers
 
     def plain(self) -> dict[str, Any]:
         """Return in plain values what all ranks must have found alike."""

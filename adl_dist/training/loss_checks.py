@@ -1,14 +1,27 @@
-"""What can be wrong with a loss, seen on a few samples before training: it returns no number, or it broadcasts."""
+"""What can be wrong with a loss, seen on a few samples before training: no number, broadcasting, a state of its own."""
 
 import warnings
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError
-from adl_dist.stage import LossFn
+from adl_dist.partition.module_state import ModuleState
+from adl_dist.schedule import Pipeline
+from adl_dist.stage import LossFn, TrainSpec
+from adl_dist.stage.loss_check import check_many, num_made_up
+from adl_dist.stage.loss_terms import is_known_mean, loss_terms
+from adl_dist.stage.traits import LossTraits
 from adl_dist.streams import streams_kept
+from adl_dist.training.findings import Agreed
+from adl_dist.training.input import DeviceLoader
+
+MOST_SAMPLES = 256  # whose targets are looked at
 
 
 def check_loss(stage: int, loss: Any, got: str) -> None:
@@ -43,7 +56,7 @@ def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Tensor) -> No
 
     def loss_of(given: Tensor) -> Tensor:
         torch.default_generator.manual_seed(0)  # a loss may draw
-        return loss_fn(given, targets)
+        return loss_fn(given.clone(), targets.clone())  # it may write to both
 
     with torch.no_grad(), streams_kept(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -61,6 +74,56 @@ def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Tensor) -> No
         "output with every target (broadcasting); give both one shape: let the model return output.squeeze(1), or the "
         "dataset targets of the model's shape"
     )
+
+
+def called_again(pipeline: Pipeline) -> tuple[str, str] | None:
+    """Return why the loss is called more than once for a micro-batch, and what to do about it; None: it is not."""
+    method, group = pipeline.method, pipeline.micro_batches_per_update
+    if any(method.recomputes(place, group, pipeline.delays[-1]) for place in range(group)):
+        return "replays its forward, which calls the loss once more", "choose a method that replays nothing"
+    if method.spec.local_losses and pipeline.num_stages > 1:
+        return "has a local loss on each stage, and they would share it", "use partition.num_stages=1"
+    return None
+
+
+def check_called_once(pipeline: Pipeline, traits: LossTraits) -> None:
+    """Refuse a loss that keeps something of its own where the method calls it more than once for a micro-batch.
+
+    Raises:
+        ConfigError: the forward is replayed, or each stage has a local loss.
+    """
+    if not traits.moves or (again := called_again(pipeline)) is None:
+        return
+    why, way_out = again
+    shown, method = ", ".join(traits.moves[:3]), pipeline.method.name
+    raise ConfigError(
+        f"the loss keeps something of its own, which changes with each call ({shown}), but method={method} {why}; "
+        f"let the loss depend on nothing but output and target, or {way_out}"
+    )
+
+
+def check_first_targets(spec: TrainSpec, feed: DeviceLoader, sizes: Sequence[int], agreed: Agreed) -> None:
+    """Check a loss of the user's own on the first targets of the training data, where M > 1.
+
+    ``sizes`` are those of the micro-batches of the first epoch, from which ``feed`` loads as many as are needed.
+
+    Raises:
+        ConfigError: it is no mean over samples, or over what it counts.
+        DataError: a sample that cannot be loaded.
+    """
+    if agreed.output is None or is_known_mean(spec.loss_fn) or agreed.traits[0].loss.moves:
+        return
+    most = min(MOST_SAMPLES, num_made_up(agreed.output))
+    starts = accumulate(sizes, initial=0)
+    some = [min(size, most - start) for start, size in zip(starts, sizes, strict=False) if start < most]
+    with closing(feed.batches(0, some)) as batches:
+        target = torch.cat([target for _, target in batches])
+    state = ModuleState.of(functions={"loss_fn": spec.loss_fn})
+    try:
+        target = target.to(next(leaf.device for leaf in tree_leaves(agreed.output) if isinstance(leaf, Tensor)))
+        check_many(spec.loss_fn, agreed.output, target, loss_terms(spec.loss_fn, target))
+    finally:
+        state.restore()
 
 
 def _numbers_like(tensor: Tensor) -> Tensor:

@@ -185,7 +185,7 @@ class PartitionedModel:
             sizes = checked_sizes(chain, self._num_stages, balance) if explicit else even_sizes(chain, self._num_stages)
             stages = chain.pieces(sizes)
             try:
-                agreed = trial.run(stages, verify=verify)
+                agreed = trial.run(stages, verify=verify, is_final=balance != "auto")
                 break
             except CutImpossible as error:
                 if explicit:
@@ -224,7 +224,7 @@ class PartitionedModel:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]
             balance = best_cut(replace(profile, units=units), trial.spec.pipeline, machine=machine)
             try:
-                trial.run(chain.pieces(balance.sizes), verify=False)
+                trial.run(chain.pieces(balance.sizes), is_final=False)
                 break
             except CutImpossible as error:
                 chain.forbidden.setdefault(sum(balance.sizes[: error.stage + 1]) - 1, error.reason)
@@ -258,8 +258,8 @@ class PartitionedModel:
                 )
             stages = [self.modules[k] for k in range(self._num_stages)]
             trial = Trial(nn.ModuleList(stages), settled.spec, samples, device)
-            agreed = trial.run(stages)
-            # Only the comparison with the uncut model, which is gone, has found these.
+            agreed = trial.run(stages, is_final=False)
+            # What was found before holds for any samples.
             before = settled.agreed.traits
             traits = {k: replace(found, recomputes=before[k].recomputes) for k, found in agreed.traits.items()}
             settled = self._settled = settled._replace(agreed=agreed._replace(traits=traits), samples=samples)

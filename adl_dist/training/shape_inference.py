@@ -22,15 +22,15 @@ from adl_dist.partition.piece import traced_units
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.calls import Tensors, packed, takes_gradient
 from adl_dist.stage.heads import check_outs
-from adl_dist.stage.loss_check import check_is_mean
-from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
-from adl_dist.stage.traits import StageTraits, Structure, joined
+from adl_dist.stage.loss_check import check_is_mean, num_made_up, put_together
+from adl_dist.stage.loss_terms import class_loss, is_known_mean, is_sum, loss_terms
+from adl_dist.stage.traits import LossTraits, StageTraits, Structure, joined
 from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
-from adl_dist.training.loss_checks import check_broadcast, check_loss
+from adl_dist.training.loss_checks import called_again, check_broadcast, check_called_once, check_loss
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
-from adl_dist.training.samples import SIZES, MicroBatch, Samples
+from adl_dist.training.samples import NUM_SAMPLES, SIZES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 
 
@@ -71,8 +71,10 @@ class StageChain:
         self._target: TensorSpec | None = None
         self._num_classes: int | None = None
         self._num_outputs: int | None = None
-        self._outputs: list[tuple[Any, Tensor]] = []  # of both micro-batches in training, with their targets
+        self._outputs: list[tuple[Any, Tensor]] = []  # of both micro-batches in training, with their targets, for M > 1
+        self._accumulates = spec.pipeline.micro_batches_per_update > 1
         self._learns = self._is_loss_tried = False
+        self._of_loss = LossTraits()
         self._is_training: bool | None = None  # which mode the stages are in; None: unknown
         self._held = [{id(t) for t in (*stage.parameters(), *stage.buffers())} for stage in stages]
         self._spoilt: Callable[[int], AbstractContextManager[None]] = lambda k: nullcontext()
@@ -172,12 +174,8 @@ class StageChain:
             if k == self.last:
                 self._check_output(out, size, gets)
                 passage.output = out
-                streams = Streams() if look else None
-                with torch.set_grad_enabled(training):
+                with torch.set_grad_enabled(training), self._looking_at_loss(look[k]) if look else nullcontext():
                     passage.loss = self._loss(k, out, batch.target)
-                if streams is not None:
-                    draws = self._traits[k].draws | (streams.moved() - {"torch"})
-                    self._traits[k] = replace(self._traits[k], draws=draws)
                 self._learns = self._learns or passage.loss.requires_grad
                 passage.ends.append((passage.loss,))
             else:
@@ -193,7 +191,9 @@ class StageChain:
         pairs = zip(training[1:], evaluation[1:], strict=True)
         if any((one.specs[0], one.takes[0]) != (other.specs[0], other.takes[0]) for one, other in pairs):
             self.forward(samples.pair[1], training=False)  # else it was seen in training what the batch dimension is
-        acts, traits = {}, {}
+        acts, traits, of_loss = {}, {}, self._of_loss
+        if called_again(spec.pipeline) is not None and not is_known_mean(self._loss_fn):
+            of_loss = replace(of_loss, writes_target=True)  # it may, with other targets
         for k, (seen, in_evaluation) in enumerate(zip(training, evaluation, strict=True)):
             gets_grad = seen.gets_grad[-1] if seen.gets_grad else None
             acts[k] = Specs(seen.specs[-1], in_evaluation.specs[-1]).getting_gradients(gets_grad)
@@ -203,6 +203,7 @@ class StageChain:
                 takes=(seen.takes[-1], in_evaluation.takes[-1]),
                 needs_grad=seen.needs_grad[-1],
                 gets_grad=gets_grad,
+                loss=of_loss,
             )
         for k in range(self.last):
             traits[k] = replace(traits[k], returns=traits[k + 1].takes)
@@ -212,15 +213,17 @@ class StageChain:
         if method.spec.local_losses:
             for k in range(self.last):
                 check_outs(method.head, k, [out.shape for out in acts[k + 1].training])
+        outs, targets = zip(*self._outputs, strict=True) if self._outputs else ((), ())
         fault = None
-        if spec.pipeline.micro_batches_per_update > 1:
-            (out, target), (other_out, other_target) = self._outputs[:2]
-            try:
+        try:
+            check_called_once(spec.pipeline, self._of_loss)
+            if self._accumulates:
                 terms = loss_terms(self._loss_fn, samples.one[1])
-                check_is_mean(self._loss_fn, (out, other_out), (target, other_target), terms)
-            except ConfigError as error:  # evaluation may do with such a loss, and training come after it
-                fault = str(error)
-        return Agreed(acts, self._target, traits, self._num_classes, self._num_outputs, self._learns, fault)
+                check_is_mean(self._loss_fn, outs, targets, terms)
+        except ConfigError as error:  # evaluation may do with such a loss, and training come after it
+            fault = str(error)
+        output = put_together(outs) if outs and num_made_up(outs[0]) > NUM_SAMPLES else None
+        return Agreed(acts, self._target, traits, self._num_classes, self._num_outputs, self._learns, fault, output)
 
     @contextmanager
     def _looking(self, k: int, state: ModuleState) -> Iterator[None]:
@@ -232,6 +235,16 @@ class StageChain:
         moves = tuple(name for name in moved if name not in persistent)
         draws = frozenset(streams.moved() - {"torch"})
         self._traits[k] = replace(self._traits[k], draws=draws, moves=moves)
+
+    @contextmanager
+    def _looking_at_loss(self, like: ModuleState) -> Iterator[None]:
+        """Note what the loss keeps and changes, and draws from; ``like``: the state of the last stage at the start."""
+        streams, state = Streams(), ModuleState.of(alike=like, functions={"loss_fn": self._loss_fn})
+        yield
+        moves = tuple(name for found in state.changes() for name in found.names)
+        self._of_loss = replace(self._of_loss, moves=moves)
+        last = self._traits[self.last]
+        self._traits[self.last] = replace(last, draws=last.draws | (streams.moved() - {"torch"}))
 
     def _call(self, k: int, argument: Any, gets: str) -> Any:
         try:
@@ -296,11 +309,17 @@ class StageChain:
             # One out of range ends a GPU's process; the loader names the micro-batch.
             known = target.clamp(0, self._num_outputs - 1)
             target = torch.where(target == classes.ignore_index, target, known)
-        if torch.is_grad_enabled():
-            held = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
+        if torch.is_grad_enabled() and self._accumulates and len(self._outputs) < 2:
+            held = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, out)
             self._outputs.append((held, target))
+        given, versions = target.clone(), [_version_of(leaf) for leaf in outs]  # the samples are used again
         with self._within():
-            loss = _try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, target, self._loss_fn)
+            loss = _try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, given, self._loss_fn)
+            self._of_loss = replace(
+                self._of_loss,
+                writes_output=self._of_loss.writes_output or versions != [_version_of(leaf) for leaf in outs],
+                writes_target=self._of_loss.writes_target or given._version > 0,
+            )
             if len(target) > 1 and not self._is_loss_tried:
                 check_broadcast(k, self._loss_fn, out, target)
                 self._is_loss_tried = True
@@ -418,6 +437,11 @@ def _spoilt(tensors: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for tensor, values in zip(tensors, kept, strict=True):
             tensor.data.copy_(values)
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return how often it was written to, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:

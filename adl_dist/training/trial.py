@@ -45,10 +45,11 @@ class Trial:
         """Input [1, ...] and target [1, ...]."""
         return self._samples.one
 
-    def run(self, stages: Sequence[nn.Module], *, verify: bool = False) -> Agreed:
+    def run(self, stages: Sequence[nn.Module], *, verify: bool = False, is_final: bool = True) -> Agreed:
         """Return what is known of ``stages``, which together are the model, after trying them out.
 
-        ``verify``: they are compared with the uncut model.
+        ``verify``: they are compared with the uncut model. ``is_final``: they will be trained as they are; else it is
+        not found out which of them recompute.
 
         Raises:
             ConfigError: a stage or the loss does not take what it gets, or there is nothing to train.
@@ -56,15 +57,15 @@ class Trial:
             PartitionError: the stages are another model than the uncut one.
         """
         try:
-            return self._run(stages, verify=verify)
+            return self._run(stages, verify=verify, is_final=is_final)
         except torch.OutOfMemoryError:
             if self.device.type == "cpu":
                 raise
             torch.cuda.empty_cache()
             self._use(torch.device("cpu"))
-            return self._run(stages, verify=verify)
+            return self._run(stages, verify=verify, is_final=is_final)
 
-    def _run(self, stages: Sequence[nn.Module], *, verify: bool) -> Agreed:
+    def _run(self, stages: Sequence[nn.Module], *, verify: bool, is_final: bool) -> Agreed:
         start = time.perf_counter()
         with kept(self._model, stages, self.spec, self.device) as found:
             if verify and len(stages) > 1:
@@ -76,6 +77,9 @@ class Trial:
                 chain = StageChain(stages, self.spec, self.device)
                 chain.run(self._samples, backward=len(stages) > 1, look=found.of_stages)
                 agreed = chain.agreed(self._samples, self.spec)
+                if is_final:  # no check, but what training has to know
+                    comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
+                    agreed = comparison.with_recomputing(agreed)
             if self._samples.trains:
                 check_trains(agreed)
             for size in self._samples.small_sizes:

@@ -59,7 +59,7 @@ class Kept:
         self._seed = spec.seed % 2**32  # as numpy takes it
         self._is_moved = False
         modules = [model, *(stage for stage in stages if stage is not model), *others]
-        self._state, self._streams = ModuleState.of(*modules), Streams(device)
+        self._state, self._streams = ModuleState.of(*modules, functions={"loss_fn": spec.loss_fn}), Streams(device)
         self.tensors = self._state.tensors[0]  # (name, tensor) of all that can be seen from the model
         self.of_stages = [ModuleState.of(stage, alike=self._state) for stage in stages]
         self._modes = [(module, module.training) for one in modules for module in one.modules()]
@@ -145,12 +145,30 @@ class Verification:
             in_place = compare.first_difference(self._outcome(self._cut(), uncut))
             # What a backward moves, like BatchNorm that is computed again, it moves in another order if it is delayed.
             if in_place is None and difference.when not in AFTERWARDS:
-                recomputes = self._recomputing(compare, difference, between)
+                recomputes, stale = self._recomputing(compare, difference, between)
+                if stale is not None:
+                    raise self._error(stale, STALE, NO_VIEWS, between)
             difference = in_place
         if difference is not None:
             raise self._error(difference, CAUSES.get((difference.when, difference.what), ""))
-        traits = {k: replace(t, recomputes=k in recomputes) for k, t in agreed.traits.items()}
-        return agreed._replace(traits=traits)
+        return _with_recomputing(agreed, recomputes)
+
+    def with_recomputing(self, agreed: Agreed) -> Agreed:
+        """Return what is known of the stages, and which of them recompute, without a look at the uncut model.
+
+        Raises:
+            ConfigError: no older version can be kept of a parameter.
+            PartitionError: one recomputes, and the method has no weights of the forward.
+        """
+        between = self._replaced()
+        if not between:
+            return agreed
+        compare = Comparison(self.spec, self._outcome(self._cut(), Replacement(self._parameters, between)))
+        replaced = self._outcome(self._cut(), Replacement(self._parameters, between, between))
+        difference = compare.first_difference(replaced)
+        if difference is None or difference.when in AFTERWARDS:
+            return agreed
+        return _with_recomputing(agreed, self._recomputing(compare, difference, between)[0])
 
     def _cut(self) -> StageChain:
         return StageChain(self.stages, self.spec, self.device)
@@ -181,18 +199,20 @@ class Verification:
         outcome.add(STATE, "state", {name: tensor.detach().clone() for name, tensor in moved.items()})
         return outcome
 
-    def _recomputing(self, compare: Comparison, difference: Difference, between: frozenset[str]) -> frozenset[int]:
-        """Return the stages whose backward computes with their weights again.
+    def _recomputing(
+        self, compare: Comparison, difference: Difference, between: frozenset[str]
+    ) -> tuple[frozenset[int], Difference | None]:
+        """Return the stages whose backward computes with their weights again, and what that does not explain.
 
         Raises:
-            PartitionError: that is not what makes the difference, or the method has no weights of the forward.
+            PartitionError: the method has no weights of the forward.
         """
         recomputes: frozenset[int] = frozenset()
         found: Difference | None = difference
         while found is not None and not (found.when in AFTERWARDS and recomputes):
             home = self._home(found.name) if (found.when, found.what) == (FIRST, "gradient") else None
             if home is None or home in recomputes:
-                raise self._error(found, STALE, NO_VIEWS, between)
+                return recomputes, found
             if self.spec.pipeline.method.weights == "latest":
                 raise PartitionError(
                     f"stage {home} ({units_of(self.stages[home])}) computes with its weights again in its backward, as "
@@ -202,7 +222,7 @@ class Verification:
             recomputes |= {home}
             change = Replacement(self._parameters, between, between, recomputes)
             found = compare.first_difference(self._outcome(self._cut(), change))
-        return recomputes
+        return recomputes, None
 
     def _home(self, name: str) -> int:
         parameter = self._parameters[name]
@@ -238,6 +258,11 @@ class Verification:
                 return f"; the first that differs is '{key[1]}'" + (f", right after '{before}'" if before else "")
             before = key[1]
         return "; what its modules return is the same, so it is what the model computes itself" if before else ""
+
+
+def _with_recomputing(agreed: Agreed, recomputes: frozenset[int]) -> Agreed:
+    traits = {k: replace(of_stage, recomputes=k in recomputes) for k, of_stage in agreed.traits.items()}
+    return agreed._replace(traits=traits)
 
 
 @contextmanager

