@@ -3,8 +3,8 @@
 A trial run must leave no marks, a traced forward must not hide any, and a checkpoint must hold what moves. Seen are
 parameters, buffers, plain tensors, generators, numbers and containers that a module reaches through its attributes,
 through objects and containers in them, through class attributes of the user's own classes, and through the closures of
-their methods; of a function, like a loss, also the global variables that it names itself. Not seen: other global
-variables, and what lives in an extension or in another process.
+their methods; of a function, like a loss, also the global variables that it names, or functions that it calls. Not
+seen: other global variables, and what lives in an extension or in another process.
 """
 
 import copy
@@ -148,11 +148,26 @@ class _Walk:
                 self._take_class(owner)
         function = getattr(value, "__func__", value)
         if isinstance(function, types.FunctionType) and not _is_of_a_library(function):
-            known = function.__globals__
-            for key in function.__code__.co_names:
-                if key in known and isinstance(known[key], (*PLAIN, list, dict, set, deque, Tensor)):
-                    self._take_place(key, partial(known.get, key), partial(known.__setitem__, key))
-                    self._take(key, known[key])
+            self._take_globals(function)
+
+    def _take_globals(self, function: types.FunctionType) -> None:
+        """Look at the global variables that a function names, into functions that are the user's own, too."""
+        known, codes, names = function.__globals__, [function.__code__], dict[str, None]()
+        while codes:
+            code = codes.pop()
+            names |= dict.fromkeys(code.co_names)
+            codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+        for key in names:
+            value = known.get(key)
+            if isinstance(value, types.FunctionType):
+                if id(value) not in self._seen and not _is_of_a_library(value):
+                    self.take_function(key, value)
+            elif isinstance(value, type):
+                if not _is_of_a_library(value) and self._is_new(value):
+                    self._take_class(value)
+            elif key in known and not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+                self._take_place(key, partial(known.get, key), partial(known.__setitem__, key))
+                self._take(key, value)
 
     def _take(self, name: str, value: Any) -> None:
         """Look into a value that an attribute, a container or a closure holds."""

@@ -336,12 +336,16 @@ class Recomputing(nn.Module):
         return checkpoint(self.compute, x, use_reentrant=False) if self.recomputes else self.compute(x)
 
 
-def test_a_block_recomputes_right_in_a_second_fit():
+@pytest.mark.parametrize(
+    ("K", "method", "options"),
+    [(3, "adl", {}), (3, "adl", {"verify": False}), (2, "pipedream", {"verify": False}), (1, "2bw", {})],
+)
+def test_a_block_recomputes_right_also_in_a_second_fit(K, method, options):
     states = []
     for recomputes in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(*(Recomputing(recomputes=recomputes) for _ in range(2)), last())
-        trainer = toy_trainer(3, 2, model=model, dtype=torch.float64)
+        trainer = toy_trainer(K, 2, model=model, method=method, dtype=torch.float64, **options)
         for num in (16, 17):  # the second one ends with a micro-batch of one sample, which is tried out then
             x = torch.linspace(-1, 1, num * WIDTH, dtype=torch.float64).view(num, WIDTH)
             dataset = torch.utils.data.TensorDataset(x, torch.arange(num) % CLASSES)
@@ -349,6 +353,14 @@ def test_a_block_recomputes_right_in_a_second_fit():
         states.append(trainer.full_state_dict())
     for name, weights in states[0].items():
         torch.testing.assert_close(states[1][name], weights, rtol=1e-12, atol=1e-12)
+
+
+def test_without_the_check_recomputing_with_latest_is_refused():
+    model = nn.Sequential(*(Recomputing(recomputes=True) for _ in range(2)), last())
+    trainer = toy_trainer(3, 2, model=model, method="paci", verify=False)
+    data = torch.utils.data.TensorDataset(torch.randn(8, WIDTH), torch.zeros(8, dtype=torch.long))
+    with pytest.raises(PartitionError, match=r"stage \d .* as activation checkpointing does.*method.weights=latest"):
+        trainer.fit(data, epochs=1, batch_size=8, monitoring=SILENT)
 
 
 @pytest.mark.parametrize("K", [1, 2])
