@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.forward_patches import CHECKPOINTS, Patches
+from adl_dist.partition.known import Known
 from adl_dist.partition.nodes import asks_for_shape, is_of_python
 from adl_dist.partition.ran import Samples
 from adl_dist.partition.side_effects import as_before
-from adl_dist.partition.stand_in import OF_SHAPES, Held, Known, stand_in
+from adl_dist.partition.stand_in import OF_SHAPES, Held, stand_in
 from adl_dist.partition.values import Values
 
 

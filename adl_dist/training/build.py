@@ -79,7 +79,8 @@ def build_worker(
             feed.check(batch.target, "micro-batch 0 of epoch 1")
     measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
     spec, agreed, *_ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
-    check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
+    found = {**agreed.plain(), "sizes": partitioned.sizes}
+    check_consistent(store, world.rank, world.size, found, found=True)
     precision = spec.precision
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
     check_targets(spec.pipeline, agreed, terms)
