@@ -228,7 +228,9 @@ def _refused(model: nn.Module, tracer: _Tracer, error: Exception) -> PartitionEr
     ours = [frame for frame in frames if frame.line and not _is_of_library(frame.filename)]
     line = f"{ours[-1].filename}:{ours[-1].lineno}: {ours[-1].line}" if ours else "its forward"
     line += f" ({tracer.where})" if tracer.where else ""
-    why = shorten(str(error), 200, placeholder=" ...")
+    # Python's own words where it wants a whole number, as range() does.
+    text = str(error).replace("'StandIn' object", "a value that is not the same for every batch")
+    why = shorten(text, 200, placeholder=" ...")
     if error is tracer.has_failed:
         why = f"{type(error).__name__}: {why}"
         return PartitionError(f"{type(model).__name__} fails on a batch of the data: {line}: {why}")

@@ -70,7 +70,7 @@ class Trial:
         with kept(self._model, stages, self.spec, self.device) as found:
             if verify and len(stages) > 1:
                 comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
-                agreed = comparison.agreed()
+                agreed, chain = comparison.agreed(), comparison.chain
                 self.verify_seconds = time.perf_counter() - start
             else:
                 found.begin()
@@ -78,13 +78,13 @@ class Trial:
                 chain.run(self._samples, backward=len(stages) > 1, look=found.of_stages)
                 agreed = chain.agreed(self._samples, self.spec)
             # Also those that no micro-batch has: a later call may, when the model is in pieces.
-            faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(stages, found, size)) is not None}
+            faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(chain, found, size)) is not None}
             agreed = agreed._replace(size_faults=faults)
             if self._samples.trains:
                 check_trains(agreed, self._samples)
         return agreed
 
-    def _fault(self, stages: Sequence[nn.Module], found: Kept, size: int) -> str | None:
+    def _fault(self, chain: StageChain, found: Kept, size: int) -> str | None:
         """Return why a micro-batch of ``size`` samples cannot be trained on; None: it can.
 
         Raises:
@@ -93,7 +93,7 @@ class Trial:
         found.begin()
         try:
             with warnings.catch_warnings(action="ignore"):  # of sizes that may never come
-                StageChain(stages, self.spec, self.device).forward(self._samples.of_size(size))
+                chain.forward(self._samples.of_size(size))
         except (ConfigError, PartitionError) as error:
             if isinstance(error, CutImpossible) and size in self._samples.other_sizes:
                 raise
