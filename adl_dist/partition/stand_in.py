@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from adl_dist.partition.known import UNKNOWN, Known, scenario
+from adl_dist.partition.known import UNKNOWN, Known, is_same_value, scenario
 from adl_dist.partition.nodes import IN_PLACE
 
 OF_SHAPES = "of_shapes"  # in a node's ``meta``: whether it computes numbers from nothing but the shapes of tensors
@@ -94,7 +94,10 @@ class StandIn(fx.Proxy):
         known = self.tracer.known.get(self.node)
         if known is None or not ISINSTANCE(known.pair[0], _HASHED):
             return object.__hash__(self)
-        return int(self.agreed("a look-up of it", hash))  # a table without it would be left by another way
+        value, second = known.pair
+        if known.elsewhere and all(is_same_value(one, value) for one in (second, *known.elsewhere[1:])):
+            return object.__hash__(self)  # a device: a cache by it misses, and a table is found out by the check
+        return hash(self.agreed("a look-up of it", lambda one: one))  # a table without it would go another way
 
     def __str__(self) -> str:
         known = self.tracer.known.get(self.node)

@@ -242,13 +242,16 @@ class Values:
         if value.holds_tensors:
             call = self._callable(node) if may_ask else None
             return tensor_elsewhere(call, node, self.known.__getitem__, pair, self.sizes)
-        if pair[0] is None or all(not (source.holds_tensors or source.elsewhere) for source in sources):
-            return () if is_same_value(*pair) else ALL_UNKNOWN
-        if len(sources) == 1 and isinstance(sources[0].pair[0], Tensor) and asks_about_tensor(node):
-            return self._answered(node, sources[0], pair)
-        if is_of_python(node) and not any(source.holds_tensors for source in sources):
+        if pair[0] is None:
+            return ()
+        tensors = [source for source in sources if source.holds_tensors]
+        numbers_stay = not any(source.elsewhere for source in sources if not source.holds_tensors)
+        if asks_about_tensor(node) and len(tensors) == 1 and isinstance(tensors[0].pair[0], Tensor) and numbers_stay:
+            return self._answered(node, tensors[0], pair)
+        if is_of_python(node) and not tensors and not numbers_stay:
             return number_elsewhere(self._callable(node), node, self.known.__getitem__, pair[0])
-        return () if not any(source.elsewhere for source in sources) else ALL_UNKNOWN
+        is_same = is_same_value(*pair) and not any(source.elsewhere for source in sources)
+        return () if is_same else ALL_UNKNOWN
 
     def _answered(self, node: fx.Node, tensor: Known, pair: Pair) -> tuple[Any, ...]:
         """Return what a tensor answers elsewhere, like :meth:`_elsewhere`."""
@@ -262,7 +265,8 @@ class Values:
             return () if is_same_value(*pair) else ALL_UNKNOWN
         if tensor.elsewhere:
             return ALL_UNKNOWN
-        dims = [*node.args[1:], *node.kwargs.values()] if name == "size" else []
+        args, kwargs = self._arguments(node, 0)
+        dims = [*args[1:], *kwargs.values()] if name == "size" else []
         return shape_elsewhere(name, dims, (first, second), self.sizes)
 
 
