@@ -24,30 +24,8 @@ from adl_dist.partition.module_state import CAN_CROSS
 # Dense, for tables and remainders; then powers and what lies beside them, a prime, and a number with many divisors.
 PROBE_SIZES = (
     *range(1, 131),
-    *(
-        144,
-        160,
-        192,
-        200,
-        255,
-        256,
-        257,
-        384,
-        500,
-        511,
-        512,
-        513,
-        1000,
-        1023,
-        1024,
-        1025,
-        2048,
-        4096,
-        5040,
-        10006,
-        10007,
-    ),
-    *(65536, 1_153_152_000),
+    *(144, 160, 192, 200, 255, 256, 257, 384, 500, 511, 512, 513, 1000, 1023, 1024, 1025),
+    *(2048, 4096, 5040, 10006, 10007, 65536, 1_153_152_000),
 )
 SCENARIOS = (None, *PROBE_SIZES)  # the first is another kind of device
 CHECKED_SIZES = 22, 10006  # at which operations are asked; even ones, for models that halve the batch

@@ -1,7 +1,8 @@
 """Stand-ins for the values of a forward while it is read.
 
-With samples each knows its value for two batches of different sizes. It then answers for itself what is the same for
-both, as the value would: its type, its size, a comparison of sizes. What differs, like the number of samples, and what
+With samples each knows its value for two batches of different sizes, and what a number would be elsewhere (known.py).
+It then answers for itself what is the same everywhere, as the value would: its type, its size, a comparison of sizes.
+What differs, like the number of samples, and what
 depends on the values of tensors, like a sum, cannot decide a branch: it is refused.
 """
 
