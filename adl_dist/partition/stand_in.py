@@ -2,8 +2,8 @@
 
 With samples each knows its value for two batches of different sizes, and what a number would be elsewhere (known.py).
 It then answers for itself what is the same everywhere, as the value would: its type, its size, a comparison of sizes.
-What differs, like the number of samples, and what
-depends on the values of tensors, like a sum, cannot decide a branch: it is refused.
+What differs, like the number of samples, and what depends on the values of tensors, like a sum, cannot decide a branch:
+it is refused.
 """
 
 import operator
