@@ -23,7 +23,7 @@ def linearise(model: nn.Module, *, granularity: str = "block", samples: Samples 
 
     At granularity ``layer`` units are single layers and operations, also in residual blocks; at ``block`` they are what
     the model's own forward calls, of an ``nn.Sequential`` its children, which need not be traceable. ``samples``: real
-    inputs of two different batch sizes, on the model's device, say of 3 and 4 samples. The parts of the model run once
+    inputs of two different batch sizes, on the model's device, say of 2 and 4 samples. The parts of the model run once
     on both, so that its forward may branch on what is the same for every batch; None: on nothing but parameters.
 
     Raises:

@@ -15,7 +15,7 @@ from adl_dist.streams import Streams
 _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # ask their second argument for its shape
 _NEW = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"}
 Pair = tuple[Any, Any]  # a value of the forward for each of the two batches
-Samples = tuple[Tensor, Tensor]  # inputs of 3 and of 4 samples, say
+Samples = tuple[Tensor, Tensor]  # inputs of 2 and of 4 samples, say
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.forward_patches import CHECKPOINTS, Patches
+from adl_dist.partition.known import Known
 from adl_dist.partition.nodes import asks_for_shape, is_of_python
 from adl_dist.partition.ran import Samples
 from adl_dist.partition.side_effects import as_before
-from adl_dist.partition.stand_in import OF_SHAPES, Held, Known, stand_in
+from adl_dist.partition.stand_in import OF_SHAPES, Held, stand_in
 from adl_dist.partition.values import Values
 
 
@@ -227,7 +228,9 @@ def _refused(model: nn.Module, tracer: _Tracer, error: Exception) -> PartitionEr
     ours = [frame for frame in frames if frame.line and not _is_of_library(frame.filename)]
     line = f"{ours[-1].filename}:{ours[-1].lineno}: {ours[-1].line}" if ours else "its forward"
     line += f" ({tracer.where})" if tracer.where else ""
-    why = shorten(str(error), 200, placeholder=" ...")
+    # Python's own words where it wants a whole number, as range() does.
+    text = str(error).replace("'StandIn' object", "a value that is not the same for every batch")
+    why = shorten(text, 200, placeholder=" ...")
     if error is tracer.has_failed:
         why = f"{type(error).__name__}: {why}"
         return PartitionError(f"{type(model).__name__} fails on a batch of the data: {line}: {why}")

@@ -82,7 +82,8 @@ def build_worker(
     spec, agreed, *_ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
     if loaders[0] is not None:
         check_first_targets(spec, loaders[0], plan.first_epoch.sizes, agreed)
-    check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
+    found = {**agreed.plain(), "sizes": partitioned.sizes}
+    check_consistent(store, world.rank, world.size, found, found=True)
     precision = spec.precision
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
     check_targets(spec.pipeline, agreed, terms)

@@ -61,7 +61,7 @@ class Settled(NamedTuple):
     def holds_for(self, samples: Samples) -> bool:
         """Return whether it was found with samples like these."""
         alike = [[TensorSpec.of(x) for x in one.pair[0]] for one in (self.samples, samples)]
-        return alike[0] == alike[1] and {*samples.small_sizes} <= {*self.samples.small_sizes}
+        return alike[0] == alike[1]
 
 
 class PartitionedModel:
@@ -197,11 +197,12 @@ class PartitionedModel:
                 self.warning = why_uneven(chain.units, reasons, sizes, sizes, of="the units")
         if balance != "auto":
             return sizes, stages, agreed
+        key = SIZES[bool(trial.spec.precision.channels_last)]
         if measuring is None:
-            sizes = read(store, SIZES, 0)["sizes"]
+            sizes = read(store, key, 0)["sizes"]
         else:
             sizes = self._measured(trial, chain, measuring)
-            store.set(SIZES, json.dumps({"sizes": sizes}))
+            store.set(key, json.dumps({"sizes": sizes}))
         stages = chain.pieces(sizes)
         return sizes, stages, trial.run(stages, verify=self.spec.verify)
 
@@ -253,8 +254,8 @@ class PartitionedModel:
         if not settled.holds_for(samples):
             if len(self._own) < self._num_stages:
                 raise ConfigError(
-                    "the samples of this call have another shape or dtype, or leave smaller micro-batches, than those "
-                    "that the model was cut with; make a new Trainer for them"
+                    "the samples of this call have another shape or dtype than those that the model was cut with; make "
+                    "a new Trainer for them"
                 )
             stages = [self.modules[k] for k in range(self._num_stages)]
             trial = Trial(nn.ModuleList(stages), settled.spec, samples, device)
@@ -264,7 +265,7 @@ class PartitionedModel:
             traits = {k: replace(found, recomputes=before[k].recomputes) for k, found in agreed.traits.items()}
             settled = self._settled = settled._replace(agreed=agreed._replace(traits=traits), samples=samples)
         if samples.trains:
-            check_trains(settled.agreed)
+            check_trains(settled.agreed, samples)
         return settled
 
     def _trained(self) -> frozenset[str]:

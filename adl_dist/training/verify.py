@@ -114,7 +114,7 @@ class Verification:
     def __post_init__(self) -> None:
         named = self.model.named_parameters()
         self._parameters = {name: p for name, p in named if p.requires_grad and takes_gradient(p)}
-        self._chain = StageChain(self.stages, self.spec, self.device)
+        self.chain = StageChain(self.stages, self.spec, self.device)
         weights = {p.untyped_storage().data_ptr() for p in self.model.parameters() if p.layout is torch.strided}
         self._plain = {  # what a forward may move besides buffers, which it may replace
             name: tensor
@@ -134,8 +134,8 @@ class Verification:
         between = self._replaced()
         changed = between or None
         cut, uncut = Replacement(self._parameters, changed, between), Replacement(self._parameters, changed)
-        found = self._outcome(self._chain, cut, look=self.kept.of_stages)
-        agreed = self._chain.agreed(self.samples, self.spec)
+        found = self._outcome(self.chain, cut, look=self.kept.of_stages)
+        agreed = self.chain.agreed(self.samples, self.spec)
         self._cut().check_ties(self.samples, self.kept.of_stages)
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), uncut, into=compared)

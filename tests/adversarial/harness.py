@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import adl_dist
-from tests.adversarial.cases import EPOCHS, MICRO_BATCH, NUM_SAMPLES, NUM_VALIDATION, STAGES, batches, dataset
+from tests.adversarial.cases import EPOCHS, STAGES, batches, dataset
 from tests.adversarial.oracle import Uncut, delays_of
 from tests.adversarial.outcomes import letters
 from tests.support.values import SILENT, values
@@ -96,10 +96,10 @@ def trainer_of(case, K, M, granularity="block", *, method="adl", recompute=None,
 
 def fit(trainer, case, M, *, epochs=EPOCHS, validates=True, **options):
     return trainer.fit(
-        dataset(case.data, NUM_SAMPLES, 1),
+        dataset(case.data, case.counts[0], 1),
         epochs=epochs,
-        batch_size=MICRO_BATCH * M,
-        val_dataset=dataset(case.data, NUM_VALIDATION, 2) if validates else None,
+        batch_size=case.size * M,
+        val_dataset=dataset(case.data, case.counts[1], 2) if validates else None,
         shuffle=False,
         monitoring=SILENT,
         **options,
@@ -111,7 +111,7 @@ def train(case, K, M, granularity="block", **options):
     loss_fn = Recorded(case.loss, is_replayed=bool(options.get("recompute")))
     trainer = trainer_of(case, K, M, granularity, loss_fn=loss_fn, **options)
     summary = fit(trainer, case, M)
-    num_train, num_val = (-(-n // MICRO_BATCH) for n in (NUM_SAMPLES, NUM_VALIDATION))
+    num_train, num_val = (-(-n // case.size) for n in case.counts)
     state = {name: tensor.clone() for name, tensor in trainer.full_state_dict().items()}
     losses, outputs = loss_fn.kept.losses[-EPOCHS * num_train :], loss_fn.kept.outputs[-num_val:]
     return Trained(state, losses, outputs, summary["validation_loss"], owner_of(trainer))
@@ -130,10 +130,11 @@ def oracle_of(case, K, M, owner, *, method="adl", model=None, lr_schedule=lr_sch
 def expected(case, K, M, owner, **options):
     """Train with the oracle."""
     uncut = oracle_of(case, K, M, owner, **options)
+    training, validation = (batches(case.data, n, seed, case.size) for n, seed in zip(case.counts, (1, 2), strict=True))
     for _ in range(EPOCHS):
-        uncut.epoch(batches(case.data, NUM_SAMPLES, 1))
+        uncut.epoch(training)
         uncut.outputs.clear()
-        uncut.evaluate(batches(case.data, NUM_VALIDATION, 2))
+        uncut.evaluate(validation)
     state = {name: t.detach() for name, t in uncut.model.state_dict().items() if isinstance(t, torch.Tensor)}
     return Trained(state, uncut.losses, uncut.outputs, uncut.validation[-1], owner)
 

@@ -6,8 +6,16 @@
 
 from tests.adversarial.cases import STAGES
 
+DECIDING = [  # by the number of samples; see batch_size_models.py
+    *("more_than_four", "multiple_of_eight", "between", "at_least_six", "whole_logarithm", "by_table", "one_of_some"),
+    *("many_numbers", "many_bytes", "after_the_fourth", "in_fives"),
+]
+
 # Name: at granularity block, layer.
 OUTCOMES = {
+    **{f"root_asks_{how}": ("=RRR", "=RRR") for how in DECIDING},
+    **{f"block_asks_{how}": ("====", "=RRR") for how in DECIDING},
+    "loops_over_samples": ("=RRR", "=RRR"),
     "hidden_tie": ("=RRR", "=RRR"),
     "one_storage": ("=RRR", "=RRR"),
     "buffer_of_weight": ("=RRR", "=RRR"),
@@ -87,7 +95,7 @@ OUTCOMES = {
     "hands_on_changing_width": ("=RRR", "=RRR"),
     "hands_on_changing_dtype": ("=??R", "=RRR"),
     "hands_on_list_of_samples": ("=RRR", "=RRR"),
-    "hands_on_sometimes_none": ("=???", "=???"),
+    "hands_on_sometimes_none": ("=RRR", "=RRR"),
     "hands_on_changing_order": ("=RRR", "=RRR"),
     "decays_in_forward": ("=RRR", "=RRR"),
     "average_by_data": ("=RRR", "=RRR"),
@@ -118,8 +126,6 @@ OPEN = {
     ("counts_calls", "block"): "wrong: two stages share a counter by a closure",
     ("counts_in_the_class", "block"): "wrong: two stages share a counter of the class",
     ("hands_on_changing_dtype", "block"): "mid-run: a ChannelError, the dtype depends on values",
-    ("hands_on_sometimes_none", "block"): "mid-run: None in place of a tensor, for smaller batches only",
-    ("hands_on_sometimes_none", "layer"): "mid-run: None in place of a tensor, for smaller batches only",
     ("shared_plain_tensor", "block"): "wrong: two stages write to one tensor that is no buffer",
     ("teacher_of_the_whole", "block"): "wrong: the last stage reads a weight of the first without a gradient",
     ("renames_its_state", "block"): "traceback: a hook renames the entries of the state_dict",

@@ -293,7 +293,7 @@ def test_rounding_is_no_difference(precision):
 def test_the_seconds_of_the_check_are_told(capsys):
     trainer = toy_trainer(2, 2)
     trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(tensorboard=False))
-    assert "the cut model was found equal to the uncut one on 7 samples in " in capsys.readouterr().out
+    assert "the cut model was found equal to the uncut one on 6 samples in " in capsys.readouterr().out
 
 
 def test_without_the_check_another_model_is_trained():
