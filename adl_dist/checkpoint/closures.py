@@ -1,6 +1,7 @@
 """What functions keep between two calls: the variables of their closures, and the attributes of objects called.
 
-Hooks of an optimizer are such functions. What one of them moves is state of the run, as what the optimizer moves is.
+Hooks of an optimizer are such functions, and so is a loss. What one of them moves is state of the run, as what an
+optimizer moves is.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from adl_dist.checkpoint import nested
+
 HOOKS = {"pre": "_optimizer_step_pre_hooks", "post": "_optimizer_step_post_hooks"}
+HOOK = "hook."  # begins the names of what hooks keep
+Mark = str | list[str]
 Place = tuple[Any, Any]  # what holds a value, like a dictionary, and by which key
 
 
@@ -32,9 +37,9 @@ def hooks_of(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """Yield the functions that are called with each step of an optimizer, each by a name that the next run gives it."""
     for when, key in HOOKS.items():
         for number, hook in enumerate(getattr(optimizer, key, {}).values()):
-            yield f"hook.{when}{number}.{_name(hook)}", hook
+            yield f"{HOOK}{when}{number}.{_name(hook)}", hook
     if "step" in vars(optimizer):  # wrapped, by a schedule or by the user
-        yield "hook.step", vars(optimizer)["step"]
+        yield f"{HOOK}step", vars(optimizer)["step"]
 
 
 def places(name: str, function: Any, seen: set[int] | None = None) -> Iterator[tuple[str, Place]]:
@@ -49,7 +54,7 @@ def places(name: str, function: Any, seen: set[int] | None = None) -> Iterator[t
     elif isinstance(function, partial):
         yield from places(name, function.func, seen)
         for number, value in enumerate(function.args):
-            yield from _of_value(f"{name}.{number}", value, (function.args, number), seen)
+            yield from _of_value(f"{name}[{number}]", value, (function.args, number), seen)
         for key, value in function.keywords.items():
             yield from _of_value(f"{name}.{key}", value, (function.keywords, key), seen)
     elif isinstance(function, FunctionType):
@@ -79,6 +84,21 @@ def put(place: Place, value: Any) -> None:
         present.update(value)
     else:
         home[key] = value
+
+
+def mark(value: Any) -> Mark:
+    """Return what shows later, by :func:`has_moved`, whether ``value`` is another one."""
+    return [*map(nested.mark, value)] if type(value) is list else nested.mark(value)
+
+
+def has_moved(before: Mark | None, value: Any) -> bool:
+    """Whether ``value`` is another one than that of the mark ``before``; None: there was none.
+
+    A list to which something was only appended is a record, and not: it belongs to the process that writes it.
+    """
+    if isinstance(before, list) and type(value) is list:
+        return [*map(nested.mark, value[: len(before)])] != before
+    return before != mark(value)
 
 
 def _of_value(name: str, value: Any, place: Place, seen: set[int]) -> Iterator[tuple[str, Place]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from adl_dist.checkpoint import closures, nested, storage
-from adl_dist.checkpoint.closures import Place
+from adl_dist.checkpoint.closures import Mark, Place
 from adl_dist.checkpoint.nested import Packer, Unstorable
 from adl_dist.checkpoint.storage import Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError
@@ -43,7 +43,7 @@ class FreshOptimizer:
     """
 
     names: Sequence[Sequence[Sequence[str]]]
-    marks: Mapping[str, str]
+    marks: Mapping[str, Mark]
     scheduled: Collection[str]
 
     @classmethod
@@ -56,7 +56,7 @@ class FreshOptimizer:
             if name not in (known := names.setdefault(id(parameter), [])):
                 known.append(name)
         groups = [[names.get(id(p), [""]) for p in group["params"]] for group in stage.optimizer.param_groups]
-        marks = {name: nested.mark(home[key]) for name, (home, key) in _values_of(stage.optimizer)}
+        marks = {name: _mark(name, home[key]) for name, (home, key) in _values_of(stage.optimizer)}
         return cls(groups, marks, scheduled)
 
     @property
@@ -77,7 +77,7 @@ class FreshOptimizer:
     def moved(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the values of groups, object and stage that are others now, by name."""
         values = {name: home[key] for name, (home, key) in _values_of(optimizer, without=self.scheduled)}
-        return {name: value for name, value in values.items() if self.marks.get(name) != nested.mark(value)}
+        return {name: value for name, value in values.items() if _has_moved(name, self.marks.get(name), value)}
 
 
 def shard_of(stage: Stage, fresh: FreshOptimizer | None) -> Shard:
@@ -184,6 +184,14 @@ def _unstorable(stage: Stage, said: str) -> ConfigError:
         f"stage {stage.index}: what {type(stage.optimizer).__name__} remembers cannot be saved: {said}. Without it a "
         "resumed run would differ; choose another optimizer, or train without run_dir"
     )
+
+
+def _mark(name: str, value: Any) -> Mark:
+    return closures.mark(value) if name.startswith(closures.HOOK) else nested.mark(value)
+
+
+def _has_moved(name: str, before: Mark | None, value: Any) -> bool:
+    return closures.has_moved(before, value) if name.startswith(closures.HOOK) else before != nested.mark(value)
 
 
 def _put(optimizer: Optimizer, name: str, value: Any) -> None:

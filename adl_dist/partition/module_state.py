@@ -201,8 +201,8 @@ class _Walk:
             self._take_elements(name, value.args)
             self._take_entries(f"{name}.", value.keywords)
         elif isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                self._take_cell(f"{name} (closure)", cell)
+            for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                self._take_cell(f"{name}.{key}", cell)
         elif isinstance(value, types.SimpleNamespace) or not (
             isinstance(value, type | types.ModuleType) or _is_of_a_library(type(value))
         ):

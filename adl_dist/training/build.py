@@ -12,6 +12,7 @@ from torch import nn
 
 from adl_dist.checkpoint.buffers import is_saved
 from adl_dist.checkpoint.identity import described, described_optimizer, described_schedule, merged
+from adl_dist.checkpoint.loss_state import not_kept
 from adl_dist.checkpoint.state import FreshStage, refuse_hidden_state
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
@@ -21,7 +22,7 @@ from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_sc
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import Stage, TrainSpec, in_dtype
+from adl_dist.stage import LossFn, Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
 from adl_dist.stage.loss_terms import LossTerms, loss_terms
 from adl_dist.training import samples as samples_of
@@ -89,7 +90,7 @@ def build_worker(
     check_targets(spec.pipeline, agreed, terms)
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
     if folder is not None:
-        refuse_hidden_state(hidden_state(modules, agreed))
+        refuse_hidden_state(hidden_state(modules, agreed, spec.loss_fn))
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
     # The makers are the user's own: where one has failed, no rank begins to wait for that stage.
     by_rank = exchange(store, MADE, world.rank, world.size, made)
@@ -100,7 +101,10 @@ def build_worker(
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
     targets = [agreed.target] if terms is None else [agreed.target, COUNTS]
     contexts = connect_stages(world, stages, acts, targets, spec.pipeline)
-    fresh = {k: FreshStage.of(stage, scheduled.get(k, ())) for k, stage in stages.items()} if folder is not None else {}
+    fresh = {}
+    if folder is not None:
+        of_loss = spec.loss_fn if agreed.traits[0].loss.moves else None
+        fresh = {k: FreshStage.of(stage, scheduled.get(k, ()), of_loss) for k, stage in stages.items()}
     worker = LocalWorker(
         world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, terms, pick_next, fresh=fresh
     )
@@ -117,10 +121,10 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
     }
 
 
-def hidden_state(modules: Mapping[int, nn.Module], agreed: Agreed) -> list[str]:
+def hidden_state(modules: Mapping[int, nn.Module], agreed: Agreed, loss_fn: LossFn) -> list[str]:
     """Return the names of what the forwards of these stages and the loss move and no checkpoint holds."""
     of_models = (name for k, module in modules.items() for name in agreed.traits[k].moves if not is_saved(module, name))
-    return [*of_models, *agreed.traits[0].loss.moves]
+    return [*of_models, *not_kept(loss_fn, agreed.traits[0].loss.moves)]
 
 
 def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:

@@ -139,7 +139,7 @@ def test_a_loss_that_cannot_be_copied_is_asked_itself():
         check(Locked(), OUTS, CLASSES)
 
 
-def test_a_gradient_that_is_another_is_told_where_the_loss_is_the_same():
+def test_a_gradient_that_is_another_is_told_by_its_values():
     def of_signs(out, target):
         return out.sum(1).mean() - (out - out.detach()).sum() / len(out) ** 2
 
