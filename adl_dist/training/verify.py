@@ -186,29 +186,36 @@ class Verification:
     def _recomputing(self, compare: Comparison, difference: Difference, between: frozenset[str]) -> frozenset[int]:
         """Return the stages whose backward computes with their weights again.
 
+        Such a backward sends another gradient to the stages before it, too, so a difference does not tell its stage.
+
         Raises:
             PartitionError: that is not what makes the difference, or the method has no weights of the forward.
         """
-        recomputes: frozenset[int] = frozenset()
-        found: Difference | None = difference
-        while found is not None and not (found.when in AFTERWARDS and recomputes):
-            home = self._home(found.name) if (found.when, found.what) == (FIRST, "gradient") else None
-            if home is None or home in recomputes:
-                raise self._error(found, STALE, NO_VIEWS, between)
-            if self.spec.pipeline.method.weights == "latest":
-                raise PartitionError(
-                    f"stage {home} ({units_of(self.stages[home])}) computes with its weights again in its backward, as "
-                    "activation checkpointing does, but method.weights=latest has no weights of the forward; use "
-                    "method.weights=stash, or no checkpointing"
-                )
-            recomputes |= {home}
+
+        def unlike(recomputes: frozenset[int]) -> Difference | None:
             change = Replacement(self._parameters, between, between, recomputes)
             found = compare.first_difference(self._outcome(self._cut(), change))
+            return found if found is not None and found.when not in AFTERWARDS else None
+
+        recomputes = frozenset(k for k, stage in enumerate(self.stages) if between & {*self._names(stage)})
+        if (difference.when, difference.what) != (FIRST, "gradient") or unlike(recomputes) is not None:
+            raise self._error(difference, STALE, NO_VIEWS, between)
+        for k in sorted(recomputes):
+            if unlike(recomputes - {k}) is None:
+                recomputes -= {k}
+        if self.spec.pipeline.method.weights == "latest":
+            k = min(recomputes)
+            raise PartitionError(
+                f"stage {k} ({units_of(self.stages[k])}) computes with its weights again in its backward, as "
+                "activation checkpointing does, but method.weights=latest has no weights of the forward; use "
+                "method.weights=stash, or no checkpointing"
+            )
         return recomputes
 
-    def _home(self, name: str) -> int:
-        parameter = self._parameters[name]
-        return next(k for k, stage in enumerate(self.stages) if any(p is parameter for p in stage.parameters()))
+    def _names(self, stage: nn.Module) -> Iterator[str]:
+        """Yield the names of the trained parameters that ``stage`` holds."""
+        held = {id(p) for p in stage.parameters()}
+        return (name for name, p in self._parameters.items() if id(p) in held)
 
     def _error(
         self, difference: Difference, cause: str, way_out: str = WAYS_OUT, between: frozenset[str] = frozenset()

@@ -341,6 +341,18 @@ def test_a_shared_buffer_that_a_forward_moves_ties_its_users():
     assert "'0.counter' and '1.counter' are one and the same tensor" in chain.forbidden[0]
 
 
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+def test_a_write_into_a_view_ties_no_units(granularity):
+    """What an InstanceNorm returns is a view; a write to it moves the history of what it is a view of."""
+    layers = [nn.Conv2d(4, 4, 1), nn.InstanceNorm2d(4, affine=True), nn.LeakyReLU(inplace=True), nn.Conv2d(4, 4, 1)]
+    chain = read(
+        nn.Sequential(*layers).double(),
+        lambda size: rows(size)[:, :, None, None].expand(-1, -1, 3, 3),
+        granularity=granularity,
+    )
+    assert places_of(chain) == [1, 2, 3]
+
+
 OURS = ("adopt", "unit_names", "_forwards", "_unlike", "_unit_names", "graph", "code", "acts", "model", "held", "meta")
 
 

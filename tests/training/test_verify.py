@@ -147,6 +147,20 @@ def test_a_stage_that_recomputes_is_found():
     assert not any(traits.recomputes for traits in agreed.traits.values()), "its weights never change in between"
 
 
+class LinearRecomputes(Recomputes):
+    """The gradients of its own parameters do not depend on them: the stage in front gets another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = layer()
+
+
+def test_the_stage_that_recomputes_is_told_from_the_one_in_front():
+    model = nn.Sequential(layer(), LinearRecomputes(), nn.Sequential(layer(), nn.Tanh()), LinearRecomputes(), last())
+    agreed = tried(model, [*map(nn.Sequential, model)])
+    assert [traits.recomputes for traits in agreed.traits.values()] == [False, True, False, True, False]
+
+
 def test_recomputing_with_the_latest_weights_is_refused():
     model = nn.Sequential(layer(), Recomputes(), layer(), last())
     with pytest.raises(PartitionError, match=r"stage 0 .* as activation checkpointing does.*method.weights=latest"):
