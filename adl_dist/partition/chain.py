@@ -53,11 +53,12 @@ class SequentialChain:
         uses: list[Use] = []
         for unit, (name, child) in enumerate(self._children):
             uses += ties.uses(unit, name, child, [t for one in ran[unit] for t in one.uses] if ran else None)
-        self.forbidden |= torn(uses)
         for unit, one in [(unit, one) for unit, of_unit in enumerate(ran[:-1]) for one in of_unit]:
             assert samples is not None
             if (why := unsendable(one.values, (len(samples[0]), len(samples[1])))) is not None:
                 self.forbidden.setdefault(unit, why)
+        # Behind them: what hides its tensors hides their history, too, so that more seems to be used on both sides.
+        self.forbidden = torn(uses) | self.forbidden
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return a Sequential of ``sizes`` units for each stage."""

@@ -49,8 +49,8 @@ def torn(uses: Iterable[Use]) -> dict[int, str]:
     found: dict[int, str] = {}
     for places in units_of.values():
         (first, name), (last, other) = min(places), max(places)
-        tied = f"'{name}' and '{other}' are one and the same tensor"
-        why = f"'{name}' is used on both sides of it" if name == other else tied
+        tied = f"'{name}' and '{other}' are one and the same tensor, which must be on one stage, unless you untie them"
+        why = f"'{name}' is used on both sides of it, and must be on one stage" if name == other else tied
         for cut in range(first, last):
-            found.setdefault(cut, f"{why}, which must be on one stage, unless you untie them")
+            found.setdefault(cut, why)
     return found

@@ -149,7 +149,10 @@ def unsendable(pair: Pair, sizes: tuple[int, int]) -> str | None:
             if tuple(tuple(leaf.shape[:1]) for leaf in leaves) != tuple((size,) for size in sizes):
                 return f"a tensor {list(leaves[0].shape)} would cross it, whose first dimension is not the batch"
         elif not isinstance(leaves[0], CAN_CROSS) or leaves[0] != leaves[1]:
-            return f"a value of type {type(leaves[0]).__name__} would cross it; only tensors and what never changes can"
+            return (
+                f"a value of type {type(leaves[0]).__name__} would cross it; only tensors, and numbers and texts that "
+                "never change, can"
+            )
     return None
 
 

@@ -47,7 +47,7 @@ STALE = (
     "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches; or a "
     "forward writes to what the backward of an earlier micro-batch needs, or reads what that backward leaves"
 )
-NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, gpipe or 1f1b, which keep no older versions"
+NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, which has one micro-batch in flight"
 
 
 class Kept:
@@ -133,26 +133,47 @@ class Verification:
             ConfigError, CutImpossible: a stage does not run, or not there.
             PartitionError: the cut model is another one; names where it differs and the likely cause.
         """
-        between = self._replaced()
-        changed = between or None
-        cut, uncut = Replacement(self._parameters, changed, between), Replacement(self._parameters, changed)
-        found = self._outcome(self._chain, cut, look=self.kept.of_stages)
+        between, pipeline = self._replaced(), self.spec.pipeline
+        # Whether two micro-batches are in flight with the same weights.
+        several = pipeline.micro_batches_per_update > 1 or pipeline.method.weights == "2bw"
+        beside = any(pipeline.delays) and (several or not (between or pipeline.spec.flush))
+        uncut = Replacement(self._parameters, between or None, beside=beside)
+        cut = replace(uncut, between=between, delayed=True)
+        try:
+            found = self._outcome(self._chain, cut, look=self.kept.of_stages)
+        except ConfigError as error:
+            raise self._failure(error, uncut) from error
         agreed = self._chain.agreed(self.samples, self.spec)
         self._cut().check_ties(self.samples, self.kept.of_stages)
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), uncut, into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
-        if difference is not None and between:
+        if difference is not None and (between or beside):
             compare = Comparison(self.spec, self._outcome(self._uncut(), uncut))
             in_place = compare.first_difference(self._outcome(self._cut(), uncut))
             # What a backward moves, like BatchNorm that is computed again, it moves in another order if it is delayed.
             if in_place is None and difference.when not in AFTERWARDS:
-                recomputes = self._recomputing(compare, difference, between)
+                recomputes = self._recomputing(compare, difference, cut)
             difference = in_place
         if difference is not None:
             raise self._error(difference, CAUSES.get((difference.when, difference.what), ""))
         traits = {k: replace(t, recomputes=k in recomputes) for k, t in agreed.traits.items()}
         return agreed._replace(traits=traits)
+
+    def _failure(self, error: ConfigError, change: Replacement) -> ConfigError | PartitionError:
+        """Return what to say of an ``error`` of the cut model: it is the cut's if the uncut model runs."""
+        try:
+            self._outcome(self._uncut(), change)
+        except ConfigError:
+            return error
+        try:
+            self._outcome(self._cut(), change)
+        except ConfigError:
+            return PartitionError(f"the cut model is not the uncut one, which runs: {error}; {WAYS_OUT}")
+        return ConfigError(
+            f"{error}; with several micro-batches in flight a forward must not write in place to a weight or buffer "
+            "that the backward of an earlier one needs: work on a copy there, or choose method=bp"
+        )
 
     def _cut(self) -> StageChain:
         return StageChain(self.stages, self.spec, self.device)
@@ -183,7 +204,7 @@ class Verification:
         outcome.add(STATE, "state", {name: tensor.detach().clone() for name, tensor in moved.items()})
         return outcome
 
-    def _recomputing(self, compare: Comparison, difference: Difference, between: frozenset[str]) -> frozenset[int]:
+    def _recomputing(self, compare: Comparison, difference: Difference, change: Replacement) -> frozenset[int]:
         """Return the stages whose backward computes with their weights again.
 
         Such a backward sends another gradient to the stages before it, too, so a difference does not tell its stage.
@@ -193,13 +214,12 @@ class Verification:
         """
 
         def unlike(recomputes: frozenset[int]) -> Difference | None:
-            change = Replacement(self._parameters, between, between, recomputes)
-            found = compare.first_difference(self._outcome(self._cut(), change))
+            found = compare.first_difference(self._outcome(self._cut(), replace(change, recomputes=recomputes)))
             return found if found is not None and found.when not in AFTERWARDS else None
 
-        recomputes = frozenset(k for k, stage in enumerate(self.stages) if between & {*self._names(stage)})
+        recomputes = frozenset(k for k, stage in enumerate(self.stages) if change.between & {*self._names(stage)})
         if (difference.when, difference.what) != (FIRST, "gradient") or unlike(recomputes) is not None:
-            raise self._error(difference, STALE, NO_VIEWS, between)
+            raise self._error(difference, STALE, NO_VIEWS, change)
         for k in sorted(recomputes):
             if unlike(recomputes - {k}) is None:
                 recomputes -= {k}
@@ -218,23 +238,23 @@ class Verification:
         return (name for name, p in self._parameters.items() if id(p) in held)
 
     def _error(
-        self, difference: Difference, cause: str, way_out: str = WAYS_OUT, between: frozenset[str] = frozenset()
+        self, difference: Difference, cause: str, way_out: str = WAYS_OUT, change: Replacement | None = None
     ) -> PartitionError:
         where = ""
         if difference.what in ("output", "loss"):
             with suppress(ConfigError, PartitionError):
-                where = self._first_unlike(difference.when, between)
+                where = self._first_unlike(difference.when, change or Replacement(self._parameters))
         likely = f"; likely cause: {cause}" if cause else ""
         return PartitionError(f"the cut model is not the uncut one: {difference}{where}{likely}; {way_out}")
 
-    def _first_unlike(self, time: str, between: frozenset[str]) -> str:
-        """Return which module's output is the first that differs, with these parameters replaced in the cut model."""
+    def _first_unlike(self, time: str, change: Replacement) -> str:
+        """Return which module's output is the first that differs, with this ``change`` of the cut model's weights."""
         calls = []
-        for stages, replaced in (([self.model], frozenset[str]()), (self.stages, between)):
+        for stages, how in (([self.model], replace(change, between=frozenset(), delayed=False)), (self.stages, change)):
             self.kept.begin()
             with _watched(self.model) as made:
                 chain = StageChain(stages, self.spec, self.device, on_turn=partial(made.__setitem__, "now"))
-                chain.run(self.samples, Replacement(self._parameters, between or None, replaced))
+                chain.run(self.samples, how)
             calls.append(made["calls"])
         expected, found = calls
         before = ""

@@ -82,10 +82,15 @@ def plain(self, x):
     return self.layer(x)
 
 
+def fails(self, x):
+    raise RuntimeError("no such thing")
+
+
 # What the uncut model does, what its second stage does instead, and what is told of it.
 UNLIKE = {
     "another branch": (plain, lambda self, x: self.layer(torch.sin(x)), ["the output differs", "first micro-batch"]),
     "a counter read once": (counts, plain, ["the output differs", "second micro-batch"]),
+    "an error": (plain, fails, ["which runs: stage 1 (0 .. 1) gets", "no such thing; use partition.granularity=block"]),
     "detached": (plain, lambda self, x: self.layer(x.detach()), ["gradient of '1.bias' is missing"]),
     "evaluation only": (
         plain,
