@@ -65,8 +65,9 @@ def refuse_hidden_state(names: Sequence[str]) -> None:
 
 
 def check_storable(stage: Stage, fresh: FreshStage) -> None:
-    """Raise ConfigError if the optimizer of ``stage`` holds by now what cannot be saved."""
+    """Raise ConfigError if the optimizer of ``stage``, or its module, holds by now what cannot be saved."""
     optimizer_state.shard_of(stage, fresh.optimizer)
+    fresh.buffers.moved(stage.module)
 
 
 def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, FreshStage]) -> dict[str, Shard]:

@@ -13,7 +13,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.nodes import is_light
 from adl_dist.partition.piece import Crossing, StageModule, adopt, extract
 from adl_dist.partition.ran import Pair, Ran, Samples, run
-from adl_dist.partition.ties import Ties, Use, torn
+from adl_dist.partition.ties import Ties, Use, never_moved, torn
 from adl_dist.partition.trace import Trace, read, unsendable
 from adl_dist.partition.tracer import UntraceableError, has_hooks
 
@@ -49,7 +49,7 @@ class SequentialChain:
             [] if samples is None else _run_one_after_the_other(model, [child for _, child in self._children], samples)
         )
         moved = {buffer for of_unit in ran for one in of_unit for buffer in one.moved}
-        ties = Ties(model, {id(buffer) for buffer in model.buffers()} - moved if ran else ())
+        ties = Ties(model, never_moved(model, moved) if ran else ())
         uses: list[Use] = []
         for unit, (name, child) in enumerate(self._children):
             uses += ties.uses(unit, name, child, [t for one in ran[unit] for t in one.uses] if ran else None)

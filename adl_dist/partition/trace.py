@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from adl_dist.partition.module_state import CAN_CROSS
 from adl_dist.partition.nodes import asks_for_shape, is_light, is_of_python, is_part, may_repeat, writes
 from adl_dist.partition.ran import Pair, Samples
+from adl_dist.partition.ties import never_moved
 from adl_dist.partition.tracer import symbolic
 from adl_dist.partition.values import Values
 
@@ -65,7 +66,7 @@ def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) 
     finally:
         for module, mode in modes.items():
             module.training = mode
-    read_only = frozenset({id(buffer) for buffer in model.buffers()} - _moved(model, readings))
+    read_only = never_moved(model, _moved(model, readings))
     training, evaluation = [_trace(model, *read, read_only) for read in zip(readings, unlike, strict=True)]
     for _, values in readings:
         if values is not None:

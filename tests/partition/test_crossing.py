@@ -353,6 +353,30 @@ def test_a_write_into_a_view_ties_no_units(granularity):
     assert places_of(chain) == [1, 2, 3]
 
 
+@pytest.mark.parametrize("samples", [(rows(3), rows(4)), None])
+@pytest.mark.parametrize("make", ["sequential", "traced"])
+@pytest.mark.parametrize("kind", [nn.Parameter, nn.Buffer])
+def test_memory_that_parameters_share_ties_their_units(kind, make, samples):
+    """As processes of their own two stages would each have a copy, and train it apart."""
+
+    class Reads(nn.Module):
+        def __init__(self, mirror):
+            super().__init__()
+            self.mirror, self.own = kind(mirror), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.own(x) @ self.mirror
+
+    first = nn.Linear(4, 4).double()
+    units = [first, nn.Tanh(), Reads(first.weight.detach().t()).double(), nn.Linear(4, 4).double()]
+    model = nn.Sequential(*units)
+    if make == "traced":
+        model.__class__ = type("Traced", (nn.Sequential,), {"train": train})
+    chain = linearise(model, samples=samples)
+    assert places_of(chain) == [3]
+    assert "'0.weight' and '2.mirror' share memory" in chain.forbidden[1]
+
+
 OURS = ("adopt", "unit_names", "_forwards", "_unlike", "_unit_names", "graph", "code", "acts", "model", "held", "meta")
 
 
