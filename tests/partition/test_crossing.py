@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from adl_dist.errors import PartitionError
 from adl_dist.models import resnet
 from adl_dist.partition import cut, even_sizes, linearise
+from adl_dist.partition.module_state import tensors_reached
 from tests.support.cut_model import assert_pieces_equal, places_of, read
 
 WORDS, LENGTH, WIDTH, HEADS = 17, 8, 16, 2
@@ -321,6 +322,21 @@ def test_a_reference_to_the_whole_model_ties_nothing(samples):
     model = nn.Sequential()
     model.extend(Child(model) for _ in range(3))
     assert linearise(model.double(), samples=samples).forbidden == {}
+
+
+def test_a_model_that_its_children_refer_to_is_walked_once():
+    class Parent(nn.Sequential):
+        walks = 0
+
+        def named_modules(self, *args, **kwargs):
+            type(self).walks += 1
+            return super().named_modules(*args, **kwargs)
+
+    model = Parent(*(nn.Linear(4, 4) for _ in range(5)))
+    for child in model:
+        child.parent = [model]
+    assert len([*tensors_reached(model)]) == 10
+    assert Parent.walks == 1
 
 
 def test_a_shared_buffer_that_a_forward_moves_ties_its_users():
