@@ -75,8 +75,9 @@ def refuse_hidden_state(names: Sequence[str]) -> None:
 
 
 def check_storable(stage: Stage, fresh: FreshStage) -> None:
-    """Raise ConfigError if the optimizer of ``stage``, or the loss, holds by now what cannot be saved."""
+    """Raise ConfigError if the optimizer of ``stage``, its module, or the loss holds by now what cannot be saved."""
     optimizer_state.shard_of(stage, fresh.optimizer)
+    fresh.buffers.moved(stage.module)
     if fresh.loss is not None:
         fresh.loss.moved()
 

@@ -118,6 +118,8 @@ class _Walk:
         self._seen: dict[int, Any] = {}  # with the objects, so that no address is used a second time
 
     def take_modules(self, root: nn.Module, prefix: str = "") -> None:
+        if id(root) in self._seen:  # and all in it: each child of a model may refer to it
+            return
         modules = [(name, module) for name, module in root.named_modules(prefix=prefix) if self._is_new(module)]
         self.take_registered(modules)  # first, so that a tensor is called by the name it is registered under
         for name, module in modules:

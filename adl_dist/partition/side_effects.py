@@ -14,8 +14,9 @@ from adl_dist.streams import Streams
 
 
 @contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def as_before(model: nn.Module, granularity: str) -> Iterator[None]:
     """Undo the side effects of the forward, and refuse those that a cut model would have to repeat each time."""
+    whole = ", or use partition.granularity=block, which leaves blocks as they are" if granularity == "layer" else ""
     streams, state = Streams(), ModuleState.of(model)
     holders = [(name, held, {**held}) for name, m in model.named_modules() for held in (m.__dict__, m._buffers)]
     constants: dict[str, Any] = {}
@@ -39,12 +40,12 @@ def as_before(model: nn.Module) -> Iterator[None]:
     if draws:
         raise PartitionError(
             f"{type(model).__name__}.forward draws random numbers that do not depend on its input, and tracing would "
-            "draw them once and for all: hide the function that draws them from tracing by torch.fx.wrap"
+            f"draw them once and for all: hide the function that draws them from tracing by torch.fx.wrap{whole}"
         )
     if changed:
         raise PartitionError(
             f"{type(model).__name__}.forward changes {', '.join(changed)}, which a cut model would not: write to "
-            "a buffer in place, or do it in a layer of its own, a module without children"
+            f"a buffer in place, or do it in a layer of its own, a module without children{whole}"
         )
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from adl_dist.partition.module_state import CAN_CROSS
 from adl_dist.partition.nodes import asks_for_shape, is_light, is_of_python, is_part, may_repeat, writes
 from adl_dist.partition.ran import Pair, Samples
+from adl_dist.partition.ties import never_moved
 from adl_dist.partition.tracer import symbolic
 from adl_dist.partition.values import Values
 from adl_dist.streams import streams_kept
@@ -66,7 +67,7 @@ def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) 
     finally:
         for module, mode in modes.items():
             module.training = mode
-    read_only = frozenset({id(buffer) for buffer in model.buffers()} - _moved(model, readings))
+    read_only = never_moved(model, _moved(model, readings))
     training, evaluation = [_trace(model, *read, read_only) for read in zip(readings, unlike, strict=True)]
     for _, values in readings:
         if values is not None:
@@ -150,7 +151,10 @@ def unsendable(pair: Pair, sizes: tuple[int, int]) -> str | None:
             if tuple(tuple(leaf.shape[:1]) for leaf in leaves) != tuple((size,) for size in sizes):
                 return f"a tensor {list(leaves[0].shape)} would cross it, whose first dimension is not the batch"
         elif not isinstance(leaves[0], CAN_CROSS) or leaves[0] != leaves[1]:
-            return f"a value of type {type(leaves[0]).__name__} would cross it; only tensors and what never changes can"
+            return (
+                f"a value of type {type(leaves[0]).__name__} would cross it; only tensors, and numbers and texts that "
+                "never change, can"
+            )
     return None
 
 

@@ -275,8 +275,14 @@ class Stage:
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
             graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
-            with scaled_learning_rates(self.optimizer, self._lr_factor):
-                self._policy.step(self.version, in_flight=graphs, skip=skip)
+            try:
+                with scaled_learning_rates(self.optimizer, self._lr_factor):
+                    self._policy.step(self.version, in_flight=graphs, skip=skip)
+            except (TypeError, ValueError, AttributeError) as error:  # the user's own code
+                raise ConfigError(
+                    f"stage {self.index}: optimizer: {type(self.optimizer).__name__} fails in update {self.version}: "
+                    f"{type(error).__name__}: {' '.join(str(error).split())}; expected step() to need no argument"
+                ) from error
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
             # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.

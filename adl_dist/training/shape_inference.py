@@ -29,7 +29,7 @@ from adl_dist.stage.versions import Exchange
 from adl_dist.streams import Streams
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
 from adl_dist.training.loss_checks import called_again, check_broadcast, check_called_once, check_loss
-from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
+from adl_dist.training.outcome import BESIDE, EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
 from adl_dist.training.samples import NUM_SAMPLES, SIZES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 
@@ -125,9 +125,13 @@ class StageChain:
                 change_values(in_place)
                 self._on_turn(SECOND)
                 behind = self.forward(second)
+            if change.beside and change.delayed:
+                self._forward_beside(first, outcome)
             if backward:
                 self._backward(behind, SECOND, change.parameters, outcome)
             _keep(outcome, SECOND, behind)
+            if change.beside and not change.delayed:
+                self._forward_beside(first, outcome)
             del passage, behind
             self._on_turn(EVALUATION)
             _keep(outcome, EVALUATION, self.forward(first, training=False))
@@ -135,6 +139,10 @@ class StageChain:
             if older:
                 exchange.swap(older)
         return outcome
+
+    def _forward_beside(self, batch: MicroBatch, outcome: Outcome) -> None:
+        self._on_turn(BESIDE)
+        _keep(outcome, BESIDE, self.forward(batch))
 
     def forward(self, batch: MicroBatch, *, training: bool = True, look: Sequence[ModuleState] = ()) -> _Passage:
         """Forward one micro-batch through all stages; ``look``: their states, to note also what each of them moves."""
@@ -351,11 +359,6 @@ class StageChain:
                     raise
                 except Exception as error:  # a hook or a function of the user's own can raise anything
                     text = f"{self._places[k]} fails in its backward: {type(error).__name__}: {error}"
-                    if older:
-                        text += (
-                            "; with several micro-batches in flight a forward must not write in place to a weight or "
-                            "buffer that the backward of an earlier one needs"
-                        )
                     raise ConfigError(text) from error
             grads = [leaf.grad for leaf in passage.acts[k]]
             self._note_gradients(k, [grad is not None for grad in grads])

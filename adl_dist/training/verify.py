@@ -48,7 +48,7 @@ STALE = (
     "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches; or a "
     "forward writes to what the backward of an earlier micro-batch needs, or reads what that backward leaves"
 )
-NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, gpipe or 1f1b, which keep no older versions"
+NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, which has one micro-batch in flight"
 
 
 class Kept:
@@ -131,23 +131,29 @@ class Verification:
             ConfigError, CutImpossible: a stage does not run, or not there.
             PartitionError: the cut model is another one; names where it differs and the likely cause.
         """
-        between = self._replaced()
-        changed = between or None
-        cut, uncut = Replacement(self._parameters, changed, between), Replacement(self._parameters, changed)
-        found = self._outcome(self.chain, cut, look=self.kept.of_stages)
+        between, pipeline = self._replaced(), self.spec.pipeline
+        # Whether two micro-batches are in flight with the same weights.
+        several = pipeline.micro_batches_per_update > 1 or pipeline.method.weights == "2bw"
+        beside = any(pipeline.delays) and (several or not (between or pipeline.spec.flush))
+        uncut = Replacement(self._parameters, between or None, beside=beside)
+        cut = replace(uncut, between=between, delayed=True)
+        try:
+            found = self._outcome(self.chain, cut, look=self.kept.of_stages)
+        except ConfigError as error:
+            raise self._failure(error, uncut) from error
         agreed = self.chain.agreed(self.samples, self.spec)
         self._cut().check_ties(self.samples, self.kept.of_stages)
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), uncut, into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
-        if difference is not None and between:
+        if difference is not None and (between or beside):
             compare = Comparison(self.spec, self._outcome(self._uncut(), uncut))
             in_place = compare.first_difference(self._outcome(self._cut(), uncut))
             # What a backward moves, like BatchNorm that is computed again, it moves in another order if it is delayed.
             if in_place is None and difference.when not in AFTERWARDS:
-                recomputes, stale = self._recomputing(compare, difference, between)
+                recomputes, stale = self._recomputing(compare, difference, cut)
                 if stale is not None:
-                    raise self._error(stale, STALE, NO_VIEWS, between)
+                    raise self._error(stale, STALE, NO_VIEWS, cut)
             difference = in_place
         if difference is not None:
             raise self._error(difference, CAUSES.get((difference.when, difference.what), ""))
@@ -163,12 +169,28 @@ class Verification:
         between = self._replaced()
         if not between:
             return agreed
-        compare = Comparison(self.spec, self._outcome(self._cut(), Replacement(self._parameters, between)))
-        replaced = self._outcome(self._cut(), Replacement(self._parameters, between, between))
-        difference = compare.first_difference(replaced)
+        in_place = Replacement(self._parameters, between)
+        change = replace(in_place, between=between, delayed=True)
+        compare = Comparison(self.spec, self._outcome(self._cut(), in_place))
+        difference = compare.first_difference(self._outcome(self._cut(), change))
         if difference is None or difference.when in AFTERWARDS:
             return agreed
-        return _with_recomputing(agreed, self._recomputing(compare, difference, between)[0])
+        return _with_recomputing(agreed, self._recomputing(compare, difference, change)[0])
+
+    def _failure(self, error: ConfigError, change: Replacement) -> ConfigError | PartitionError:
+        """Return what to say of an ``error`` of the cut model: it is the cut's if the uncut model runs."""
+        try:
+            self._outcome(self._uncut(), change)
+        except ConfigError:
+            return error
+        try:
+            self._outcome(self._cut(), change)
+        except ConfigError:
+            return PartitionError(f"the cut model is not the uncut one, which runs: {error}; {WAYS_OUT}")
+        return ConfigError(
+            f"{error}; with several micro-batches in flight a forward must not write in place to a weight or buffer "
+            "that the backward of an earlier one needs: work on a copy there, or choose method=bp"
+        )
 
     def _cut(self) -> StageChain:
         return StageChain(self.stages, self.spec, self.device)
@@ -200,52 +222,58 @@ class Verification:
         return outcome
 
     def _recomputing(
-        self, compare: Comparison, difference: Difference, between: frozenset[str]
+        self, compare: Comparison, difference: Difference, change: Replacement
     ) -> tuple[frozenset[int], Difference | None]:
-        """Return the stages whose backward computes with their weights again, and what that does not explain.
+        """Return the stages whose backward computes with their weights again, or the difference that is not theirs.
+
+        Such a backward sends another gradient to the stages before it, too, so a difference does not tell its stage.
 
         Raises:
             PartitionError: the method has no weights of the forward.
         """
-        recomputes: frozenset[int] = frozenset()
-        found: Difference | None = difference
-        while found is not None and not (found.when in AFTERWARDS and recomputes):
-            home = self._home(found.name) if (found.when, found.what) == (FIRST, "gradient") else None
-            if home is None or home in recomputes:
-                return recomputes, found
-            if self.spec.pipeline.method.weights == "latest":
-                raise PartitionError(
-                    f"stage {home} ({units_of(self.stages[home])}) computes with its weights again in its backward, as "
-                    "activation checkpointing does, but method.weights=latest has no weights of the forward; use "
-                    "method.weights=stash, or no checkpointing"
-                )
-            recomputes |= {home}
-            change = Replacement(self._parameters, between, between, recomputes)
-            found = compare.first_difference(self._outcome(self._cut(), change))
+
+        def unlike(recomputes: frozenset[int]) -> Difference | None:
+            found = compare.first_difference(self._outcome(self._cut(), replace(change, recomputes=recomputes)))
+            return found if found is not None and found.when not in AFTERWARDS else None
+
+        recomputes = frozenset(k for k, stage in enumerate(self.stages) if change.between & {*self._names(stage)})
+        if (difference.when, difference.what) != (FIRST, "gradient") or unlike(recomputes) is not None:
+            return frozenset(), difference
+        for k in sorted(recomputes):
+            if unlike(recomputes - {k}) is None:
+                recomputes -= {k}
+        if self.spec.pipeline.method.weights == "latest":
+            k = min(recomputes)
+            raise PartitionError(
+                f"stage {k} ({units_of(self.stages[k])}) computes with its weights again in its backward, as "
+                "activation checkpointing does, but method.weights=latest has no weights of the forward; use "
+                "method.weights=stash, or no checkpointing"
+            )
         return recomputes, None
 
-    def _home(self, name: str) -> int:
-        parameter = self._parameters[name]
-        return next(k for k, stage in enumerate(self.stages) if any(p is parameter for p in stage.parameters()))
+    def _names(self, stage: nn.Module) -> Iterator[str]:
+        """Yield the names of the trained parameters that ``stage`` holds."""
+        held = {id(p) for p in stage.parameters()}
+        return (name for name, p in self._parameters.items() if id(p) in held)
 
     def _error(
-        self, difference: Difference, cause: str, way_out: str = WAYS_OUT, between: frozenset[str] = frozenset()
+        self, difference: Difference, cause: str, way_out: str = WAYS_OUT, change: Replacement | None = None
     ) -> PartitionError:
         where = ""
         if difference.what in ("output", "loss"):
             with suppress(ConfigError, PartitionError):
-                where = self._first_unlike(difference.when, between)
+                where = self._first_unlike(difference.when, change or Replacement(self._parameters))
         likely = f"; likely cause: {cause}" if cause else ""
         return PartitionError(f"the cut model is not the uncut one: {difference}{where}{likely}; {way_out}")
 
-    def _first_unlike(self, time: str, between: frozenset[str]) -> str:
-        """Return which module's output is the first that differs, with these parameters replaced in the cut model."""
+    def _first_unlike(self, time: str, change: Replacement) -> str:
+        """Return which module's output is the first that differs, with this ``change`` of the cut model's weights."""
         calls = []
-        for stages, replaced in (([self.model], frozenset[str]()), (self.stages, between)):
+        for stages, how in (([self.model], replace(change, between=frozenset(), delayed=False)), (self.stages, change)):
             self.kept.begin()
             with _watched(self.model) as made:
                 chain = StageChain(stages, self.spec, self.device, on_turn=partial(made.__setitem__, "now"))
-                chain.run(self.samples, Replacement(self._parameters, between or None, replaced))
+                chain.run(self.samples, how)
             calls.append(made["calls"])
         expected, found = calls
         before = ""

@@ -191,6 +191,11 @@ class Refused:
             h = self.b(self.a(x))
         return self.c(h)
 
+    def left_by_a_hook(self, x):
+        self.a.register_forward_hook(lambda module, args, out: setattr(self.config, "kept", out))
+        h = self.b(self.a(x))
+        return self.c(h + self.config.kept)
+
     def checkpointed_lambda(self, x):
         return self.c(checkpoint(lambda h: self.block(h), self.a(x), use_reentrant=False))
 
@@ -210,6 +215,7 @@ MESSAGES = {
     "loose_module": r"self.loose\[0\].*a Linear is called that is not registered: hold it in an nn.ModuleList",
     "attribute_of_a_value": r"h.requires_grad = True: sets the attribute 'requires_grad' of a value",
     "kept_elsewhere": r"saved_tensors_hooks do, .* would not be read",
+    "left_by_a_hook": r"self.config.kept\).*must match.*while it is read, not when it runs: what a layer or",
     "checkpointed_lambda": r"checkpoint\(lambda.*a function is handed over that cannot be read.*module itself",
 }
 

@@ -83,10 +83,15 @@ def plain(self, x):
     return self.layer(x)
 
 
+def fails(self, x):
+    raise RuntimeError("no such thing")
+
+
 # What the uncut model does, what its second stage does instead, and what is told of it.
 UNLIKE = {
     "another branch": (plain, lambda self, x: self.layer(torch.sin(x)), ["the output differs", "first micro-batch"]),
     "a counter read once": (counts, plain, ["the output differs", "second micro-batch"]),
+    "an error": (plain, fails, ["which runs: stage 1 (0 .. 1) gets", "no such thing; use partition.granularity=block"]),
     "detached": (plain, lambda self, x: self.layer(x.detach()), ["gradient of '1.bias' is missing"]),
     "evaluation only": (
         plain,
@@ -146,6 +151,20 @@ def test_a_stage_that_recomputes_is_found():
     assert [traits.recomputes for traits in agreed.traits.values()] == [False, True, False, False]
     agreed = tried(model, [*map(nn.Sequential, model)], method="bp")
     assert not any(traits.recomputes for traits in agreed.traits.values()), "its weights never change in between"
+
+
+class LinearRecomputes(Recomputes):
+    """The gradients of its own parameters do not depend on them: the stage in front gets another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = layer()
+
+
+def test_the_stage_that_recomputes_is_told_from_the_one_in_front():
+    model = nn.Sequential(layer(), LinearRecomputes(), nn.Sequential(layer(), nn.Tanh()), LinearRecomputes(), last())
+    agreed = tried(model, [*map(nn.Sequential, model)])
+    assert [traits.recomputes for traits in agreed.traits.values()] == [False, True, False, True, False]
 
 
 def test_recomputing_with_the_latest_weights_is_refused():
