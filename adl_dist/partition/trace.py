@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from adl_dist.partition.module_state import CAN_CROSS
 from adl_dist.partition.nodes import asks_for_shape, is_light, is_of_python, is_part, may_repeat, writes
 from adl_dist.partition.ran import Pair, Samples
+from adl_dist.partition.state_walk import CAN_CROSS
 from adl_dist.partition.tracer import symbolic
 from adl_dist.partition.values import Values
 

@@ -12,7 +12,7 @@ from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage import TrainSpec, in_memory_format
 from adl_dist.training.findings import Agreed
 from adl_dist.training.samples import Samples
-from adl_dist.training.shape_inference import StageChain
+from adl_dist.training.stage_chain import StageChain
 from adl_dist.training.verify import Verification, kept
 
 

@@ -4,7 +4,6 @@ Every rank runs the whole model, so nothing has to be agreed on: each finds by i
 has to be known of every stage, and the same mistakes.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,17 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import CAN_CROSS, ModuleState, Streams
-from adl_dist.partition.piece import traced_units
+from adl_dist.errors import ConfigError
+from adl_dist.partition.module_state import ModuleState, Streams
+from adl_dist.partition.state_walk import CAN_CROSS
 from adl_dist.stage import LossFn, TrainSpec
-from adl_dist.stage.calls import Tensors, packed, takes_gradient
+from adl_dist.stage.calls import Tensors, packed
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.loss_check import check_is_mean
 from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
 from adl_dist.stage.traits import StageTraits, Structure, joined
 from adl_dist.stage.versions import Exchange
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
+from adl_dist.training.homes import Around, Homes
 from adl_dist.training.loss_checks import check_broadcast, check_loss
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
 from adl_dist.training.samples import SIZES, MicroBatch, Samples
@@ -54,15 +54,17 @@ class StageChain:
         *,
         name: str = "",
         on_turn: Callable[[str], None] = lambda when: None,
+        around: Around = lambda k: nullcontext(),
     ) -> None:
         """Take the ``stages``, which are on ``device``.
 
         ``name``: what they are called in errors; empty: each by its index and units. ``on_turn`` is called
-        with what begins, like ``FIRST``.
+        with what begins, like ``FIRST``. The forward of stage k, and the loss, run in ``around(k)``.
         """
         self.stages, self.last = stages, len(stages) - 1
-        self._places = [name or f"stage {k} ({units_of(stage)})" for k, stage in enumerate(stages)]
-        self._on_turn = on_turn
+        self._homes = Homes(stages, name)
+        self._places = self._homes.places
+        self._on_turn, self._around = on_turn, around
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._device = device
         self._seen = [[Seen() for _ in stages] for _ in Specs._fields]
@@ -73,8 +75,6 @@ class StageChain:
         self._outputs: list[tuple[Any, Tensor]] = []  # of both micro-batches in training, with their targets
         self._learns = self._is_loss_tried = False
         self._is_training: bool | None = None  # which mode the stages are in; None: unknown
-        self._held = [{id(t) for t in (*stage.parameters(), *stage.buffers())} for stage in stages]
-        self._spoilt: Callable[[int], AbstractContextManager[None]] = lambda k: nullcontext()
 
     def run(
         self,
@@ -172,7 +172,7 @@ class StageChain:
                 self._check_output(out, size, gets)
                 passage.output = out
                 streams = Streams() if look else None
-                with torch.set_grad_enabled(training):
+                with torch.set_grad_enabled(training), self._around(k):
                     passage.loss = self._loss(k, out, batch.target)
                 if streams is not None:
                     draws = self._traits[k].draws | (streams.moved() - {"torch"})
@@ -234,7 +234,7 @@ class StageChain:
 
     def _call(self, k: int, argument: Any, gets: str) -> Any:
         try:
-            with self._within(), self._spoilt(k):
+            with self._within(), self._around(k):
                 return self.stages[k](argument)
         except torch.OutOfMemoryError:
             raise
@@ -342,7 +342,7 @@ class StageChain:
             for name in parameters:
                 holder = older.get(name, parameters[name])
                 if holder.grad is not None:
-                    self._check_home(name, parameters[name], k)
+                    self._homes.check(name, parameters[name], k)
                     gradients[name], holder.grad = holder.grad, None
         outcome.add(when, "gradient", gradients)
 
@@ -354,82 +354,12 @@ class StageChain:
             reason = f"{self._places[k]} gives what it gets a gradient for some micro-batches only"
             raise CutImpossible(f"{reason}; cut elsewhere (partition.balance)", stage=k - 1, reason=reason)
 
-    def check_ties(self, samples: Samples, states: Sequence[ModuleState]) -> None:
-        """Refuse that a stage reads what belongs to another one, also where no gradient tells it.
-
-        Nothing else may have moved: the outcome of a forward must not change if all that a stage reaches of others,
-        through lists or closures, is spoilt. ``states`` are those of the stages.
-
-        Raises:
-            PartitionError: a stage reads it; names both.
-        """
-        of_others = [list(self._reached_of_others(k, state.tensors[0])) for k, state in enumerate(states)]
-        if not any(of_others):
-            return
-        losses = [self._evaluation_loss(samples) for _ in range(2)]
-        if not torch.equal(*losses):
-            return
-        for k, reached in enumerate(of_others):
-            # All at once, for it may be the whole model that a unit reaches; one by one only to name the one.
-            if not reached or torch.equal(losses[0], self._evaluation_loss(samples, k, [one for _, one in reached])):
-                continue
-            for name, tensor in reached:
-                if not torch.equal(losses[0], self._evaluation_loss(samples, k, [tensor])):
-                    self._check_home(name, tensor, k)
-
-    def _evaluation_loss(self, samples: Samples, spoilt_for: int = -1, tensors: Sequence[Tensor] = ()) -> Tensor:
-        """Return the loss in evaluation, with other values in ``tensors`` while stage ``spoilt_for`` runs."""
-        self._spoilt = lambda k: _spoilt(tensors) if k == spoilt_for else nullcontext()
-        try:
-            loss = self.forward(samples.pair[0], training=False).loss
-        finally:
-            self._spoilt = lambda k: nullcontext()
-        assert loss is not None
-        return loss
-
-    def _reached_of_others(self, k: int, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        others = set[int]().union(*(held for stage, held in enumerate(self._held) if stage != k)) - self._held[k]
-        for _, tensor in tensors:
-            if id(tensor) in others and tensor.numel():
-                home = next(stage for stage, held in enumerate(self._held) if id(tensor) in held)
-                named = (*self.stages[home].named_parameters(), *self.stages[home].named_buffers())
-                yield next(name for name, one in named if one is tensor), tensor
-
-    def _check_home(self, name: str, tensor: Tensor, k: int) -> None:
-        """Refuse that stage ``k`` computes with ``tensor`` if that is another stage's."""
-        homes = [stage for stage, held in enumerate(self._held) if id(tensor) in held]
-        if homes and k not in homes:
-            raise PartitionError(
-                f"'{name}' is a tensor of {self._places[homes[0]]}, but {self._places[k]} computes with it, too, by "
-                "a reference that is not registered; assign the module or parameter to an attribute there, so that it "
-                "counts as shared, or cut elsewhere (partition.balance), so that both are on one stage"
-            )
-
-
-@contextmanager
-def _spoilt(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Have other values in ``tensors`` inside."""
-    kept = [tensor.detach().clone() for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data.fill_(math.nan if takes_gradient(tensor) else 0).add_(1)
-        yield
-    finally:
-        for tensor, values in zip(tensors, kept, strict=True):
-            tensor.data.copy_(values)
-
 
 def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:
     leaves = [leaf.detach() for leaf in tree_leaves(passage.output) if isinstance(leaf, Tensor)]
     outcome.add(when, "output", {str(place): leaf for place, leaf in enumerate(leaves)})
     assert passage.loss is not None
     outcome.add(when, "loss", {"": passage.loss.detach()})
-
-
-def units_of(module: nn.Module) -> str:
-    """Return the names of the first and the last unit of a stage."""
-    names = traced_units(module) or [name for name, _ in module.named_children()] or [type(module).__name__]
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 
 def _any(flags: Sequence[Sequence[bool]]) -> list[bool]:
