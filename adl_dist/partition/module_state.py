@@ -5,7 +5,7 @@ seen, and what is not: :mod:`adl_dist.partition.state_walk`.
 """
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from adl_dist.partition.state_walk import Found, Key, Walk
+from adl_dist.partition.state_walk import TENSORS, Found, Key, Walk
 
 
 @dataclass
@@ -39,17 +39,17 @@ class ModuleState:
         *modules: nn.Module,
         only_registered: bool = False,
         alike: "ModuleState | None" = None,
-        only: Collection[Key] | None = None,
+        wanted: Callable[[Key], bool] = lambda key: True,
         function: Any = None,
     ) -> "ModuleState":
         """Copy the present state of ``modules`` and of all modules in them.
 
         ``only_registered``: only what is in their parameters and buffers, if they are known to move nothing else.
-        ``alike``: another state of this moment, whose copies will do. ``only``: the keys of what is wanted; None: all.
+        ``alike``: another state of this moment, whose copies will do. ``wanted``: whether what has a key counts.
         ``function``: called with what the modules return, like a loss; what it reaches counts, too.
         """
         copies: dict[int, Tensor] = {} if alike is None else alike.copies
-        walk, tensors = Walk(copies=copies, only=only), []
+        walk, tensors = Walk(copies=copies, wanted=wanted), []
         for module in modules:
             before = len(walk.tensors)
             if only_registered:
@@ -67,10 +67,14 @@ class ModuleState:
         """Return what is not as it was."""
         return [found for found in self.found if found.has_changed()]
 
-    def restore(self) -> None:
-        """Put everything back in place: the same objects hold the values that they had."""
+    def changed_names(self) -> list[str]:
+        """Return the names of :meth:`changes`, as the user would write them."""
+        return [name for found in self.changes() for name in found.names]
+
+    def restore(self, *, tensors: bool = True) -> None:
+        """Put everything, or all but the values of ``tensors``, back in place: the same objects hold what they had."""
         for found in self.found:  # holders come before what they hold
-            if found.has_changed():
+            if (tensors or found.kind not in TENSORS) and found.has_changed():
                 found.restore()
 
 

@@ -25,6 +25,7 @@ MOST_ELEMENTS = 10_000  # a longer container holds data: its own elements are co
 LIBRARIES = {"torch", "numpy", "builtins", "typing", "collections", "functools", "torchvision", "abc", "enum", "types"}
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 CAN_CROSS = (*PLAIN, torch.dtype, torch.device, torch.Size)  # a cut, besides tensors, if it never changes
+TENSORS = {"parameter", "buffer", "tensor"}
 Key = Hashable
 _OF_TORCH = {*nn.Module().__dict__}  # registered tensors and modules, hooks, the mode
 _MISSING = object()
@@ -41,7 +42,7 @@ class Found:
 
     key: Key
     place: str | Callable[[], list[str]]
-    kind: str  # ``parameter``, ``buffer``, ``tensor``, ``generator`` or ``value``
+    kind: str  # one of ``TENSORS``, ``generator`` or ``value``
     look: Callable[[], Any]
     has_changed: Callable[[], bool]
     restore: Callable[[], None]
@@ -55,14 +56,14 @@ class Found:
 class Walk:
     """Visits everything that is reached from modules, each object once; what holds comes before what is held."""
 
-    def __init__(self, *, copies: dict[int, Tensor] | None, only: Collection[Key] | None = None) -> None:
+    def __init__(self, *, copies: dict[int, Tensor] | None, wanted: Callable[[Key], bool] = lambda key: True) -> None:
         """``copies`` of tensors, by their ids, that will do, and to add to; None: nothing is copied.
 
-        ``only``: the keys of what is to be found; None: everything is.
+        ``wanted``: whether what has a key is to be found.
         """
         self.found: list[Found] = []
         self.tensors: list[tuple[str, Tensor]] = []
-        self._copies, self._only = copies, only
+        self._copies, self._wanted = copies, wanted
         self._seen: dict[int, Any] = {}  # with the objects, so that no address is used a second time
 
     def take_modules(self, root: nn.Module, prefix: str = "") -> None:
@@ -130,7 +131,7 @@ class Walk:
             return
         self.tensors.append((name, tensor))
         key = memory_of(tensor)
-        if self._copies is None or tensor.is_meta or is_lazy(tensor) or not (self._only is None or key in self._only):
+        if self._copies is None or tensor.is_meta or is_lazy(tensor) or not self._wanted(key):
             return
         if id(tensor) not in self._copies:
             self._copies[id(tensor)] = tensor.detach().clone()
@@ -242,7 +243,7 @@ class Walk:
         has_changed: Callable[[], bool],
         restore: Callable[[], None],
     ) -> None:
-        if self._copies is not None and (self._only is None or key in self._only):
+        if self._copies is not None and self._wanted(key):
             self.found.append(Found(key, name, kind, look, has_changed, restore))
 
     def _is_new(self, value: Any) -> bool:
@@ -254,7 +255,11 @@ class Walk:
 
 def memory_of(tensor: Tensor) -> Key:
     """Return what two tensors that share their memory have in common."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or tensor.layout is not torch.strided:
+    if (
+        is_lazy(tensor)
+        or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        or tensor.layout is not torch.strided
+    ):
         return id(tensor)
     address = tensor.untyped_storage().data_ptr()
     return ("memory", address) if address else id(tensor)

@@ -83,6 +83,8 @@ class StageTraits:
         draws: those of the streams ``python`` and ``numpy`` that its forward, or the loss, draws from.
         moves: what its forward in training moves that is not in its ``state_dict``, by name: non-persistent buffers,
             plain tensors, generators, numbers in Python.
+        moves_more: whether its forward in training, or the loss, moves more than buffers, like counters, generators and
+            frozen weights, so that a replay has to meet it again.
     """
 
     overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ())
@@ -95,6 +97,7 @@ class StageTraits:
     recomputes: bool = False
     draws: frozenset[str] = frozenset()
     moves: Sequence[str] = ()
+    moves_more: bool = False
 
 
 def joined(traits: Mapping[int, StageTraits]) -> dict[int, StageTraits]:

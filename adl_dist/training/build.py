@@ -29,6 +29,7 @@ from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange
 from adl_dist.training.findings import Agreed
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
+from adl_dist.training.replayed_state import remembered
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
@@ -189,7 +190,9 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
         head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
-    return Stage(module, k, spec, device=device, head=head, traits=agreed.traits[k])
+    traits = agreed.traits[k]
+    remember = partial(remembered, module, spec.loss_fn) if method.replays and traits.moves_more else None
+    return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember)
 
 
 def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:

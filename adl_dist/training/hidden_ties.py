@@ -94,7 +94,7 @@ class SharedState:
 
     def _state(self, k: int) -> ModuleState:
         function = self._spec.loss_fn if k == len(self._stages) - 1 else None
-        return ModuleState.of(self._stages[k], only=self.moved.keys(), function=function)
+        return ModuleState.of(self._stages[k], wanted=self.moved.__contains__, function=function)
 
     def _refuse(self, key: Key) -> NoReturn:
         writer, name = self.moved[key]
@@ -152,7 +152,7 @@ class _Calls(TorchFunctionMode):
     """The same for what Python reads without an operation."""
 
     def __init__(self, wanted: Mapping[Key, Any], read: set[Key]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._wanted, self._read = wanted, read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

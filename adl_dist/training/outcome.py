@@ -23,12 +23,16 @@ class Replacement:
         between: those that others take the place of between forward and backward of the first micro-batch, as in a
             delayed backward, where the second forward comes before it, too; the rest changes in place, after it.
         recomputes: stages that get the weights of their forward back for their backward.
+        repeats: whether the first micro-batch goes forward once more, with the weights of the second, as where several
+            are in flight between two updates: after the backward of the second, or, if it is ``ahead``, before it.
     """
 
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     changed: Set[str] | None = None
     between: Set[str] = frozenset()
     recomputes: frozenset[int] = frozenset()
+    repeats: bool = False
+    ahead: bool = False
 
     def swapped_in(
         self, exchange: Exchange, older: Sequence[nn.Parameter]

@@ -62,8 +62,8 @@ class StageChain:
         with what begins, like ``FIRST``. The forward of stage k, and the loss, run in ``around(k)``.
         """
         self.stages, self.last = stages, len(stages) - 1
-        self._homes = Homes(stages, name)
-        self._places = self._homes.places
+        self.homes = Homes(stages, name)
+        self._places = self.homes.places
         self._on_turn, self._around = on_turn, around
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._device = device
@@ -114,7 +114,7 @@ class StageChain:
                 behind = self.forward(second)
             if backward:
                 within = change.swapped_in(exchange, older)
-                self._backward(passage, FIRST, change.parameters, outcome, gather, within)
+                self._backward(passage, FIRST, change.parameters, outcome, gather, within, ahead=bool(older))
                 for p in exchange.parameters:  # what went to the new weights was not meant for them
                     p.grad = None
             _keep(outcome, FIRST, passage)
@@ -122,10 +122,15 @@ class StageChain:
                 change_values(in_place)
                 self._on_turn(SECOND)
                 behind = self.forward(second)
+            del passage
+            if change.repeats and change.ahead:
+                self.forward(first)
             if backward:
-                self._backward(behind, SECOND, change.parameters, outcome)
+                self._backward(behind, SECOND, change.parameters, outcome, ahead=change.ahead)
             _keep(outcome, SECOND, behind)
-            del passage, behind
+            del behind
+            if change.repeats and not change.ahead:
+                self.forward(first)
             self._on_turn(EVALUATION)
             _keep(outcome, EVALUATION, self.forward(first, training=False))
         finally:
@@ -171,12 +176,9 @@ class StageChain:
             if k == self.last:
                 self._check_output(out, size, gets)
                 passage.output = out
-                streams = Streams() if look else None
-                with torch.set_grad_enabled(training), self._around(k):
+                looking = self._looking_at_loss(look[k]) if look else nullcontext()
+                with torch.set_grad_enabled(training), self._around(k), looking:
                     passage.loss = self._loss(k, out, batch.target)
-                if streams is not None:
-                    draws = self._traits[k].draws | (streams.moved() - {"torch"})
-                    self._traits[k] = replace(self._traits[k], draws=draws)
                 self._learns = self._learns or passage.loss.requires_grad
                 passage.ends.append((passage.loss,))
             else:
@@ -224,13 +226,22 @@ class StageChain:
     @contextmanager
     def _looking(self, k: int, state: ModuleState) -> Iterator[None]:
         """Note what the stage's forward moves of its ``state``, and draws from."""
-        streams = Streams()
+        streams, stage = Streams(), self.stages[k]
         yield
-        persistent = {*self.stages[k].state_dict(keep_vars=True)}
-        moved = [name for found in state.changes() for name in found.names]
-        moves = tuple(name for name in moved if name not in persistent)
+        persistent, names = {*stage.state_dict(keep_vars=True)}, {*state.changed_names()}
+        moves = tuple(sorted(names - persistent))
+        others = {*dict(stage.named_buffers()), *(name for name, p in stage.named_parameters() if p.requires_grad)}
         draws = frozenset(streams.moved() - {"torch"})
-        self._traits[k] = replace(self._traits[k], draws=draws, moves=moves)
+        self._traits[k] = replace(self._traits[k], draws=draws, moves=moves, moves_more=bool(names - others))
+
+    @contextmanager
+    def _looking_at_loss(self, state: ModuleState) -> Iterator[None]:
+        """Note whether the loss moves anything of the ``state`` of the last stage, and what it draws from."""
+        streams, before = Streams(), state.changed_names()
+        yield
+        known = self._traits[self.last]
+        draws, moves_more = known.draws | (streams.moved() - {"torch"}), state.changed_names() != before
+        self._traits[self.last] = replace(known, draws=draws, moves_more=known.moves_more or moves_more)
 
     def _call(self, k: int, argument: Any, gets: str) -> Any:
         try:
@@ -313,10 +324,13 @@ class StageChain:
         outcome: Outcome,
         older: Mapping[str, nn.Parameter] = MappingProxyType({}),
         within: Callable[[int], AbstractContextManager[None]] = lambda k: nullcontext(),
+        *,
+        ahead: bool = False,
     ) -> None:
         """Backward stage by stage, from the last to the first; a gradient that is None stays so.
 
-        ``older``: those that gather the gradients of the ``parameters`` of their names.
+        ``older``: those that gather the gradients of the ``parameters`` of their names. ``ahead``: whether another
+        micro-batch went forward before.
         """
         assert passage.loss is not None
         gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
@@ -331,7 +345,7 @@ class StageChain:
                     raise
                 except Exception as error:  # a hook or a function of the user's own can raise anything
                     text = f"{self._places[k]} fails in its backward: {type(error).__name__}: {error}"
-                    if older:
+                    if ahead:
                         text += (
                             "; with several micro-batches in flight a forward must not write in place to a weight or "
                             "buffer that the backward of an earlier one needs"
@@ -342,7 +356,7 @@ class StageChain:
             for name in parameters:
                 holder = older.get(name, parameters[name])
                 if holder.grad is not None:
-                    self._homes.check(name, parameters[name], k)
+                    self.homes.check(name, parameters[name], k)
                     gradients[name], holder.grad = holder.grad, None
         outcome.add(when, "gradient", gradients)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage import TrainSpec, in_memory_format
 from adl_dist.training.findings import Agreed
+from adl_dist.training.replayed_state import check_replays
 from adl_dist.training.samples import Samples
 from adl_dist.training.stage_chain import StageChain
 from adl_dist.training.verify import Verification, kept
@@ -78,6 +79,10 @@ class Trial:
                 agreed = chain.agreed(self._samples, self.spec)
             if self._samples.trains:
                 check_trains(agreed)
+                if self.spec.pipeline.method.replays:
+                    found.begin()
+                    chain = StageChain(stages, self.spec, self.device)
+                    check_replays(chain, found.of_stages, self._samples.pair[0])
             for size in self._samples.small_sizes:
                 found.begin()
                 self._try_size(stages, size)

@@ -45,11 +45,13 @@ CAUSES = {
     (STATE, "state"): "the forward writes to it in a way that was read once",
 }
 AFTERWARDS = EVALUATION, STATE
+OVERTAKES = "a forward writes to what the backward of an earlier micro-batch needs, or reads what that backward leaves"
 STALE = (
-    "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches; or a "
-    "forward writes to what the backward of an earlier micro-batch needs, or reads what that backward leaves"
+    "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches; or "
+    f"{OVERTAKES}"
 )
 NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, gpipe or 1f1b, which keep no older versions"
+ONE_AT_A_TIME = "write to a copy, or choose method=bp, which has one micro-batch in flight"
 
 
 class Kept:
@@ -140,9 +142,9 @@ class Verification:
             ConfigError, CutImpossible: a stage does not run, or not there.
             PartitionError: the cut model is another one; names where it differs and the likely cause.
         """
-        between = self._replaced()
-        changed = between or None
-        cut, uncut = Replacement(self._parameters, changed, between), Replacement(self._parameters, changed)
+        between, ahead = self._replaced(), self.spec.pipeline.overlaps
+        uncut = Replacement(self._parameters, between or None, repeats=ahead)
+        cut = replace(uncut, between=between, ahead=ahead)
         try:
             found = self._outcome(self._chain, cut, look=self.kept.of_stages)
         except CutImpossible:
@@ -156,12 +158,12 @@ class Verification:
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), uncut, into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
-        if difference is not None and between:
+        if difference is not None and ahead:
             compare = Comparison(self.spec, self._outcome(self._uncut(), uncut))
             in_place = compare.first_difference(self._outcome(self._cut(), uncut))
             # What a backward moves, like BatchNorm that is computed again, it moves in another order if it is delayed.
             if in_place is None and difference.when not in AFTERWARDS:
-                recomputes = self._recomputing(compare, difference, between)
+                recomputes = self._recomputing(compare, difference, cut)
             difference = in_place
         if difference is not None:
             raise self._error(difference, CAUSES.get((difference.when, difference.what), ""))
@@ -202,8 +204,8 @@ class Verification:
         outcome.add(STATE, "state", {name: tensor.detach().clone() for name, tensor in moved.items()})
         return outcome
 
-    def _recomputing(self, compare: Comparison, difference: Difference, between: frozenset[str]) -> frozenset[int]:
-        """Return the stages whose backward computes with their weights again.
+    def _recomputing(self, compare: Comparison, difference: Difference, cut: Replacement) -> frozenset[int]:
+        """Return the stages whose backward computes with their weights again, if ``cut`` is what makes a difference.
 
         Raises:
             PartitionError: that is not what makes the difference, or the method has no weights of the forward.
@@ -211,9 +213,11 @@ class Verification:
         recomputes: frozenset[int] = frozenset()
         found: Difference | None = difference
         while found is not None and not (found.when in AFTERWARDS and recomputes):
-            home = self._home(found.name) if (found.when, found.what) == (FIRST, "gradient") else None
+            is_gradient = cut.between and (found.when, found.what) == (FIRST, "gradient")
+            home = self._home(found.name) if is_gradient else None
             if home is None or home in recomputes:
-                raise self._error(found, STALE, NO_VIEWS, between)
+                cause, way_out = (STALE, NO_VIEWS) if cut.between else (OVERTAKES, ONE_AT_A_TIME)
+                raise self._error(found, cause, way_out, cut)
             if self.spec.pipeline.method.weights == "latest":
                 raise PartitionError(
                     f"stage {home} ({units_of(self.stages[home])}) computes with its weights again in its backward, as "
@@ -221,7 +225,7 @@ class Verification:
                     "method.weights=stash, or no checkpointing"
                 )
             recomputes |= {home}
-            change = Replacement(self._parameters, between, between, recomputes)
+            change = replace(cut, recomputes=recomputes)
             found = compare.first_difference(self._outcome(self._cut(), change))
         return recomputes
 
@@ -230,23 +234,24 @@ class Verification:
         return next(k for k, stage in enumerate(self.stages) if any(p is parameter for p in stage.parameters()))
 
     def _error(
-        self, difference: Difference, cause: str, way_out: str = WAYS_OUT, between: frozenset[str] = frozenset()
+        self, difference: Difference, cause: str, way_out: str = WAYS_OUT, cut: Replacement | None = None
     ) -> PartitionError:
         where = ""
         if difference.what in ("output", "loss"):
             with suppress(ConfigError, PartitionError):
-                where = self._first_unlike(difference.when, between)
+                where = self._first_unlike(difference.when, cut)
         likely = f"; likely cause: {cause}" if cause else ""
         return PartitionError(f"the cut model is not the uncut one: {difference}{where}{likely}; {way_out}")
 
-    def _first_unlike(self, time: str, between: frozenset[str]) -> str:
-        """Return which module's output is the first that differs, with these parameters replaced in the cut model."""
+    def _first_unlike(self, time: str, cut: Replacement | None) -> str:
+        """Return which module's output is the first that differs, if the cut model's weights change as in ``cut``."""
         calls = []
-        for stages, replaced in (([self.model], frozenset[str]()), (self.stages, between)):
+        cut = cut or Replacement(self._parameters)
+        for stages, change in (([self.model], replace(cut, between=frozenset(), ahead=False)), (self.stages, cut)):
             self.kept.begin()
             with _watched(self.model) as made:
                 chain = StageChain(stages, self.spec, self.device, on_turn=partial(made.__setitem__, "now"))
-                chain.run(self.samples, Replacement(self._parameters, between or None, replaced))
+                chain.run(self.samples, change)
             calls.append(made["calls"])
         expected, found = calls
         before = ""

@@ -1,5 +1,7 @@
 """State that two stages reach in one process, and would each have a copy of in two."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ def tried(units, *, loss_fn=F.cross_entropy, method="adl", begins=(2,)):
     inputs = torch.randn(7, WIDTH, generator=generator, dtype=torch.float64)
     samples = Samples.of(inputs, torch.randint(CLASSES, (7,), generator=generator), trains=True)
     bounds = [0, *begins, len(units)]
-    stages = [nn.Sequential(*units[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    stages = [nn.Sequential(*units[start:stop]) for start, stop in pairwise(bounds)]
     pipeline = Pipeline(adl_dist.method(method), len(stages))
     spec = TrainSpec(pipeline=pipeline, loss_fn=loss_fn, optimizer=sgd, precision=Precision(dtype=torch.float64))
     return Trial(nn.Sequential(*units), spec, samples, torch.device("cpu")).run(stages, verify=True)
@@ -79,7 +81,7 @@ def test_state_that_two_stages_write_to_is_refused(function, shared, name, metho
 def test_views_of_one_memory_are_one_state():
     whole = torch.zeros(2, WIDTH, dtype=torch.float64)
     units = [Block(adds_up, whole[0]), nn.Tanh(), Block(lambda block, h, seen: h + seen[0], whole), nn.Linear(WIDTH, 5)]
-    with pytest.raises(PartitionError, match="writes to '0.given"):
+    with pytest.raises(PartitionError, match=r"writes to .0.given"):
         tried(units)
 
 
