@@ -140,7 +140,7 @@ class _Operations(TorchDispatchMode):
     """Notes which of some memory the operations inside take as an argument."""
 
     def __init__(self, wanted: Mapping[Key, Any], read: set[Key]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._wanted, self._read = wanted, read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +152,7 @@ class _Calls(TorchFunctionMode):
     """The same for what Python reads without an operation."""
 
     def __init__(self, wanted: Mapping[Key, Any], read: set[Key]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._wanted, self._read = wanted, read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

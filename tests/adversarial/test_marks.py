@@ -35,7 +35,9 @@ def test_measuring_the_costs_leaves_no_mark(name):
     right(outcome(case, 2, method="1f1b", M=2, balance="auto", granularity="block"), case, "=R")
 
 
-@pytest.mark.parametrize("name", covering(MOVING, ["memory_bank", "spectral_norm", "dropout_path"]))
+@pytest.mark.parametrize(
+    "name", covering(MOVING, ["memory_bank", "spectral_norm", "dropout_path", "own_generator", "teacher"])
+)
 def test_a_replayed_forward_is_the_first_one(name):
     """GPipe that keeps inputs only computes what GPipe does: nothing moves twice, nothing is read later."""
     case = table.MODELS[name]
