@@ -185,19 +185,23 @@ class Stage:
         if counts is not None:
             kept.loss_weight, kept.num_terms = counts[0].tolist()
         given = leaves
-        if not keep_graph:  # the module may overwrite what it is given, and its buffers, which the replay needs
+        if not keep_graph:  # module and loss may overwrite what they are given, and buffers, which the replay needs
             given = tuple(leaf.clone() for leaf in leaves)
+            target = target.clone() if target is not None else None
             kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
             if self._remember is not None:
                 kept.as_then = self._remember()
         self._random.seed(micro_batch, leaves[0].device)
-        with torch.set_grad_enabled(keep_graph), self._weights_of(version):
+        with torch.set_grad_enabled(keep_graph or self._traits.asks_for_graph), self._weights_of(version):
             with self._watching_buffers(self.module):
                 out = self._call(given)
             outs = self._taken_apart(out)
             last = (self._loss(out, target, kept.num_terms),) if self.has_loss else outs
         if self.has_loss:
-            kept.output_and_loss = outs[0] if self.is_last else None, last[0]
+            out, loss = outs[0] if self.is_last else None, last[0]
+            if not keep_graph:  # nor one that the module asked for
+                out, loss = out.detach() if out is not None else None, loss.detach()
+            kept.output_and_loss = out, loss
         if keep_graph:
             kept.grad_edges = self._grad_edges_of(last, micro_batch)
         return () if self.is_last else tuple(out.detach() for out in outs)

@@ -85,6 +85,8 @@ class StageTraits:
             plain tensors, generators, numbers in Python.
         moves_more: whether its forward in training, or the loss, moves more than buffers, like counters, generators and
             frozen weights, so that a replay has to meet it again.
+        asks_for_graph: whether its forward, or the loss, does something else where no gradients are wanted, so that the
+            first of two forwards has to have a graph, too.
     """
 
     overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ())
@@ -98,6 +100,7 @@ class StageTraits:
     draws: frozenset[str] = frozenset()
     moves: Sequence[str] = ()
     moves_more: bool = False
+    asks_for_graph: bool = False
 
 
 def joined(traits: Mapping[int, StageTraits]) -> dict[int, StageTraits]:

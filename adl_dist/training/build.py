@@ -27,6 +27,7 @@ from adl_dist.stage.loss_terms import LossTerms, loss_terms
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.findings import Agreed
+from adl_dist.training.homes import units_of
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
 from adl_dist.training.replayed_state import remembered
@@ -234,8 +235,9 @@ def connect_stages(
             specs = acts[source].of_gradients()
         else:
             specs = GO if what == "go" else Specs.always(targets)
+        units = f" ({units_of(stages[source].module)})" if source in stages else ""
         if not world.is_distributed:
-            channel = LocalChannel(specs, what=what, edge=f"stage {source} -> stage {to}")
+            channel = LocalChannel(specs, what=what, edge=f"stage {source}{units} -> stage {to}")
             contexts[source].senders[what] = contexts[to].receivers[what] = channel
         elif source in stages:
             contexts[source].senders[what] = ProcessSender(
@@ -244,6 +246,7 @@ def connect_stages(
                 what=what,
                 max_pending=most[what, source],
                 max_pending_in_evaluation=pipeline.max_pending,
+                units=units,
             )
         else:
             # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.

@@ -1,22 +1,24 @@
 """State that is no buffer and that a forward moves: its replay meets it as it was, and does not move it again."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from adl_dist.errors import ConfigError
 from adl_dist.partition.module_state import ModuleState
-from adl_dist.partition.state_walk import TENSORS, memory_of
+from adl_dist.partition.state_walk import TENSORS, Key, are_alike, memory_of, values_of
+from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import swap
 from adl_dist.training.differences import largest_difference
 from adl_dist.training.samples import MicroBatch
 from adl_dist.training.stage_chain import StageChain
+from adl_dist.training.verify import Kept
 
-ROUNDING = 8  # units in the last place of the largest element: what normalising a weight again changes
+ROUNDING = 8  # units in the last place of the largest element
 
 
 def remembered(module: nn.Module, loss_fn: Any) -> Callable[[], AbstractContextManager[None]]:
@@ -51,32 +53,63 @@ def remembered(module: nn.Module, loss_fn: Any) -> Callable[[], AbstractContextM
     return as_then
 
 
-def check_replays(chain: StageChain, states: Sequence[ModuleState], batch: MicroBatch) -> None:
-    """Refuse that a replay would write to a weight once more: one that is trained has no older values to replay with.
+def asking_for_graph(chain: StageChain, kept: Kept, batch: MicroBatch) -> frozenset[int]:
+    """Return the stages that do something else where no gradients are wanted, which is where a first forward runs.
 
-    All is as at the start, of which ``states`` tell. A weight may be written to if that changes nothing the second
-    time, like one that is clamped.
+    ``torch.is_grad_enabled()`` tells a loss, for example, whether it is trained with. All weights of ``kept`` are left
+    as after one forward of ``batch`` in training.
+    """
+    found = []
+    for graph in (False, True):
+        kept.begin()
+        passage = chain.forward(batch, graph=graph)
+        found.append((passage, _moved(kept)))
+    (first, moved), (replay, moved_again) = found
+    unlike = {k for k, _ in moved.keys() ^ moved_again.keys()}
+    unlike |= {k for k, key in moved.keys() & moved_again.keys() if not are_alike(moved[k, key], moved_again[k, key])}
+    unlike |= {k for k, ends in enumerate(zip(first.ends, replay.ends, strict=True)) if not all(map(_is_close, *ends))}
+    return frozenset(unlike)
+
+
+def check_weights(chain: StageChain, kept: Kept, batch: MicroBatch) -> None:
+    """Refuse that a replay would write to a trained weight once more: there are no older values to replay with.
+
+    ``batch`` has gone forward once. A weight may be written to if that changes nothing the second time, like one that
+    is clamped.
 
     Raises:
-        ConfigError: it would; names the weight.
+        ConfigError: it would; names stage and weight.
     """
-    chain.forward(batch)
     written = [
         (k, one)
-        for k, state in enumerate(states)
+        for k, state in enumerate(kept.of_stages)
         for one in state.changes()
         if one.kind == "parameter" and one.look().requires_grad
     ]
-    if not written:
-        return
     before = [one.look().detach().clone() for _, one in written]
-    chain.forward(batch)
+    if written:
+        chain.forward(batch)
     for (k, one), values in zip(written, before, strict=True):
-        rounding = ROUNDING * torch.finfo(values.dtype).eps * float(values.abs().max())
-        if largest_difference(one.look().detach(), values) > rounding:
+        if not _is_close(one.look().detach(), values):
             where = chain.homes.places[k]
             raise ConfigError(
                 f"the forward of {where} changes its weight '{one.names[0]}' each time, and this method runs it twice "
-                "for a micro-batch; choose a method that runs it once "
-                "(method.recompute=never), or change the weight elsewhere, for example in the optimizer"
+                "for a micro-batch; choose a method that runs it once (method.recompute=never), or change the weight "
+                "elsewhere, for example in the optimizer"
             )
+
+
+def _moved(kept: Kept) -> dict[tuple[int, Key], Any]:
+    """Return the values of what has changed since the start, by stage and key."""
+    changes = ((k, one) for k, state in enumerate(kept.of_stages) for one in state.changes())
+    return {(k, one.key): values_of(one.look()) for k, one in changes}
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two results differ by rounding at most."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not takes_gradient(one) or not one.numel():
+        return torch.equal(one, other)
+    rounding = ROUNDING * torch.finfo(one.dtype).eps * float(one.detach().abs().nan_to_num(0.0).max())
+    return largest_difference(one.detach(), other.detach()) <= rounding

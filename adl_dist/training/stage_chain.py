@@ -138,9 +138,14 @@ class StageChain:
                 exchange.swap(older)
         return outcome
 
-    def forward(self, batch: MicroBatch, *, training: bool = True, look: Sequence[ModuleState] = ()) -> _Passage:
-        """Forward one micro-batch through all stages; ``look``: their states, to note also what each of them moves."""
-        passage, size = _Passage(), len(batch.input_)
+    def forward(
+        self, batch: MicroBatch, *, training: bool = True, graph: bool = True, look: Sequence[ModuleState] = ()
+    ) -> _Passage:
+        """Forward one micro-batch through all stages; ``look``: their states, to note also what each of them moves.
+
+        ``graph``: whether to keep the graph in training, in evaluation there is none.
+        """
+        passage, size, graph = _Passage(), len(batch.input_), graph and training
         if training != self._is_training:
             self._is_training = training
             for stage in self.stages:
@@ -156,7 +161,7 @@ class StageChain:
                 spec.fit(t, size, lambda: gets).detach().requires_grad_(need)  # noqa: B023
                 for spec, t, need in zip(specs, tensors, needs, strict=True)
             )
-            with torch.set_grad_enabled(training):
+            with torch.set_grad_enabled(graph):
                 # Clones: autograd would refuse an operation in place on a leaf, and those are to be found.
                 acts = tuple(leaf.clone() for leaf in leaves)
                 argument = packed(acts) if structure is None else structure.build(acts)
@@ -177,7 +182,7 @@ class StageChain:
                 self._check_output(out, size, gets)
                 passage.output = out
                 looking = self._looking_at_loss(look[k]) if look else nullcontext()
-                with torch.set_grad_enabled(training), self._around(k), looking:
+                with torch.set_grad_enabled(graph), self._around(k), looking:
                     passage.loss = self._loss(k, out, batch.target)
                 self._learns = self._learns or passage.loss.requires_grad
                 passage.ends.append((passage.loss,))

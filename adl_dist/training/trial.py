@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage import TrainSpec, in_memory_format
 from adl_dist.training.findings import Agreed
-from adl_dist.training.replayed_state import check_replays
+from adl_dist.training.replayed_state import asking_for_graph, check_weights
 from adl_dist.training.samples import Samples
 from adl_dist.training.stage_chain import StageChain
-from adl_dist.training.verify import Verification, kept
+from adl_dist.training.verify import Kept, Verification, kept
 
 
 class Trial:
@@ -80,13 +80,19 @@ class Trial:
             if self._samples.trains:
                 check_trains(agreed)
                 if self.spec.pipeline.method.replays:
-                    found.begin()
-                    chain = StageChain(stages, self.spec, self.device)
-                    check_replays(chain, found.of_stages, self._samples.pair[0])
+                    agreed = self._replayed(agreed, stages, found)
             for size in self._samples.small_sizes:
                 found.begin()
                 self._try_size(stages, size)
         return agreed
+
+    def _replayed(self, agreed: Agreed, stages: Sequence[nn.Module], found: Kept) -> Agreed:
+        """Return what is known of the ``stages`` with what counts if they run forwards twice."""
+        chain, batch = StageChain(stages, self.spec, self.device), self._samples.pair[0]
+        asking = asking_for_graph(chain, found, batch)
+        check_weights(chain, found, batch)
+        traits = {k: replace(known, asks_for_graph=k in asking) for k, known in agreed.traits.items()}
+        return agreed._replace(traits=traits)
 
     def _try_size(self, stages: Sequence[nn.Module], size: int) -> None:
         """Refuse now that a small micro-batch, mostly the last of an epoch, cannot be trained on."""

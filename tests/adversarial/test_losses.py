@@ -197,9 +197,6 @@ def rotated(out, target):
 
 
 OPEN_LOSSES = {
-    ("counts", 1, None): "the loss is tried out at the start, and counts that",
-    ("counts", 1, "always"): "the loss is tried out at the start, and counts that",
-    ("writes_target", 1, "always"): "a replay computes the loss once more, on the target that was written to",
     ("writes_output", 1, None): "the trial gives the loss a leaf, which it may not write to",
 }
 STRANGE = {"counts": counting_loss, "writes_output": lambda: tempered, "writes_target": lambda: rotated}
