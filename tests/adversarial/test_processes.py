@@ -17,8 +17,8 @@ AT_A_TIME = 24
 
 
 def that_train(K, granularity):
-    """Names of the models that are trained with K stages, or end with a refusal."""
-    trains = (name for name in table.MODELS if letters(name, granularity)[K] in "=RE")
+    """Names of the models that are trained with K stages, or refused at the start."""
+    trains = (name for name in table.MODELS if letters(name, granularity)[K] in "=R")
     return [name for name in trains if (name, granularity) not in OPEN]
 
 
