@@ -8,6 +8,7 @@ from torch import Tensor
 
 from adl_dist.errors import ConfigError
 from adl_dist.stage import LossFn
+from adl_dist.stage.loss_terms import is_sum
 
 
 def check_loss(stage: int, loss: Any, got: str) -> None:
@@ -66,3 +67,25 @@ def _numbers_like(tensor: Tensor) -> Tensor:
     """Return different numbers between 0 and 1 in the shape of ``tensor``."""
     numbers = torch.linspace(0.1, 0.7, tensor.numel(), dtype=torch.float64) ** 2
     return numbers.view(tensor.shape).to(tensor.device, tensor.dtype)
+
+
+def try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -> Tensor:
+    """Return the loss of a micro-batch; ``got`` says what it is given.
+
+    Raises:
+        ConfigError: it fails, or is not one mean.
+    """
+    if is_sum(loss_fn):
+        raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
+            loss = loss_fn(out, target)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the user's own loss can raise anything
+        raise ConfigError(
+            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
+            "loss._target_ (loss_fn), or correct the model's output or the targets"
+        ) from error
+    check_loss(stage, loss, got)
+    return loss

@@ -4,7 +4,6 @@ Every rank runs the whole model, so nothing has to be agreed on: each finds by i
 has to be known of every stage, and the same mistakes.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,19 +16,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.errors import ConfigError
 from adl_dist.partition.module_state import ModuleState, Streams
-from adl_dist.partition.state_walk import CAN_CROSS
-from adl_dist.stage import LossFn, TrainSpec
+from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import Tensors, packed
 from adl_dist.stage.heads import check_outs
 from adl_dist.stage.loss_check import check_is_mean
-from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
+from adl_dist.stage.loss_terms import class_loss, loss_terms
 from adl_dist.stage.traits import StageTraits, Structure, joined
 from adl_dist.stage.versions import Exchange
+from adl_dist.training.cut_values import check_output, crossing, share_memory
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
 from adl_dist.training.homes import Around, Homes
-from adl_dist.training.loss_checks import check_broadcast, check_loss
+from adl_dist.training.loss_checks import check_broadcast, try_loss
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
-from adl_dist.training.samples import SIZES, MicroBatch, Samples
+from adl_dist.training.samples import MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 
 
@@ -179,7 +178,7 @@ class StageChain:
             seen.needs_grad.append(needs)
             passage.acts.append(leaves)
             if k == self.last:
-                self._check_output(out, size, gets)
+                check_output(out, size, gets)
                 passage.output = out
                 looking = self._looking_at_loss(look[k]) if look else nullcontext()
                 with torch.set_grad_enabled(graph), self._around(k), looking:
@@ -187,9 +186,9 @@ class StageChain:
                 self._learns = self._learns or passage.loss.requires_grad
                 passage.ends.append((passage.loss,))
             else:
-                tensors, structure = self._crossing(k, out, size, gets, self._seen[0 if training else 1][k + 1])
+                tensors, structure = crossing(k, out, size, gets, self._seen[0 if training else 1][k + 1])
                 passage.ends.append(tensors)
-                shared = _shared(tensors, acts, shared)
+                shared = share_memory(tensors, acts, shared)
                 needs = [t.requires_grad for t in tensors]
         return passage
 
@@ -258,47 +257,6 @@ class StageChain:
             text = f"{gets} and fails on it: {type(error).__name__}: {error}"
             raise ConfigError(text) from error
 
-    def _crossing(self, k: int, out: Any, size: int, gets: str, behind: Seen) -> tuple[Tensors, Structure | None]:
-        """Return the tensors in ``out``, and how they stand in it; None: it is one tensor or a tuple of several."""
-
-        def refuse(found: str) -> CutImpossible:
-            reason = f"returns {found} for {size} samples"
-            return CutImpossible(
-                f"{gets} and {reason}; expected tensors whose first dimension is the batch, and numbers that stay; "
-                "cut elsewhere: partition.balance=even finds where",
-                stage=k,
-                reason=f"what would cross it has no batch dimension or changes: stage {k} {reason}",
-            )
-
-        leaves = tree_leaves(out)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                if leaf.shape[:1] != (size,):
-                    raise refuse(str(list(leaf.shape)))
-            elif not isinstance(leaf, CAN_CROSS):
-                raise refuse(type(leaf).__name__)
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        of_tensors = type(out) is tuple and len(out) > 1 and all(isinstance(each, Tensor) for each in out)
-        is_plain = isinstance(out, Tensor) or of_tensors
-        structure = None if is_plain else Structure.of(out)
-        specs = tuple(map(TensorSpec.of, tensors))
-        shapes = [(spec.shape, spec.dtype) for spec in specs]
-        before = [(spec.shape, spec.dtype) for spec in behind.specs[0]] if behind.specs else shapes
-        if behind.takes and (behind.takes[0] != structure or before != shapes):
-            now = f"{structure or ''} {', '.join(map(str, specs))}".strip()
-            other = f"{behind.takes[0] or ''} {', '.join(map(str, behind.specs[0]))}".strip()
-            raise refuse(f"{other} for {SIZES[0]} samples, but {now}")
-        return tensors, structure
-
-    @staticmethod
-    def _check_output(out: Any, size: int, gets: str) -> None:
-        for leaf in tree_leaves(out):  # numbers, like a penalty next to the output, are for the loss to take
-            if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != size:
-                raise ConfigError(
-                    f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "
-                    "first dimension is the batch"
-                )
-
     def _loss(self, k: int, out: Any, target: Tensor) -> Tensor:
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         specs = [TensorSpec.of(leaf) if leaf.ndim else "a number" for leaf in outs]
@@ -315,7 +273,7 @@ class StageChain:
             held = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
             self._outputs.append((held, target))
         with self._within():
-            loss = _try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, target, self._loss_fn)
+            loss = try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, target, self._loss_fn)
             if len(target) > 1 and not self._is_loss_tried:
                 check_broadcast(k, self._loss_fn, out, target)
                 self._is_loss_tried = True
@@ -383,32 +341,3 @@ def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:
 
 def _any(flags: Sequence[Sequence[bool]]) -> list[bool]:
     return [any(each) for each in zip(*flags, strict=True)]
-
-
-def _shared(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequence[bool]) -> list[bool]:
-    """Return for each of ``outs`` whether it shares memory with another tensor that crosses a cut.
-
-    Behind the cut they are two: a write to one would not be seen in the other.
-    """
-    memory = [out.untyped_storage().data_ptr() for out in outs]
-    of_acts = {act.untyped_storage().data_ptr() for act, is_shared in zip(acts, shared, strict=True) if is_shared}
-    pairs = zip(outs, memory, strict=True)
-    return [bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts) for out, mine in pairs]
-
-
-def _try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -> Tensor:
-    """Return the loss of a micro-batch; ``got`` says what it is given."""
-    if is_sum(loss_fn):
-        raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
-            loss = loss_fn(out, target)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # the user's own loss can raise anything
-        raise ConfigError(
-            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
-            "loss._target_ (loss_fn), or correct the model's output or the targets"
-        ) from error
-    check_loss(stage, loss, got)
-    return loss
