@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from adl_dist.partition.module_state import CAN_CROSS
+from adl_dist.partition.state_walk import CAN_CROSS
 
 # Dense, for tables and remainders; then powers and what lies beside them, a prime, and a number with many divisors.
 PROBE_SIZES = (

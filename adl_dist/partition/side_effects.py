@@ -34,7 +34,7 @@ def as_before(model: nn.Module, granularity: str) -> Iterator[None]:
                 elif is_instance(value, fx.Proxy) and before.get(key) is None:
                     # What it leaves where nothing was is nothing that a later forward counts on.
                     holder.update({key: None}) if key in before else holder.pop(key)
-        changed = [name for found in state.changes() for name in found.names]
+        changed = state.changed_names()
         state.restore()
         model.__dict__.update(constants)  # the graph reads them
     if draws:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from adl_dist.partition.module_state import CAN_CROSS
 from adl_dist.partition.nodes import asks_for_shape, is_light, is_of_python, is_part, may_repeat, writes
 from adl_dist.partition.ran import Pair, Samples
+from adl_dist.partition.state_walk import CAN_CROSS
 from adl_dist.partition.ties import never_moved
 from adl_dist.partition.tracer import symbolic
 from adl_dist.partition.values import Values
@@ -147,9 +147,12 @@ def _repeated(
 def unsendable(pair: Pair, sizes: tuple[int, int]) -> str | None:
     """Return why a value cannot cross a cut; None: it can."""
     for leaves in zip(*map(tree_leaves, pair), strict=False):
-        if isinstance(leaves[0], Tensor):
+        if isinstance(leaves[0], Tensor) and isinstance(leaves[1], Tensor):
             if tuple(tuple(leaf.shape[:1]) for leaf in leaves) != tuple((size,) for size in sizes):
                 return f"a tensor {list(leaves[0].shape)} would cross it, whose first dimension is not the batch"
+        elif type(leaves[0]) is not type(leaves[1]):
+            kinds = [f"{type(leaf).__name__} for {size} samples" for leaf, size in zip(leaves, sizes, strict=True)]
+            return f"a {' and a '.join(kinds)} would cross it; what crosses must be of one kind for every batch"
         elif not isinstance(leaves[0], CAN_CROSS) or leaves[0] != leaves[1]:
             return (
                 f"a value of type {type(leaves[0]).__name__} would cross it; only tensors, and numbers and texts that "

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.stage.calls import RandomStreams, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.stage.calls import RandomStreams, Remember, Tensors, call_of, packed, takes_gradient, unpacked
 from adl_dist.stage.loss_check import MeanGuard
 from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
@@ -42,6 +42,7 @@ class InFlight:
     grad_edges: GradEdges | None = None  # where the graph begins to go backward; None: to be recomputed
     output_and_loss: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
     buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
+    as_then: Callable[[], AbstractContextManager[None]] = nullcontext  # what its replay runs in
     # Where the loss counts its terms: its weight in the group, and how many terms it has.
     loss_weight: float | None = None
     num_terms: float | None = None
@@ -69,11 +70,13 @@ class Stage:
         device: torch.device = CPU,
         head: nn.Module | None = None,
         traits: StageTraits = NOTHING_KNOWN,
+        remember: Remember | None = None,
     ) -> None:
         """Take over ``module``, which is on ``device``, as stage ``index``.
 
         It is called with the act of one micro-batch, [B, ...], or containers of several, and returns the same. ``head``
-        is (what goes downstream, target, loss_fn) to a loss of the stage's own. ``traits`` is what is known of both.
+        is (what goes downstream, target, loss_fn) to a loss of the stage's own. ``traits`` is what is known of both;
+        ``remember`` keeps the state besides buffers that they move, for replays; None: there is none.
 
         Raises:
             ConfigError: the method's weights cannot be kept for the module, or the optimizer is none for it.
@@ -93,7 +96,7 @@ class Stage:
         self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=f"stage {index}")
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
-        self._traits = traits
+        self._traits, self._remember = traits, remember
         self._policy = weight_policy(method.weights, self._trained, self.optimizer) if self.optimizer else None
         if self._policy is not None and (method.weights == "2bw" or (pipeline.delays[index] and not method.spec.flush)):
             self._check_weights(method.weights)
@@ -189,8 +192,10 @@ class Stage:
         if not keep_graph:  # the module may overwrite what it is given, and its buffers, which the replay needs
             given = tuple(leaf.clone() for leaf in leaves)
             kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            if self._remember is not None:
+                kept.as_then = self._remember()
         self._random.seed(micro_batch, leaves[0].device)
-        with torch.set_grad_enabled(keep_graph), self._weights_of(version):
+        with torch.set_grad_enabled(keep_graph or self._traits.asks_for_graph), self._weights_of(version):
             with self._watching_buffers(self.module):
                 out = self._call(given)
             outs = self._taken_apart(out)
@@ -198,7 +203,10 @@ class Stage:
         if self._guard is not None and target is not None:
             self._guard.look(out, target)
         if self.has_loss:
-            kept.output_and_loss = outs[0] if self.is_last else None, last[0]
+            out, loss = outs[0] if self.is_last else None, last[0]
+            if not keep_graph:  # nor one that the module asked for
+                out, loss = out.detach() if out is not None else None, loss.detach()
+            kept.output_and_loss = out, loss
         if keep_graph:
             kept.grad_edges = self._grad_edges_of(last, micro_batch)
         return () if self.is_last else tuple(out.detach() for out in outs)
@@ -206,13 +214,14 @@ class Stage:
     def recompute(self, micro_batch: int) -> None:
         """Replay a forward from its stored input with the present weights, and keep the graph.
 
-        Dropout draws what it drew, and the module sees the buffers that the forward saw. What it makes of them is
-        thrown away: BatchNorm's running statistics moved in the forward.
+        Dropout draws what it drew, and the module sees the buffers, counters and generators that the forward saw. What
+        it makes of them is thrown away: BatchNorm's running statistics moved in the forward.
         """
         kept = self.in_flight[micro_batch]
         self._random.seed(micro_batch, kept.acts[0].device)
-        out = self._call(kept.acts, kept.buffers)
-        last = (self._loss(out, kept.target, kept.num_terms),) if self.has_loss else self._taken_apart(out)
+        with kept.as_then():
+            out = self._call(kept.acts, kept.buffers)
+            last = (self._loss(out, kept.target, kept.num_terms),) if self.has_loss else self._taken_apart(out)
         kept.grad_edges = self._grad_edges_of(last, micro_batch)
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:

@@ -99,6 +99,10 @@ class StageTraits:
         moves: what its forward in training moves that is not in its ``state_dict``, by name: non-persistent buffers,
             plain tensors, generators, numbers in Python.
         loss: what is known of the loss, the same for all stages.
+        moves_more: whether its forward in training, or the loss, moves more than buffers, like counters, generators and
+            frozen weights, so that a replay has to meet it again.
+        asks_for_graph: whether its forward, or the loss, does something else where no gradients are wanted, so that the
+            first of two forwards has to have a graph, too.
     """
 
     overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ())
@@ -112,6 +116,8 @@ class StageTraits:
     draws: frozenset[str] = frozenset()
     moves: Sequence[str] = ()
     loss: LossTraits = LossTraits()
+    moves_more: bool = False
+    asks_for_graph: bool = False
 
 
 def joined(traits: Mapping[int, StageTraits]) -> dict[int, StageTraits]:

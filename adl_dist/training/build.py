@@ -28,9 +28,11 @@ from adl_dist.stage.loss_terms import LossTerms, loss_terms
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.findings import Agreed
+from adl_dist.training.homes import units_of
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.loss_checks import check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
+from adl_dist.training.replayed_state import remembered
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
@@ -198,7 +200,9 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
         shape, seed = agreed.acts[k + 1].training[0].shape, stream_seed(spec.seed, "head", k)
         head = build_head(method.head, shape, num_classes=agreed.num_classes, seed=seed)
         spec.precision.place(head, device)
-    return Stage(module, k, spec, device=device, head=head, traits=agreed.traits[k])
+    traits = agreed.traits[k]
+    remember = partial(remembered, module, spec.loss_fn) if method.replays and traits.moves_more else None
+    return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember)
 
 
 def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
@@ -240,8 +244,9 @@ def connect_stages(
             specs = acts[source].of_gradients()
         else:
             specs = GO if what == "go" else Specs.always(targets)
+        units = f" ({units_of(stages[source].module)})" if source in stages else ""
         if not world.is_distributed:
-            channel = LocalChannel(specs, what=what, edge=f"stage {source} -> stage {to}")
+            channel = LocalChannel(specs, what=what, edge=f"stage {source}{units} -> stage {to}")
             contexts[source].senders[what] = contexts[to].receivers[what] = channel
         elif source in stages:
             contexts[source].senders[what] = ProcessSender(
@@ -250,6 +255,7 @@ def connect_stages(
                 what=what,
                 max_pending=most[what, source],
                 max_pending_in_evaluation=pipeline.max_pending,
+                units=units,
             )
         else:
             # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.

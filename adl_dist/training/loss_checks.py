@@ -15,7 +15,7 @@ from adl_dist.partition.module_state import ModuleState
 from adl_dist.schedule import Pipeline
 from adl_dist.stage import LossFn, TrainSpec
 from adl_dist.stage.loss_check import check_many, num_made_up
-from adl_dist.stage.loss_terms import is_known_mean, loss_terms
+from adl_dist.stage.loss_terms import is_known_mean, is_sum, loss_terms
 from adl_dist.stage.traits import LossTraits
 from adl_dist.streams import streams_kept
 from adl_dist.training.findings import Agreed
@@ -76,30 +76,25 @@ def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Tensor) -> No
     )
 
 
-def called_again(pipeline: Pipeline) -> tuple[str, str] | None:
-    """Return why the loss is called more than once for a micro-batch, and what to do about it; None: it is not."""
+def is_called_again(pipeline: Pipeline) -> bool:
+    """Return whether a loss is called more than once for a micro-batch: by a replay, or by local losses."""
     method, group = pipeline.method, pipeline.micro_batches_per_update
-    if any(method.recomputes(place, group, pipeline.delays[-1]) for place in range(group)):
-        return "replays its forward, which calls the loss once more", "choose a method that replays nothing"
-    if method.spec.local_losses and pipeline.num_stages > 1:
-        return "has a local loss on each stage, and they would share it", "use partition.num_stages=1"
-    return None
+    replays = any(method.recomputes(place, group, pipeline.delays[-1]) for place in range(group))
+    return replays or (method.spec.local_losses and pipeline.num_stages > 1)
 
 
-def check_called_once(pipeline: Pipeline, traits: LossTraits) -> None:
-    """Refuse a loss that keeps something of its own where the method calls it more than once for a micro-batch.
+def check_not_shared(pipeline: Pipeline, traits: LossTraits) -> None:
+    """Refuse a loss that keeps something of its own where each stage has a local loss.
 
     Raises:
-        ConfigError: the forward is replayed, or each stage has a local loss.
+        ConfigError: K processes would each keep their own.
     """
-    if not traits.moves or (again := called_again(pipeline)) is None:
-        return
-    why, way_out = again
-    shown, method = ", ".join(traits.moves[:3]), pipeline.method.name
-    raise ConfigError(
-        f"the loss keeps something of its own, which changes with each call ({shown}), but method={method} {why}; "
-        f"let the loss depend on nothing but output and target, or {way_out}"
-    )
+    if traits.moves and pipeline.method.spec.local_losses and pipeline.num_stages > 1:
+        raise ConfigError(
+            f"the loss keeps something of its own, which changes with each call ({', '.join(traits.moves[:3])}), but "
+            f"method={pipeline.method.name} has a local loss on each stage, and they would share it; let the loss "
+            "depend on nothing but output and target, or use partition.num_stages=1"
+        )
 
 
 def check_first_targets(spec: TrainSpec, feed: DeviceLoader, sizes: Sequence[int], agreed: Agreed) -> None:
@@ -130,3 +125,25 @@ def _numbers_like(tensor: Tensor) -> Tensor:
     """Return different numbers between 0 and 1 in the shape of ``tensor``."""
     numbers = torch.linspace(0.1, 0.7, tensor.numel(), dtype=torch.float64) ** 2
     return numbers.view(tensor.shape).to(tensor.device, tensor.dtype)
+
+
+def try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -> Tensor:
+    """Return the loss of a micro-batch; ``got`` says what it is given.
+
+    Raises:
+        ConfigError: it fails, or is not one mean.
+    """
+    if is_sum(loss_fn):
+        raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
+            loss = loss_fn(out, target)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the user's own loss can raise anything
+        raise ConfigError(
+            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
+            "loss._target_ (loss_fn), or correct the model's output or the targets"
+        ) from error
+    check_loss(stage, loss, got)
+    return loss

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage import TrainSpec, in_memory_format
 from adl_dist.training.findings import Agreed, CutImpossible
+from adl_dist.training.replayed_state import asking_for_graph, check_weights
 from adl_dist.training.samples import OTHER_SIZES, Samples
-from adl_dist.training.shape_inference import StageChain
+from adl_dist.training.stage_chain import StageChain
 from adl_dist.training.verify import Kept, Verification, kept
 
 
@@ -86,7 +87,17 @@ class Trial:
             agreed = agreed._replace(size_faults=faults)
             if self._samples.trains:
                 check_trains(agreed, self._samples)
+                if self.spec.pipeline.method.replays:
+                    agreed = self._replayed(agreed, stages, found)
         return agreed
+
+    def _replayed(self, agreed: Agreed, stages: Sequence[nn.Module], found: Kept) -> Agreed:
+        """Return what is known of the ``stages`` with what counts if they run forwards twice."""
+        chain, batch = StageChain(stages, self.spec, self.device), self._samples.pair[0]
+        asking = asking_for_graph(chain, found, batch)
+        check_weights(chain, found, batch)
+        traits = {k: replace(known, asks_for_graph=k in asking) for k, known in agreed.traits.items()}
+        return agreed._replace(traits=traits)
 
     def _fault(self, chain: StageChain, found: Kept, size: int) -> str | None:
         """Return why a micro-batch of ``size`` samples cannot be trained on; None: it can.

@@ -7,7 +7,7 @@ the rounding of a sum in another order.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,10 +25,12 @@ from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import check_versions
 from adl_dist.streams import Streams
 from adl_dist.training.differences import STATE, Compared, Comparison, Difference, first_of, largest_difference
-from adl_dist.training.findings import Agreed
+from adl_dist.training.findings import Agreed, CutImpossible
+from adl_dist.training.hidden_ties import SharedState, check_reads
+from adl_dist.training.homes import Around, Homes, units_of
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement
 from adl_dist.training.samples import Samples
-from adl_dist.training.shape_inference import StageChain, units_of
+from adl_dist.training.stage_chain import StageChain
 
 WAYS_OUT = (
     "use partition.granularity=block, which leaves blocks as they are, cut elsewhere (partition.balance), or hand over "
@@ -44,24 +46,29 @@ CAUSES = {
     (STATE, "state"): "the forward writes to it in a way that was read once",
 }
 AFTERWARDS = EVALUATION, STATE
+OVERTAKES = "a forward writes to what the backward of an earlier micro-batch needs, or reads what that backward leaves"
 STALE = (
-    "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches; or a "
-    "forward writes to what the backward of an earlier micro-batch needs, or reads what that backward leaves"
+    "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches; or "
+    f"{OVERTAKES}"
 )
 NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, which has one micro-batch in flight"
+ONE_AT_A_TIME = "write to a copy, or choose method=bp, which has one micro-batch in flight"
 
 
 class Kept:
     """Everything that can be seen of some modules, and the random streams, to be put back."""
 
-    def __init__(self, model: nn.Module, stages: Iterable[nn.Module], spec: TrainSpec, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, stages: Sequence[nn.Module], spec: TrainSpec, device: torch.device) -> None:
         others = [spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else []
         self._seed = spec.seed % 2**32  # as numpy takes it
         self._is_moved = False
         modules = [model, *(stage for stage in stages if stage is not model), *others]
-        self._state, self._streams = ModuleState.of(*modules, functions={"loss_fn": spec.loss_fn}), Streams(device)
+        loss = {"loss_fn": spec.loss_fn}
+        self._state, self._streams = ModuleState.of(*modules, functions=loss), Streams(device)
         self.tensors = self._state.tensors[0]  # (name, tensor) of all that can be seen from the model
-        self.of_stages = [ModuleState.of(stage, alike=self._state) for stage in stages]
+        self.of_stages = [  # the loss is part of the last
+            ModuleState.of(stage, alike=self._state, functions=loss if stage is stages[-1] else {}) for stage in stages
+        ]
         self._modes = [(module, module.training) for one in modules for module in one.modules()]
         self._grads = [(p, p.grad) for one in modules for p in one.parameters()]
         for parameter, _ in self._grads:
@@ -91,7 +98,7 @@ class Kept:
 
 
 @contextmanager
-def kept(model: nn.Module, stages: Iterable[nn.Module], spec: TrainSpec, device: torch.device) -> Iterator[Kept]:
+def kept(model: nn.Module, stages: Sequence[nn.Module], spec: TrainSpec, device: torch.device) -> Iterator[Kept]:
     """Leave everything as it was found; inside there are no gradients."""
     found = Kept(model, stages, spec, device)
     try:
@@ -114,7 +121,9 @@ class Verification:
     def __post_init__(self) -> None:
         named = self.model.named_parameters()
         self._parameters = {name: p for name, p in named if p.requires_grad and takes_gradient(p)}
-        self.chain = StageChain(self.stages, self.spec, self.device)
+        self._homes = Homes(self.stages)
+        self._shared = SharedState(self._homes, self.stages, self.kept.of_stages, self.spec)
+        self.chain = StageChain(self.stages, self.spec, self.device, around=self._shared.watched)
         weights = {p.untyped_storage().data_ptr() for p in self.model.parameters() if p.layout is torch.strided}
         self._plain = {  # what a forward may move besides buffers, which it may replace
             name: tensor
@@ -134,15 +143,21 @@ class Verification:
         between, pipeline = self._replaced(), self.spec.pipeline
         # Whether two micro-batches are in flight with the same weights.
         several = pipeline.micro_batches_per_update > 1 or pipeline.method.weights == "2bw"
-        beside = any(pipeline.delays) and (several or not (between or pipeline.spec.flush))
+        beside = pipeline.overlaps and (several or not (between or pipeline.spec.flush))
         uncut = Replacement(self._parameters, between or None, beside=beside)
         cut = replace(uncut, between=between, delayed=True)
         try:
             found = self._outcome(self.chain, cut, look=self.kept.of_stages)
+        except CutImpossible:
+            raise
         except ConfigError as error:
             raise self._failure(error, uncut) from error
+        except PartitionError:  # a gradient that reaches another stage
+            self._shared.check(self._forward)  # because that left something for this one
+            raise
         agreed = self.chain.agreed(self.samples, self.spec)
-        self._cut().check_ties(self.samples, self.kept.of_stages)
+        self._shared.check(self._forward)
+        check_reads(self._homes, self.kept.of_stages, self._forward)
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), uncut, into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
@@ -151,9 +166,10 @@ class Verification:
             in_place = compare.first_difference(self._outcome(self._cut(), uncut))
             # What a backward moves, like BatchNorm that is computed again, it moves in another order if it is delayed.
             if in_place is None and difference.when not in AFTERWARDS:
-                recomputes, stale = self._recomputing(compare, difference, cut)
-                if stale is not None:
-                    raise self._error(stale, STALE, NO_VIEWS, cut)
+                recomputes, other = self._recomputing(compare, difference, cut)
+                if other is not None:
+                    cause, way_out = (STALE, NO_VIEWS) if between else (OVERTAKES, ONE_AT_A_TIME)
+                    raise self._error(other, cause, way_out, cut)
             difference = in_place
         if difference is not None:
             raise self._error(difference, CAUSES.get((difference.when, difference.what), ""))
@@ -194,6 +210,11 @@ class Verification:
 
     def _cut(self) -> StageChain:
         return StageChain(self.stages, self.spec, self.device)
+
+    def _forward(self, around: Around) -> Outcome:
+        """Run the stages forward only, from the state at the start."""
+        self.kept.begin()
+        return StageChain(self.stages, self.spec, self.device, around=around).run(self.samples, backward=False)
 
     def _uncut(self) -> StageChain:
         return StageChain([self.model], self.spec, self.device, name="the uncut model")

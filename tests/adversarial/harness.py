@@ -31,12 +31,14 @@ COMMON = "|".join(
         "the cut model is not the uncut one",
     ]
 )
+# What only a later sample shows, at the cut where it shows.
+IN_MID_RUN = re.compile(r"stage \d \(.+\) -> stage \d: .+, expected .+, as in the trial at the start; .+")
 BEGINS = {1: [], 2: [3], 3: [1, 3], 5: [1, 2, 3, 5]}  # units of a chain, where a model that draws is cut
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``=`` equal, ``R`` refused, ``-`` too few units, ``x`` anything else; and the text that says more."""
+    """``=`` equal, ``R`` refused, ``-`` too few units, ``E`` stopped in mid-run, ``x`` anything else; and a text."""
 
     letter: str
     text: str = ""
@@ -178,6 +180,8 @@ def refusal(case, error, before, model):
     if error.exit_code != 2 or "unexpected" in text or "Traceback" in text:
         return Outcome("x", f"{type(error).__name__}: {text[:400]}")
     if moved := [name for name, t in frozen_copy(model).items() if not torch.equal(t, before[name])]:
+        if IN_MID_RUN.search(text):
+            return Outcome("E", text)
         return Outcome("x", f"refused after {moved[:3]} had changed: {text}")
     word = f"{case.word}|{COMMON}" if case.word else COMMON
     if not re.search(word, text):
