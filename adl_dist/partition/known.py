@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from adl_dist.partition.state_walk import CAN_CROSS
 
-# Dense, for tables and remainders; then powers and what lies beside them, a prime, and a number with many divisors.
+# Dense, for tables and remainders; then powers and their neighbours, a prime, and a number with many divisors.
 PROBE_SIZES = (
     *range(1, 131),
     *(144, 160, 192, 200, 255, 256, 257, 384, 500, 511, 512, 513, 1000, 1023, 1024, 1025),

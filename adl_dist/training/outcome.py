@@ -11,7 +11,7 @@ from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import Exchange
 
 FIRST, SECOND, EVALUATION = "the first micro-batch", "the second micro-batch", "evaluation"
-BESIDE = "a third micro-batch"
+THIRD = "a third micro-batch"
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Replacement:
         changed: the names of those that change; None: all.
         between: those that others take the place of between forward and backward of the first micro-batch, as in a
             delayed backward, where the second forward comes before it, too; the rest changes in place, after it.
-        beside: whether a third micro-batch goes forward with the weights of the second, as in a group of several:
+        third: whether another micro-batch goes forward with the weights of the second, as in a group of several:
             before the backward of the second where that is ``delayed``, else after it.
         delayed: whether more than one micro-batch is in flight.
         recomputes: stages that get the weights of their forward back for their backward.
@@ -34,7 +34,7 @@ class Replacement:
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     changed: Set[str] | None = None
     between: Set[str] = frozenset()
-    beside: bool = False
+    third: bool = False
     delayed: bool = False
     recomputes: frozenset[int] = frozenset()
     repeats: bool = False

@@ -28,7 +28,7 @@ from adl_dist.training.cut_values import check_output, crossing, share_memory
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
 from adl_dist.training.homes import Around, Homes
 from adl_dist.training.loss_checks import check_broadcast, check_not_shared, is_called_again, try_loss
-from adl_dist.training.outcome import BESIDE, EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
+from adl_dist.training.outcome import THIRD, EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
 from adl_dist.training.samples import NUM_SAMPLES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 
@@ -125,14 +125,14 @@ class StageChain:
                 self._on_turn(SECOND)
                 behind = self.forward(second)
             del passage
-            if change.beside and change.delayed:
-                self._forward_beside(first, outcome)
+            if change.third and change.delayed:
+                self._forward_third(first, outcome)
             if backward:
                 self._backward(behind, SECOND, change.parameters, outcome)
             _keep(outcome, SECOND, behind)
             del behind
-            if change.beside and not change.delayed:
-                self._forward_beside(first, outcome)
+            if change.third and not change.delayed:
+                self._forward_third(first, outcome)
             self._on_turn(EVALUATION)
             _keep(outcome, EVALUATION, self.forward(first, training=False))
         finally:
@@ -140,9 +140,9 @@ class StageChain:
                 exchange.swap(older)
         return outcome
 
-    def _forward_beside(self, batch: MicroBatch, outcome: Outcome) -> None:
-        self._on_turn(BESIDE)
-        _keep(outcome, BESIDE, self.forward(batch))
+    def _forward_third(self, batch: MicroBatch, outcome: Outcome) -> None:
+        self._on_turn(THIRD)
+        _keep(outcome, THIRD, self.forward(batch))
 
     def forward(
         self, batch: MicroBatch, *, training: bool = True, graph: bool = True, look: Sequence[ModuleState] = ()

@@ -143,8 +143,8 @@ class Verification:
         between, pipeline = self._replaced(), self.spec.pipeline
         # Whether two micro-batches are in flight with the same weights.
         several = pipeline.micro_batches_per_update > 1 or pipeline.method.weights == "2bw"
-        beside = pipeline.overlaps and (several or not (between or pipeline.spec.flush))
-        uncut = Replacement(self._parameters, between or None, beside=beside)
+        third = pipeline.overlaps and (several or not (between or pipeline.spec.flush))
+        uncut = Replacement(self._parameters, between or None, third=third)
         cut = replace(uncut, between=between, delayed=True)
         try:
             found = self._outcome(self.chain, cut, look=self.kept.of_stages)
@@ -161,7 +161,7 @@ class Verification:
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), uncut, into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
-        if difference is not None and (between or beside):
+        if difference is not None and (between or third):
             compare = Comparison(self.spec, self._outcome(self._uncut(), uncut))
             in_place = compare.first_difference(self._outcome(self._cut(), uncut))
             # What a backward moves, like BatchNorm that is computed again, it moves in another order if it is delayed.

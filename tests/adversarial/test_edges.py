@@ -156,7 +156,7 @@ def test_a_last_micro_batch_of_one_is_refused_at_the_start(K):
 
 @pytest.mark.parametrize("K", [1, 2])
 @pytest.mark.parametrize("num_samples", [23, 17])  # the last micro-batch has 7, or 1
-def test_an_odd_number_where_only_even_ones_run_is_told_at_the_start(K, num_samples):
+def test_an_odd_number_where_only_even_ones_run_is_told_early(K, num_samples):
     case = variant(table.MODELS["pairs_of_samples"], counts=(num_samples, 6))
     model = case.model()
     holds = "1 sample" if num_samples == 17 else "an odd number of samples"
