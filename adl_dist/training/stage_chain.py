@@ -28,7 +28,7 @@ from adl_dist.training.cut_values import check_output, crossing, share_memory
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
 from adl_dist.training.homes import Around, Homes
 from adl_dist.training.loss_checks import check_broadcast, check_not_shared, is_called_again, try_loss
-from adl_dist.training.outcome import THIRD, EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
+from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, THIRD, Outcome, Replacement, change_values
 from adl_dist.training.samples import NUM_SAMPLES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 
