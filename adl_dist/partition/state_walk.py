@@ -2,8 +2,8 @@
 
 Seen are parameters, buffers, plain tensors, generators, numbers and containers that a module reaches through its
 attributes, through objects and containers in them, through class attributes of the user's own classes, and through the
-closures of their methods; of a function, like a loss, also the global variables that it names, or functions that it
-calls. Not seen: other global variables, and what lives in an extension or in another process.
+closures of their methods and the global variables that these name. Not seen: what functions of a library keep, and what
+lives in an extension or in another process.
 """
 
 import copy
@@ -91,18 +91,14 @@ class Walk:
                         self._take_tensor(f"{name}.{key}".lstrip("."), tensor, kind)
 
     def take_function(self, name: str, value: Any) -> None:
-        """Look into a function, or any object that is called like one, and at the global variables that it names."""
+        """Look into a function, or any object that is called like one."""
         self.take(name, value)
         while isinstance(value, partial):
             value = value.func
         owner = type(value)
-        if not isinstance(value, types.FunctionType | types.MethodType):
-            value = getattr(owner, "forward" if isinstance(value, nn.Module) else "__call__", None)
-            if not _is_of_a_library(owner) and self._is_new(owner):
+        if not (isinstance(value, types.FunctionType | types.MethodType) or _is_of_a_library(owner)):
+            if self._is_new(owner):
                 self._take_class(owner)
-        function = getattr(value, "__func__", value)
-        if isinstance(function, types.FunctionType) and not _is_of_a_library(function):
-            self._take_globals(function)
 
     def _take_globals(self, function: types.FunctionType) -> None:
         """Look at the global variables that a function names, into functions that are the user's own, too."""
@@ -113,12 +109,11 @@ class Walk:
             codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
         for key in names:
             value = known.get(key)
-            if isinstance(value, types.FunctionType):
-                if id(value) not in self._seen and not _is_of_a_library(value):
-                    self.take_function(key, value)
-            elif isinstance(value, type):
+            if isinstance(value, type):
                 if not _is_of_a_library(value) and self._is_new(value):
                     self._take_class(value)
+            elif isinstance(value, types.FunctionType):
+                self.take(key, value)
             elif key in known and not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
                 self._take_place((id(known), key), key, partial(known.get, key), partial(known.__setitem__, key))
                 self.take(key, value)
@@ -158,6 +153,8 @@ class Walk:
         elif isinstance(value, types.FunctionType):
             for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
                 self._take_cell(f"{name}.{key}", cell)
+            if not _is_of_a_library(value):
+                self._take_globals(value)
         elif isinstance(value, types.SimpleNamespace) or not (
             isinstance(value, type | types.ModuleType) or _is_of_a_library(type(value))
         ):

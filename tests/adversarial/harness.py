@@ -49,7 +49,7 @@ class Recorded:
 
     def __init__(self, loss_fn, *, is_replayed=False):
         self.loss_fn = loss_fn
-        # The product refuses to replay a loss that keeps something; it does not look into modules of Python.
+        # The product undoes what a replay leaves in a loss; it does not look into modules of Python.
         self.kept = types.ModuleType("kept") if is_replayed else types.SimpleNamespace()
         self.kept.losses, self.kept.outputs = [], []
 

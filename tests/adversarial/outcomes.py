@@ -68,6 +68,8 @@ OUTCOMES = {
     "counter": ("====", "=RRR"),
     "counter_in_config": ("====", "=RRR"),
     "counts_calls": ("=RRR", "=RRR"),
+    "counts_globally": ("=RRR", "=RRR"),
+    "appends_to_a_global_list": ("=RRR", "=RRR"),
     "counts_in_the_class": ("=RRR", "=RRR"),
     "hands_on_by_a_list": ("=RRR", "===="),
     "hooked_skip": ("=RRR", "=RRR"),
