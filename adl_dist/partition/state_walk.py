@@ -95,10 +95,9 @@ class Walk:
         self.take(name, value)
         while isinstance(value, partial):
             value = value.func
-        owner = type(value)
-        if not (isinstance(value, types.FunctionType | types.MethodType) or _is_of_a_library(owner)):
-            if self._is_new(owner):
-                self._take_class(owner)
+        owner, is_function = type(value), isinstance(value, types.FunctionType | types.MethodType)
+        if not is_function and not _is_of_a_library(owner) and self._is_new(owner):
+            self._take_class(owner)
 
     def _take_globals(self, function: types.FunctionType) -> None:
         """Look at the global variables that a function names, into functions that are the user's own, too."""
