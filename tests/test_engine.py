@@ -19,7 +19,7 @@ from adl_dist.stage import Stage
 from adl_dist.stage.traits import StageTraits
 from adl_dist.training.build import edges_of
 from adl_dist.training.samples import Samples
-from adl_dist.training.shape_inference import StageChain
+from adl_dist.training.stage_chain import StageChain
 from tests.support.runs import sgd
 from tests.support.tiers import slow
 from tests.support.values import spec_of

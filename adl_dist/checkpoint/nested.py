@@ -9,7 +9,7 @@ import io
 import json
 import pickle
 from collections.abc import Iterable, Mapping
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Packer:
         """Begin with the tensors that the values may not share memory with, by name; they are on ``device``."""
         self.tensors: dict[str, Tensor] = {}
         self._device = device
-        self._ids = {id(tensor) for tensor in own.values()}
+        self._names = {id(tensor): name for name, tensor in own.items()}
         self._at = {tensor.data_ptr(): name for name, tensor in own.items()}
 
     def packed(self, name: str, value: Any) -> Any:
@@ -51,15 +51,18 @@ class Packer:
         if kind is tuple:
             return {"tuple": [self.packed(f"{name}.{i}", one) for i, one in enumerate(value)]}
         if kind is dict:
-            return {"dict": [[self._key(name, key), self.packed(f"{name}.{key}", one)] for key, one in value.items()]}
+            pairs = [(key, f"{name}.{self._names.get(id(key), key)}", one) for key, one in value.items()]
+            return {"dict": [[self._key(name, key), self.packed(full, one)] for key, full, one in pairs]}
         if kind is Tensor:
             return self._tensor(name, value)
         raise Unstorable(f"{name} is a {kind.__name__}; expected {KINDS}")
 
     def _key(self, name: str, key: Any) -> Any:
+        if isinstance(key, nn.Parameter) and id(key) in self._names:
+            return {"parameter": self._names[id(key)]}
         if not all(type(part) in PLAIN for part in (key if type(key) is tuple else (key,))):
             raise Unstorable(f"{name} has a key that is a {type(key).__name__}; expected text or numbers")
-        if key in self._ids:
+        if key in self._names:
             raise Unstorable(f"{name} has the id() of a parameter for a key, which is another one in every process")
         return self.packed(name, key)
 
@@ -82,9 +85,17 @@ class Packer:
         return leaf
 
 
-def unpacked(packed: Any, tensors: Mapping[str, Tensor], *, device: torch.device, steps_on_cpu: bool) -> Any:
+def unpacked(
+    packed: Any,
+    tensors: Mapping[str, Tensor],
+    *,
+    device: torch.device,
+    steps_on_cpu: bool,
+    own: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Any:
     """Return the value that became ``packed``, with its tensors on ``device`` or the CPU, as they were.
 
+    ``own`` are the tensors that it does not hold but may have for keys, by the names that they were packed with.
     Where it was saved on the CPU, all are on ``device``, except what is called ``step`` if ``steps_on_cpu``.
     """
 
@@ -95,6 +106,8 @@ def unpacked(packed: Any, tensors: Mapping[str, Tensor], *, device: torch.device
             return packed
         if "tuple" in packed:
             return tuple(value_of(one) for one in packed["tuple"])
+        if "parameter" in packed:
+            return own[packed["parameter"]]
         if "dict" in packed:
             return {value_of(key): value_of(one) for key, one in packed["dict"]}
         value, is_step = tensors[packed["tensor"]], packed["tensor"].rpartition(".")[2] == "step"

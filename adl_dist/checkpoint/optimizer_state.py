@@ -1,8 +1,8 @@
 """The memory of the stages' optimizers in a checkpoint.
 
 Of each parameter, in any cut under its name: all that the optimizer remembers of it, and that ``method.mitigation``
-does. Of each stage: what has moved since its optimizer was made, in ``param_groups``, in attributes of the object, or
-in ``state`` under a name.
+does. Of each stage: what has moved since its optimizer was made, in ``param_groups``, in attributes of the object, in
+``state`` under a name, or in what hooks of its step keep.
 These are one stage's, so they come back only where the cut is the same. What the learning rate schedule sets is not
 stored: it is a function of the update index.
 """
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from adl_dist.checkpoint import nested, storage
+from adl_dist.checkpoint import closures, nested, storage
+from adl_dist.checkpoint.closures import Mark, Place
 from adl_dist.checkpoint.nested import Packer, Unstorable
 from adl_dist.checkpoint.storage import Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError
@@ -25,13 +26,13 @@ from adl_dist.stage import Stage
 
 # What names of metadata begin with; no name of a module has a colon.
 OF_PARAMETER, OF_STAGE, OF_MITIGATION = "parameter:", "optimizer:", "mitigation:"
+A_PARAMETER = "the parameter "  # begins a name, where parameters stand for themselves
 # Attributes that torch gives an optimizer itself, besides hooks; of these some move, and say nothing about the run.
 OF_TORCH = {
     *("defaults", "state", "param_groups", "step", "profile_hook_step"),
     *("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
     *("_step_supports_amp_scaling", "_need_device_dtype_check_for_fused"),
 }
-Value = tuple[dict[Any, Any], Any]  # a value: where it is, and by which key
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class FreshOptimizer:
     """
 
     names: Sequence[Sequence[Sequence[str]]]
-    marks: Mapping[str, str]
+    marks: Mapping[str, Mark]
     scheduled: Collection[str]
 
     @classmethod
@@ -55,7 +56,7 @@ class FreshOptimizer:
             if name not in (known := names.setdefault(id(parameter), [])):
                 known.append(name)
         groups = [[names.get(id(p), [""]) for p in group["params"]] for group in stage.optimizer.param_groups]
-        marks = {name: nested.mark(home[key]) for name, (home, key) in _values_of(stage.optimizer)}
+        marks = {name: _mark(name, home[key]) for name, (home, key) in _values_of(stage.optimizer)}
         return cls(groups, marks, scheduled)
 
     @property
@@ -76,7 +77,7 @@ class FreshOptimizer:
     def moved(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the values of groups, object and stage that are others now, by name."""
         values = {name: home[key] for name, (home, key) in _values_of(optimizer, without=self.scheduled)}
-        return {name: value for name, value in values.items() if self.marks.get(name) != nested.mark(value)}
+        return {name: value for name, value in values.items() if _has_moved(name, self.marks.get(name), value)}
 
 
 def shard_of(stage: Stage, fresh: FreshOptimizer | None) -> Shard:
@@ -89,7 +90,7 @@ def shard_of(stage: Stage, fresh: FreshOptimizer | None) -> Shard:
         return Shard({})
     parameters = fresh.parameters(stage.optimizer)
     names = {parameter: name for name, parameter in reversed(parameters.items())}  # the first of several
-    packer = Packer({f"the parameter {name}": p for p, name in names.items()}, _device_of(parameters))
+    packer = Packer({f"{A_PARAMETER}{name}": p for p, name in names.items()}, _device_of(parameters))
     metadata = {}
     try:
         for parameter, state in stage.optimizer.state.items():
@@ -107,12 +108,21 @@ def shard_of(stage: Stage, fresh: FreshOptimizer | None) -> Shard:
             place = f"{OF_STAGE}{stage.index}"
             metadata[place] = json.dumps({"groups": fresh.groups, "values": packer.packed(place, moved)})
     except Unstorable as error:
-        said = str(error).removeprefix(f"{OF_STAGE}{stage.index}.")
-        raise ConfigError(
-            f"stage {stage.index}: what {type(stage.optimizer).__name__} remembers cannot be saved: {said}. Without "
-            "it a resumed run would differ; choose another optimizer, or train without run_dir"
-        ) from None
+        raise _unstorable(stage, str(error).removeprefix(f"{OF_STAGE}{stage.index}.")) from None
     return Shard(packer.tensors, metadata)
+
+
+def refuse_inner(stage: Stage) -> None:
+    """Refuse an optimizer that steps another one, whose state would be lost.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if stage.optimizer is None:
+        return
+    for name, (home, key) in _values_of(stage.optimizer):
+        if (inner := _optimizer_in(home[key])) is not None:
+            raise _unstorable(stage, f"{name} is a {type(inner).__name__}, an optimizer in an optimizer")
 
 
 def restore(
@@ -138,7 +148,11 @@ def restore(
     names = {*nested.tensor_names([*states.values(), *pasts.values(), values])}
     read = dict(storage.read({name: tensors[name] for name in names}))
     place = partial(
-        nested.unpacked, tensors=read, device=_device_of(parameters), steps_on_cpu=_steps_on_cpu(stage.optimizer)
+        nested.unpacked,
+        tensors=read,
+        device=_device_of(parameters),
+        steps_on_cpu=_steps_on_cpu(stage.optimizer),
+        own={f"{A_PARAMETER}{name}": parameter for name, parameter in parameters.items()},
     )
     for name, packed in states.items():
         stage.optimizer.state[parameters[name]] = place(packed)
@@ -149,8 +163,8 @@ def restore(
         _put(stage.optimizer, name, value)
 
 
-def _values_of(optimizer: Optimizer, *, without: Collection[str] = ()) -> Iterator[tuple[str, Value]]:
-    """Yield each value that an optimizer holds for all its parameters, by a name; of groups ``without`` some keys."""
+def _values_of(optimizer: Optimizer, *, without: Collection[str] = ()) -> Iterator[tuple[str, Place]]:
+    """Yield the place of what an optimizer holds for all its parameters, by a name; of groups ``without`` some keys."""
     for number, group in enumerate(optimizer.param_groups):
         for key in group:
             if key != "params" and key not in without:
@@ -160,6 +174,34 @@ def _values_of(optimizer: Optimizer, *, without: Collection[str] = ()) -> Iterat
             yield f"self.{key}", (vars(optimizer), key)
     state: dict[Any, Any] = optimizer.state
     yield from ((f"state.{key}", (state, key)) for key in state if isinstance(key, str))
+    seen = set[int]()  # two hooks may share a variable
+    for name, hook in closures.hooks_of(optimizer):
+        for full, (home, key) in closures.places(name, hook, seen):
+            if home[key] is not optimizer:
+                yield full, (home, key)
+
+
+def _optimizer_in(value: Any) -> Optimizer | None:
+    """Return an optimizer that ``value`` is, or holds in containers."""
+    if isinstance(value, Optimizer):
+        return value
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next((inner for one in held if (inner := _optimizer_in(one)) is not None), None)
+
+
+def _unstorable(stage: Stage, said: str) -> ConfigError:
+    return ConfigError(
+        f"stage {stage.index}: what {type(stage.optimizer).__name__} remembers cannot be saved: {said}. Without it a "
+        "resumed run would differ; choose another optimizer, or train without run_dir"
+    )
+
+
+def _mark(name: str, value: Any) -> Mark:
+    return closures.mark(value) if name.startswith(closures.HOOK) else nested.mark(value)
+
+
+def _has_moved(name: str, before: Mark | None, value: Any) -> bool:
+    return closures.has_moved(before, value) if name.startswith(closures.HOOK) else before != nested.mark(value)
 
 
 def _put(optimizer: Optimizer, name: str, value: Any) -> None:
@@ -168,6 +210,8 @@ def _put(optimizer: Optimizer, name: str, value: Any) -> None:
         setattr(optimizer, key, value)
     elif kind == "state":
         optimizer.state[key] = value  # type: ignore[index]
+    elif kind == "hook":
+        closures.put(dict(_values_of(optimizer))[name], value)
     else:
         optimizer.param_groups[int(kind.removeprefix("param_groups[").removesuffix("]"))][key] = value
 

@@ -20,11 +20,12 @@ from torch.nn.parameter import is_lazy
 
 from adl_dist.checkpoint import buffers, layout, optimizer_state, storage
 from adl_dist.checkpoint.buffers import FreshBuffers
+from adl_dist.checkpoint.loss_state import FreshLoss
 from adl_dist.checkpoint.optimizer_state import FreshOptimizer
 from adl_dist.checkpoint.storage import BUFFERS, HEADS, MODEL, OPTIMIZER, Shard, Stored
 from adl_dist.errors import CheckpointError, ConfigError, UnusableError
 from adl_dist.partition.piece import traced_units
-from adl_dist.stage import Stage
+from adl_dist.stage import LossFn, Stage
 
 Signature = dict[str, list[int]]
 
@@ -35,12 +36,21 @@ class FreshStage:
 
     buffers: FreshBuffers
     optimizer: FreshOptimizer | None
+    loss: FreshLoss | None = None  # on the last stage only
 
     @classmethod
-    def of(cls, stage: Stage, scheduled: Collection[str] = ()) -> "FreshStage":
-        """Look at ``stage``; ``scheduled`` are the keys of ``param_groups`` that its learning rate schedule sets."""
+    def of(cls, stage: Stage, scheduled: Collection[str] = (), loss_fn: LossFn | None = None) -> "FreshStage":
+        """Look at ``stage``; ``scheduled`` are the keys of ``param_groups`` that its learning rate schedule sets.
+
+        ``loss_fn``: the loss, if it keeps something that it changes.
+
+        Raises:
+            ConfigError: its optimizer steps another one, which no checkpoint would hold.
+        """
+        optimizer_state.refuse_inner(stage)
         optimizer = FreshOptimizer.of(stage, scheduled) if stage.optimizer is not None else None
-        return cls(FreshBuffers(stage.module), optimizer)
+        loss = FreshLoss(loss_fn) if loss_fn is not None and stage.is_last else None
+        return cls(FreshBuffers(stage.module), optimizer, loss)
 
 
 def signature(model: nn.Module) -> Signature:
@@ -55,18 +65,21 @@ def signature(model: nn.Module) -> Signature:
 
 
 def refuse_hidden_state(names: Sequence[str]) -> None:
-    """Raise ConfigError if a forward moves values of the model, called ``names``, that no checkpoint holds."""
+    """Raise ConfigError if a forward or the loss moves values, called ``names``, that no checkpoint holds."""
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ConfigError(
-            f"run_dir: {shown} of the model change with every forward, and no checkpoint holds them, so a resumed run "
-            "would differ; register them as buffers, or train without run_dir"
+            f"run_dir: {shown} of the model or the loss change with every micro-batch, and no checkpoint holds them, "
+            "so a resumed run would differ; register them as buffers, or train without run_dir"
         )
 
 
 def check_storable(stage: Stage, fresh: FreshStage) -> None:
-    """Raise ConfigError if the optimizer of ``stage`` holds by now what cannot be saved."""
+    """Raise ConfigError if the optimizer of ``stage``, its module, or the loss holds by now what cannot be saved."""
     optimizer_state.shard_of(stage, fresh.optimizer)
+    fresh.buffers.moved(stage.module)
+    if fresh.loss is not None:
+        fresh.loss.moved()
 
 
 def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, FreshStage]) -> dict[str, Shard]:
@@ -83,6 +96,9 @@ def state_of(stages: Iterable[Stage], num_stages: int, fresh: Mapping[int, Fresh
             BUFFERS: first.buffers.moved(stage.module),
             OPTIMIZER: optimizer_state.shard_of(stage, first.optimizer),
         }
+        if first.loss is not None:
+            of_loss, kept = first.loss.moved(), parts[BUFFERS]
+            parts[BUFFERS] = Shard({**kept.tensors, **of_loss.tensors}, {**kept.metadata, **of_loss.metadata})
         if stage.head is not None:
             parts[HEADS] = Shard(_head_tensors(stage), {stage.head_prefix: _end_of(stage)})
         for kind, shard in parts.items():
@@ -109,6 +125,8 @@ def load(path: Path, stages: Sequence[Stage], fresh: Mapping[int, FreshStage]) -
             first = fresh[stage.index]
             buffers.restore(stage.module, *moved)
             first.buffers.restored(*moved)
+            if first.loss is not None:
+                first.loss.restore(*moved)
             optimizer_state.restore(where, stage, first.optimizer, optimizer, values)
 
 

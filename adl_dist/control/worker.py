@@ -24,11 +24,11 @@ from adl_dist.monitor.activity import FINISHING, ActivityLog
 from adl_dist.monitor.memory import MemoryMeter, peak_memory_bytes
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
-from adl_dist.partition.module_state import Streams
 from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
 from adl_dist.stage.loss_terms import LossTerms, counted
+from adl_dist.streams import streams_kept
 from adl_dist.transport.process import POSTED_AHEAD
 
 
@@ -157,7 +157,7 @@ class LocalWorker:
         training, batches = reports is not None, None
         if feed is not None:
             batches = self.contexts[0].batches = self._batches(feed, segment, training=training)
-        with _streams_kept(self.stages, self.world.device):
+        with _draws_seeded(self.stages, self.world.device):
             try:
                 for k, context in self.contexts.items():
                     weights = work[k].loss_weights if context.stage.has_loss else []
@@ -187,19 +187,15 @@ class LocalWorker:
 
 
 @contextlib.contextmanager
-def _streams_kept(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
+def _draws_seeded(stages: Sequence[Stage], device: torch.device) -> Iterator[None]:
     """Leave the caller's random streams as they were found: stages seed those that they draw from in place.
 
     Raises:
         ConfigError: one has moved at the end that none of them seeds.
     """
-    streams = Streams()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-            moved = streams.moved() - {"torch"} - frozenset().union(*(stage.draws for stage in stages))
-        finally:
-            streams.restore()
+    with streams_kept(device) as streams:
+        yield
+        moved = streams.moved() - {"torch"} - frozenset().union(*(stage.draws for stage in stages))
     if moved:
         where = f"stage{'s' * (len(stages) > 1)} {', '.join(str(stage.index) for stage in stages)}"
         which = " and ".join("Python's" if name == "python" else f"{name}'s" for name in sorted(moved))

@@ -13,7 +13,7 @@ from adl_dist.errors import PartitionError
 from adl_dist.partition.nodes import is_light
 from adl_dist.partition.piece import Crossing, StageModule, adopt, extract
 from adl_dist.partition.ran import Pair, Ran, Samples, run
-from adl_dist.partition.ties import Ties, Use, torn
+from adl_dist.partition.ties import Ties, Use, never_moved, torn
 from adl_dist.partition.trace import Trace, read, unsendable
 from adl_dist.partition.tracer import UntraceableError, has_hooks
 
@@ -23,7 +23,7 @@ def linearise(model: nn.Module, *, granularity: str = "block", samples: Samples 
 
     At granularity ``layer`` units are single layers and operations, also in residual blocks; at ``block`` they are what
     the model's own forward calls, of an ``nn.Sequential`` its children, which need not be traceable. ``samples``: real
-    inputs of two different batch sizes, on the model's device, say of 3 and 4 samples. The parts of the model run once
+    inputs of two different batch sizes, on the model's device, say of 2 and 4 samples. The parts of the model run once
     on both, so that its forward may branch on what is the same for every batch; None: on nothing but parameters.
 
     Raises:
@@ -49,15 +49,16 @@ class SequentialChain:
             [] if samples is None else _run_one_after_the_other(model, [child for _, child in self._children], samples)
         )
         moved = {buffer for of_unit in ran for one in of_unit for buffer in one.moved}
-        ties = Ties(model, {id(buffer) for buffer in model.buffers()} - moved if ran else ())
+        ties = Ties(model, never_moved(model, moved) if ran else ())
         uses: list[Use] = []
         for unit, (name, child) in enumerate(self._children):
             uses += ties.uses(unit, name, child, [t for one in ran[unit] for t in one.uses] if ran else None)
-        self.forbidden |= torn(uses)
         for unit, one in [(unit, one) for unit, of_unit in enumerate(ran[:-1]) for one in of_unit]:
             assert samples is not None
             if (why := unsendable(one.values, (len(samples[0]), len(samples[1])))) is not None:
                 self.forbidden.setdefault(unit, why)
+        # Behind them: what hides its tensors hides their history, too, so that more seems to be used on both sides.
+        self.forbidden = torn(uses) | self.forbidden
 
     def pieces(self, sizes: Sequence[int]) -> list[nn.Module]:
         """Return a Sequential of ``sizes`` units for each stage."""

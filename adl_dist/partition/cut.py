@@ -60,9 +60,11 @@ def even_sizes(chain: Chain, num_stages: int) -> list[int]:
     num_places = len(chain.units) - 1 - len(chain.forbidden)
     if num_places < num_stages - 1:
         reason = usual(chain.forbidden.values())
+        unit = next(unit for unit, why in chain.forbidden.items() if why == reason)
         raise PartitionError(
-            f"partition.num_stages={num_stages}: the model has {num_places} place(s) where it can be cut; at most of "
-            f"the others, {reason}; use at most partition.num_stages={num_places + 1}"
+            f"partition.num_stages={num_stages}: the model has {num_places} place(s) where it can be cut; expected "
+            f"{num_stages - 1} or more, but after {chain.units[unit]}, for example, {reason}; use at most "
+            f"partition.num_stages={num_places + 1}, or change what crosses there"
         )
     same = [
         UnitCost(name=name, forward=1.0, backward=0.0, may_cut=unit not in chain.forbidden)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unfl
 
 from adl_dist.partition.chain import Chain
 from adl_dist.partition.costs import Profile, UnitCost
+from adl_dist.streams import streams_kept
 
 WARMUP = 2  # rounds; the second is the first to add to gradients that are there
 FEWEST, MOST = 3, 30  # rounds after these
@@ -91,7 +92,7 @@ def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
     buffers = [(*place, place[-1].clone()) for place in owned]
     modes = {module: module.training for module in model.modules()}
     try:
-        with torch.random.fork_rng(devices=[input_.device] if input_.is_cuda else []):
+        with streams_kept(input_.device):
             yield
     finally:
         for owner, name, buffer, values in buffers:

@@ -1,48 +1,17 @@
 """What a forward may move besides what it returns, as far as it can be seen from the module: found, told, put back.
 
-A trial run must leave no marks, a traced forward must not hide any, and a checkpoint must hold what moves. Seen are
-parameters, buffers, plain tensors, generators, numbers and containers that a module reaches through its attributes,
-through objects and containers in them, through class attributes of the user's own classes, and through the closures of
-their methods. Not seen: global variables, and what lives in an extension or in another process.
+A trial run must leave no marks, a traced forward must not hide any, and a checkpoint must hold what moves. What is
+seen, and what is not: :mod:`adl_dist.partition.state_walk`.
 """
 
-import copy
-import random
-import types
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from operator import is_
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-MOST_ELEMENTS = 10_000  # a longer container holds data: its own elements are compared, but not looked into
-LIBRARIES = {"torch", "numpy", "builtins", "typing", "collections", "functools", "torchvision", "abc", "enum", "types"}
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
-CAN_CROSS = (*PLAIN, torch.dtype, torch.device, torch.Size)  # a cut, besides tensors, if it never changes
-_OF_TORCH = {*nn.Module().__dict__}  # registered tensors and modules, hooks, the mode
-_MISSING = object()
-
-
-@dataclass(frozen=True)
-class Found:
-    """One thing that a forward could move."""
-
-    place: str | Callable[[], list[str]]
-    kind: str  # ``parameter``, ``buffer``, ``tensor``, ``generator`` or ``value``
-    has_changed: Callable[[], bool]
-    restore: Callable[[], None]
-
-    @property
-    def names(self) -> list[str]:
-        """What has changed, as the user would write it, for example ``layer1.calls[0]``."""
-        return [self.place] if isinstance(self.place, str) else self.place()
+from adl_dist.partition.state_walk import TENSORS, Found, Key, Walk
 
 
 @dataclass
@@ -53,7 +22,8 @@ class ModuleState:
 
     Attributes:
         found: all that is seen.
-        tensors: (name, tensor) of all that can be seen from each of the modules, and not from one before.
+        tensors: (name, tensor) of all that can be seen from each of the modules, and then of the functions,
+            and not from one before.
         copies: those of the tensors, by their ids.
     """
 
@@ -63,15 +33,20 @@ class ModuleState:
 
     @classmethod
     def of(
-        cls, *modules: nn.Module, only_registered: bool = False, alike: "ModuleState | None" = None
+        cls,
+        *modules: nn.Module,
+        only_registered: bool = False,
+        alike: "ModuleState | None" = None,
+        functions: Mapping[str, Any] = MappingProxyType({}),
+        wanted: Callable[[Key], bool] = lambda key: True,
     ) -> "ModuleState":
-        """Copy the present state of ``modules`` and of all modules in them.
+        """Copy the present state of ``modules`` and of all modules in them, and of what ``functions`` reach, by name.
 
         ``only_registered``: only what is in their parameters and buffers, if they are known to move nothing else.
-        ``alike``: another state of this moment, whose copies will do.
+        ``alike``: another state of this moment, whose copies will do. ``wanted``: whether what has a key counts.
         """
         copies: dict[int, Tensor] = {} if alike is None else alike.copies
-        walk, tensors = _Walk(copies=copies), []
+        walk, tensors = Walk(copies=copies, wanted=wanted), []
         for module in modules:
             before = len(walk.tensors)
             if only_registered:
@@ -79,274 +54,29 @@ class ModuleState:
             else:
                 walk.take_modules(module)
             tensors.append(walk.tensors[before:])
+        for name, function in functions.items():
+            before = len(walk.tensors)
+            walk.take_function(name, function)
+            tensors.append(walk.tensors[before:])
         return cls(walk.found, tensors, copies)
 
     def changes(self) -> list[Found]:
         """Return what is not as it was."""
         return [found for found in self.found if found.has_changed()]
 
-    def restore(self) -> None:
-        """Put everything back in place: the same objects hold the values that they had."""
+    def changed_names(self) -> list[str]:
+        """Return the names of :meth:`changes`, as the user would write them."""
+        return [name for found in self.changes() for name in found.names]
+
+    def restore(self, *, tensors: bool = True) -> None:
+        """Put everything, or all but the values of ``tensors``, back in place: the same objects hold what they had."""
         for found in self.found:  # holders come before what they hold
-            if found.has_changed():
+            if (tensors or found.kind not in TENSORS) and found.has_changed():
                 found.restore()
 
 
 def tensors_reached(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for all tensors that can be seen from ``module``, registered or not, each once."""
-    walk = _Walk(copies=None)
+    walk = Walk(copies=None)
     walk.take_modules(module)
     yield from walk.tensors
-
-
-class Streams:
-    """The global random streams of this process: torch's on the CPU, Python's and numpy's legacy one, as they are."""
-
-    def __init__(self) -> None:
-        self._torchs, self._pythons = torch.get_rng_state(), random.getstate()
-        self._numpys: Any = np.random.get_state(legacy=False)  # of whatever generator is set
-
-    def moved(self) -> set[str]:
-        """Return which of ``torch``, ``python`` and ``numpy`` have been drawn from, or seeded, since then."""
-        now = Streams()
-        pairs = {
-            "torch": (now._torchs.numpy().tobytes(), self._torchs.numpy().tobytes()),
-            "python": (now._pythons, self._pythons),
-            "numpy": (_as_bytes(now._numpys), _as_bytes(self._numpys)),
-        }
-        return {name for name, (state, before) in pairs.items() if state != before}
-
-    def restore(self) -> None:
-        """Put all three back."""
-        torch.set_rng_state(self._torchs)
-        random.setstate(self._pythons)
-        np.random.set_state(self._numpys)
-
-
-def _as_bytes(state: Any) -> Any:
-    """Return the state of a numpy generator in a form that can be compared."""
-    if isinstance(state, dict):
-        return {key: _as_bytes(value) for key, value in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
-
-
-class _Walk:
-    """Visits everything that is reached from modules, each object once; what holds comes before what is held."""
-
-    def __init__(self, *, copies: dict[int, Tensor] | None) -> None:
-        """``copies`` of tensors, by their ids, that will do, and to add to; None: nothing is copied."""
-        self.found: list[Found] = []
-        self.tensors: list[tuple[str, Tensor]] = []
-        self._copies = copies
-        self._seen: dict[int, Any] = {}  # with the objects, so that no address is used a second time
-
-    def take_modules(self, root: nn.Module, prefix: str = "") -> None:
-        modules = [(name, module) for name, module in root.named_modules(prefix=prefix) if self._is_new(module)]
-        self.take_registered(modules)  # first, so that a tensor is called by the name it is registered under
-        for name, module in modules:
-            dot = f"{name}." if name else ""
-            for held in (module._modules, module._parameters, module._buffers):
-                self._take_entries(dot, held, look_into=False)
-            self._take_entries(dot, module.__dict__, skip=_OF_TORCH)
-            for owner in type(module).__mro__:
-                if not _is_of_a_library(owner) and self._is_new(owner):
-                    self._take_class(owner)
-
-    def take_registered(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        for name, module in modules:
-            for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
-                for key, tensor in held.items():
-                    if tensor is not None:
-                        self._take_tensor(f"{name}.{key}".lstrip("."), tensor, kind)
-
-    def _take(self, name: str, value: Any) -> None:
-        """Look into a value that an attribute, a container or a closure holds."""
-        if isinstance(value, PLAIN):
-            return
-        if isinstance(value, Tensor):
-            self._take_tensor(name, value, "tensor")
-        elif isinstance(value, nn.Module):
-            self.take_modules(value, name)
-        elif not self._is_new(value):
-            return
-        elif (access := _generator_access(value)) is not None:
-            get, put = access
-            kept = copy.deepcopy(get())
-            changed = lambda: repr(get()) != repr(kept)  # noqa: E731
-            self._note(name, "generator", changed, lambda: put(copy.deepcopy(kept)))
-        elif isinstance(value, np.ndarray):
-            array = value.copy()
-            self._note(name, "value", lambda: value.tobytes() != array.tobytes(), lambda: value.__setitem__(..., array))
-        elif isinstance(value, dict):
-            self._take_entries(name, value, form="{}[{!r}]")
-        elif isinstance(value, list | deque | set | bytearray):
-            self._take_container(name, value)
-        elif isinstance(value, tuple | frozenset):
-            self._take_elements(name, value)
-        elif isinstance(value, types.MethodType):
-            self._take(name, value.__self__)
-            self._take(name, value.__func__)
-        elif isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or ():
-                self._take_cell(f"{name} (closure)", cell)
-        elif isinstance(value, types.SimpleNamespace) or not (
-            isinstance(value, type | types.ModuleType) or _is_of_a_library(type(value))
-        ):
-            self._take_object(name, value)
-
-    def _take_tensor(self, name: str, tensor: Tensor, kind: str) -> None:
-        if not self._is_new(tensor):
-            return
-        self.tensors.append((name, tensor))
-        if self._copies is None or tensor.is_meta or is_lazy(tensor):
-            return
-        if id(tensor) not in self._copies:
-            self._copies[id(tensor)] = tensor.detach().clone()
-        kept = self._copies[id(tensor)]
-
-        def has_changed() -> bool:
-            return not _same_tensor(tensor.detach(), kept)
-
-        def restore() -> None:
-            if tensor.shape == kept.shape and tensor.dtype == kept.dtype:
-                tensor.data.copy_(kept)
-            else:
-                tensor.data = kept.clone()
-
-        self._note(name, kind, has_changed, restore)
-
-    def _take_entries(
-        self,
-        name: str,
-        held: dict[Any, Any],
-        *,
-        form: str = "{}{}",
-        skip: Collection[Any] = (),
-        look_into: bool = True,
-    ) -> None:
-        keys, values = [*held.keys()], [*held.values()]
-        before = {key: value for key, value in zip(keys, values, strict=True) if key not in skip}
-
-        def differing() -> list[Any]:
-            if len(held) == len(keys) and all(map(is_, held.keys(), keys)) and all(map(is_, held.values(), values)):
-                return []  # nearly always, and found fast
-            now = {key: value for key, value in held.items() if key not in skip}
-            return [k for k in {**before, **now} if not _is_same(now.get(k, _MISSING), before.get(k, _MISSING))]
-
-        def restore() -> None:
-            for key in differing():
-                if key in before:
-                    held[key] = before[key]
-                else:
-                    del held[key]
-
-        def named() -> list[str]:
-            return [form.format(name, key) for key in differing()]
-
-        self._note(named, "value", lambda: bool(differing()), restore)
-        if look_into and len(before) <= MOST_ELEMENTS:
-            for key, value in before.items():
-                self._take(form.format(name, key), value)
-
-    def _take_class(self, owner: type) -> None:
-        for key, value in vars(owner).items():
-            name = f"{owner.__name__}.{key}"
-            function = getattr(value, "__func__", value)  # of a static or class method
-            if isinstance(function, types.FunctionType):
-                self._take(name, function)
-            elif not key.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
-                self._take_place(name, partial(vars(owner).get, key), partial(setattr, owner, key))
-                self._take(name, value)
-
-    def _take_object(self, name: str, value: Any) -> None:
-        if isinstance(held := getattr(value, "__dict__", None), dict):
-            self._take_entries(f"{name}.", held)
-        slots = [vars(owner).get("__slots__", ()) for owner in type(value).__mro__]
-        for key in (key for group in slots for key in ([group] if isinstance(group, str) else group)):
-            if not key.startswith("__") and hasattr(value, key):
-                put = partial(object.__setattr__, value, key)
-                self._take_place(f"{name}.{key}", partial(getattr, value, key, _MISSING), put)
-                self._take(f"{name}.{key}", getattr(value, key))
-
-    def _take_cell(self, name: str, cell: types.CellType) -> None:
-        if self._is_new(cell):
-            with suppress(ValueError):  # nothing is in it yet
-                self._take_place(name, lambda: cell.cell_contents, partial(setattr, cell, "cell_contents"))
-                self._take(name, cell.cell_contents)
-
-    def _take_place(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        value = get()
-        self._note(name, "value", lambda: not _is_same(get(), value), lambda: put(value))
-
-    def _take_container(self, name: str, value: Any) -> None:
-        before = copy.copy(value)
-
-        def has_changed() -> bool:
-            if isinstance(value, set):
-                return bool(value != before)
-            return len(value) != len(before) or not all(map(_is_same, value, before))
-
-        def restore() -> None:
-            value.clear()
-            value.update(before) if isinstance(value, set) else value.extend(before)
-
-        self._note(name, "value", has_changed, restore)
-        self._take_elements(name, value)
-
-    def _take_elements(self, name: str, elements: Collection[Any]) -> None:
-        if len(elements) <= MOST_ELEMENTS and not isinstance(elements, bytearray):
-            for place, element in enumerate(list(elements)):
-                self._take(f"{name}[{place}]", element)
-
-    def _note(
-        self,
-        name: str | Callable[[], list[str]],
-        kind: str,
-        has_changed: Callable[[], bool],
-        restore: Callable[[], None],
-    ) -> None:
-        if self._copies is not None:
-            self.found.append(Found(name, kind, has_changed, restore))
-
-    def _is_new(self, value: Any) -> bool:
-        if id(value) in self._seen:
-            return False
-        self._seen[id(value)] = value
-        return True
-
-
-def _generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:
-    """Return how the state of a random generator is read and set; None: ``value`` is none."""
-    if isinstance(value, torch.Generator):
-        return lambda: value.get_state().tolist(), lambda state: _set_torch_state(value, state)
-    if isinstance(value, random.Random):
-        return value.getstate, value.setstate
-    if isinstance(value, np.random.RandomState):
-        return lambda: value.get_state(legacy=False), value.set_state
-    if isinstance(value, np.random.Generator | np.random.BitGenerator):
-        bits = value.bit_generator if isinstance(value, np.random.Generator) else value
-        return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    return None
-
-
-def _set_torch_state(generator: torch.Generator, state: list[int]) -> None:
-    generator.set_state(torch.tensor(state, dtype=torch.uint8))
-
-
-def _is_same(value: Any, before: Any) -> bool:
-    return value is before or (isinstance(before, PLAIN) and type(value) is type(before) and value == before)
-
-
-def _same_tensor(tensor: Tensor, before: Tensor) -> bool:
-    if tensor.shape != before.shape or tensor.dtype != before.dtype or tensor.layout != before.layout:
-        return False
-    if tensor.layout is not torch.strided:
-        tensor, before = tensor.to_dense(), before.to_dense()
-    if torch.equal(tensor, before):
-        return True
-    nans = before != before
-    return bool(nans.any()) and bool(((tensor == before) | ((tensor != tensor) & nans)).all())
-
-
-def _is_of_a_library(kind_of: type) -> bool:
-    return kind_of.__module__.partition(".")[0] in LIBRARIES

@@ -105,7 +105,12 @@ def adopt(
     *path, last = name.split(".")
     source, here = model, piece
     for part in path:
-        source = getattr(source, part)
+        source = getattr(source, part, None)  # type: ignore[assignment]
+        if not isinstance(source, nn.Module):
+            raise PartitionError(
+                f"the model's state_dict holds '{name}', but there is no module '{'.'.join(path)}' in it: a hook gives "
+                "its entries other names, which no stage could; remove that hook, and rename them after the export"
+            )
         if part not in here._modules:
             _register(here, part, nn.Module().train(source.training))
         here = here._modules[part]  # type: ignore[assignment]

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from adl_dist.partition.module_state import ModuleState, Streams
+from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.nodes import ABOUT_TENSORS
+from adl_dist.streams import Streams
 
 _LIKE_ANOTHER = {"to", "type_as", "expand_as", "view_as", "reshape_as"}  # ask their second argument for its shape
 _NEW = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "new_tensor"}
 Pair = tuple[Any, Any]  # a value of the forward for each of the two batches
-Samples = tuple[Tensor, Tensor]  # inputs of 3 and of 4 samples, say
+Samples = tuple[Tensor, Tensor]  # inputs of 2 and of 4 samples, say
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def run(call: Callable[..., Any], arguments: tuple[Pair, Pair], *, modules: Sequ
     of_torch = _torch_streams(device)
     state = ModuleState.of(*modules, only_registered=all(map(is_plain_of_torch, modules)))
     buffers = [(b, b._version, b.detach().clone(), owner, key) for owner, key, b in _buffers(modules)]
-    history = {t.grad_fn for t in tree_leaves(arguments[0]) if isinstance(t, Tensor)}
+    history = _history(arguments[0])
     try:
         first, second = (call(*args, **kwargs) for args, kwargs in arguments)
         moved = frozenset(
@@ -130,6 +131,15 @@ def _put_back(states: Sequence[Tensor], device: torch.device | None) -> None:
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     return not torch.equal(one, other)
+
+
+def _history(arguments: Any) -> set[Any]:
+    """Return where the graphs of ``arguments`` end: behind it lies what earlier steps did.
+
+    A write to a view puts another step behind the tensor that it is a view of, whose history counts, therefore, too.
+    """
+    tensors = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
+    return {t.grad_fn for t in tensors} | {t._base.grad_fn for t in tensors if t._base is not None}
 
 
 def _reached(value: Any, history: set[Any]) -> list[Tensor]:

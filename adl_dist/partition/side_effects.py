@@ -7,14 +7,16 @@ from typing import Any
 from torch import fx, nn
 
 from adl_dist.errors import PartitionError
-from adl_dist.partition.module_state import ModuleState, Streams
+from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.nodes import writes
 from adl_dist.partition.stand_in import is_instance
+from adl_dist.streams import Streams
 
 
 @contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def as_before(model: nn.Module, granularity: str) -> Iterator[None]:
     """Undo the side effects of the forward, and refuse those that a cut model would have to repeat each time."""
+    whole = ", or use partition.granularity=block, which leaves blocks as they are" if granularity == "layer" else ""
     streams, state = Streams(), ModuleState.of(model)
     holders = [(name, held, {**held}) for name, m in model.named_modules() for held in (m.__dict__, m._buffers)]
     constants: dict[str, Any] = {}
@@ -32,18 +34,18 @@ def as_before(model: nn.Module) -> Iterator[None]:
                 elif is_instance(value, fx.Proxy) and before.get(key) is None:
                     # What it leaves where nothing was is nothing that a later forward counts on.
                     holder.update({key: None}) if key in before else holder.pop(key)
-        changed = [name for found in state.changes() for name in found.names]
+        changed = state.changed_names()
         state.restore()
         model.__dict__.update(constants)  # the graph reads them
     if draws:
         raise PartitionError(
             f"{type(model).__name__}.forward draws random numbers that do not depend on its input, and tracing would "
-            "draw them once and for all: hide the function that draws them from tracing by torch.fx.wrap"
+            f"draw them once and for all: hide the function that draws them from tracing by torch.fx.wrap{whole}"
         )
     if changed:
         raise PartitionError(
             f"{type(model).__name__}.forward changes {', '.join(changed)}, which a cut model would not: write to "
-            "a buffer in place, or do it in a layer of its own, a module without children"
+            f"a buffer in place, or do it in a layer of its own, a module without children{whole}"
         )
 
 

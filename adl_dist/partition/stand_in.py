@@ -1,22 +1,22 @@
 """Stand-ins for the values of a forward while it is read.
 
-With samples each knows its value for two batches of different sizes. It then answers for itself what is the same for
-both, as the value would: its type, its size, a comparison of sizes. What differs, like the number of samples, and what
-depends on the values of tensors, like a sum, cannot decide a branch: it is refused.
+With samples each knows its value for two batches of different sizes, and what a number would be elsewhere (known.py).
+It then answers for itself what is the same everywhere, as the value would: its type, its size, a comparison of sizes.
+What differs, like the number of samples, and what depends on the values of tensors, like a sum, cannot decide a branch:
+it is refused.
 """
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from adl_dist.partition.known import UNKNOWN, Known, is_same_value, scenario
 from adl_dist.partition.nodes import IN_PLACE
 
-SAME = object()
 OF_SHAPES = "of_shapes"  # in a node's ``meta``: whether it computes numbers from nothing but the shapes of tensors
 ISINSTANCE = isinstance  # Python's own, which is replaced by :func:`is_instance` while a forward is read
 _ANY_TENSOR = torch.empty(0)
@@ -25,26 +25,6 @@ _OF_TENSOR = {*("shape", "ndim", "dtype", "requires_grad", "size", "dim", "numel
 _CONTAINERS = (tuple, list, dict)
 _HASHED = (torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Size, str, int, float)
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is known of a node.
-
-    Attributes:
-        pair: its value for each batch.
-        elsewhere: its value on another kind of device, if that is another; the model may train on another one.
-        is_data: whether it is no tensor, and yet depends on what is in tensors.
-    """
-
-    pair: tuple[Any, Any]
-    elsewhere: Any = SAME
-    is_data: bool = False
-
-    @property
-    def all(self) -> tuple[Any, ...]:
-        """Every value that it may have."""
-        return self.pair if self.elsewhere is SAME else (*self.pair, self.elsewhere)
 
 
 def stand_in(node: fx.Node, tracer: Any, known: Known | None) -> Any:
@@ -113,9 +93,12 @@ class StandIn(fx.Proxy):
 
     def __hash__(self) -> int:
         known = self.tracer.known.get(self.node)
-        if known is None or not isinstance(known.pair[0], _HASHED) or len({*known.all}) > 1:
+        if known is None or not ISINSTANCE(known.pair[0], _HASHED):
             return object.__hash__(self)
-        return hash(known.pair[0])
+        value, second = known.pair
+        if known.elsewhere and all(is_same_value(one, value) for one in (second, *known.elsewhere[1:])):
+            return object.__hash__(self)  # a device: a cache by it misses, and a table is found out by the check
+        return hash(self.agreed("a look-up of it", lambda one: one))  # a table without it would go another way
 
     def __str__(self) -> str:
         known = self.tracer.known.get(self.node)
@@ -147,15 +130,21 @@ class StandIn(fx.Proxy):
         known = self.tracer.known.get(self.node)
         if known is None:
             self.tracer.refuse(f"{question} needs its value, which is not known while the forward is read")
-        with self.tracer.paused():
-            answers = [ask(one) for one in known.all]
         if known.is_data and not of_structure:
             self.tracer.refuse(f"{question} depends on the values of tensors, and would be decided once and for all")
-        if any(answer != answers[0] for answer in answers):
-            shown = " and ".join(dict.fromkeys(map(str, answers)))
-            because = "on another device" if answers[0] == answers[1] else "for batches of other sizes"
-            self.tracer.refuse(f"{question} is another {because} ({shown}), and would be decided once and for all")
-        return answers[0]
+        with self.tracer.paused():
+            answer, second = map(ask, known.pair)
+            if second != answer:
+                self._refuse_decision(question, f"is another for batches of other sizes ({answer} and {second})")
+            for place, one in enumerate(known.elsewhere):
+                if one is UNKNOWN:
+                    self._refuse_decision(question, "may be another for batches of other sizes")
+                if (found := ask(one)) != answer:
+                    self._refuse_decision(question, f"is another {scenario(place)} ({answer} and {found})")
+        return answer
+
+    def _refuse_decision(self, question: str, why: str) -> None:
+        self.tracer.refuse(f"{question} {why}, and would be decided once and for all")
 
 
 def _keys(value: StandIn) -> list[Any]:

@@ -4,9 +4,17 @@ from collections.abc import Collection, Iterable, Iterator
 
 from torch import Tensor, nn
 
+from adl_dist.memory import shared_memory
 from adl_dist.partition.module_state import tensors_reached
 
-Use = tuple[int, str, object]  # a unit, and a tensor that it uses by that name
+Use = tuple[int, str, object, int]  # a unit, a tensor that it uses by that name, and a number of its memory
+
+
+def never_moved(model: nn.Module, moved: Collection[int]) -> frozenset[int]:
+    """Return the ids of buffers that are not in ``moved``, by a forward, nor share memory with a parameter."""
+    memory = shared_memory((*model.parameters(), *model.buffers()))
+    trained = {memory.get(id(p)) for p in model.parameters()} - {None}
+    return frozenset(id(b) for b in model.buffers() if id(b) not in moved and memory.get(id(b)) not in trained)
 
 
 class Ties:
@@ -15,6 +23,7 @@ class Ties:
     def __init__(self, model: nn.Module, read_only: Collection[int]) -> None:
         """``read_only``: the ids of buffers that no forward moves, so that several stages may hold them."""
         self._read_only = read_only
+        self._memory = shared_memory((*model.parameters(), *model.buffers()))
         self._names = {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
         self._parameters = {id(p) for p in model.parameters()}
 
@@ -25,32 +34,40 @@ class Ties:
         Then parameters count that it reaches by its attributes, unless it reaches the whole model.
         """
         if not isinstance(used, nn.Module):
-            yield unit, name, used
+            yield self._use(unit, name, used)
             return
         own: set[int] = set()
         for kind in (used.named_parameters, used.named_buffers):
             for inner, tensor in kind(prefix=name, remove_duplicate=False):
                 own.add(id(tensor))
                 if id(tensor) not in self._read_only:
-                    yield unit, inner, tensor
+                    yield self._use(unit, inner, tensor)
         if reached is None:
             found = {id(tensor): tensor for _, tensor in tensors_reached(used) if isinstance(tensor, nn.Parameter)}
             reached = () if found.keys() >= self._parameters else found.values()
         for tensor in reached:
             if id(tensor) not in own:
-                yield unit, self._names.get(id(tensor), f"a parameter that {name} uses"), tensor
+                yield self._use(unit, self._names.get(id(tensor), f"a parameter that {name} uses"), tensor)
+
+    def _use(self, unit: int, name: str, used: object) -> Use:
+        return unit, name, used, self._memory.get(id(used), -id(used))
 
 
 def torn(uses: Iterable[Use]) -> dict[int, str]:
     """Return the cuts, by the unit before each, that would split one tensor, with the reason."""
-    units_of: dict[int, list[tuple[int, str]]] = {}
-    for unit, name, tensor in uses:
-        units_of.setdefault(id(tensor), []).append((unit, name))
+    places_of: dict[int, list[tuple[int, str, object]]] = {}
+    for unit, name, tensor, memory in uses:
+        places_of.setdefault(memory, []).append((unit, name, tensor))
     found: dict[int, str] = {}
-    for places in units_of.values():
-        (first, name), (last, other) = min(places), max(places)
-        tied = f"'{name}' and '{other}' are one and the same tensor"
-        why = f"'{name}' is used on both sides of it" if name == other else tied
-        for cut in range(first, last):
-            found.setdefault(cut, f"{why}, which must be on one stage, unless you untie them")
+    for places in places_of.values():
+        first, last = min(places, key=lambda use: use[:2]), max(places, key=lambda use: use[:2])
+        names = f"'{first[1]}' and '{last[1]}'"
+        if first[1] == last[1]:
+            why = f"'{first[1]}' is used on both sides of it, and must be on one stage"
+        elif first[2] is last[2]:
+            why = f"{names} are one and the same tensor, which must be on one stage, unless you untie them"
+        else:
+            why = f"{names} share memory, which must be on one stage, unless each gets a tensor of its own by clone()"
+        for cut in range(first[0], last[0]):
+            found.setdefault(cut, why)
     return found

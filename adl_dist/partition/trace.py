@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from adl_dist.partition.module_state import CAN_CROSS
 from adl_dist.partition.nodes import asks_for_shape, is_light, is_of_python, is_part, may_repeat, writes
 from adl_dist.partition.ran import Pair, Samples
+from adl_dist.partition.state_walk import CAN_CROSS
+from adl_dist.partition.ties import never_moved
 from adl_dist.partition.tracer import symbolic
 from adl_dist.partition.values import Values
+from adl_dist.streams import streams_kept
 
 Reading = tuple[fx.Graph, Values | None]
 
@@ -53,19 +55,19 @@ def read(model: nn.Module, *, granularity: str, samples: Samples | None = None) 
         PartitionError: it cannot be traced; names the line.
     """
     modes = {module: module.training for module in model.modules()}
-    devices = [samples[0].device] if samples is not None and samples[0].is_cuda else []
+    device = samples[0].device if samples is not None else None
     readings, unlike = list[Reading](), []
     try:
         for mode in (True, False):
             model.train(mode)
-            with torch.set_grad_enabled(mode), torch.random.fork_rng(devices=devices):
+            with torch.set_grad_enabled(mode), streams_kept(device):
                 like = readings[0][1] if readings else None
                 readings.append(symbolic(model, granularity=granularity, samples=samples, like=like))
             unlike.append({module for module in model.modules() if module.training != mode})
     finally:
         for module, mode in modes.items():
             module.training = mode
-    read_only = frozenset({id(buffer) for buffer in model.buffers()} - _moved(model, readings))
+    read_only = never_moved(model, _moved(model, readings))
     training, evaluation = [_trace(model, *read, read_only) for read in zip(readings, unlike, strict=True)]
     for _, values in readings:
         if values is not None:
@@ -145,11 +147,17 @@ def _repeated(
 def unsendable(pair: Pair, sizes: tuple[int, int]) -> str | None:
     """Return why a value cannot cross a cut; None: it can."""
     for leaves in zip(*map(tree_leaves, pair), strict=False):
-        if isinstance(leaves[0], Tensor):
+        if isinstance(leaves[0], Tensor) and isinstance(leaves[1], Tensor):
             if tuple(tuple(leaf.shape[:1]) for leaf in leaves) != tuple((size,) for size in sizes):
                 return f"a tensor {list(leaves[0].shape)} would cross it, whose first dimension is not the batch"
+        elif type(leaves[0]) is not type(leaves[1]):
+            kinds = [f"{type(leaf).__name__} for {size} samples" for leaf, size in zip(leaves, sizes, strict=True)]
+            return f"a {' and a '.join(kinds)} would cross it; what crosses must be of one kind for every batch"
         elif not isinstance(leaves[0], CAN_CROSS) or leaves[0] != leaves[1]:
-            return f"a value of type {type(leaves[0]).__name__} would cross it; only tensors and what never changes can"
+            return (
+                f"a value of type {type(leaves[0]).__name__} would cross it; only tensors, and numbers and texts that "
+                "never change, can"
+            )
     return None
 
 

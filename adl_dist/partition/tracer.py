@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 
 from adl_dist.errors import PartitionError
 from adl_dist.partition.forward_patches import CHECKPOINTS, Patches
+from adl_dist.partition.known import Known
 from adl_dist.partition.nodes import asks_for_shape, is_of_python
-from adl_dist.partition.ran import Samples
+from adl_dist.partition.ran import Samples, run
 from adl_dist.partition.side_effects import as_before
-from adl_dist.partition.stand_in import OF_SHAPES, Held, Known, stand_in
+from adl_dist.partition.stand_in import OF_SHAPES, Held, stand_in
 from adl_dist.partition.values import Values
 
 
@@ -35,6 +36,13 @@ class UntraceableError(PartitionError):
     def __init__(self, text: str, where: str = "") -> None:
         self.where = where
         super().__init__(text)
+
+
+class _FailedError(UntraceableError):
+    """The forward fails on the values that it gets while it is read."""
+
+
+_UNTRACEABLE = "{} cannot be traced, so where it can be cut is not known: "
 
 
 def symbolic(
@@ -55,8 +63,27 @@ def symbolic(
             f"{type(model).__name__}.forward takes {', '.join(p.name for p in parameters) or 'nothing'}; expected one "
             "input, all else with defaults: wrap the model in a module whose forward takes one tensor"
         )
-    _check_hooks(model, type(model).__name__)
-    with as_before(model):
+    if has_hooks(model):
+        raise PartitionError(
+            f"{type(model).__name__} has hooks, but is taken apart when it is cut, so that they would never run: "
+            "register them on modules in it, or write what they do into its forward"
+        )
+    try:
+        return _read(model, granularity, samples, like)
+    except _FailedError as error:
+        if samples is not None and _runs(model, samples):
+            raise UntraceableError(
+                f"{_UNTRACEABLE.format(type(model).__name__)}{error} (while it is read, not when it runs: what a layer "
+                "or a hook leaves elsewhere than in what it returns cannot be read, nor a gradient asked for in it)",
+                error.where,
+            ) from error
+        raise PartitionError(f"{type(model).__name__} fails on a batch of the data: {error}") from error
+
+
+def _read(
+    model: nn.Module, granularity: str, samples: Samples | None, like: Values | None
+) -> tuple[fx.Graph, Values | None]:
+    with as_before(model, granularity):
         tracer = _Tracer(model, granularity, samples, like)
         # It may warn of what it does when it runs; that it will do once more, where it trains.
         with warnings.catch_warnings(action="ignore"), tracer.patches.applied():
@@ -130,12 +157,13 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if self._granularity == "block":
-            return type(m) is not nn.Sequential
+            return type(m) is not nn.Sequential or has_hooks(m)
         # A module without children is one layer, whatever it does: it need not be traceable, keeps its switch
         # between training and evaluation, and could not be cut anyway. torch's own are known not to be read.
-        # Nor can what torch.compile has made of a module.
-        of_torch = m.__module__.startswith(("torch.nn", "torch._dynamo")) and not isinstance(m, nn.Sequential)
-        return of_torch or next(m.children(), None) is None
+        # Nor can what torch.compile and TorchScript have made of a module; and hooks run where it is called.
+        of_torch = m.__module__.startswith(("torch.nn", "torch._dynamo", "torch.jit"))
+        is_one = (of_torch and not isinstance(m, nn.Sequential)) or has_hooks(m)
+        return is_one or next(m.children(), None) is None
 
     def held(self, tensor: Tensor) -> Held:
         """Return the stand-in of a registered parameter or buffer."""
@@ -170,11 +198,11 @@ class _Tracer(fx.Tracer):
         if torch.is_grad_enabled() != self._with_gradient and self.root.training:
             self.refuse(
                 "torch.no_grad, or the forward of a torch.autograd.Function, would not be read: call .detach() on what "
-                "is computed, or hide the function by torch.fx.wrap"
+                "is computed"
             )
         autocast, hooks = _surroundings()
         if autocast != self._around[0]:
-            self.refuse("torch.autocast would not be read: hide the function that uses it by torch.fx.wrap")
+            self.refuse("torch.autocast would not be read")
         if hooks is not self._around[1]:
             self.refuse("what autograd.graph.saved_tensors_hooks do, as those of checkpointing, would not be read")
         node = super().create_node(kind, *args, **kwargs)
@@ -196,9 +224,7 @@ class _Tracer(fx.Tracer):
             return forward(*args, **kwargs)
         if m not in (self.submodule_paths or {}):
             self.refuse(f"a {type(m).__name__} is called that is not registered: hold it in an nn.ModuleList, say")
-        if not self.is_leaf_module(m, name := self.path_of_module(m)):
-            _check_hooks(m, name)
-        stack = self.module_stack.copy()
+        name, stack = self.path_of_module(m), self.module_stack.copy()
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
@@ -212,12 +238,13 @@ def _surroundings() -> tuple[list[bool], Any]:
     return autocast, torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def _check_hooks(module: nn.Module, name: str) -> None:
-    if has_hooks(module):
-        raise PartitionError(
-            f"{name} has hooks, but is taken apart when the model is cut, so that they would never run: register them "
-            "on its layers, or write what they do into its forward"
-        )
+def _runs(model: nn.Module, samples: Samples) -> bool:
+    """Return whether the model itself runs on the ``samples``; what it moves is put back."""
+    try:
+        run(model, (((samples[0].clone(),), {}), ((samples[1].clone(),), {})), modules=[model])
+    except Exception:
+        return False
+    return True
 
 
 def _refused(model: nn.Module, tracer: _Tracer, error: Exception) -> PartitionError:
@@ -227,13 +254,12 @@ def _refused(model: nn.Module, tracer: _Tracer, error: Exception) -> PartitionEr
     ours = [frame for frame in frames if frame.line and not _is_of_library(frame.filename)]
     line = f"{ours[-1].filename}:{ours[-1].lineno}: {ours[-1].line}" if ours else "its forward"
     line += f" ({tracer.where})" if tracer.where else ""
-    why = shorten(str(error), 200, placeholder=" ...")
+    # Python's own words where it wants a whole number, as range() does.
+    text = str(error).replace("'StandIn' object", "a value that is not the same for every batch")
+    why = shorten(text, 200, placeholder=" ...")
     if error is tracer.has_failed:
-        why = f"{type(error).__name__}: {why}"
-        return PartitionError(f"{type(model).__name__} fails on a batch of the data: {line}: {why}")
-    return UntraceableError(
-        f"{type(model).__name__} cannot be traced, so where it can be cut is not known: {line}: {why}", tracer.where
-    )
+        return _FailedError(f"{line}: {type(error).__name__}: {why}", tracer.where)
+    return UntraceableError(f"{_UNTRACEABLE.format(type(model).__name__)}{line}: {why}", tracer.where)
 
 
 def _is_of_library(filename: str) -> bool:

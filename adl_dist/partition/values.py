@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adl_dist.partition.nodes import asks_about_tensor, asks_for_shape, is_of_library, is_of_python
+from adl_dist.partition.known import (
+    ALL_UNKNOWN,
+    OF_SHAPE,
+    PROBE_SIZES,
+    Known,
+    is_same_value,
+    number_elsewhere,
+    shape_elsewhere,
+    tensor_elsewhere,
+)
+from adl_dist.partition.nodes import asks_about_tensor, asks_for_shape, function_name, is_of_library, is_of_python
 from adl_dist.partition.ran import (
     Pair,
     Ran,
@@ -20,7 +30,7 @@ from adl_dist.partition.ran import (
     same_values,
     shape_only,
 )
-from adl_dist.partition.stand_in import OF_SHAPES, SAME, Known
+from adl_dist.partition.stand_in import OF_SHAPES
 
 _OTHER_DEVICE = {"cpu": torch.device("cuda", 0), "cuda": torch.device("cpu")}
 
@@ -155,8 +165,8 @@ class Values:
             ran = run(self._callable(node), arguments, modules=modules)
             is_candidate = node.op == "call_module" and is_same(ran, modules[0])
             asks_for_shapes = is_candidate and self._asks_for_shapes(node, ran)
+            elsewhere = self._elsewhere(node, ran.values, may_ask=is_of_library(node) and not modules)
         self._note(node, ran, modules, asks_for_shapes=asks_for_shapes)
-        elsewhere = self._elsewhere(node) if node.meta[OF_SHAPES] else SAME
         return Known(ran.values, elsewhere, self._is_data(node, ran.values[0]))
 
     def _note(self, node: fx.Node, ran: Ran, modules: Sequence[nn.Module], *, asks_for_shapes: bool) -> None:
@@ -222,24 +232,42 @@ class Values:
         given = (getattr(value, "__self__", value) for value in tree_leaves(arguments))
         return [value for value in given if isinstance(value, nn.Module)]
 
-    def _elsewhere(self, node: fx.Node) -> Any:
-        """Return the value of a shape on another kind of device; ``SAME``: no device is part of it."""
-        (source, *_), of_device = node.all_input_nodes, {"device", "is_cuda", "is_cpu"}
-        if asks_for_shape(node):
-            device = getattr(self.known[source].pair[0], "device", None)
-            other = _OTHER_DEVICE.get(getattr(device, "type", ""))
-            if node.target is not getattr or node.args[1] not in of_device or other is None:
-                return SAME
-            return other if node.args[1] == "device" else f"is_{other.type}" == node.args[1]
-        if all(self.known[n].elsewhere is SAME for n in node.all_input_nodes):
-            return SAME
+    def _elsewhere(self, node: fx.Node, pair: Pair, *, may_ask: bool) -> tuple[Any, ...]:
+        """Return the value for batches of other sizes and on another kind of device, as :class:`Known` has it.
 
-        def value(n: fx.Node) -> Any:
-            known = self.known[n]
-            return known.pair[0] if known.elsewhere is SAME else known.elsewhere
+        ``may_ask``: it may be called again, on tensors without memory.
+        """
+        sources = [self.known[source] for source in node.all_input_nodes]
+        value = Known(pair)
+        if value.holds_tensors:
+            call = self._callable(node) if may_ask else None
+            return tensor_elsewhere(call, node, self.known.__getitem__, pair, self.sizes)
+        if pair[0] is None:
+            return ()
+        tensors = [source for source in sources if source.holds_tensors]
+        numbers_stay = not any(source.elsewhere for source in sources if not source.holds_tensors)
+        if asks_about_tensor(node) and len(tensors) == 1 and isinstance(tensors[0].pair[0], Tensor) and numbers_stay:
+            return self._answered(node, tensors[0], pair)
+        if is_of_python(node) and not tensors and not numbers_stay:
+            return number_elsewhere(self._callable(node), node, self.known.__getitem__, pair[0])
+        is_same = is_same_value(*pair) and not any(source.elsewhere for source in sources)
+        return () if is_same else ALL_UNKNOWN
 
-        args, kwargs = _mapped(node, value)
-        return self._callable(node)(*args, **kwargs)
+    def _answered(self, node: fx.Node, tensor: Known, pair: Pair) -> tuple[Any, ...]:
+        """Return what a tensor answers elsewhere, like :meth:`_elsewhere`."""
+        first, second = tensor.pair
+        name = str(node.args[1]) if node.target is getattr else function_name(node)
+        other = _OTHER_DEVICE.get(first.device.type)
+        if name in ("device", "is_cuda", "is_cpu") and other is not None:
+            there = other if name == "device" else f"is_{other.type}" == name
+            return (there, *[pair[0]] * len(PROBE_SIZES))
+        if name not in OF_SHAPE:  # it may be about the shape all the same, like the number of bytes
+            return () if is_same_value(*pair) else ALL_UNKNOWN
+        if tensor.elsewhere:
+            return ALL_UNKNOWN
+        args, kwargs = self._arguments(node, 0)
+        dims = [*args[1:], *kwargs.values()] if name == "size" else []
+        return shape_elsewhere(name, dims, (first, second), self.sizes)
 
 
 def _described(node: fx.Node) -> tuple[Any, ...]:

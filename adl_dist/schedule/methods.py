@@ -188,6 +188,11 @@ class Method:
         """Whether stages draw their inputs from replay buffers."""
         return self.buffer_size > 0
 
+    @property
+    def replays(self) -> bool:
+        """Whether some forwards run twice."""
+        return self.weights == "recompute" or self.recompute != "never"
+
     def recomputes(self, place: int, group_size: int, delay: int) -> bool:
         """Whether a stage of ``delay`` replays the forward of micro-batch ``place`` of a group of ``group_size``."""
         if self.weights == "recompute":

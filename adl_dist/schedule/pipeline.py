@@ -81,6 +81,11 @@ class Pipeline:
         return self._one_each("delay", K)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a stage goes forward again before the backward of a graph that it keeps."""
+        return any(self.delays) and self.method.weights != "recompute" and self.method.recompute != "always"
+
+    @property
     def updates_to_fill(self) -> int:
         """Updates after which all stages are at work."""
         return -(-self.delays[0] // self.micro_batches_per_update) + 1

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from adl_dist.seeds import stream_seeds
 
 Tensors = tuple[Tensor, ...]
+# Returns what a forward that is replayed has to run in: with the state of now that is no buffer, which is remembered.
+Remember = Callable[[], Callable[[], AbstractContextManager[None]]]
 SEEDS_AT_ONCE = 256  # one by one they would take as long as a small layer
 # From a module's argument, and buffers in place of its own (None: its own), to its output.
 Call = Callable[[Any, dict[str, Tensor] | None], Any]

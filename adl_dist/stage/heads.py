@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
 from adl_dist.stage.spec import LossFn
+from adl_dist.streams import streams_kept
 
 # Share of the similarity loss in predsim (Nokland and Eidnes 2019, section 3.3).
 SIMILARITY_SHARE = 0.99
@@ -133,7 +134,7 @@ def build_head(name: str, shape: tuple[int, ...], *, num_classes: int, seed: int
     Its weights are drawn by ``seed`` and nothing else.
     """
     channels, size = shape[0], max(shape[1:], default=0)
-    with torch.random.fork_rng(devices=[]):
+    with streams_kept():
         torch.manual_seed(seed)
         if name != "predsim":
             return LocalLoss(CLASSIFIERS[name](channels, size, num_classes))

@@ -104,6 +104,15 @@ def is_sum(loss_fn: Any) -> bool:
     return bool(getattr(loss_fn, "reduction", "mean") == "sum")
 
 
+def is_known_mean(loss_fn: Any) -> bool:
+    """Whether ``loss_fn`` is one of torch's losses as torch wrote it, of which it is known what it averages over."""
+    if own_num_terms(loss_fn) is not None:
+        return False
+    if isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
+
+
 def own_num_terms(loss_fn: Callable[..., Any]) -> Callable[[Tensor], Any] | None:
     """Return what a user has said that ``loss_fn`` averages over; None: nothing."""
     said_by: Any = loss_fn

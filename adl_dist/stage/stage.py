@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.stage.calls import RandomStreams, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.stage.calls import RandomStreams, Remember, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.stage.loss_check import MeanGuard
 from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
@@ -41,6 +43,7 @@ class InFlight:
     grad_edges: GradEdges | None = None  # where the graph begins to go backward; None: to be recomputed
     output_and_loss: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
     buffers: dict[str, Tensor] | None = None  # those that the forward met, for its replay
+    as_then: Callable[[], AbstractContextManager[None]] = nullcontext  # what its replay runs in
     # Where the loss counts its terms: its weight in the group, and how many terms it has.
     loss_weight: float | None = None
     num_terms: float | None = None
@@ -69,11 +72,13 @@ class Stage:
         device: torch.device = CPU,
         head: nn.Module | None = None,
         traits: StageTraits = NOTHING_KNOWN,
+        remember: Remember | None = None,
     ) -> None:
         """Take over ``module``, which is on ``device``, as stage ``index``.
 
         It is called with the act of one micro-batch, [B, ...], or containers of several, and returns the same. ``head``
-        is (what goes downstream, target, loss_fn) to a loss of the stage's own. ``traits`` is what is known of both.
+        is (what goes downstream, target, loss_fn) to a loss of the stage's own. ``traits`` is what is known of both;
+        ``remember`` keeps the state besides buffers that they move, for replays; None: there is none.
 
         Raises:
             ConfigError: the method's weights cannot be kept for the module, or the optimizer is none for it.
@@ -93,7 +98,7 @@ class Stage:
         self.optimizer = stage_optimizer(spec.optimizer, dict(self.named_parameters()), where=f"stage {index}")
         self.lr_schedule: LRScheduler | None = None
         self.lr_updates: int | None = None  # after so many the schedule is at its end; None: it has none
-        self._traits, self._lr_factor = traits, pipeline.lr_factor(index)
+        self._traits, self._remember, self._lr_factor = traits, remember, pipeline.lr_factor(index)
         self.mitigation = mitigation_of(pipeline, index, self.optimizer, self._lr_factor) if self.optimizer else None
         self._policy = (
             weight_policy(method.weights, self._trained, self.optimizer, self.mitigation) if self.optimizer else None
@@ -104,6 +109,8 @@ class Stage:
         self._first_version = 0  # of the segment
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._class_loss = class_loss(spec.loss_fn)
+        is_watched = self.is_last and pipeline.micro_batches_per_update > 1 and not traits.loss.moves
+        self._guard = MeanGuard.of(spec.loss_fn, self._within, f"stage {index}") if is_watched else None
         self._call_module = call_of(module, compiled=spec.precision.compile)
         self._gradient_shrink = method.gradient_shrink
         self._learns_locally = method.spec.local_losses
@@ -192,14 +199,22 @@ class Stage:
         if not keep_graph:  # the module may overwrite what it is given, and its buffers, which the replay needs
             given = tuple(leaf.clone() for leaf in leaves)
             kept.buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            if self._remember is not None:
+                kept.as_then = self._remember()
         self._random.seed(micro_batch, leaves[0].device)
-        with torch.set_grad_enabled(keep_graph), self._weights_of(version, forward=True):
+        with_graph = keep_graph or self._traits.asks_for_graph
+        with torch.set_grad_enabled(with_graph), self._weights_of(version, forward=True):
             with self._watching_buffers(self.module):
                 out = self._call(given)
             outs = self._taken_apart(out)
             last = (self._loss(out, target, kept.num_terms),) if self.has_loss else outs
+        if self._guard is not None and target is not None:
+            self._guard.look(out, target)
         if self.has_loss:
-            kept.output_and_loss = outs[0] if self.is_last else None, last[0]
+            out, loss = outs[0] if self.is_last else None, last[0]
+            if not keep_graph:  # nor one that the module asked for
+                out, loss = out.detach() if out is not None else None, loss.detach()
+            kept.output_and_loss = out, loss
         if keep_graph:
             kept.grad_edges = self._grad_edges_of(last, micro_batch)
         return () if self.is_last else tuple(out.detach() for out in outs)
@@ -207,13 +222,14 @@ class Stage:
     def recompute(self, micro_batch: int) -> None:
         """Replay a forward from its stored input with the present weights, and keep the graph.
 
-        Dropout draws what it drew, and the module sees the buffers that the forward saw. What it makes of them is
-        thrown away: BatchNorm's running statistics moved in the forward.
+        Dropout draws what it drew, and the module sees the buffers, counters and generators that the forward saw. What
+        it makes of them is thrown away: BatchNorm's running statistics moved in the forward.
         """
         kept = self.in_flight[micro_batch]
         self._random.seed(micro_batch, kept.acts[0].device)
-        out = self._call(kept.acts, kept.buffers)
-        last = (self._loss(out, kept.target, kept.num_terms),) if self.has_loss else self._taken_apart(out)
+        with kept.as_then():
+            out = self._call(kept.acts, kept.buffers)
+            last = (self._loss(out, kept.target, kept.num_terms),) if self.has_loss else self._taken_apart(out)
         kept.grad_edges = self._grad_edges_of(last, micro_batch)
 
     def backward(self, micro_batch: int, grads: Tensors) -> Tensors:
@@ -277,8 +293,14 @@ class Stage:
             if self._clip_norm is not None and self._gradient_norm is not None and not skip:
                 clip_grads_with_norm_(self._policy.gather(), self._clip_norm, self._gradient_norm)
             graphs = {kept.version for kept in self.in_flight.values() if kept.grad_edges is not None}
-            with scaled_learning_rates(self.optimizer, factor):
-                self._policy.step(self.version, in_flight=graphs, skip=skip)
+            try:
+                with scaled_learning_rates(self.optimizer, factor):
+                    self._policy.step(self.version, in_flight=graphs, skip=skip)
+            except (TypeError, ValueError, AttributeError) as error:  # the user's own code
+                raise ConfigError(
+                    f"stage {self.index}: optimizer: {type(self.optimizer).__name__} fails in update {self.version}: "
+                    f"{type(error).__name__}: {' '.join(str(error).split())}; expected step() to need no argument"
+                ) from error
         self.version += 1
         if self.lr_schedule is not None and (self.lr_updates is None or self.version <= self.lr_updates):
             # True, and meant, where the very first update is skipped: that torch's optimizer has not stepped yet.
@@ -409,6 +431,10 @@ class Stage:
                 with_none = torch.autograd.grad(self._loss(out, target), outs, allow_unused=True)
                 outs = [tensor for tensor, grad in zip(outs, with_none, strict=True) if grad is not None]
             return torch.stack([(tensor.real * 0).sum() for tensor in outs]).sum()
+        if self._traits.loss.writes_target:  # it may be wanted again, and hits are those of the data
+            target = target.clone()
+        if self._traits.loss.writes_output and self.is_last:
+            out = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, out)
         with self._within():
             if self.is_last:
                 return self._loss_fn(out, target)

@@ -64,6 +64,21 @@ class _Shown(str):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossTraits:
+    """What is known of the loss function.
+
+    Attributes:
+        writes_output: whether it writes to the output that it is given.
+        writes_target: whether it writes to the target, or might, where it is called once more with the same.
+        moves: what it keeps and changes in each call, by name, like a counter.
+    """
+
+    writes_output: bool = False
+    writes_target: bool = False
+    moves: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageTraits:
     """What is known of one stage before the first micro-batch. An empty sequence: nothing, or for none of its acts.
 
@@ -84,6 +99,11 @@ class StageTraits:
         moves: what its forward in training moves that is not in its ``state_dict``, by name: non-persistent buffers,
             plain tensors, generators, numbers in Python.
         writes: the trainable parameters that its forward in training writes to, by name.
+        loss: what is known of the loss, the same for all stages.
+        moves_more: whether its forward in training, or the loss, moves more than buffers, like counters, generators and
+            frozen weights, so that a replay has to meet it again.
+        asks_for_graph: whether its forward, or the loss, does something else where no gradients are wanted, so that the
+            first of two forwards has to have a graph, too.
     """
 
     overwrites: tuple[Sequence[bool], Sequence[bool]] = ((), ())
@@ -97,6 +117,9 @@ class StageTraits:
     draws: frozenset[str] = frozenset()
     moves: Sequence[str] = ()
     writes: Sequence[str] = ()
+    loss: LossTraits = LossTraits()
+    moves_more: bool = False
+    asks_for_graph: bool = False
 
 
 def joined(traits: Mapping[int, StageTraits]) -> dict[int, StageTraits]:

@@ -13,12 +13,12 @@ gradient, and the place where autograd adds to it.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from adl_dist.errors import ConfigError
+from adl_dist.memory import has_plain_memory, span
 
 
 def swap(parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
@@ -120,35 +120,29 @@ def check_versions(module: nn.Module, where: str) -> None:
                 f"{where}: no older version can be kept of parameter '{name}', a {type(p).__name__}: {reason}; make it "
                 "a plain nn.Parameter, or choose method=bp, gpipe or 1f1b, which need no older versions"
             )
-    tensors = [(name, t) for name, t in (*module.named_parameters(), *module.named_buffers()) if _is_plain(t)]
-    spans = sorted((*_span(t), name, t.requires_grad) for name, t in tensors if t.numel())
-    for (_, end, one, trained), (start, _, other, trained_too) in pairwise(spans):
-        if start < end and (trained or trained_too):
+    named = [
+        (n, t) for n, t in (*module.named_parameters(), *module.named_buffers()) if t.numel() and has_plain_memory(t)
+    ]
+    of_all = of_trained = (0, "")  # how far memory is taken so far, and by which of them
+    for (start, end), name, trained in sorted((span(t), n, t.requires_grad) for n, t in named):
+        taken, other = of_all if trained else of_trained
+        if start < taken:
             raise ConfigError(
-                f"{where}: '{one}' and '{other}' share memory, which a new version of one would not do; register one "
+                f"{where}: '{other}' and '{name}' share memory, which a new version of one would not do; register one "
                 "tensor under both names, or choose method=bp, gpipe or 1f1b, which need no older versions"
             )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its memory is its own, at an address."""
-    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
+        of_all = max(of_all, (end, name))
+        of_trained = max(of_trained, (end, name)) if trained else of_trained
 
 
 def _why_unversionable(parameter: nn.Parameter) -> str | None:
-    if not _is_plain(parameter):
+    if not has_plain_memory(parameter):
         return "its memory is not at one address"
     try:
         with torch._C.DisableTorchFunctionSubclass(), swapped([parameter], [_like(parameter, parameter.detach())]):
             return None
     except (RuntimeError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first address of a tensor with elements, and the first behind it."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _like(parameter: nn.Parameter, copy: Tensor) -> nn.Parameter:

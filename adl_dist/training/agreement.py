@@ -18,7 +18,9 @@ import torch.distributed as dist
 from adl_dist.distributed.world import disconnect
 from adl_dist.errors import ChannelError, ConfigError, StageFailed
 
-SIZES, LENGTH = "sizes", "length"  # keys of what rank 0 alone knows: a cut that it has measured, the run's length
+# Keys of what rank 0 alone knows: a cut that it has measured, in the plain memory format and in channels_last, of which
+# it may try both; and the run's length.
+SIZES, LENGTH = ("sizes", "sizes, channels_last"), "length"
 MADE = "made"  # begins the keys of what each rank has made
 SAMPLES = "samples"  # the key of what rank 0 has taken from the data
 ROUNDS = "given", "found"  # of :func:`check_consistent`
@@ -94,7 +96,7 @@ def publish_error(store: dist.Store, error: Exception, *, rank: int) -> None:
     """Publish why there is no agreement to those that wait for ``rank``."""
     message = json.dumps({"failed": str(error), "exit_code": getattr(error, "exit_code", 1)})
     with suppress(RuntimeError):  # rank 0, whose store it may be, is gone
-        for key in [f"{turn}/{rank}" for turn in (*ROUNDS, MADE)] + [SIZES, LENGTH, SAMPLES] * (rank == 0):
+        for key in [f"{turn}/{rank}" for turn in (*ROUNDS, MADE)] + [*SIZES, LENGTH, SAMPLES] * (rank == 0):
             store.set(key, message)
 
 

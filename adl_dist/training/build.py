@@ -12,6 +12,7 @@ from torch import nn
 
 from adl_dist.checkpoint.buffers import is_saved
 from adl_dist.checkpoint.identity import described, described_optimizer, described_schedule, merged
+from adl_dist.checkpoint.loss_state import not_kept
 from adl_dist.checkpoint.state import FreshStage, refuse_hidden_state
 from adl_dist.control.worker import LocalWorker
 from adl_dist.distributed.world import World
@@ -22,14 +23,17 @@ from adl_dist.optimizers import mark_roles
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
-from adl_dist.stage import Stage, TrainSpec, in_dtype
+from adl_dist.stage import LossFn, Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
 from adl_dist.stage.loss_terms import LossTerms, loss_terms
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.findings import Agreed
+from adl_dist.training.homes import units_of
 from adl_dist.training.input import DeviceLoader
+from adl_dist.training.loss_checks import check_first_targets
 from adl_dist.training.partitioned_model import Measuring, PartitionedModel
+from adl_dist.training.replayed_state import remembered
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
@@ -80,13 +84,16 @@ def build_worker(
             feed.check(batch.target, "micro-batch 0 of epoch 1")
     measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
     spec, agreed, *_ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
-    check_consistent(store, world.rank, world.size, agreed.plain(), found=True)
+    if loaders[0] is not None:
+        check_first_targets(spec, loaders[0], plan.first_epoch.sizes, agreed)
+    found = {**agreed.plain(), "sizes": partitioned.sizes}
+    check_consistent(store, world.rank, world.size, found, found=True)
     precision = spec.precision
     modules = {k: precision.place(module, device) for k, module in partitioned.modules.items()}
     check_targets(spec.pipeline, agreed, terms)
     stages = {k: build_stage(module, k, spec, agreed, device) for k, module in modules.items()}
     if folder is not None:
-        refuse_hidden_state(hidden_state(modules, agreed))
+        refuse_hidden_state(hidden_state(modules, agreed, spec.loss_fn))
     made, scheduled = schedule_learning_rates(stages, spec, plan, store) if plan.epochs else ([], {})
     # The makers are the user's own: where one has failed, no rank begins to wait for that stage.
     by_rank = exchange(store, MADE, world.rank, world.size, made)
@@ -97,7 +104,10 @@ def build_worker(
     acts = {k: specs.travelling(precision.wire_dtype) for k, specs in agreed.acts.items()}
     targets = [agreed.target] if terms is None else [agreed.target, COUNTS]
     contexts = connect_stages(world, stages, acts, targets, spec.pipeline)
-    fresh = {k: FreshStage.of(stage, scheduled.get(k, ())) for k, stage in stages.items()} if folder is not None else {}
+    fresh = {}
+    if folder is not None:
+        of_loss = spec.loss_fn if agreed.traits[0].loss.moves else None
+        fresh = {k: FreshStage.of(stage, scheduled.get(k, ()), of_loss) for k, stage in stages.items()}
     worker = LocalWorker(
         world, spec.pipeline, spec.seed, precision.dtype, contexts, *loaders, terms, pick_next, fresh=fresh
     )
@@ -114,9 +124,10 @@ def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, obj
     }
 
 
-def hidden_state(modules: Mapping[int, nn.Module], agreed: Agreed) -> list[str]:
-    """Return the names of what the forwards of these stages move and no checkpoint holds, like generators."""
-    return [name for k, module in modules.items() for name in agreed.traits[k].moves if not is_saved(module, name)]
+def hidden_state(modules: Mapping[int, nn.Module], agreed: Agreed, loss_fn: LossFn) -> list[str]:
+    """Return the names of what the forwards of these stages and the loss move and no checkpoint holds."""
+    of_models = (name for k, module in modules.items() for name in agreed.traits[k].moves if not is_saved(module, name))
+    return [*of_models, *not_kept(loss_fn, agreed.traits[0].loss.moves)]
 
 
 def settings_made(spec: TrainSpec, made: Sequence[Mapping[str, Any]]) -> Settings:
@@ -192,7 +203,9 @@ def build_stage(module: nn.Module, k: int, spec: TrainSpec, agreed: Agreed, devi
         spec.precision.place(head, device)
         for classifier in head.children():  # each makes outputs of its own
             mark_roles(classifier, prefix="head:")
-    return Stage(module, k, spec, device=device, head=head, traits=agreed.traits[k])
+    traits = agreed.traits[k]
+    remember = partial(remembered, module, spec.loss_fn) if method.replays and traits.moves_more else None
+    return Stage(module, k, spec, device=device, head=head, traits=traits, remember=remember)
 
 
 def edges_of(pipeline: Pipeline) -> list[tuple[str, int, int]]:
@@ -234,8 +247,9 @@ def connect_stages(
             specs = acts[source].of_gradients()
         else:
             specs = GO if what == "go" else Specs.always(targets)
+        units = f" ({units_of(stages[source].module)})" if source in stages else ""
         if not world.is_distributed:
-            channel = LocalChannel(specs, what=what, edge=f"stage {source} -> stage {to}")
+            channel = LocalChannel(specs, what=what, edge=f"stage {source}{units} -> stage {to}")
             contexts[source].senders[what] = contexts[to].receivers[what] = channel
         elif source in stages:
             contexts[source].senders[what] = ProcessSender(
@@ -244,6 +258,7 @@ def connect_stages(
                 what=what,
                 max_pending=most[what, source],
                 max_pending_in_evaluation=pipeline.max_pending,
+                units=units,
             )
         else:
             # Labels travel to the next stage from the CPU; a stage that computes with one moves it. Counts are read.

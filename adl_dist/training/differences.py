@@ -9,11 +9,11 @@ from torch import Tensor
 
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
-from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome
+from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, THIRD, Outcome
 
 STATE = "after that"
 # Differences are reported in this order: the first is nearest to its cause.
-TIMES, KINDS = (FIRST, SECOND, EVALUATION, STATE), ("output", "loss", "gradient", "state")
+TIMES, KINDS = (FIRST, SECOND, THIRD, EVALUATION, STATE), ("output", "loss", "gradient", "state")
 SHARE = 30  # of the rounding allowed: so much less of the largest gradient of the model counts as zero
 
 

@@ -1,6 +1,8 @@
 """What the trial at the start finds out about the stages of a model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from adl_dist.errors import PartitionError
@@ -18,6 +20,8 @@ class Agreed(NamedTuple):
     num_outputs: int | None  # the second dimension of its output; None if that has none
     learns: bool  # whether a gradient of the loss reaches the model
     loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
+    output: Any = None  # of the samples, where a group has several micro-batches: a tensor [n, ...], or containers
+    size_faults: Mapping[int, str] = MappingProxyType({})  # why none of these OTHER_SIZES can be trained on
 
     def plain(self) -> dict[str, Any]:
         """Return in plain values what all ranks must have found alike."""

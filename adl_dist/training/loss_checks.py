@@ -1,13 +1,27 @@
-"""What can be wrong with a loss, seen on a few samples before training: it returns no number, or it broadcasts."""
+"""What can be wrong with a loss, seen on a few samples before training: no number, broadcasting, a state of its own."""
 
 import warnings
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError
-from adl_dist.stage import LossFn
+from adl_dist.partition.module_state import ModuleState
+from adl_dist.schedule import Pipeline
+from adl_dist.stage import LossFn, TrainSpec
+from adl_dist.stage.loss_check import check_many, num_made_up
+from adl_dist.stage.loss_terms import is_known_mean, is_sum, loss_terms
+from adl_dist.stage.traits import LossTraits
+from adl_dist.streams import streams_kept
+from adl_dist.training.findings import Agreed
+from adl_dist.training.input import DeviceLoader
+
+MOST_SAMPLES = 256  # whose targets are looked at
 
 
 def check_loss(stage: int, loss: Any, got: str) -> None:
@@ -42,9 +56,9 @@ def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Tensor) -> No
 
     def loss_of(given: Tensor) -> Tensor:
         torch.default_generator.manual_seed(0)  # a loss may draw
-        return loss_fn(given, targets)
+        return loss_fn(given.clone(), targets.clone())  # it may write to both
 
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings(record=True) as told:
+    with torch.no_grad(), streams_kept(), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
             loss = loss_of(outputs)
@@ -62,7 +76,74 @@ def check_broadcast(stage: int, loss_fn: LossFn, out: Any, target: Tensor) -> No
     )
 
 
+def is_called_again(pipeline: Pipeline) -> bool:
+    """Return whether a loss is called more than once for a micro-batch: by a replay, or by local losses."""
+    method, group = pipeline.method, pipeline.micro_batches_per_update
+    replays = any(method.recomputes(place, group, pipeline.delays[-1]) for place in range(group))
+    return replays or (method.spec.local_losses and pipeline.num_stages > 1)
+
+
+def check_not_shared(pipeline: Pipeline, traits: LossTraits) -> None:
+    """Refuse a loss that keeps something of its own where each stage has a local loss.
+
+    Raises:
+        ConfigError: K processes would each keep their own.
+    """
+    if traits.moves and pipeline.method.spec.local_losses and pipeline.num_stages > 1:
+        raise ConfigError(
+            f"the loss keeps something of its own, which changes with each call ({', '.join(traits.moves[:3])}), but "
+            f"method={pipeline.method.name} has a local loss on each stage, and they would share it; let the loss "
+            "depend on nothing but output and target, or use partition.num_stages=1"
+        )
+
+
+def check_first_targets(spec: TrainSpec, feed: DeviceLoader, sizes: Sequence[int], agreed: Agreed) -> None:
+    """Check a loss of the user's own on the first targets of the training data, where M > 1.
+
+    ``sizes`` are those of the micro-batches of the first epoch, from which ``feed`` loads as many as are needed.
+
+    Raises:
+        ConfigError: it is no mean over samples, or over what it counts.
+        DataError: a sample that cannot be loaded.
+    """
+    if agreed.output is None or is_known_mean(spec.loss_fn) or agreed.traits[0].loss.moves:
+        return
+    most = min(MOST_SAMPLES, num_made_up(agreed.output))
+    starts = accumulate(sizes, initial=0)
+    some = [min(size, most - start) for start, size in zip(starts, sizes, strict=False) if start < most]
+    with closing(feed.batches(0, some)) as batches:
+        target = torch.cat([target for _, target in batches])
+    state = ModuleState.of(functions={"loss_fn": spec.loss_fn})
+    try:
+        target = target.to(next(leaf.device for leaf in tree_leaves(agreed.output) if isinstance(leaf, Tensor)))
+        check_many(spec.loss_fn, agreed.output, target, loss_terms(spec.loss_fn, target))
+    finally:
+        state.restore()
+
+
 def _numbers_like(tensor: Tensor) -> Tensor:
     """Return different numbers between 0 and 1 in the shape of ``tensor``."""
     numbers = torch.linspace(0.1, 0.7, tensor.numel(), dtype=torch.float64) ** 2
     return numbers.view(tensor.shape).to(tensor.device, tensor.dtype)
+
+
+def try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -> Tensor:
+    """Return the loss of a micro-batch; ``got`` says what it is given.
+
+    Raises:
+        ConfigError: it fails, or is not one mean.
+    """
+    if is_sum(loss_fn):
+        raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
+            loss = loss_fn(out, target)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the user's own loss can raise anything
+        raise ConfigError(
+            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
+            "loss._target_ (loss_fn), or correct the model's output or the targets"
+        ) from error
+    check_loss(stage, loss, got)
+    return loss

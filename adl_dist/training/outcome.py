@@ -11,6 +11,7 @@ from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import Exchange
 
 FIRST, SECOND, EVALUATION = "the first micro-batch", "the second micro-batch", "evaluation"
+THIRD = "a third micro-batch"
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,22 @@ class Replacement:
         changed: the names of those that change; None: all.
         between: those that others take the place of between forward and backward of the first micro-batch, as in a
             delayed backward, where the second forward comes before it, too; the rest changes in place, after it.
+        third: whether another micro-batch goes forward with the weights of the second, as in a group of several:
+            before the backward of the second where that is ``delayed``, else after it.
+        delayed: whether more than one micro-batch is in flight.
         recomputes: stages that get the weights of their forward back for their backward.
+        repeats: whether the first micro-batch goes forward once more, with the weights of the second, as where several
+            are in flight between two updates: after the backward of the second, or, if it is ``ahead``, before it.
     """
 
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     changed: Set[str] | None = None
     between: Set[str] = frozenset()
+    third: bool = False
+    delayed: bool = False
     recomputes: frozenset[int] = frozenset()
+    repeats: bool = False
+    ahead: bool = False
 
     def swapped_in(
         self, exchange: Exchange, older: Sequence[nn.Parameter]

@@ -61,7 +61,7 @@ class Settled(NamedTuple):
     def holds_for(self, samples: Samples) -> bool:
         """Return whether it was found with samples like these."""
         alike = [[TensorSpec.of(x) for x in one.pair[0]] for one in (self.samples, samples)]
-        return alike[0] == alike[1] and {*samples.small_sizes} <= {*self.samples.small_sizes}
+        return alike[0] == alike[1]
 
 
 class PartitionedModel:
@@ -185,7 +185,7 @@ class PartitionedModel:
             sizes = checked_sizes(chain, self._num_stages, balance) if explicit else even_sizes(chain, self._num_stages)
             stages = chain.pieces(sizes)
             try:
-                agreed = trial.run(stages, verify=verify)
+                agreed = trial.run(stages, verify=verify, is_final=balance != "auto")
                 break
             except CutImpossible as error:
                 if explicit:
@@ -197,11 +197,12 @@ class PartitionedModel:
                 self.warning = why_uneven(chain.units, reasons, sizes, sizes, of="the units")
         if balance != "auto":
             return sizes, stages, agreed
+        key = SIZES[bool(trial.spec.precision.channels_last)]
         if measuring is None:
-            sizes = read(store, SIZES, 0)["sizes"]
+            sizes = read(store, key, 0)["sizes"]
         else:
             sizes = self._measured(trial, chain, measuring)
-            store.set(SIZES, json.dumps({"sizes": sizes}))
+            store.set(key, json.dumps({"sizes": sizes}))
         stages = chain.pieces(sizes)
         return sizes, stages, trial.run(stages, verify=self.spec.verify)
 
@@ -224,7 +225,7 @@ class PartitionedModel:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]
             balance = best_cut(replace(profile, units=units), trial.spec.pipeline, machine=machine)
             try:
-                trial.run(chain.pieces(balance.sizes), verify=False)
+                trial.run(chain.pieces(balance.sizes), is_final=False)
                 break
             except CutImpossible as error:
                 chain.forbidden.setdefault(sum(balance.sizes[: error.stage + 1]) - 1, error.reason)
@@ -253,18 +254,18 @@ class PartitionedModel:
         if not settled.holds_for(samples):
             if len(self._own) < self._num_stages:
                 raise ConfigError(
-                    "the samples of this call have another shape or dtype, or leave smaller micro-batches, than those "
-                    "that the model was cut with; make a new Trainer for them"
+                    "the samples of this call have another shape or dtype than those that the model was cut with; make "
+                    "a new Trainer for them"
                 )
             stages = [self.modules[k] for k in range(self._num_stages)]
             trial = Trial(nn.ModuleList(stages), settled.spec, samples, device)
-            agreed = trial.run(stages)
-            # Only the comparison with the uncut model, which is gone, has found these.
+            agreed = trial.run(stages, is_final=False)
+            # What was found before holds for any samples.
             before = settled.agreed.traits
             traits = {k: replace(found, recomputes=before[k].recomputes) for k, found in agreed.traits.items()}
             settled = self._settled = settled._replace(agreed=agreed._replace(traits=traits), samples=samples)
         if samples.trains:
-            check_trains(settled.agreed)
+            check_trains(settled.agreed, samples)
         return settled
 
     def _trained(self) -> frozenset[str]:

@@ -14,8 +14,10 @@ from adl_dist.training.agreement import SAMPLES, reaching, read_bytes
 from adl_dist.training.input import DeviceLoader
 from adl_dist.transport.spec import TensorSpec
 
-# Samples of each. Two sizes, or a dimension that is always 3 could not be told from that of the batch.
-SIZES = 3, 4
+# Samples of each. Two sizes, or a dimension that is always 4 could not be told from that of the batch; both even, for
+# models that halve it. Two are enough for BatchNorm after 1 x 1 features, and each more makes the start slower.
+SIZES = 2, 4
+OTHER_SIZES = 1, 3  # tried in addition, for a micro-batch of one sample, and for every other odd number
 NUM_SAMPLES = sum(SIZES)
 PART_BYTES = 2**22  # of one message: torch's store takes 8 MiB at most
 
@@ -26,17 +28,13 @@ class MicroBatch(NamedTuple):
     input_: Tensor
     target: Tensor
 
-    def first(self, size: int) -> "MicroBatch":
-        """Return its first ``size`` samples."""
-        return MicroBatch(self.input_[:size], self.target[:size])
-
 
 class Samples(NamedTuple):
     """The data of the trial at the start."""
 
     pair: tuple[MicroBatch, MicroBatch]  # of SIZES samples
     trains: bool  # whether there are training data
-    small_sizes: tuple[int, ...] = ()  # of training micro-batches that are smaller than those of the pair
+    other_sizes: tuple[int, ...] = ()  # of OTHER_SIZES, those that training micro-batches are like
 
     @classmethod
     def of(cls, input_: Tensor, target: Tensor, *, trains: bool = False, sizes: Iterable[int] = ()) -> "Samples":
@@ -49,13 +47,19 @@ class Samples(NamedTuple):
             MicroBatch(input_[some.to(input_.device)].contiguous(), target[some.to(target.device)])
             for some in places.split(SIZES)
         ]
-        small = sorted({size for size in sizes if size < min(SIZES)}, reverse=True)
-        return cls((pair[0], pair[1]), trains, tuple(small))
+        others = sorted({min(size, OTHER_SIZES[1]) for size in sizes if size % 2})
+        return cls((pair[0], pair[1]), trains, tuple(others))
+
+    def of_size(self, size: int) -> MicroBatch:
+        """Return a micro-batch of ``size`` samples, as many as the larger one of the pair at most."""
+        input_, target = self.pair[1]
+        return MicroBatch(input_[:size], target[:size])
 
     @property
     def one(self) -> tuple[Tensor, Tensor]:
         """Input [1, ...] and target [1, ...]."""
-        return self.pair[0].first(1)
+        input_, target = self.pair[0]
+        return input_[:1], target[:1]
 
     def to(self, device: torch.device, *, channels_last: bool) -> "Samples":
         """Return the same samples on ``device``, images in that memory format if ``channels_last``."""
@@ -102,12 +106,12 @@ def share(store: dist.Store, samples: Samples | None, *, rank: int, size: int) -
         parts = (read_bytes(store, f"{SAMPLES}/{part}", 0) for part in range(count))
         kept = torch.load(io.BytesIO(b"".join(parts)), weights_only=True)
         first, second = (MicroBatch(*tensors) for tensors in kept["pair"])
-        return Samples((first, second), kept["trains"], tuple(kept["small_sizes"]))
+        return Samples((first, second), kept["trains"], tuple(kept["other_sizes"]))
     assert samples is not None
     if size > 1:
         file = io.BytesIO()
         pair = [[tensor.cpu() for tensor in batch] for batch in samples.pair]
-        torch.save({"pair": pair, "trains": samples.trains, "small_sizes": list(samples.small_sizes)}, file)
+        torch.save({"pair": pair, "trains": samples.trains, "other_sizes": list(samples.other_sizes)}, file)
         data: Any = file.getvalue()
         with reaching(0):
             for part, start in enumerate(range(0, len(data), PART_BYTES)):

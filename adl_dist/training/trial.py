@@ -1,6 +1,7 @@
 """The model is tried out, and its cut compared with the uncut model, where it will be trained; nothing stays moved."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage import TrainSpec, in_memory_format
-from adl_dist.training.findings import Agreed
-from adl_dist.training.samples import Samples
-from adl_dist.training.shape_inference import StageChain
-from adl_dist.training.verify import Verification, kept
+from adl_dist.training.findings import Agreed, CutImpossible
+from adl_dist.training.replayed_state import asking_for_graph, check_weights
+from adl_dist.training.samples import OTHER_SIZES, Samples
+from adl_dist.training.stage_chain import StageChain
+from adl_dist.training.verify import Kept, Verification, kept
 
 
 class Trial:
@@ -45,10 +47,11 @@ class Trial:
         """Input [1, ...] and target [1, ...]."""
         return self._samples.one
 
-    def run(self, stages: Sequence[nn.Module], *, verify: bool = False) -> Agreed:
+    def run(self, stages: Sequence[nn.Module], *, verify: bool = False, is_final: bool = True) -> Agreed:
         """Return what is known of ``stages``, which together are the model, after trying them out.
 
-        ``verify``: they are compared with the uncut model.
+        ``verify``: they are compared with the uncut model. ``is_final``: they will be trained as they are; else it is
+        not found out which of them recompute.
 
         Raises:
             ConfigError: a stage or the loss does not take what it gets, or there is nothing to train.
@@ -56,42 +59,61 @@ class Trial:
             PartitionError: the stages are another model than the uncut one.
         """
         try:
-            return self._run(stages, verify=verify)
+            return self._run(stages, verify=verify, is_final=is_final)
         except torch.OutOfMemoryError:
             if self.device.type == "cpu":
                 raise
             torch.cuda.empty_cache()
             self._use(torch.device("cpu"))
-            return self._run(stages, verify=verify)
+            return self._run(stages, verify=verify, is_final=is_final)
 
-    def _run(self, stages: Sequence[nn.Module], *, verify: bool) -> Agreed:
+    def _run(self, stages: Sequence[nn.Module], *, verify: bool, is_final: bool) -> Agreed:
         start = time.perf_counter()
         with kept(self._model, stages, self.spec, self.device) as found:
             if verify and len(stages) > 1:
                 comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
-                agreed = comparison.agreed()
+                agreed, chain = comparison.agreed(), comparison.chain
                 self.verify_seconds = time.perf_counter() - start
             else:
                 found.begin()
                 chain = StageChain(stages, self.spec, self.device)
                 chain.run(self._samples, backward=len(stages) > 1, look=found.of_stages)
                 agreed = chain.agreed(self._samples, self.spec)
+                if is_final:  # no check, but what training has to know
+                    comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
+                    agreed = comparison.with_recomputing(agreed)
+            # Also those that no micro-batch has: a later call may, when the model is in pieces.
+            faults = {size: fault for size in OTHER_SIZES if (fault := self._fault(chain, found, size)) is not None}
+            agreed = agreed._replace(size_faults=faults)
             if self._samples.trains:
-                check_trains(agreed)
-            for size in self._samples.small_sizes:
-                found.begin()
-                self._try_size(stages, size)
+                check_trains(agreed, self._samples)
+                if self.spec.pipeline.method.replays:
+                    agreed = self._replayed(agreed, stages, found)
         return agreed
 
-    def _try_size(self, stages: Sequence[nn.Module], size: int) -> None:
-        """Refuse now that a small micro-batch, mostly the last of an epoch, cannot be trained on."""
+    def _replayed(self, agreed: Agreed, stages: Sequence[nn.Module], found: Kept) -> Agreed:
+        """Return what is known of the ``stages`` with what counts if they run forwards twice."""
+        chain, batch = StageChain(stages, self.spec, self.device), self._samples.pair[0]
+        asking = asking_for_graph(chain, found, batch)
+        check_weights(chain, found, batch)
+        traits = {k: replace(known, asks_for_graph=k in asking) for k, known in agreed.traits.items()}
+        return agreed._replace(traits=traits)
+
+    def _fault(self, chain: StageChain, found: Kept, size: int) -> str | None:
+        """Return why a micro-batch of ``size`` samples cannot be trained on; None: it can.
+
+        Raises:
+            CutImpossible: it is the fault of the cut, and training has such a micro-batch.
+        """
+        found.begin()
         try:
-            StageChain(stages, self.spec, self.device).forward(self._samples.pair[0].first(size))
-        except ConfigError as error:
-            raise ConfigError(
-                f"a micro-batch of the training data holds {size} sample{'s' * (size > 1)}, and {error}; choose "
-                "another train.batch_size, so that none is that small, also not the last of an epoch"
-            ) from error
+            with warnings.catch_warnings(action="ignore"):  # of sizes that may never come
+                chain.forward(self._samples.of_size(size))
+        except (ConfigError, PartitionError) as error:
+            if isinstance(error, CutImpossible) and size in self._samples.other_sizes:
+                raise
+            return str(error)
+        return None
 
     def _use(self, device: torch.device) -> None:
         self.device = device
@@ -136,8 +158,11 @@ def in_a_memory_format(
         return result, True
 
 
-def check_trains(agreed: Agreed) -> None:
-    """Raise a ConfigError if no gradient of the loss reaches the model, or not that of a group."""
+def check_trains(agreed: Agreed, samples: Samples) -> None:
+    """Raise a ConfigError if no gradient of the loss reaches the model, or not that of a group.
+
+    Or if it cannot be trained on micro-batches of the sizes that ``samples`` tell, mostly the last of an epoch.
+    """
     if agreed.loss_fault is not None:
         raise ConfigError(agreed.loss_fault)
     if not agreed.learns:
@@ -146,3 +171,10 @@ def check_trains(agreed: Agreed) -> None:
             "requires_grad=True, and an output that is not detached from it; to evaluate only, use Trainer.evaluate "
             "(adl-dist evaluate)"
         )
+    for size in samples.other_sizes:
+        if size in agreed.size_faults:
+            holds = "1 sample" if size == 1 else "an odd number of samples"
+            raise ConfigError(
+                f"a micro-batch of the training data holds {holds}, and {agreed.size_faults[size]}; choose another "
+                "train.batch_size, so that none does, also not the last of an epoch"
+            )

@@ -7,7 +7,7 @@ the rounding of a sum in another order.
 """
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,15 +19,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import ModuleState, Streams
+from adl_dist.partition.module_state import ModuleState
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import check_versions
+from adl_dist.streams import Streams
 from adl_dist.training.differences import STATE, Compared, Comparison, Difference, first_of, largest_difference
-from adl_dist.training.findings import Agreed
+from adl_dist.training.findings import Agreed, CutImpossible
+from adl_dist.training.hidden_ties import SharedState, check_reads
+from adl_dist.training.homes import Around, Homes, units_of
 from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement
 from adl_dist.training.samples import Samples
-from adl_dist.training.shape_inference import StageChain, units_of
+from adl_dist.training.stage_chain import StageChain
 
 WAYS_OUT = (
     "use partition.granularity=block, which leaves blocks as they are, cut elsewhere (partition.balance), or hand over "
@@ -43,37 +46,39 @@ CAUSES = {
     (STATE, "state"): "the forward writes to it in a way that was read once",
 }
 AFTERWARDS = EVALUATION, STATE
+OVERTAKES = "a forward writes to what the backward of an earlier micro-batch needs, or reads what that backward leaves"
 STALE = (
-    "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches; or a "
-    "forward writes to what the backward of an earlier micro-batch needs, or reads what that backward leaves"
+    "the model keeps a view or a detached copy of a weight from when it was built, which no new version reaches; or "
+    f"{OVERTAKES}"
 )
-NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, gpipe or 1f1b, which keep no older versions"
+NO_VIEWS = "make it where it is used, in the forward, or choose method=bp, which has one micro-batch in flight"
+ONE_AT_A_TIME = "write to a copy, or choose method=bp, which has one micro-batch in flight"
 
 
 class Kept:
     """Everything that can be seen of some modules, and the random streams, to be put back."""
 
-    def __init__(self, model: nn.Module, stages: Iterable[nn.Module], spec: TrainSpec, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, stages: Sequence[nn.Module], spec: TrainSpec, device: torch.device) -> None:
         others = [spec.loss_fn] if isinstance(spec.loss_fn, nn.Module) else []
         self._seed = spec.seed % 2**32  # as numpy takes it
         self._is_moved = False
         modules = [model, *(stage for stage in stages if stage is not model), *others]
-        self._state, self._streams = ModuleState.of(*modules), Streams()
+        loss = {"loss_fn": spec.loss_fn}
+        self._state, self._streams = ModuleState.of(*modules, functions=loss), Streams(device)
         self.tensors = self._state.tensors[0]  # (name, tensor) of all that can be seen from the model
-        self.of_stages = [ModuleState.of(stage, alike=self._state) for stage in stages]
+        self.of_stages = [  # the loss is part of the last
+            ModuleState.of(stage, alike=self._state, functions=loss if stage is stages[-1] else {}) for stage in stages
+        ]
         self._modes = [(module, module.training) for one in modules for module in one.modules()]
         self._grads = [(p, p.grad) for one in modules for p in one.parameters()]
         for parameter, _ in self._grads:
             parameter.grad = None
         self._device = device if device.type == "cuda" else None
-        self._of_device = torch.cuda.get_rng_state(device) if self._device is not None else None
 
     def put_back(self, *, gradients: bool = False) -> None:
         """Put it back; ``gradients``: also those that were there, else there are none."""
         self._state.restore()
         self._streams.restore()
-        if self._device is not None and self._of_device is not None:
-            torch.cuda.set_rng_state(self._of_device, self._device)
         for module, mode in self._modes:
             if module.training != mode:
                 module.training = mode
@@ -93,7 +98,7 @@ class Kept:
 
 
 @contextmanager
-def kept(model: nn.Module, stages: Iterable[nn.Module], spec: TrainSpec, device: torch.device) -> Iterator[Kept]:
+def kept(model: nn.Module, stages: Sequence[nn.Module], spec: TrainSpec, device: torch.device) -> Iterator[Kept]:
     """Leave everything as it was found; inside there are no gradients."""
     found = Kept(model, stages, spec, device)
     try:
@@ -116,7 +121,9 @@ class Verification:
     def __post_init__(self) -> None:
         named = self.model.named_parameters()
         self._parameters = {name: p for name, p in named if p.requires_grad and takes_gradient(p)}
-        self._chain = StageChain(self.stages, self.spec, self.device)
+        self._homes = Homes(self.stages)
+        self._shared = SharedState(self._homes, self.stages, self.kept.of_stages, self.spec)
+        self.chain = StageChain(self.stages, self.spec, self.device, around=self._shared.watched)
         weights = {p.untyped_storage().data_ptr() for p in self.model.parameters() if p.layout is torch.strided}
         self._plain = {  # what a forward may move besides buffers, which it may replace
             name: tensor
@@ -133,29 +140,81 @@ class Verification:
             ConfigError, CutImpossible: a stage does not run, or not there.
             PartitionError: the cut model is another one; names where it differs and the likely cause.
         """
-        between = self._replaced()
-        changed = between or None
-        cut, uncut = Replacement(self._parameters, changed, between), Replacement(self._parameters, changed)
-        found = self._outcome(self._chain, cut, look=self.kept.of_stages)
-        agreed = self._chain.agreed(self.samples, self.spec)
-        self._cut().check_ties(self.samples, self.kept.of_stages)
+        between, pipeline = self._replaced(), self.spec.pipeline
+        # Whether two micro-batches are in flight with the same weights.
+        several = pipeline.micro_batches_per_update > 1 or pipeline.method.weights == "2bw"
+        third = pipeline.overlaps and (several or not (between or pipeline.spec.flush))
+        uncut = Replacement(self._parameters, between or None, third=third)
+        cut = replace(uncut, between=between, delayed=True)
+        try:
+            found = self._outcome(self.chain, cut, look=self.kept.of_stages)
+        except CutImpossible:
+            raise
+        except ConfigError as error:
+            raise self._failure(error, uncut) from error
+        except PartitionError:  # a gradient that reaches another stage
+            self._shared.check(self._forward)  # because that left something for this one
+            raise
+        agreed = self.chain.agreed(self.samples, self.spec)
+        self._shared.check(self._forward)
+        check_reads(self._homes, self.kept.of_stages, self._forward)
         compared = Compared(self.spec, found)
         self._outcome(self._uncut(), uncut, into=compared)
         difference, recomputes = first_of(compared.unlike), frozenset[int]()
-        if difference is not None and between:
+        if difference is not None and (between or third):
             compare = Comparison(self.spec, self._outcome(self._uncut(), uncut))
             in_place = compare.first_difference(self._outcome(self._cut(), uncut))
             # What a backward moves, like BatchNorm that is computed again, it moves in another order if it is delayed.
             if in_place is None and difference.when not in AFTERWARDS:
-                recomputes = self._recomputing(compare, difference, between)
+                recomputes, other = self._recomputing(compare, difference, cut)
+                if other is not None:
+                    cause, way_out = (STALE, NO_VIEWS) if between else (OVERTAKES, ONE_AT_A_TIME)
+                    raise self._error(other, cause, way_out, cut)
             difference = in_place
         if difference is not None:
             raise self._error(difference, CAUSES.get((difference.when, difference.what), ""))
-        traits = {k: replace(t, recomputes=k in recomputes) for k, t in agreed.traits.items()}
-        return agreed._replace(traits=traits)
+        return _with_recomputing(agreed, recomputes)
+
+    def with_recomputing(self, agreed: Agreed) -> Agreed:
+        """Return what is known of the stages, and which of them recompute, without a look at the uncut model.
+
+        Raises:
+            ConfigError: no older version can be kept of a parameter.
+            PartitionError: one recomputes, and the method has no weights of the forward.
+        """
+        between = self._replaced()
+        if not between:
+            return agreed
+        in_place = Replacement(self._parameters, between)
+        change = replace(in_place, between=between, delayed=True)
+        compare = Comparison(self.spec, self._outcome(self._cut(), in_place))
+        difference = compare.first_difference(self._outcome(self._cut(), change))
+        if difference is None or difference.when in AFTERWARDS:
+            return agreed
+        return _with_recomputing(agreed, self._recomputing(compare, difference, change)[0])
+
+    def _failure(self, error: ConfigError, change: Replacement) -> ConfigError | PartitionError:
+        """Return what to say of an ``error`` of the cut model: it is the cut's if the uncut model runs."""
+        try:
+            self._outcome(self._uncut(), change)
+        except ConfigError:
+            return error
+        try:
+            self._outcome(self._cut(), change)
+        except ConfigError:
+            return PartitionError(f"the cut model is not the uncut one, which runs: {error}; {WAYS_OUT}")
+        return ConfigError(
+            f"{error}; with several micro-batches in flight a forward must not write in place to a weight or buffer "
+            "that the backward of an earlier one needs: work on a copy there, or choose method=bp"
+        )
 
     def _cut(self) -> StageChain:
         return StageChain(self.stages, self.spec, self.device)
+
+    def _forward(self, around: Around) -> Outcome:
+        """Run the stages forward only, from the state at the start."""
+        self.kept.begin()
+        return StageChain(self.stages, self.spec, self.device, around=around).run(self.samples, backward=False)
 
     def _uncut(self) -> StageChain:
         return StageChain([self.model], self.spec, self.device, name="the uncut model")
@@ -183,51 +242,59 @@ class Verification:
         outcome.add(STATE, "state", {name: tensor.detach().clone() for name, tensor in moved.items()})
         return outcome
 
-    def _recomputing(self, compare: Comparison, difference: Difference, between: frozenset[str]) -> frozenset[int]:
-        """Return the stages whose backward computes with their weights again.
+    def _recomputing(
+        self, compare: Comparison, difference: Difference, change: Replacement
+    ) -> tuple[frozenset[int], Difference | None]:
+        """Return the stages whose backward computes with their weights again, or the difference that is not theirs.
+
+        Such a backward sends another gradient to the stages before it, too, so a difference does not tell its stage.
 
         Raises:
-            PartitionError: that is not what makes the difference, or the method has no weights of the forward.
+            PartitionError: the method has no weights of the forward.
         """
-        recomputes: frozenset[int] = frozenset()
-        found: Difference | None = difference
-        while found is not None and not (found.when in AFTERWARDS and recomputes):
-            home = self._home(found.name) if (found.when, found.what) == (FIRST, "gradient") else None
-            if home is None or home in recomputes:
-                raise self._error(found, STALE, NO_VIEWS, between)
-            if self.spec.pipeline.method.weights == "latest":
-                raise PartitionError(
-                    f"stage {home} ({units_of(self.stages[home])}) computes with its weights again in its backward, as "
-                    "activation checkpointing does, but method.weights=latest has no weights of the forward; use "
-                    "method.weights=stash, or no checkpointing"
-                )
-            recomputes |= {home}
-            change = Replacement(self._parameters, between, between, recomputes)
-            found = compare.first_difference(self._outcome(self._cut(), change))
-        return recomputes
 
-    def _home(self, name: str) -> int:
-        parameter = self._parameters[name]
-        return next(k for k, stage in enumerate(self.stages) if any(p is parameter for p in stage.parameters()))
+        def unlike(recomputes: frozenset[int]) -> Difference | None:
+            found = compare.first_difference(self._outcome(self._cut(), replace(change, recomputes=recomputes)))
+            return found if found is not None and found.when not in AFTERWARDS else None
+
+        recomputes = frozenset(k for k, stage in enumerate(self.stages) if change.between & {*self._names(stage)})
+        if (difference.when, difference.what) != (FIRST, "gradient") or unlike(recomputes) is not None:
+            return frozenset(), difference
+        for k in sorted(recomputes):
+            if unlike(recomputes - {k}) is None:
+                recomputes -= {k}
+        if self.spec.pipeline.method.weights == "latest":
+            k = min(recomputes)
+            raise PartitionError(
+                f"stage {k} ({units_of(self.stages[k])}) computes with its weights again in its backward, as "
+                "activation checkpointing does, but method.weights=latest has no weights of the forward; use "
+                "method.weights=stash, or no checkpointing"
+            )
+        return recomputes, None
+
+    def _names(self, stage: nn.Module) -> Iterator[str]:
+        """Yield the names of the trained parameters that ``stage`` holds."""
+        held = {id(p) for p in stage.parameters()}
+        return (name for name, p in self._parameters.items() if id(p) in held)
 
     def _error(
-        self, difference: Difference, cause: str, way_out: str = WAYS_OUT, between: frozenset[str] = frozenset()
+        self, difference: Difference, cause: str, way_out: str = WAYS_OUT, change: Replacement | None = None
     ) -> PartitionError:
         where = ""
         if difference.what in ("output", "loss"):
             with suppress(ConfigError, PartitionError):
-                where = self._first_unlike(difference.when, between)
+                where = self._first_unlike(difference.when, change or Replacement(self._parameters))
         likely = f"; likely cause: {cause}" if cause else ""
         return PartitionError(f"the cut model is not the uncut one: {difference}{where}{likely}; {way_out}")
 
-    def _first_unlike(self, time: str, between: frozenset[str]) -> str:
-        """Return which module's output is the first that differs, with these parameters replaced in the cut model."""
+    def _first_unlike(self, time: str, change: Replacement) -> str:
+        """Return which module's output is the first that differs, with this ``change`` of the cut model's weights."""
         calls = []
-        for stages, replaced in (([self.model], frozenset[str]()), (self.stages, between)):
+        for stages, how in (([self.model], replace(change, between=frozenset(), delayed=False)), (self.stages, change)):
             self.kept.begin()
             with _watched(self.model) as made:
                 chain = StageChain(stages, self.spec, self.device, on_turn=partial(made.__setitem__, "now"))
-                chain.run(self.samples, Replacement(self._parameters, between or None, replaced))
+                chain.run(self.samples, how)
             calls.append(made["calls"])
         expected, found = calls
         before = ""
@@ -240,6 +307,11 @@ class Verification:
                 return f"; the first that differs is '{key[1]}'" + (f", right after '{before}'" if before else "")
             before = key[1]
         return "; what its modules return is the same, so it is what the model computes itself" if before else ""
+
+
+def _with_recomputing(agreed: Agreed, recomputes: frozenset[int]) -> Agreed:
+    traits = {k: replace(of_stage, recomputes=k in recomputes) for k, of_stage in agreed.traits.items()}
+    return agreed._replace(traits=traits)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from adl_dist.errors import ChannelError
-from adl_dist.transport.spec import Specs
+from adl_dist.transport.spec import Specs, fitted
 
 Tensors = tuple[Tensor, ...]
 
@@ -56,8 +56,8 @@ class LocalChannel:
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Queue the tensors themselves, unless they are narrowed."""
         size, where = self._sizes[micro_batch], partial(self._where.format, micro_batch)
-        fit = (s.widen(s.narrow(s.fit(t, size, where))) for s, t in zip(self._specs, tensors, strict=True))
-        self._queue.append((micro_batch, tuple(fit)))
+        travelled = (s.widen(s.narrow(tensor)) for s, tensor in fitted(self._specs, tensors, size, where))
+        self._queue.append((micro_batch, tuple(travelled)))
 
     def recv(self, micro_batch: int) -> Tensors:
         """Take the oldest."""

@@ -23,7 +23,7 @@ from adl_dist.errors import ChannelError
 from adl_dist.schedule.actions import LINKS, receiver
 from adl_dist.transport.channel import Tensors
 from adl_dist.transport.port_filter import blocking_new
-from adl_dist.transport.spec import Specs
+from adl_dist.transport.spec import Specs, fitted
 from adl_dist.transport.staging import to_device, to_host
 
 # Receives posted beyond the one awaited, so that a message is taken in while the one before is worked on.
@@ -119,15 +119,15 @@ class ProcessSender(_End):
     """Sends the tensors of each micro-batch to one peer."""
 
     def __init__(
-        self, edge: Edge, specs: Specs, *, what: str, max_pending: int, max_pending_in_evaluation: int
+        self, edge: Edge, specs: Specs, *, what: str, max_pending: int, max_pending_in_evaluation: int, units: str = ""
     ) -> None:
-        """Take the sending end of ``edge``.
+        """Take the sending end of ``edge``; ``units``: those of the stage that sends, as errors show them.
 
         In training a send waits while ``max_pending`` micro-batches are not known to be taken by the peer. With fewer
         than :func:`adl_dist.schedule.work.max_pending_of` says, that could close a cycle of stages that wait for each
         other. In evaluation no gradient shows what was taken, and the limit is ``max_pending_in_evaluation``.
         """
-        self._where = f"stage {edge.sender} -> stage {edge.receiver}: {what} of micro-batch {{}}"
+        self._where = f"stage {edge.sender}{units} -> stage {edge.receiver}: {what} of micro-batch {{}}"
         super().__init__(edge, specs, edge.receiver, f"{self._where} could not be sent: stage {edge.receiver}")
         self._max_pending, self._limits = max_pending, (max_pending_in_evaluation, max_pending)
 
@@ -139,8 +139,8 @@ class ProcessSender(_End):
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Start to send; return at once unless ``max_pending`` are under way."""
         size, where, works = self._sizes[micro_batch], partial(self._where.format, micro_batch), []
-        for place, (spec, tensor) in enumerate(zip(self._specs, tensors, strict=True)):
-            wire = spec.as_wire(spec.narrow(spec.fit(tensor, size, where)))
+        for place, (spec, tensor) in enumerate(fitted(self._specs, tensors, size, where)):
+            wire = spec.as_wire(spec.narrow(tensor))
             if spec.is_empty:
                 continue
             if self._edge.backend == "gloo" and wire.is_cuda:

@@ -1,7 +1,7 @@
 """The tensors that travel on an edge, agreed once at start-up."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adl_dist.errors import ChannelError
+from adl_dist.errors import PartitionError
+
+SAME_EACH_TIME = (
+    "what crosses a cut must have the same shapes and dtypes for every micro-batch: make them so, or cut elsewhere "
+    "(partition.balance)"
+)
 
 
 @dataclass(frozen=True)
@@ -58,13 +63,12 @@ class TensorSpec:
         """Return ``tensor`` in this format, converted only if it has to be.
 
         Raises:
-            ChannelError: another shape or dtype than agreed; the text begins with what ``where`` returns.
+            PartitionError: another shape or dtype than agreed; the text begins with what ``where`` returns.
         """
         if tensor.shape != (size, *self.shape) or tensor.dtype != self._dtype:
-            raise ChannelError(
-                f"{where()} is {_name(tensor.dtype)}{list(tensor.shape)}, but this edge was "
-                f"agreed for {self.dtype}{[size, *self.shape]}; a model must return the same shapes for "
-                "every micro-batch"
+            raise PartitionError(
+                f"{where()} is {_name(tensor.dtype)}{list(tensor.shape)}, expected {self.dtype}{[size, *self.shape]}, "
+                f"as in the trial at the start; {SAME_EACH_TIME}"
             )
         if tensor.requires_grad:
             tensor = tensor.detach()
@@ -116,6 +120,21 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(['B', *map(str, self.shape)])}]"
+
+
+def fitted(
+    specs: Sequence[TensorSpec], tensors: Sequence[Tensor], size: int, where: Callable[[], str]
+) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """Yield each of ``specs`` with its tensor of ``size`` samples in that format.
+
+    Raises:
+        PartitionError: as :meth:`TensorSpec.fit`, or for another number of tensors.
+    """
+    if len(tensors) != len(specs):
+        found = f"{where()} are {len(tensors)} tensors, expected {len(specs)}"
+        raise PartitionError(f"{found}, as in the trial at the start; {SAME_EACH_TIME}")
+    for spec, tensor in zip(specs, tensors, strict=True):
+        yield spec, spec.fit(tensor, size, where)
 
 
 def _name(dtype: torch.dtype) -> str:

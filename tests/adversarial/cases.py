@@ -29,6 +29,8 @@ class Case:
         begins: units where stages begin, where a random model is cut.
         item: the line of the list of known faults that it is about, if there is one.
         run: more arguments for the trainer.
+        size: samples of a micro-batch.
+        counts: samples to train and to validate with.
         ignores: buffers that are not compared, as a regular expression; nor is the evaluation, then.
     """
 
@@ -43,6 +45,8 @@ class Case:
     item: str = ""
     run: dict = field(default_factory=dict)
     ignores: str = ""
+    size: int = MICRO_BATCH
+    counts: tuple = (NUM_SAMPLES, NUM_VALIDATION)
 
     def model(self):
         """A new model, the same every time, and all global streams as at the start."""

@@ -58,13 +58,20 @@ def scatter(h):
     return h.index_add_(1, torch.tensor([0, 2]), h[:, 4:6].detach().clone()).clamp_(min=-2)
 
 
+def write_by_a_view(h):
+    whole = h.view(-1, 2, WIDTH // 2)
+    whole[:, 0].mul_(0.5)
+    whole.add_(0.1)
+    return h
+
+
 def squeeze(h):
     return h.unsqueeze_(1).expand(-1, 2, -1).sum(1)
 
 
 for name, act in {
     "relu": torch.relu_, "columns": set_columns, "mask": set_by_mask, "view": write_into_view, "halves": add_halves,
-    "transposed": transpose_in_place, "scatter": scatter, "squeeze": squeeze,
+    "reshaped": write_by_a_view, "transposed": transpose_in_place, "scatter": scatter, "squeeze": squeeze,
 }.items():  # fmt: skip
     in_place(name, act, word="in place|in-place|trac|view|cut")
 
@@ -86,6 +93,26 @@ class ResidualInPlace(nn.Module):
         z = self.b(y.clone())
         z.mul_(2).add_(h)
         return self.head(z + y)
+
+
+@model("unet_in_place", data="images")
+class UNet(nn.Module):
+    """What a norm returns is a view of its own, into which the activation behind it writes."""
+
+    @staticmethod
+    def conv(num_in, num_out):
+        norm = nn.InstanceNorm2d(num_out, affine=True)
+        return nn.Sequential(nn.Conv2d(num_in, num_out, 3, padding=1), norm, nn.LeakyReLU(0.1, inplace=True))
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.low, self.up = self.conv(3, 4), self.conv(4, 4), nn.Upsample(scale_factor=2)
+        self.leave, self.head = self.conv(8, 4), nn.Conv2d(4, NUM_CLASSES, 1)
+
+    def forward(self, x):
+        skip = self.enter(x)
+        h = self.up(self.low(nn.functional.max_pool2d(skip, 2)))
+        return self.head(self.leave(torch.cat([skip, h], dim=1))).mean(dim=(2, 3))
 
 
 @model()

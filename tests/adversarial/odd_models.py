@@ -262,7 +262,7 @@ class ChecksItsInput(Inner):
         return self.inner(h)
 
 
-@block(word="by a reference that is not registered")
+@block()
 def scripted():
     return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
 

@@ -136,6 +136,46 @@ def counts_in_the_class():
     return nn.Sequential(nn.Linear(6, WIDTH), Block(), nn.Tanh(), Block(), nn.Linear(WIDTH, NUM_CLASSES))
 
 
+CALLS = 0  # of all blocks below
+
+
+class CountsGlobally(Inner):
+    def forward(self, h):
+        global CALLS
+        CALLS += self.training
+        return h + self.inner(h) * (1.0 + 0.1 * (CALLS % 5))
+
+
+@model(word=STATE, item="W3")
+def counts_globally():
+    global CALLS
+    CALLS = 0
+    return nn.Sequential(
+        nn.Linear(6, WIDTH), CountsGlobally(), nn.Tanh(), CountsGlobally(), nn.Linear(WIDTH, NUM_CLASSES)
+    )
+
+
+def pooled(h, table):
+    table.append(float(h.mean()))
+    return h * (1.0 + 0.1 * (len(table) % 5))
+
+
+TABLE = []  # what helper functions leave
+
+
+class HelpedByAGlobalList(Inner):
+    def forward(self, h):
+        return h + self.inner(pooled(h, TABLE) if self.training else h)
+
+
+@model(word=STATE, item="W3")
+def appends_to_a_global_list():
+    TABLE.clear()
+    return nn.Sequential(
+        nn.Linear(6, WIDTH), HelpedByAGlobalList(), nn.Tanh(), HelpedByAGlobalList(), nn.Linear(WIDTH, NUM_CLASSES)
+    )
+
+
 @model(word=STATE, item="W3")
 def hands_on_by_a_list():
     """A skip that does not pass through the chain: the first block leaves it in a list that the last one reads."""

@@ -4,6 +4,7 @@ from tests.adversarial import (  # noqa: F401
     alias_models,
     attention_models,
     autograd_models,
+    batch_size_models,
     checkpoint_models,
     container_models,
     hook_models,
@@ -31,6 +32,8 @@ DEFAULT = [
     ("isinstance_tensor", "layer"), ("type_is_tensor", "layer"), ("dropout_path", "block"),
     ("checkpoint_by_hooks", "block"), ("reversible_block", "block"), ("argmax_in_the_middle", "block"),
     ("detached_branch", "layer"), ("gradient_mask", "block"), ("aliased_parameters", "block"), ("hidden_tie", "block"),
+    ("root_asks_by_table", "block"), ("root_asks_in_fives", "block"), ("root_asks_eighths", "layer"),
+    ("block_asks_more_than_four", "layer"), ("pairs_of_samples", "layer"),
     ("complex_parameters", "block"), ("residual_in_place", "layer"), ("embedding_with_max_norm", "block"),
 ]  # fmt: skip
 DEFAULT_OPTIMIZERS = [

@@ -36,6 +36,7 @@ from tests.adversarial.harness import (
     refused,
     trainer_of,
     unlike,
+    variant,
 )
 from tests.support.tiers import covering, grid
 from tests.support.values import SILENT, values
@@ -151,6 +152,15 @@ def test_a_last_micro_batch_of_one_is_refused_at_the_start(K):
         monitoring=SILENT,
     )
     refused(run, model, "micro-batch|batch_size|one sample|1 sample")
+
+
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("num_samples", [23, 17])  # the last micro-batch has 7, or 1
+def test_an_odd_number_where_only_even_ones_run_is_told_early(K, num_samples):
+    case = variant(table.MODELS["pairs_of_samples"], counts=(num_samples, 6))
+    model = case.model()
+    holds = "1 sample" if num_samples == 17 else "an odd number of samples"
+    refused(lambda: fit(trainer_of(case, K, 1, model=model), case, 1), model, f"training data holds {holds}, and stage")
 
 
 @pytest.mark.parametrize("K", [1, 2])

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 import adl_dist
-from tests.adversarial.cases import EPOCHS, NUM_CLASSES, NUM_SAMPLES, WIDTH, batches, case_of, sgd, six_units
+from adl_dist.errors import ConfigError
+from tests.adversarial.cases import EPOCHS, NUM_CLASSES, NUM_SAMPLES, WIDTH, batches, case_of, dataset, sgd, six_units
 from tests.adversarial.harness import (
     TOLERANCE,
     expected,
@@ -23,7 +25,7 @@ from tests.adversarial.harness import (
     variant,
 )
 from tests.support.tiers import grid
-from tests.support.values import values
+from tests.support.values import SILENT, values
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -196,21 +198,77 @@ def rotated(out, target):
     return F.cross_entropy(out, target.add_(1).remainder_(NUM_CLASSES))
 
 
-OPEN_LOSSES = {
-    ("counts", 1, None): "the loss is tried out at the start, and counts that",
-    ("counts", 1, "always"): "the loss is tried out at the start, and counts that",
-    ("writes_target", 1, "always"): "a replay computes the loss once more, on the target that was written to",
-    ("writes_output", 1, None): "the trial gives the loss a leaf, which it may not write to",
-}
-STRANGE = {"counts": counting_loss, "writes_output": lambda: tempered, "writes_target": lambda: rotated}
+class Warming:
+    """Grows with its calls, which it counts in a list, a number and a tensor."""
+
+    def __init__(self):
+        self.calls, self.count, self.share = [0], 0, torch.zeros((), dtype=torch.float64)
+
+    def __call__(self, out, target):
+        self.calls[0] += torch.is_grad_enabled()
+        self.count += torch.is_grad_enabled()
+        self.share += 0.01 * torch.is_grad_enabled()
+        return F.cross_entropy(out, target) * (1.0 + 0.05 * self.calls[0] + 0.01 * self.count + self.share.item())
+
+
+class CountsInTheClass:
+    calls = 0
+
+    def __call__(self, out, target):
+        type(self).calls += torch.is_grad_enabled()
+        return F.cross_entropy(out, target) * (1.0 + 0.05 * self.calls)
+
+
+def counting_in_the_class():
+    CountsInTheClass.calls = 0
+    return CountsInTheClass()
+
+
+CALLS = 0
+
+
+def counted_globally(out, target):
+    global CALLS
+    CALLS += torch.is_grad_enabled()
+    return F.cross_entropy(out, target) * (1.0 + 0.05 * CALLS)
+
+
+def counting_globally():
+    global CALLS
+    CALLS = 0
+    return counted_globally
+
+
+def of_a_sum(counter, out, target):
+    counter["calls"] += torch.is_grad_enabled()
+    return F.cross_entropy(out, target) * (1.0 + 0.05 * counter["calls"])
+
+
+def unmarked(out, target):
+    """Marks targets for itself, in place, and only then uses them."""
+    target[target > 3] = 0
+    return F.cross_entropy(out, target)
+
+
+def centred(out, target):
+    """Writes to the output in several ways; the engine has to keep what it counts hits in."""
+    out -= out.mean(1, keepdim=True)
+    out[:, 0].mul_(0.5)
+    return F.cross_entropy(out, target)
+
+
+STRANGE = {
+    "counts": counting_loss, "an_object": Warming, "in_the_class": counting_in_the_class,
+    "globally": counting_globally, "a_partial": lambda: functools.partial(of_a_sum, {"calls": 0}),
+    "writes_output": lambda: tempered, "writes_output_in_part": lambda: centred,
+    "writes_target": lambda: rotated, "writes_target_in_part": lambda: unmarked,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("recompute", [None, "always"])
 @pytest.mark.parametrize("K", [1, 2])
 @pytest.mark.parametrize("name", STRANGE)
-def test_a_loss_with_a_state_is_called_once_or_refused(name, K, recompute, request):
-    if why := OPEN_LOSSES.get((name, K, recompute)):
-        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
+def test_a_loss_with_a_state_is_called_once_or_refused(name, K, recompute):
     case = case_of(loss=STRANGE[name]())
     method = "gpipe" if recompute else "adl"
     try:
@@ -224,6 +282,130 @@ def test_a_loss_with_a_state_is_called_once_or_refused(name, K, recompute, reque
     for _ in range(EPOCHS):
         uncut.epoch([(x, target.clone()) for x, target in batches("vectors", NUM_SAMPLES, 1)])
     assert unlike(trainer.full_state_dict(), uncut.model.state_dict()) == []
+
+
+def hits(loss, K, method, data):
+    """The accuracy that is recorded of an update without a learning rate, and the target that the data have then."""
+    still = functools.partial(torch.optim.SGD, lr=0.0)
+    trainer = trainer_of(case_of(loss=loss, optimizer=still), K, 1, method=method)
+    trainer.fit(data, epochs=1, batch_size=NUM_SAMPLES, val_dataset=data, shuffle=False, monitoring=SILENT)
+    return trainer.evaluate(data, batch_size=NUM_SAMPLES)["validation_accuracy"]
+
+
+@pytest.mark.parametrize("loss", [rotated, unmarked, tempered, centred, lambda o, t: F.cross_entropy(o.zero_(), t)])
+@pytest.mark.parametrize("K", [1, 2])
+def test_what_a_loss_writes_changes_neither_data_nor_hits(loss, K):
+    inputs, targets = (tensor.clone() for tensor in dataset("vectors", NUM_SAMPLES, 1).tensors)
+    data, before = TensorDataset(inputs, targets), targets.clone()
+    found = hits(loss, K, "adl", data)
+    assert torch.equal(targets, before)
+    assert found == hits(F.cross_entropy, K, "adl", data)
+
+
+class WarmingModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("share", torch.ones((), dtype=torch.float64))
+        self.count = 0
+
+    def forward(self, out, target):
+        self.count += torch.is_grad_enabled()
+        self.share *= 1.02 if torch.is_grad_enabled() else 1.0
+        return F.cross_entropy(out, target) * (self.share + 0.01 * self.count)
+
+
+SAVED = {
+    "counts": counting_loss, "an_object": Warming, "a_partial": STRANGE["a_partial"], "a_module": WarmingModule
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_loss_with_a_state_resumes(name, tmp_path):
+    def trained(folder, *epochs, K=2):
+        for number in epochs:
+            trainer = trainer_of(case := case_of(loss=SAVED[name]()), K, 1, method="gpipe")
+            fit(trainer, case, 1, epochs=number, run_dir=folder)
+        return trainer.full_state_dict()
+
+    whole = trained(None, 2)
+    assert unlike(trained(tmp_path / "same", 1, 2), whole) == []
+    trained(tmp_path / "other", 1)
+    assert unlike(trained(tmp_path / "other", 2, K=3), whole) == []
+
+
+@pytest.mark.parametrize("name", ["globally", "in_the_class"])
+def test_a_state_that_no_checkpoint_holds_is_refused(name, tmp_path):
+    case = case_of(loss=STRANGE[name]())
+    model = case.model()
+    run = functools.partial(fit, trainer_of(case, 2, 1, model=model), case, 1, run_dir=tmp_path)
+    refused(run, model, "run_dir: .*loss")
+
+
+def locally(loss):
+    """Train with a loss on each of three stages."""
+    case = case_of(loss=loss)
+    trainer = adl_dist.Trainer(
+        case.model(), loss_fn=loss, optimizer=sgd, method=adl_dist.method("dgl", accumulation_steps=1, head="linear"),
+        num_stages=3, **values(threads=1, dtype=torch.float64, timeout_seconds=30),
+    )  # fmt: skip
+    fit(trainer, case, 1, validates=False)
+    return trainer.full_state_dict()
+
+
+IN_PLACE = {
+    rotated: lambda out, target: F.cross_entropy(out, (target + 1) % NUM_CLASSES),
+    tempered: lambda out, target: F.cross_entropy(out / 1.5, target),
+}
+
+
+@pytest.mark.parametrize("loss", IN_PLACE)
+def test_each_local_loss_has_a_target_of_its_own(loss):
+    """In one process all stages are handed the same one."""
+    assert unlike(locally(loss), locally(IN_PLACE[loss])) == []
+
+
+def test_local_losses_with_a_state_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"the loss keeps something of its own, .* \(loss_fn.*\), but method=dgl has a local loss"
+    ):
+        locally(counting_loss())
+
+
+# --- Terms that are rare ----------------------------------------------------------------------------------------
+
+
+def masked_mean(out, target):
+    """[B, T, C] and [B, T]; says nothing of what it averages over."""
+    mask = (target != IGNORED).to(out.dtype)
+    return (F.cross_entropy(out.transpose(1, 2), target, reduction="none") * mask).sum() / mask.sum()
+
+
+def weighted_mean(out, target):
+    weights = torch.where(target == IGNORED, 0.5, 1.0).to(out.dtype)
+    return (F.cross_entropy(out.transpose(1, 2), target, reduction="none") * weights).sum() / weights.sum()
+
+
+def sentences(first_padded, num_samples=700):
+    """Tokens, padded for the first time in the sample ``first_padded``, from then on in every third."""
+    words = dataset("tagged", num_samples, 1).tensors[0]
+    targets = words % (NUM_CLASSES - 1) + 1
+    targets[first_padded::3, 2:] = IGNORED
+    return TensorDataset(words, targets)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("loss", [masked_mean, weighted_mean])
+@pytest.mark.parametrize(("first_padded", "when"), [(20, "seen in the targets"), (320, "no sample at the start")])
+def test_padding_that_the_first_samples_lack_is_found(loss, first_padded, when, K):
+    trainer = trainer_of(case_of(tagger, loss=loss), K, 4)
+    with pytest.raises(ConfigError, match=f"no mean over the samples: .*{when}.*num_terms"):
+        trainer.fit(sentences(first_padded), epochs=1, batch_size=8, shuffle=False, monitoring=SILENT)
+
+
+def test_a_mean_over_all_tokens_passes_though_some_are_rare():
+    case = case_of(tagger, loss=lambda out, target: F.cross_entropy(out.transpose(1, 2), target))
+    trainer = trainer_of(case, 2, 4)
+    trainer.fit(sentences(20), epochs=1, batch_size=8, shuffle=False, monitoring=SILENT)
 
 
 # --- Losses that reach around the cut ----------------------------------------------------------------------------

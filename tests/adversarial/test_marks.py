@@ -20,11 +20,6 @@ MOVING = [
     "cumulative_norm", "instance_norm", "functional_norm", "whitening", "teacher", "dropout_path",
 ]  # fmt: skip
 
-NOT_REPLAYED = [
-    "own_generator", "numpy_generator", "python_generator", "counter", "counter_in_list", "plain_counter",
-    "counter_in_config", "remembers_the_last", "teacher",
-]  # fmt: skip
-
 
 def right(found, case, allowed="="):
     assert found.letter in allowed, f"{case.name}: {found.text}"
@@ -40,12 +35,12 @@ def test_measuring_the_costs_leaves_no_mark(name):
     right(outcome(case, 2, method="1f1b", M=2, balance="auto", granularity="block"), case, "=R")
 
 
-@pytest.mark.parametrize("name", covering(MOVING, ["memory_bank", "spectral_norm", "dropout_path"]))
-def test_a_replayed_forward_is_the_first_one(name, request):
+@pytest.mark.parametrize(
+    "name", covering(MOVING, ["memory_bank", "spectral_norm", "dropout_path", "own_generator", "teacher"])
+)
+def test_a_replayed_forward_is_the_first_one(name):
     """GPipe that keeps inputs only computes what GPipe does: nothing moves twice, nothing is read later."""
     case = table.MODELS[name]
-    if name in NOT_REPLAYED:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="a replay moves what is no buffer once more"))
     right(outcome(case, 2, method="gpipe", M=3, recompute="always"), case, "=R")
 
 

@@ -76,6 +76,23 @@ def test_a_forward_ahead_by_nothing_changes_nothing(weights, name):
         assert differences(ahead, plain, exact=True, ignores=case.ignores) == []
 
 
+# Their forwards write to what the backward of an earlier micro-batch needs, or read what that leaves.
+IN_FLIGHT = [
+    "clamps_its_weights", "decays_in_forward", "average_by_data", "backward_moves_buffer", "reads_the_last_gradient",
+    "teacher_as_layer",
+]  # fmt: skip
+SETTINGS = [("gpipe", 2), ("1f1b", 2), ("2bw", 2), ("adl", 2), ("gpipe", 1), ("bp", 2)]
+
+
+@pytest.mark.parametrize(("setting", "name"), grid(SETTINGS, IN_FLIGHT, default=[(("gpipe", 2), "average_by_data")]))
+def test_what_is_in_flight_must_not_matter(setting, name):
+    method, M = setting
+    is_alone = method == "bp" or M == 1
+    for K in (2, 3):
+        found = outcome(table.MODELS[name], K, method=method, M=M)
+        assert found.letter == ("=" if is_alone else "R"), f"K = {K}: {found}"
+
+
 def test_a_wrong_result_is_seen():
     """The comparison itself: half the learning rate, or one update less, is not equal."""
     case = table.MODELS["lora"]

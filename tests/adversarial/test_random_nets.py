@@ -10,13 +10,13 @@ from tests.adversarial.random_nets import pasteable, program
 from tests.support.tiers import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-AT_A_TIME = 50
+BOUNDS = [0, 30, *range(50, 2001, 50)]  # 30 seeds by default, and 50 at a time
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", [0, *(slow(first) for first in range(AT_A_TIME, 2000, AT_A_TIME))])
+@pytest.mark.parametrize("first", [0, *map(slow, BOUNDS[1:-1])])
 def test_random_networks_are_right_or_refused(first, record_property):
-    seeds = range(first, first + (AT_A_TIME if first else 30))
+    seeds = range(first, BOUNDS[BOUNDS.index(first) + 1])
     began, letters = time.process_time(), Counter()
     for seed in seeds:
         source, case, how = program(seed)

@@ -1,5 +1,7 @@
 """Buffers that a ``state_dict`` omits survive a save and a resume if the forwards of the run move them."""
 
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -130,3 +132,77 @@ def test_a_resumed_run_has_numbers_and_tensors_in_attributes(tmp_path):
 
     run(tmp_path / "stopped", 1)
     assert_same(run(tmp_path / "stopped", 2), run(tmp_path / "whole", 2))
+
+
+class Recurrent(nn.Module):
+    """Keeps the state of an LSTM, a pair that is not there before the first forward, and counts in a list."""
+
+    def __init__(self, keeps=tuple):
+        super().__init__()
+        self.cell, self.calls, self.state, self.keeps = nn.LSTMCell(8, 8), [0], None, keeps
+
+    def forward(self, x):
+        if self.training:
+            self.calls[0] += 1
+        before = None if self.state is None else [part[: len(x)] for part in self.state]
+        if before is not None and len(before[0]) < len(x):
+            before = None
+        h, c = self.cell(x, before)
+        if self.training:
+            self.state, self.shape = self.keeps((h.detach(), c.detach())), x.shape
+        return h / self.calls[0]
+
+
+def recurrent_run(run_dir, epochs, **options):
+    torch.manual_seed(0)
+    layers = nn.Linear(72, 8), Recurrent(**options), nn.Linear(8, 8), Recurrent(**options), nn.Linear(8, 5)
+    trainer = toy_trainer(2, 2, model=nn.Sequential(nn.Flatten(), *layers))
+    trainer.fit(FixedImages(20), epochs=epochs, batch_size=8, run_dir=run_dir, monitoring=SILENT)
+    return trainer.full_state_dict()
+
+
+def test_a_resumed_run_has_containers_in_attributes(tmp_path):
+    recurrent_run(tmp_path / "stopped", 1)
+    assert_same(recurrent_run(tmp_path / "stopped", 2), recurrent_run(tmp_path / "whole", 2))
+
+
+def test_what_becomes_an_object_is_refused_at_the_first_update(tmp_path):
+    told = r"^run_dir: what a forward leaves .* 4.state is a deque now; expected tensors.* train without run_dir$"
+    with pytest.raises(ConfigError, match=told):
+        recurrent_run(tmp_path, 1, keeps=deque)
+    recurrent_run(None, 1, keeps=deque)
+
+
+class Cached(nn.Module):
+    """Keeps a table of as many rows as the micro-batch has, and makes another where that is not so."""
+
+    def __init__(self, *, makes_another=True):
+        super().__init__()
+        self.table, self.makes_another = None, makes_another
+
+    def forward(self, x):
+        if self.table is None or (self.makes_another and len(self.table) != len(x)):
+            self.table = torch.linspace(1, 2, len(x))[:, None] * torch.ones(x.shape[1])
+        return x * self.table
+
+
+def cached(**options):
+    torch.manual_seed(0)
+    layers = nn.Linear(72, 8), Cached(**options), nn.Linear(8, 8), Cached(**options), nn.Linear(8, 5)
+    return toy_trainer(2, 2, model=nn.Sequential(nn.Flatten(), *layers))
+
+
+def test_a_restored_cache_serves_micro_batches_of_other_sizes(tmp_path):
+    trainer = cached()
+    trainer.fit(FixedImages(20), epochs=1, batch_size=8, run_dir=tmp_path, monitoring=SILENT)
+    assert moved_in(tmp_path) == {"2.table", "4.table"}
+    plain = cached()
+    plain.load_checkpoint(tmp_path)
+    for size in (9, 2):
+        losses = [one.evaluate(FixedImages(9), batch_size=size)["validation_loss"] for one in (trainer, plain)]
+        assert losses[0] == losses[1]
+
+
+def test_a_cache_of_one_size_is_refused_before_training(tmp_path):
+    with pytest.raises(ConfigError, match=r"stage 0 .* gets float32\[B, 2, 6, 6\] and fails on it: .*must match"):
+        cached(makes_another=False).fit(FixedImages(20), epochs=1, batch_size=8, run_dir=tmp_path, monitoring=SILENT)

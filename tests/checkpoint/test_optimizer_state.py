@@ -239,13 +239,19 @@ class Aliases(Own):
         return p.grad
 
 
+class HookWithASet(Own):
+    def prepare(self):
+        seen = set()
+        self.register_step_post_hook(lambda optimizer, args, kwargs: seen.add(len(seen)))
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
         (Draws, "self.stream is a Random"),
         (DrawsFromAGenerator, "self.factors is a generator"),
         (DrawsFromTorch, r"param_groups\[0\].stream is a Generator"),
-        (Wraps, "self.inner is a SGD"),
+        (HookWithASet, "hook.post0.lambda.seen is a set"),
         (KeepsASet, r"4.conv.weight.seen.0 is a set; expected tensors, numbers, text, None, and lists,"),
         (KeyedById, r"self.sums has the id\(\) of a parameter"),
         (Aliases, "4.conv.weight.second shares its memory with 4.conv.weight.first"),
@@ -258,6 +264,43 @@ def test_what_cannot_be_saved_is_told_after_the_first_update(make, told, tmp_pat
         Run(make).fit(tmp_path, 1)
     losses = [record for record in records(tmp_path) if record["name"] == "train/loss"]
     assert [record["update"] for record in losses] in ([], [0])
+
+
+class WrapsSome(Own):
+    """The optimizers that it steps have no state yet."""
+
+    def prepare(self):
+        self.parts = {"all": [torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)]}
+
+
+class HookWithAnOptimizer(Own):
+    def prepare(self):
+        other = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9)
+        self.register_step_post_hook(lambda optimizer, args, kwargs: other.step())
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [(Wraps, "self.inner"), (WrapsSome, "self.parts"), (HookWithAnOptimizer, "hook.post0.lambda.other")],
+)
+def test_an_optimizer_in_an_optimizer_is_refused_at_the_start(make, told, tmp_path):
+    Run(make).fit(None, 1)
+    run = Run(make)
+    before = run.trainer.full_state_dict()
+    refused = f"what {make.__name__} remembers cannot be saved: {told} is a SGD, an optimizer in an optimizer.* run_dir"
+    with pytest.raises(ConfigError, match=refused):
+        run.fit(tmp_path, 1)
+    assert_same(run.trainer.full_state_dict(), before)
+
+
+def test_a_hook_that_knows_its_own_optimizer_is_no_obstacle(tmp_path):
+    class Hooked(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.05, momentum=0.9)
+            self.register_step_pre_hook(lambda optimizer, args, kwargs: self.param_groups[0].update(momentum=0.5))
+
+    Run(Hooked).fit(tmp_path, 1)
+    assert_same(Run(Hooked).fit(tmp_path, 2), Run(Hooked).fit(None, 2))
 
 
 def test_an_object_that_never_moves_is_no_obstacle(tmp_path):

@@ -185,7 +185,7 @@ def test_adl_dist_refuses_with_one_line_and_finds_a_local_target(processes, tmp_
 
 ONE_STAGE = "partition.num_stages=1"
 IMAGES, NO_SAMPLES = f"data._target_={USER}.images", ["expected samples", "Images is empty", "data.root"]
-THE_BATCH = ["for 3 samples", "whose first dimension is the batch"]
+THE_BATCH = ["for 2 samples", "whose first dimension is the batch"]
 # What only shows when the stages meet the data: refused before training, and nothing but a log is left.
 MISFITS = [
     (["partition.balance=[a,b]"], ["there is no unit or block 'a'; near it are stem"]),
@@ -194,7 +194,7 @@ MISFITS = [
         ["Branching cannot be traced", "user_code.py:", "if x.sum() > 0", "torch.fx.wrap", "nn.Sequential of units"],
     ),
     (["data.in_channels=1", "model.in_channels=3"], ["stage 0 (stem .. layer1_0)", "3 channels, but got 1"]),
-    ([f"model._target_={USER}.second_half_does_not_fit"], ["stage 1 (2 .. 3)", "float32[B, 8]", "3x8 and 9x8"]),
+    ([f"model._target_={USER}.second_half_does_not_fit"], ["stage 1 (2 .. 3)", "float32[B, 8]", "2x8 and 9x8"]),
     ([f"model._target_={USER}.drops_the_batch", "model.at=1"], ["stage 1 (1 .. 3)", "returns [10]", *THE_BATCH]),
     ([f"model._target_={USER}.drops_the_batch"], ["stage 1 (2 .. 3)", "returns [10]", *THE_BATCH]),
     (["loss._target_=torch.nn.MSELoss"], ["stage 1: the loss", "float32[B, 10]", "int64[B]", "loss._target_"]),
@@ -205,7 +205,7 @@ MISFITS = [
         ["stage 1: the model returns [B, 1], but the targets are [B]", "broadcasting", "output.squeeze(1)"],
     ),
     ([f"model._target_={USER}.exits_at", "model.at=1"], ["SystemExit: 3"]),
-    (["loss.reduction=none"], ["the loss has shape [3]", "expected one number"]),
+    (["loss.reduction=none"], ["the loss has shape [2]", "expected one number"]),
     ([IMAGES, "data.num_samples=0"], ["training dataset", *NO_SAMPLES]),
     ([IMAGES, "data.num_validation=0"], ["validation dataset", *NO_SAMPLES]),
     ([IMAGES, "data.num_samples=15"], ["training dataset", "at least 16 samples", "Images has 15", "=15 or less"]),

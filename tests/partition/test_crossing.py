@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from adl_dist.errors import PartitionError
 from adl_dist.models import resnet
 from adl_dist.partition import cut, even_sizes, linearise
+from adl_dist.partition.module_state import tensors_reached
 from tests.support.cut_model import assert_pieces_equal, places_of, read
 
 WORDS, LENGTH, WIDTH, HEADS = 17, 8, 16, 2
@@ -323,6 +324,21 @@ def test_a_reference_to_the_whole_model_ties_nothing(samples):
     assert linearise(model.double(), samples=samples).forbidden == {}
 
 
+def test_a_model_that_its_children_refer_to_is_walked_once():
+    class Parent(nn.Sequential):
+        walks = 0
+
+        def named_modules(self, *args, **kwargs):
+            type(self).walks += 1
+            return super().named_modules(*args, **kwargs)
+
+    model = Parent(*(nn.Linear(4, 4) for _ in range(5)))
+    for child in model:
+        child.parent = [model]
+    assert len([*tensors_reached(model)]) == 10
+    assert Parent.walks == 1
+
+
 def test_a_shared_buffer_that_a_forward_moves_ties_its_users():
     class Counting(nn.Module):
         def __init__(self, counter):
@@ -339,6 +355,42 @@ def test_a_shared_buffer_that_a_forward_moves_ties_its_users():
     chain = read(model, rows, granularity="block")
     assert places_of(chain) == [2]
     assert "'0.counter' and '1.counter' are one and the same tensor" in chain.forbidden[0]
+
+
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+def test_a_write_into_a_view_ties_no_units(granularity):
+    """What an InstanceNorm returns is a view; a write to it moves the history of what it is a view of."""
+    layers = [nn.Conv2d(4, 4, 1), nn.InstanceNorm2d(4, affine=True), nn.LeakyReLU(inplace=True), nn.Conv2d(4, 4, 1)]
+    chain = read(
+        nn.Sequential(*layers).double(),
+        lambda size: rows(size)[:, :, None, None].expand(-1, -1, 3, 3),
+        granularity=granularity,
+    )
+    assert places_of(chain) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("samples", [(rows(3), rows(4)), None])
+@pytest.mark.parametrize("make", ["sequential", "traced"])
+@pytest.mark.parametrize("kind", [nn.Parameter, nn.Buffer])
+def test_memory_that_parameters_share_ties_their_units(kind, make, samples):
+    """As processes of their own two stages would each have a copy, and train it apart."""
+
+    class Reads(nn.Module):
+        def __init__(self, mirror):
+            super().__init__()
+            self.mirror, self.own = kind(mirror), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.own(x) @ self.mirror
+
+    first = nn.Linear(4, 4).double()
+    units = [first, nn.Tanh(), Reads(first.weight.detach().t()).double(), nn.Linear(4, 4).double()]
+    model = nn.Sequential(*units)
+    if make == "traced":
+        model.__class__ = type("Traced", (nn.Sequential,), {"train": train})
+    chain = linearise(model, samples=samples)
+    assert places_of(chain) == [3]
+    assert "'0.weight' and '2.mirror' share memory" in chain.forbidden[1]
 
 
 OURS = ("adopt", "unit_names", "_forwards", "_unlike", "_unit_names", "graph", "code", "acts", "model", "held", "meta")

@@ -398,6 +398,24 @@ def test_hooks_of_layers_run_on_their_stage():
     assert seen == ["merge", "head", *expected], "the cut one is tried before"
 
 
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+def test_a_block_with_hooks_is_one_unit_and_they_run(granularity):
+    """Also an nn.Sequential, which is a block of its own then."""
+
+    def hooked():
+        model = Nested().double()
+        model.blocks[0].register_forward_hook(lambda module, args, out: out * 2)
+        model.blocks[1].register_full_backward_pre_hook(lambda module, grads: (grads[0] / 2,))
+        return model
+
+    model, x = hooked(), FixedImages(3, dtype=torch.float64).images
+    units = linearise(model, granularity=granularity).units
+    assert [unit for unit in units if unit.startswith("blocks")] == ["blocks.0", "blocks.1"]
+    uncut = hooked()
+    uncut.load_state_dict(model.state_dict())
+    assert_close(cut_step(model, pieces_of_one_unit(model, granularity), x)[0], uncut_step(uncut, x))
+
+
 def assert_same_run(one, other):
     (got, summary), (expected, expected_summary) = one, other
     assert all(torch.equal(got[name], expected[name]) for name in expected)
@@ -525,12 +543,6 @@ class ExtraState(net(lambda self, x: self.b(self.a(x)))):
         return torch.zeros(1)
 
 
-def hooked_block():
-    model = Nested()
-    model.blocks[0].register_forward_hook(lambda module, args, out: out * 2)
-    return model
-
-
 def hooked_sequential():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model.register_forward_pre_hook(lambda module, args: None)
@@ -554,8 +566,7 @@ DRAWS = "draws random numbers that do not depend on its input.*fx.wrap"
         (net(Refused.autocast), r"torch.autocast would not be read.*torch.fx.wrap"),
         (net(Refused.named_by_python), "has a name that Python keeps for itself, like 'for'; rename it"),
         (ExtraState, r"'_extra_state' of the model's state is neither a parameter nor a buffer"),
-        (hooked_block, r"blocks.0 has hooks, but is taken apart when the model is cut"),
-        (hooked_sequential, r"Sequential has hooks"),
+        (hooked_sequential, r"Sequential has hooks, but is taken apart when it is cut"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

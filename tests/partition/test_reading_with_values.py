@@ -191,6 +191,11 @@ class Refused:
             h = self.b(self.a(x))
         return self.c(h)
 
+    def left_by_a_hook(self, x):
+        self.a.register_forward_hook(lambda module, args, out: setattr(self.config, "kept", out))
+        h = self.b(self.a(x))
+        return self.c(h + self.config.kept)
+
     def checkpointed_lambda(self, x):
         return self.c(checkpoint(lambda h: self.block(h), self.a(x), use_reentrant=False))
 
@@ -203,13 +208,14 @@ MESSAGES = {
     "torchs_generator": r"forward changes torchs, which a cut model",
     "counter_in_a_list": r"forward changes count.*, which a cut model",
     "counter_in_a_config": r"forward changes config.calls, which a cut model",
-    "number_of_samples": r"if x.shape\[0\] % 2.*is another for batches of other sizes \(True and False\)",
-    "as_a_number": r"int\(\) of it is another for batches of other sizes \(3 and 4\)",
+    "number_of_samples": r"if x.shape\[0\] % 2.*is another for batches of 1 \(False and True\)",
+    "as_a_number": r"int\(\) of it is another for batches of other sizes \(2 and 4\)",
     "value_as_a_number": r"float\(x.sum\(\).item\(\)\): float\(\) of it depends on the values of tensors",
     "device": r"if x.is_cuda.*is another on another device",
     "loose_module": r"self.loose\[0\].*a Linear is called that is not registered: hold it in an nn.ModuleList",
     "attribute_of_a_value": r"h.requires_grad = True: sets the attribute 'requires_grad' of a value",
     "kept_elsewhere": r"saved_tensors_hooks do, .* would not be read",
+    "left_by_a_hook": r"self.config.kept\).*must match.*while it is read, not when it runs: what a layer or",
     "checkpointed_lambda": r"checkpoint\(lambda.*a function is handed over that cannot be read.*module itself",
 }
 

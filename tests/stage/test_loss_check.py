@@ -2,6 +2,7 @@
 
 import functools
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
-from adl_dist.stage.loss_check import check_is_mean
+from adl_dist.stage.loss_check import MeanGuard, check_is_mean, check_many, num_made_up, put_together
 from adl_dist.stage.loss_terms import loss_terms
 
 C, T, SIZES = 5, 6, (3, 4)
@@ -61,7 +62,7 @@ def masked(out, target):
 masked.num_terms = lambda target: (target != -100).sum()
 
 
-@pytest.mark.parametrize(
+MEANS = pytest.mark.parametrize(
     ("loss_fn", "outs", "targets"),
     [
         (nn.CrossEntropyLoss(), OUTS, CLASSES),
@@ -80,6 +81,9 @@ masked.num_terms = lambda target: (target != -100).sum()
         (taken_at_its_word, OUTS, CLASSES),
     ],
 )
+
+
+@MEANS
 def test_a_mean_over_samples_or_terms_passes(loss_fn, outs, targets):
     check(loss_fn, outs, targets)
 
@@ -123,14 +127,24 @@ def test_a_loss_of_pairs_is_told_what_it_fails_on():
         check(of_pairs, OUTS, CLASSES)
 
 
-def test_a_loss_that_cannot_be_copied_is_not_asked():
-    class Locked(Moving):
+def test_a_loss_that_cannot_be_copied_is_asked_itself():
+    class Locked(nn.Module):
         def __deepcopy__(self, memo):
             raise TypeError("cannot pickle a lock")
 
-    loss_fn = Locked()
-    check(loss_fn, OUTS, CLASSES)
-    assert loss_fn.calls == [0]
+        def forward(self, out, target):
+            return contrastive(out, target)
+
+    with pytest.raises(ConfigError, match="no mean over the samples"):
+        check(Locked(), OUTS, CLASSES)
+
+
+def test_a_gradient_that_is_another_is_told_by_its_values():
+    def of_signs(out, target):
+        return out.sum(1).mean() - (out - out.detach()).sum() / len(out) ** 2
+
+    with pytest.raises(ConfigError, match=r"of all of them (\S+), but an output gets the gradient \S+ instead of \S+;"):
+        check(of_signs, OUTS, CLASSES)
 
 
 class Moving(nn.Module):
@@ -157,3 +171,101 @@ def test_neither_a_loss_nor_a_random_stream_is_moved():
     assert torch.equal(torch.get_rng_state(), streams[0])
     assert random.getstate() == streams[1]
     assert np.random.get_state()[1].tolist() == streams[2]
+
+
+# --- Many targets, and a look in training -----------------------------------------------------------------------
+
+MANY = 256
+
+
+def rarely(num):
+    """Classes [num], of which only the last tenth has some of class 0."""
+    classes = torch.arange(num) % (C - 1) + 1
+    classes[-num // 10 :: 3] = 0
+    return classes
+
+
+def without_0(out, target):
+    return F.cross_entropy(out, target, ignore_index=0)
+
+
+def pairs(out, target):
+    return (out.reshape(len(out) // 2, 2, C).diff(dim=1) ** 2).mean()
+
+
+@MEANS
+def test_many_samples_of_a_mean_pass(loss_fn, outs, targets):
+    target = torch.cat(targets)[torch.arange(MANY) % sum(SIZES)]
+    check_many(loss_fn, put_together(outs), target, loss_terms(loss_fn, target))
+
+
+def test_a_rare_target_is_seen_among_many():
+    target = rarely(MANY)
+    check(without_0, OUTS, (target[:3], target[3:7]))
+    with pytest.raises(ConfigError, match=r"no mean over the samples: .* seen in the targets of the first 256 samples"):
+        check_many(without_0, torch.cat(OUTS), target, None)
+
+
+@pytest.mark.parametrize("loss_fn", [strict, lambda out, target: 1 / 0])
+def test_a_loss_that_takes_no_made_up_outputs_is_not_judged(loss_fn):
+    check_many(loss_fn, torch.cat(OUTS), rarely(MANY), None)
+
+
+def test_outputs_are_made_up_only_as_far_as_there_is_memory():
+    assert num_made_up({"logits": torch.zeros(7, 10), "number": 3}) > MANY
+    assert num_made_up(torch.zeros(7, 1024, 1024)) == 8
+
+
+def guard_of(loss_fn):
+    return MeanGuard.of(loss_fn, nullcontext, "stage 3")
+
+
+def looked_at(loss_fn, targets):
+    """Look at one micro-batch for each of the targets."""
+    guard, generator = guard_of(loss_fn), torch.Generator().manual_seed(0)
+    for target in targets:
+        guard.look(torch.randn(len(target), C, generator=generator), target)
+
+
+def halving_0(out, target):
+    return F.cross_entropy(out, target, weight=torch.tensor([0.5, *[1.0] * (C - 1)], dtype=out.dtype))
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_a_rare_target_is_seen_in_training(size):
+    late = [(torch.arange(size) + n) % C if n > 300 else torch.ones(size, dtype=torch.long) for n in range(600)]
+    with pytest.raises(ConfigError, match=r"stage 3: the loss is no mean over the samples: .*no sample at the start"):
+        looked_at(halving_0, late)
+    looked_at(by_hand, late)
+
+
+def test_of_terms_that_it_counts_a_guard_knows():
+    def counting(out, target):
+        return without_0(out, target)
+
+    counting.num_terms = lambda target: (target != 0).sum()
+    looked_at(counting, rarely(1000).split(4))
+    counting.num_terms = lambda target: (target != 1).sum()
+    with pytest.raises(ConfigError, match="no mean over the terms that it counts"):
+        looked_at(counting, rarely(1000).split(5))
+
+
+def test_a_guard_is_silent_about_what_it_cannot_compare():
+    looked_at(pairs, [torch.zeros(3, dtype=torch.long)] * 100)
+    looked_at(lambda out, target: by_hand(out, target) * torch.rand(()), [*rarely(1000).split(4)])
+    looked_at(taken_at_its_word, [*rarely(1000).split(4)])
+
+
+def test_a_guard_looks_rarely_and_not_at_losses_of_torch():
+    calls = 0
+
+    def counted(out, target):
+        nonlocal calls
+        calls += 1
+        return by_hand(out, target)
+
+    looked_at(counted, [torch.ones(4, dtype=torch.long)] * 6400)
+    assert calls <= 4 * (100 + 8), "4 calls, for every 64th micro-batch, and some of the first"
+    for loss_fn in (nn.CrossEntropyLoss(weight=WEIGHT), F.mse_loss, functools.partial(F.nll_loss, ignore_index=0)):
+        assert guard_of(loss_fn) is None
+    assert guard_of(masked) is not None

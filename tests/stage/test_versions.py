@@ -110,3 +110,26 @@ def test_a_parameter_without_plain_memory_is_refused_by_name():
     module._parameters["weight"] = Wrapped(torch.ones(2, 2))
     with pytest.raises(ConfigError, match=r"stage 1: no older version can be kept of parameter 'weight', a Wrapped"):
         check_versions(module, "stage 1")
+
+
+def overlapping():
+    """A frozen whole, frozen parts of it, and a trained part that begins behind the end of the first."""
+    whole = torch.zeros(100)
+    module = nn.Module()
+    module.whole, module.first = nn.Parameter(whole, requires_grad=False), nn.Buffer(whole[10:20])
+    module.last = nn.Parameter(whole[50:60])
+    return module
+
+
+def test_shared_memory_is_found_behind_a_tensor_in_between():
+    with pytest.raises(ConfigError, match=r"stage 1: 'whole' and 'last' share memory"):
+        check_versions(overlapping(), "stage 1")
+    module = overlapping()
+    module.last.requires_grad_(False)
+    check_versions(module, "stage 1")
+
+
+def test_parts_of_one_memory_that_do_not_overlap_have_versions():
+    flat, module = torch.zeros(100), nn.Module()
+    module.a, module.b = nn.Parameter(flat[:50]), nn.Parameter(flat[50:])
+    check_versions(module, "stage 1")

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from adl_dist.partition import linearise
 
-SIZES = (3, 4)  # of the two batches that a forward is read with
+SIZES = (2, 4)  # of the two batches that a forward is read with
 OTHER_SIZE = 5
 
 

@@ -312,7 +312,7 @@ def test_replay_buffers_refuse_groups_whose_terms_they_mix():
 
 def test_a_num_terms_that_fails_does_so_before_the_first_update(monkeypatch):
     monkeypatch.setattr(masked_mean, "num_terms", lambda target: target.nothing)
-    with pytest.raises(ConfigError, match=r"num_terms fails on int64.3, 5.: AttributeError"):
+    with pytest.raises(ConfigError, match=r"num_terms fails on int64.2, 5.: AttributeError"):
         fitted(*CASES["a loss of one's own"][:3], K=2)
 
 

@@ -1,10 +1,12 @@
 """K gloo processes against K stages in one process: the same bits."""
 
+import functools
 import os
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from adl_dist.optimizers import Muon, RotatedAdam
 from adl_dist.schedule import METHODS
@@ -168,3 +170,21 @@ def test_ranks_with_weights_of_a_checkpoint_need_no_common_seed(tmp_path):
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     found = run_ranks(2, weights_of_a_checkpoint, str(checkpoint), str(tmp_path))
     assert found == [(expected, 4)] * 2
+
+
+def evaluated_first(num_samples, last=nn.Identity):
+    """Evaluate, when no stage knows what micro-batches training will have, and train then."""
+    trainer = toy_trainer(2, 1, model=nn.Sequential(*batch_norm_net(), last()), balance="even")
+    trainer.evaluate(FixedImages(8), batch_size=4)
+    return trainer.fit(FixedImages(num_samples), epochs=1, batch_size=4, monitoring=SILENT)["updates"]
+
+
+@pytest.mark.parametrize("num_samples", [9, 10, 11])
+def test_a_small_last_micro_batch_may_come_after_an_evaluation(num_samples):
+    assert run_ranks(2, evaluated_first, num_samples) == [3, 3]
+
+
+def test_one_sample_that_cannot_be_normalised_is_told_then():
+    told = r"holds 1 sample, and stage 1 .*Expected more than 1 value per channel.*another train.batch_size"
+    with pytest.raises(RanksFailed, match=told):
+        run_ranks(2, evaluated_first, 9, functools.partial(nn.BatchNorm1d, 5))

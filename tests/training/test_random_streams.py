@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from adl_dist.errors import ConfigError
-from adl_dist.partition.module_state import Streams
+from adl_dist.streams import Streams
 from tests.support.runs import toy_trainer
 from tests.support.toys import FixedImages
 from tests.support.values import SILENT

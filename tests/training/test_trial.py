@@ -1,6 +1,7 @@
 """What is found out of a model, the loss and the data before the first update, on real samples, and what is refused."""
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ from torch.utils.data import TensorDataset
 
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.stage import in_dtype
+from adl_dist.schedule import Pipeline
+from adl_dist.stage import Precision, TrainSpec, in_dtype
 from adl_dist.training import samples
+from adl_dist.training.options import PartitionSpec
+from adl_dist.training.partitioned_model import Measuring, PartitionedModel
+from adl_dist.training.trial import Trial
 from tests.support.runs import sgd, toy_trainer
 from tests.support.toys import FixedImages, batch_norm_net
 from tests.support.values import SILENT
@@ -64,8 +69,8 @@ def test_all_ranks_get_the_samples_of_rank_0_however_large(monkeypatch):
     got = samples.share(store, None, rank=1, size=2)
     for ours, theirs in zip(sent.pair, got.pair, strict=True):
         assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(ours, theirs, strict=True))
-    assert torch.equal(torch.cat([batch.target for batch in got.pair]), torch.tensor([0, 1, 2, 3, 4, 0, 1]))
-    assert got[1:] == (True, (2, 1))
+    assert torch.equal(torch.cat([batch.target for batch in got.pair]), torch.tensor([0, 1, 2, 3, 4, 0]))
+    assert got[1:] == (True, (1, 3))
 
 
 # --- What crosses a cut ----------------------------------------------------------------------------------------
@@ -93,6 +98,7 @@ NO_BATCH = {
     "always three": lambda x: (x, torch.ones(3, WIDTH)),
     "a number that changes": lambda x: (x, len(x)),
     "an object": lambda x: (x, object()),
+    "sometimes None": lambda x: (x, x if len(x) == 2 else None),
 }
 
 
@@ -173,7 +179,7 @@ LOSSES = {
     "a number of Python": (lambda out, y: F.cross_entropy(out, y).item(), "the loss returned a float"),
     "a tuple": (lambda out, y: (F.cross_entropy(out, y), 1), "the loss returned a tuple"),
     "nothing": (lambda out, y: None, "the loss returned None"),
-    "one for each sample": (functools.partial(F.cross_entropy, reduction="none"), r"the loss has shape \[3\]"),
+    "one for each sample": (functools.partial(F.cross_entropy, reduction="none"), r"the loss has shape \[2\]"),
     "a mistake": (lambda out, y: out["logits"], "the loss gets float32.* and fails on it: IndexError"),
 }
 
@@ -220,6 +226,49 @@ def test_channels_last_is_taken_where_the_model_allows_it(K, capsys):
         ConfigError, match=r"runtime.channels_last=true: stage 0 .* runtime.channels_last=false, or null"
     ):
         fitted(views(), True)
+
+
+def test_ranks_take_one_cut_measured_in_both_formats(monkeypatch):
+    """A rank that has found that channels_last does not run waits for the cut that rank 0 measures without it."""
+    measured, others_end = iter([[1, 4], [3, 2]]), threading.Event()
+
+    def measure(*_):
+        sizes = next(measured)
+        others_end.wait(0.0 if sizes == [1, 4] else 0.5)
+        return sizes
+
+    def run(trial, stages, *, verify=False, is_final=True):
+        if verify and trial.spec.precision.channels_last:
+            raise PartitionError("it is another one in channels_last")
+        return tried(trial, stages, verify=verify, is_final=is_final)
+
+    tried = Trial.run
+    monkeypatch.setattr(PartitionedModel, "_measured", measure)
+    monkeypatch.setattr(Trial, "run", run)
+    store = torch.distributed.HashStore()
+    pipeline = Pipeline(adl_dist.method("adl"), 2)
+    spec = TrainSpec(
+        pipeline=pipeline, loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, precision=Precision(channels_last=None)
+    )
+    data = samples.Samples.of(torch.randn(6, 3, 8, 8), torch.zeros(6, dtype=torch.long), trains=True)
+    cuts = {}
+
+    def settle(rank):
+        balance = PartitionSpec(balance="auto", granularity="block")
+        flat = [nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, 8), nn.Linear(8, 5)]
+        partitioned = PartitionedModel(nn.Sequential(*flat), 2, balance, own=[rank])
+        measuring = Measuring(None, 4, None) if rank == 0 else None
+        partitioned.finalize(store, spec, data, device=torch.device("cpu"), measuring=measuring)
+        cuts[rank] = partitioned.sizes
+        if rank:
+            others_end.set()
+
+    ranks = [threading.Thread(target=settle, args=(rank,)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(30)
+    assert cuts == {0: [3, 2], 1: [3, 2]}
 
 
 # --- Calls in a row --------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import adl_dist
 from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import ModuleState, Streams
+from adl_dist.partition.module_state import ModuleState
 from adl_dist.schedule import METHODS, Pipeline
 from adl_dist.stage import Precision, TrainSpec
+from adl_dist.streams import Streams
 from adl_dist.training.samples import Samples
 from adl_dist.training.trial import Trial
 from tests.support.runs import sgd, toy_trainer
@@ -82,10 +83,15 @@ def plain(self, x):
     return self.layer(x)
 
 
+def fails(self, x):
+    raise RuntimeError("no such thing")
+
+
 # What the uncut model does, what its second stage does instead, and what is told of it.
 UNLIKE = {
     "another branch": (plain, lambda self, x: self.layer(torch.sin(x)), ["the output differs", "first micro-batch"]),
     "a counter read once": (counts, plain, ["the output differs", "second micro-batch"]),
+    "an error": (plain, fails, ["which runs: stage 1 (0 .. 1) gets", "no such thing; use partition.granularity=block"]),
     "detached": (plain, lambda self, x: self.layer(x.detach()), ["gradient of '1.bias' is missing"]),
     "evaluation only": (
         plain,
@@ -145,6 +151,20 @@ def test_a_stage_that_recomputes_is_found():
     assert [traits.recomputes for traits in agreed.traits.values()] == [False, True, False, False]
     agreed = tried(model, [*map(nn.Sequential, model)], method="bp")
     assert not any(traits.recomputes for traits in agreed.traits.values()), "its weights never change in between"
+
+
+class LinearRecomputes(Recomputes):
+    """The gradients of its own parameters do not depend on them: the stage in front gets another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = layer()
+
+
+def test_the_stage_that_recomputes_is_told_from_the_one_in_front():
+    model = nn.Sequential(layer(), LinearRecomputes(), nn.Sequential(layer(), nn.Tanh()), LinearRecomputes(), last())
+    agreed = tried(model, [*map(nn.Sequential, model)])
+    assert [traits.recomputes for traits in agreed.traits.values()] == [False, True, False, True, False]
 
 
 def test_recomputing_with_the_latest_weights_is_refused():
@@ -292,7 +312,7 @@ def test_rounding_is_no_difference(precision):
 def test_the_seconds_of_the_check_are_told(capsys):
     trainer = toy_trainer(2, 2)
     trainer.fit(FixedImages(8), epochs=1, batch_size=4, monitoring=adl_dist.Monitoring(tensorboard=False))
-    assert "the cut model was found equal to the uncut one on 7 samples in " in capsys.readouterr().out
+    assert "the cut model was found equal to the uncut one on 6 samples in " in capsys.readouterr().out
 
 
 def test_without_the_check_another_model_is_trained():
@@ -335,12 +355,16 @@ class Recomputing(nn.Module):
         return checkpoint(self.compute, x, use_reentrant=False) if self.recomputes else self.compute(x)
 
 
-def test_a_block_recomputes_right_in_a_second_fit():
+@pytest.mark.parametrize(
+    ("K", "method", "options"),
+    [(3, "adl", {}), (3, "adl", {"verify": False}), (2, "pipedream", {"verify": False}), (1, "2bw", {})],
+)
+def test_a_block_recomputes_right_also_in_a_second_fit(K, method, options):
     states = []
     for recomputes in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(*(Recomputing(recomputes=recomputes) for _ in range(2)), last())
-        trainer = toy_trainer(3, 2, model=model, dtype=torch.float64)
+        trainer = toy_trainer(K, 2, model=model, method=method, dtype=torch.float64, **options)
         for num in (16, 17):  # the second one ends with a micro-batch of one sample, which is tried out then
             x = torch.linspace(-1, 1, num * WIDTH, dtype=torch.float64).view(num, WIDTH)
             dataset = torch.utils.data.TensorDataset(x, torch.arange(num) % CLASSES)
@@ -348,6 +372,14 @@ def test_a_block_recomputes_right_in_a_second_fit():
         states.append(trainer.full_state_dict())
     for name, weights in states[0].items():
         torch.testing.assert_close(states[1][name], weights, rtol=1e-12, atol=1e-12)
+
+
+def test_without_the_check_recomputing_with_latest_is_refused():
+    model = nn.Sequential(*(Recomputing(recomputes=True) for _ in range(2)), last())
+    trainer = toy_trainer(3, 2, model=model, method="paci", verify=False)
+    data = torch.utils.data.TensorDataset(torch.randn(8, WIDTH), torch.zeros(8, dtype=torch.long))
+    with pytest.raises(PartitionError, match=r"stage \d .* as activation checkpointing does.*method.weights=latest"):
+        trainer.fit(data, epochs=1, batch_size=8, monitoring=SILENT)
 
 
 @pytest.mark.parametrize("K", [1, 2])

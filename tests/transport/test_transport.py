@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from adl_dist.errors import ChannelError
+from adl_dist.errors import ChannelError, PartitionError
 from adl_dist.partition import cut
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.spec import Specs, TensorSpec
@@ -79,9 +79,16 @@ def test_another_shape_or_dtype_than_agreed_names_the_edge(tensor, found):
     channel = LocalChannel(Specs.always([TensorSpec((3, 4, 5), "float32")]), what="act", edge="stage 0 -> stage 1")
     channel.open([2] * 8, training=True)
     with pytest.raises(
-        ChannelError, match=rf"stage 0 -> stage 1: act of micro-batch 7 is {found}.*agreed for float32\[2, 3, 4, 5\]"
+        PartitionError, match=rf"stage 0 -> stage 1: act of micro-batch 7 is {found}.*expected float32\[2, 3, 4, 5\]"
     ):
         channel.send(7, (tensor,))
+
+
+def test_another_number_of_tensors_than_agreed_names_the_edge():
+    channel = LocalChannel(Specs.always([TensorSpec((3, 4, 5), "float32")]), what="act", edge="stage 0 -> stage 1")
+    channel.open([2], training=True)
+    with pytest.raises(PartitionError, match="stage 0 -> stage 1: act of micro-batch 0 are 2 tensors, expected 1"):
+        channel.send(0, (IMAGE, IMAGE))
 
 
 def test_a_micro_batch_out_of_order_is_refused():

@@ -4,8 +4,6 @@ Every rank runs the whole model, so nothing has to be agreed on: each finds by i
 has to be known of every stage, and the same mistakes.
 """
 
-import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,20 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from adl_dist.errors import ConfigError, PartitionError
-from adl_dist.partition.module_state import CAN_CROSS, ModuleState, Streams
-from adl_dist.partition.piece import traced_units
-from adl_dist.stage import LossFn, TrainSpec
-from adl_dist.stage.calls import Tensors, packed, takes_gradient
+from adl_dist.errors import ConfigError
+from adl_dist.partition.module_state import ModuleState
+from adl_dist.stage import TrainSpec
+from adl_dist.stage.calls import Tensors, packed
 from adl_dist.stage.heads import check_outs
-from adl_dist.stage.loss_check import check_is_mean
-from adl_dist.stage.loss_terms import class_loss, is_sum, loss_terms
-from adl_dist.stage.traits import StageTraits, Structure, joined
+from adl_dist.stage.loss_check import check_is_mean, num_made_up, put_together
+from adl_dist.stage.loss_terms import class_loss, is_known_mean, loss_terms
+from adl_dist.stage.traits import LossTraits, StageTraits, Structure, joined
 from adl_dist.stage.versions import Exchange
+from adl_dist.streams import Streams
+from adl_dist.training.cut_values import check_output, crossing, share_memory
 from adl_dist.training.findings import Agreed, CutImpossible, Seen
-from adl_dist.training.loss_checks import check_broadcast, check_loss
-from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, Outcome, Replacement, change_values
-from adl_dist.training.samples import SIZES, MicroBatch, Samples
+from adl_dist.training.homes import Around, Homes
+from adl_dist.training.loss_checks import check_broadcast, check_not_shared, is_called_again, try_loss
+from adl_dist.training.outcome import EVALUATION, FIRST, SECOND, THIRD, Outcome, Replacement, change_values
+from adl_dist.training.samples import NUM_SAMPLES, MicroBatch, Samples
 from adl_dist.transport.spec import Specs, TensorSpec
 
 
@@ -54,15 +54,17 @@ class StageChain:
         *,
         name: str = "",
         on_turn: Callable[[str], None] = lambda when: None,
+        around: Around = lambda k: nullcontext(),
     ) -> None:
         """Take the ``stages``, which are on ``device``.
 
         ``name``: what they are called in errors; empty: each by its index and units. ``on_turn`` is called
-        with what begins, like ``FIRST``.
+        with what begins, like ``FIRST``. The forward of stage k, and the loss, run in ``around(k)``.
         """
         self.stages, self.last = stages, len(stages) - 1
-        self._places = [name or f"stage {k} ({units_of(stage)})" for k, stage in enumerate(stages)]
-        self._on_turn = on_turn
+        self.homes = Homes(stages, name)
+        self._places = self.homes.places
+        self._on_turn, self._around = on_turn, around
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._device = device
         self._seen = [[Seen() for _ in stages] for _ in Specs._fields]
@@ -70,11 +72,11 @@ class StageChain:
         self._target: TensorSpec | None = None
         self._num_classes: int | None = None
         self._num_outputs: int | None = None
-        self._outputs: list[tuple[Any, Tensor]] = []  # of both micro-batches in training, with their targets
+        self._outputs: list[tuple[Any, Tensor]] = []  # of both micro-batches in training, with their targets, for M > 1
+        self._accumulates = spec.pipeline.micro_batches_per_update > 1
         self._learns = self._is_loss_tried = False
+        self._of_loss = LossTraits()
         self._is_training: bool | None = None  # which mode the stages are in; None: unknown
-        self._held = [{id(t) for t in (*stage.parameters(), *stage.buffers())} for stage in stages]
-        self._spoilt: Callable[[int], AbstractContextManager[None]] = lambda k: nullcontext()
 
     def run(
         self,
@@ -122,10 +124,15 @@ class StageChain:
                 change_values(in_place)
                 self._on_turn(SECOND)
                 behind = self.forward(second)
+            del passage
+            if change.third and change.delayed:
+                self._forward_third(first, outcome)
             if backward:
                 self._backward(behind, SECOND, change.parameters, outcome)
             _keep(outcome, SECOND, behind)
-            del passage, behind
+            del behind
+            if change.third and not change.delayed:
+                self._forward_third(first, outcome)
             self._on_turn(EVALUATION)
             _keep(outcome, EVALUATION, self.forward(first, training=False))
         finally:
@@ -133,9 +140,18 @@ class StageChain:
                 exchange.swap(older)
         return outcome
 
-    def forward(self, batch: MicroBatch, *, training: bool = True, look: Sequence[ModuleState] = ()) -> _Passage:
-        """Forward one micro-batch through all stages; ``look``: their states, to note also what each of them moves."""
-        passage, size = _Passage(), len(batch.input_)
+    def _forward_third(self, batch: MicroBatch, outcome: Outcome) -> None:
+        self._on_turn(THIRD)
+        _keep(outcome, THIRD, self.forward(batch))
+
+    def forward(
+        self, batch: MicroBatch, *, training: bool = True, graph: bool = True, look: Sequence[ModuleState] = ()
+    ) -> _Passage:
+        """Forward one micro-batch through all stages; ``look``: their states, to note also what each of them moves.
+
+        ``graph``: whether to keep the graph in training, in evaluation there is none.
+        """
+        passage, size, graph = _Passage(), len(batch.input_), graph and training
         if training != self._is_training:
             self._is_training = training
             for stage in self.stages:
@@ -151,7 +167,7 @@ class StageChain:
                 spec.fit(t, size, lambda: gets).detach().requires_grad_(need)  # noqa: B023
                 for spec, t, need in zip(specs, tensors, needs, strict=True)
             )
-            with torch.set_grad_enabled(training):
+            with torch.set_grad_enabled(graph):
                 # Clones: autograd would refuse an operation in place on a leaf, and those are to be found.
                 acts = tuple(leaf.clone() for leaf in leaves)
                 argument = packed(acts) if structure is None else structure.build(acts)
@@ -169,20 +185,17 @@ class StageChain:
             seen.needs_grad.append(needs)
             passage.acts.append(leaves)
             if k == self.last:
-                self._check_output(out, size, gets)
+                check_output(out, size, gets)
                 passage.output = out
-                streams = Streams() if look else None
-                with torch.set_grad_enabled(training):
+                looking = self._looking_at_loss(look[k]) if look else nullcontext()
+                with torch.set_grad_enabled(graph), self._around(k), looking:
                     passage.loss = self._loss(k, out, batch.target)
-                if streams is not None:
-                    draws = self._traits[k].draws | (streams.moved() - {"torch"})
-                    self._traits[k] = replace(self._traits[k], draws=draws)
                 self._learns = self._learns or passage.loss.requires_grad
                 passage.ends.append((passage.loss,))
             else:
-                tensors, structure = self._crossing(k, out, size, gets, self._seen[0 if training else 1][k + 1])
+                tensors, structure = crossing(k, out, size, gets, self._seen[0 if training else 1][k + 1])
                 passage.ends.append(tensors)
-                shared = _shared(tensors, acts, shared)
+                shared = share_memory(tensors, acts, shared)
                 needs = [t.requires_grad for t in tensors]
         return passage
 
@@ -192,7 +205,9 @@ class StageChain:
         pairs = zip(training[1:], evaluation[1:], strict=True)
         if any((one.specs[0], one.takes[0]) != (other.specs[0], other.takes[0]) for one, other in pairs):
             self.forward(samples.pair[1], training=False)  # else it was seen in training what the batch dimension is
-        acts, traits = {}, {}
+        acts, traits, of_loss = {}, {}, self._of_loss
+        if is_called_again(spec.pipeline) and not is_known_mean(self._loss_fn):
+            of_loss = replace(of_loss, writes_target=True)  # it may, with other targets
         for k, (seen, in_evaluation) in enumerate(zip(training, evaluation, strict=True)):
             gets_grad = seen.gets_grad[-1] if seen.gets_grad else None
             acts[k] = Specs(seen.specs[-1], in_evaluation.specs[-1]).getting_gradients(gets_grad)
@@ -202,6 +217,7 @@ class StageChain:
                 takes=(seen.takes[-1], in_evaluation.takes[-1]),
                 needs_grad=seen.needs_grad[-1],
                 gets_grad=gets_grad,
+                loss=of_loss,
             )
         for k in range(self.last):
             traits[k] = replace(traits[k], returns=traits[k + 1].takes)
@@ -211,78 +227,50 @@ class StageChain:
         if method.spec.local_losses:
             for k in range(self.last):
                 check_outs(method.head, k, [out.shape for out in acts[k + 1].training])
+        outs, targets = zip(*self._outputs, strict=True) if self._outputs else ((), ())
         fault = None
-        if spec.pipeline.micro_batches_per_update > 1:
-            (out, target), (other_out, other_target) = self._outputs[:2]
-            try:
+        try:
+            check_not_shared(spec.pipeline, self._of_loss)
+            if self._accumulates:
                 terms = loss_terms(self._loss_fn, samples.one[1])
-                check_is_mean(self._loss_fn, (out, other_out), (target, other_target), terms)
-            except ConfigError as error:  # evaluation may do with such a loss, and training come after it
-                fault = str(error)
-        return Agreed(acts, self._target, traits, self._num_classes, self._num_outputs, self._learns, fault)
+                check_is_mean(self._loss_fn, outs, targets, terms)
+        except ConfigError as error:  # evaluation may do with such a loss, and training come after it
+            fault = str(error)
+        output = put_together(outs) if outs and num_made_up(outs[0]) > NUM_SAMPLES else None
+        return Agreed(acts, self._target, traits, self._num_classes, self._num_outputs, self._learns, fault, output)
 
     @contextmanager
     def _looking(self, k: int, state: ModuleState) -> Iterator[None]:
         """Note what the stage's forward moves of its ``state``, and draws from."""
-        streams = Streams()
+        streams, stage = Streams(), self.stages[k]
         yield
-        persistent = {*self.stages[k].state_dict(keep_vars=True)}
-        moved = [name for found in state.changes() for name in found.names]
-        moves = tuple(name for name in moved if name not in persistent)
-        writes = tuple(name for name, p in self.stages[k].named_parameters() if p.requires_grad and name in moved)
-        draws = frozenset(streams.moved() - {"torch"})
-        self._traits[k] = replace(self._traits[k], draws=draws, moves=moves, writes=writes)
+        persistent, names = {*stage.state_dict(keep_vars=True)}, {*state.changed_names()}
+        moves = tuple(sorted(names - persistent))
+        trained = {name for name, p in stage.named_parameters() if p.requires_grad}
+        moves_more = bool(names - trained - {*dict(stage.named_buffers())})
+        draws, writes = frozenset(streams.moved() - {"torch"}), tuple(sorted(names & trained))
+        self._traits[k] = replace(self._traits[k], draws=draws, moves=moves, writes=writes, moves_more=moves_more)
+
+    @contextmanager
+    def _looking_at_loss(self, like: ModuleState) -> Iterator[None]:
+        """Note what the loss keeps and changes, and draws from; ``like``: the state of the last stage at the start."""
+        streams, state = Streams(), ModuleState.of(alike=like, functions={"loss_fn": self._loss_fn})
+        yield
+        moves = tuple(state.changed_names())
+        self._of_loss = replace(self._of_loss, moves=moves)
+        known, draws = self._traits[self.last], streams.moved() - {"torch"}
+        moves_more = known.moves_more or bool(moves)
+        self._traits[self.last] = replace(known, draws=known.draws | draws, moves_more=moves_more)
 
     def _call(self, k: int, argument: Any, gets: str) -> Any:
         try:
-            with self._within(), self._spoilt(k):
+            with self._within(), self._around(k):
                 return self.stages[k](argument)
         except torch.OutOfMemoryError:
             raise
         except (Exception, SystemExit) as error:  # the user's own forward can raise anything
             text = f"{gets} and fails on it: {type(error).__name__}: {error}"
             raise ConfigError(text) from error
-
-    def _crossing(self, k: int, out: Any, size: int, gets: str, behind: Seen) -> tuple[Tensors, Structure | None]:
-        """Return the tensors in ``out``, and how they stand in it; None: it is one tensor or a tuple of several."""
-
-        def refuse(found: str) -> CutImpossible:
-            reason = f"returns {found} for {size} samples"
-            return CutImpossible(
-                f"{gets} and {reason}; expected tensors whose first dimension is the batch, and numbers that stay; "
-                "cut elsewhere: partition.balance=even finds where",
-                stage=k,
-                reason=f"what would cross it has no batch dimension or changes: stage {k} {reason}",
-            )
-
-        leaves = tree_leaves(out)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                if leaf.shape[:1] != (size,):
-                    raise refuse(str(list(leaf.shape)))
-            elif not isinstance(leaf, CAN_CROSS):
-                raise refuse(type(leaf).__name__)
-        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        of_tensors = type(out) is tuple and len(out) > 1 and all(isinstance(each, Tensor) for each in out)
-        is_plain = isinstance(out, Tensor) or of_tensors
-        structure = None if is_plain else Structure.of(out)
-        specs = tuple(map(TensorSpec.of, tensors))
-        shapes = [(spec.shape, spec.dtype) for spec in specs]
-        before = [(spec.shape, spec.dtype) for spec in behind.specs[0]] if behind.specs else shapes
-        if behind.takes and (behind.takes[0] != structure or before != shapes):
-            now = f"{structure or ''} {', '.join(map(str, specs))}".strip()
-            other = f"{behind.takes[0] or ''} {', '.join(map(str, behind.specs[0]))}".strip()
-            raise refuse(f"{other} for {SIZES[0]} samples, but {now}")
-        return tensors, structure
-
-    @staticmethod
-    def _check_output(out: Any, size: int, gets: str) -> None:
-        for leaf in tree_leaves(out):  # numbers, like a penalty next to the output, are for the loss to take
-            if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != size:
-                raise ConfigError(
-                    f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "
-                    "first dimension is the batch"
-                )
 
     def _loss(self, k: int, out: Any, target: Tensor) -> Tensor:
         outs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -296,11 +284,17 @@ class StageChain:
             # One out of range ends a GPU's process; the loader names the micro-batch.
             known = target.clamp(0, self._num_outputs - 1)
             target = torch.where(target == classes.ignore_index, target, known)
-        if torch.is_grad_enabled():
-            held = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
+        if torch.is_grad_enabled() and self._accumulates and len(self._outputs) < 2:
+            held = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, out)
             self._outputs.append((held, target))
+        given, versions = target.clone(), [_version_of(leaf) for leaf in outs]  # the samples are used again
         with self._within():
-            loss = _try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, target, self._loss_fn)
+            loss = try_loss(k, f"{', '.join(map(str, specs))} and {self._target}", out, given, self._loss_fn)
+            self._of_loss = replace(
+                self._of_loss,
+                writes_output=self._of_loss.writes_output or versions != [_version_of(leaf) for leaf in outs],
+                writes_target=self._of_loss.writes_target or given._version > 0,
+            )
             if len(target) > 1 and not self._is_loss_tried:
                 check_broadcast(k, self._loss_fn, out, target)
                 self._is_loss_tried = True
@@ -332,18 +326,13 @@ class StageChain:
                     raise
                 except Exception as error:  # a hook or a function of the user's own can raise anything
                     text = f"{self._places[k]} fails in its backward: {type(error).__name__}: {error}"
-                    if older:
-                        text += (
-                            "; with several micro-batches in flight a forward must not write in place to a weight or "
-                            "buffer that the backward of an earlier one needs"
-                        )
                     raise ConfigError(text) from error
             grads = [leaf.grad for leaf in passage.acts[k]]
             self._note_gradients(k, [grad is not None for grad in grads])
             for name in parameters:
                 holder = older.get(name, parameters[name])
                 if holder.grad is not None:
-                    self._check_home(name, parameters[name], k)
+                    self.homes.check(name, parameters[name], k)
                     gradients[name], holder.grad = holder.grad, None
         outcome.add(when, "gradient", gradients)
 
@@ -355,69 +344,10 @@ class StageChain:
             reason = f"{self._places[k]} gives what it gets a gradient for some micro-batches only"
             raise CutImpossible(f"{reason}; cut elsewhere (partition.balance)", stage=k - 1, reason=reason)
 
-    def check_ties(self, samples: Samples, states: Sequence[ModuleState]) -> None:
-        """Refuse that a stage reads what belongs to another one, also where no gradient tells it.
 
-        Nothing else may have moved: the outcome of a forward must not change if all that a stage reaches of others,
-        through lists or closures, is spoilt. ``states`` are those of the stages.
-
-        Raises:
-            PartitionError: a stage reads it; names both.
-        """
-        of_others = [list(self._reached_of_others(k, state.tensors[0])) for k, state in enumerate(states)]
-        if not any(of_others):
-            return
-        losses = [self._evaluation_loss(samples) for _ in range(2)]
-        if not torch.equal(*losses):
-            return
-        for k, reached in enumerate(of_others):
-            # All at once, for it may be the whole model that a unit reaches; one by one only to name the one.
-            if not reached or torch.equal(losses[0], self._evaluation_loss(samples, k, [one for _, one in reached])):
-                continue
-            for name, tensor in reached:
-                if not torch.equal(losses[0], self._evaluation_loss(samples, k, [tensor])):
-                    self._check_home(name, tensor, k)
-
-    def _evaluation_loss(self, samples: Samples, spoilt_for: int = -1, tensors: Sequence[Tensor] = ()) -> Tensor:
-        """Return the loss in evaluation, with other values in ``tensors`` while stage ``spoilt_for`` runs."""
-        self._spoilt = lambda k: _spoilt(tensors) if k == spoilt_for else nullcontext()
-        try:
-            loss = self.forward(samples.pair[0], training=False).loss
-        finally:
-            self._spoilt = lambda k: nullcontext()
-        assert loss is not None
-        return loss
-
-    def _reached_of_others(self, k: int, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        others = set[int]().union(*(held for stage, held in enumerate(self._held) if stage != k)) - self._held[k]
-        for _, tensor in tensors:
-            if id(tensor) in others and tensor.numel():
-                home = next(stage for stage, held in enumerate(self._held) if id(tensor) in held)
-                named = (*self.stages[home].named_parameters(), *self.stages[home].named_buffers())
-                yield next(name for name, one in named if one is tensor), tensor
-
-    def _check_home(self, name: str, tensor: Tensor, k: int) -> None:
-        """Refuse that stage ``k`` computes with ``tensor`` if that is another stage's."""
-        homes = [stage for stage, held in enumerate(self._held) if id(tensor) in held]
-        if homes and k not in homes:
-            raise PartitionError(
-                f"'{name}' is a tensor of {self._places[homes[0]]}, but {self._places[k]} computes with it, too, by "
-                "a reference that is not registered; assign the module or parameter to an attribute there, so that it "
-                "counts as shared, or cut elsewhere (partition.balance), so that both are on one stage"
-            )
-
-
-@contextmanager
-def _spoilt(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Have other values in ``tensors`` inside."""
-    kept = [tensor.detach().clone() for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data.fill_(math.nan if takes_gradient(tensor) else 0).add_(1)
-        yield
-    finally:
-        for tensor, values in zip(tensors, kept, strict=True):
-            tensor.data.copy_(values)
+def _version_of(tensor: Tensor) -> int:
+    """Return how often it was written to, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:
@@ -427,40 +357,5 @@ def _keep(outcome: Outcome, when: str, passage: _Passage) -> None:
     outcome.add(when, "loss", {"": passage.loss.detach()})
 
 
-def units_of(module: nn.Module) -> str:
-    """Return the names of the first and the last unit of a stage."""
-    names = traced_units(module) or [name for name, _ in module.named_children()] or [type(module).__name__]
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-
-
 def _any(flags: Sequence[Sequence[bool]]) -> list[bool]:
     return [any(each) for each in zip(*flags, strict=True)]
-
-
-def _shared(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequence[bool]) -> list[bool]:
-    """Return for each of ``outs`` whether it shares memory with another tensor that crosses a cut.
-
-    Behind the cut they are two: a write to one would not be seen in the other.
-    """
-    memory = [out.untyped_storage().data_ptr() for out in outs]
-    of_acts = {act.untyped_storage().data_ptr() for act, is_shared in zip(acts, shared, strict=True) if is_shared}
-    pairs = zip(outs, memory, strict=True)
-    return [bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts) for out, mine in pairs]
-
-
-def _try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -> Tensor:
-    """Return the loss of a micro-batch; ``got`` says what it is given."""
-    if is_sum(loss_fn):
-        raise ConfigError(f"stage {stage}: the loss is a sum; expected the mean over the samples: reduction='mean'")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # it may warn of what it then raises
-            loss = loss_fn(out, target)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # the user's own loss can raise anything
-        raise ConfigError(
-            f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
-            "loss._target_ (loss_fn), or correct the model's output or the targets"
-        ) from error
-    check_loss(stage, loss, got)
-    return loss

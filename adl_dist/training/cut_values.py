@@ -1,0 +1,76 @@
+"""What a stage returns in the trial: whether it can cross a cut, and in which form."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from adl_dist.errors import ConfigError
+from adl_dist.partition.state_walk import CAN_CROSS
+from adl_dist.stage.calls import Tensors
+from adl_dist.stage.traits import Structure
+from adl_dist.training.findings import CutImpossible, Seen
+from adl_dist.training.samples import SIZES
+from adl_dist.transport.spec import TensorSpec
+
+
+def crossing(k: int, out: Any, size: int, gets: str, behind: Seen) -> tuple[Tensors, Structure | None]:
+    """Return the tensors in ``out``, and how they stand in it; None: it is one tensor or a tuple of several.
+
+    ``out`` is what stage ``k`` returns for ``size`` samples, ``gets`` says in errors what it is given, and ``behind``
+    is what the next stage got before, which must be alike.
+
+    Raises:
+        CutImpossible: it cannot cross the cut.
+    """
+
+    def refuse(found: str) -> CutImpossible:
+        reason = f"returns {found} for {size} samples"
+        return CutImpossible(
+            f"{gets} and {reason}; expected tensors whose first dimension is the batch, and numbers that stay; "
+            "cut elsewhere: partition.balance=even finds where",
+            stage=k,
+            reason=f"what would cross it has no batch dimension or changes: stage {k} {reason}",
+        )
+
+    leaves = tree_leaves(out)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if leaf.shape[:1] != (size,):
+                raise refuse(str(list(leaf.shape)))
+        elif not isinstance(leaf, CAN_CROSS):
+            raise refuse(type(leaf).__name__)
+    tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    of_tensors = type(out) is tuple and len(out) > 1 and all(isinstance(each, Tensor) for each in out)
+    is_plain = isinstance(out, Tensor) or of_tensors
+    structure = None if is_plain else Structure.of(out)
+    specs = tuple(map(TensorSpec.of, tensors))
+    shapes = [(spec.shape, spec.dtype) for spec in specs]
+    before = [(spec.shape, spec.dtype) for spec in behind.specs[0]] if behind.specs else shapes
+    if behind.takes and (behind.takes[0] != structure or before != shapes):
+        now = f"{structure or ''} {', '.join(map(str, specs))}".strip()
+        other = f"{behind.takes[0] or ''} {', '.join(map(str, behind.specs[0]))}".strip()
+        raise refuse(f"{other} for {SIZES[0]} samples, but {now}")
+    return tensors, structure
+
+
+def share_memory(outs: Sequence[Tensor], acts: Sequence[Tensor], shared: Sequence[bool]) -> list[bool]:
+    """Return for each of ``outs`` whether it shares memory with another tensor that crosses a cut.
+
+    Behind the cut they are two: a write to one would not be seen in the other.
+    """
+    memory = [out.untyped_storage().data_ptr() for out in outs]
+    of_acts = {act.untyped_storage().data_ptr() for act, is_shared in zip(acts, shared, strict=True) if is_shared}
+    pairs = zip(outs, memory, strict=True)
+    return [bool(out.numel()) and (memory.count(mine) > 1 or mine in of_acts) for out, mine in pairs]
+
+
+def check_output(out: Any, size: int, gets: str) -> None:
+    """Raise a ConfigError if ``out`` of the last stage is not of ``size`` samples."""
+    for leaf in tree_leaves(out):  # numbers, like a penalty next to the output, are for the loss to take
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) != size:
+            raise ConfigError(
+                f"{gets} and returns {list(leaf.shape)} for {size} samples; expected an output of the model whose "
+                "first dimension is the batch"
+            )
