@@ -216,7 +216,7 @@ def verdict(wrong, found, before):
     if wrong:
         return Outcome("x", "; ".join(wrong[:4]))
     # By name: one that began as ones may have moved, and another one stayed.
-    still = [name for name, t in before.items() if t.equal(found.state.get(name, t))]
+    still = [name for name, t in before.items() if name in found.state and t.equal(found.state[name])]
     return Outcome("x", "no weight has moved") if len(still) == len(before) else Outcome("=")
 
 

@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 AT_A_TIME = 24
 
 
-def that_train(K, granularity):
-    """Names of the models that are trained with K stages, or refused at the start."""
-    trains = (name for name in table.MODELS if letters(name, granularity)[K] in "=R")
-    return [name for name in trains if (name, granularity) not in OPEN]
+def that_are(letter, K, granularity):
+    """Names of the models that are trained with K stages, or those that are refused at the start."""
+    names = (name for name in table.MODELS if letters(name, granularity)[K] == letter)
+    return [name for name in names if (name, granularity) not in OPEN]
 
 
 def train_all(K, names, granularity):
@@ -43,25 +43,32 @@ DEFAULT = {
 RUNS = [pytest.param(K, names, "block", id=f"{K}") for K, names in DEFAULT.items()]
 for K in (2, 3):
     for granularity in ("block", "layer"):
-        names = that_train(K, granularity)
+        names = that_are("=", K, granularity)
         some = [names[i : i + AT_A_TIME] for i in range(0, len(names), AT_A_TIME)]
         RUNS += [slow(K, part, granularity, id=f"{K} {granularity} {part[0]}") for part in some]
+
+
+# An error ends the processes, so each of them gets its own.
+REFUSED = [slow(name, granularity) for granularity in ("block", "layer") for name in that_are("R", 2, granularity)]
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("K", "names", "granularity"), RUNS)
 def test_k_processes_train_odd_models_as_one_does(K, names, granularity):
     by_rank = run_ranks(K, train_all, K, names, granularity, timeout_seconds=220)
-    in_one = train_all(K, names, granularity)
-    num_trained = 0
-    for rank in range(K):
-        for name, found, right in zip(names, by_rank[rank], in_one, strict=True):
-            if isinstance(right, str) or isinstance(found, str):
-                assert found == right, name
-                continue
-            num_trained += 1
-            (state, validation), (expected, of_one) = found, right
+    for name, right, *of_ranks in zip(names, train_all(K, names, granularity), *by_rank, strict=True):
+        assert not isinstance(right, str), f"{name}: {right}"
+        expected, of_one = right
+        for found in of_ranks:
+            assert not isinstance(found, str), f"{name}: {found}"
+            state, validation = found
             assert state.keys() == expected.keys(), name
             assert [n for n, t in expected.items() if not torch.equal(state[n].to_dense(), t.to_dense())] == [], name
             assert validation == of_one, name
-    assert num_trained, "all were refused"
+
+
+@pytest.mark.parametrize(("name", "granularity"), [("tied_head", "block"), *REFUSED])
+def test_each_of_k_processes_refuses_what_one_refuses(name, granularity):
+    (in_one,) = train_all(2, [name], granularity)
+    assert isinstance(in_one, str)
+    assert run_ranks(2, train_all, 2, [name], granularity, timeout_seconds=100) == [[in_one], [in_one]]
