@@ -41,6 +41,8 @@ QUEUE = ("a whole number or a list of some, like [1,2]", lambda v: _whole(v) or 
 # What each option must be, and whether a value is that.
 TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "accumulation_steps": WHOLE,
+    "split_backward": ("true or false", lambda v: type(v) is bool),
+    "max_deferred": WHOLE,
     "delay": ("a rule or a list of whole numbers, like [2,1,0]", lambda v: isinstance(v, str) or _list(v, _whole)),
     "gradient_shrink": ("a finite number", _number),
     "lr_factors": NUMBERS,
@@ -50,7 +52,14 @@ TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "buffer_reuse": ("a whole number", lambda v: v is None or _whole(v)),
     "stage_speeds": NUMBERS,
 }
-SMALLEST = {"accumulation_steps": 1, "activation_queue": 1, "gradient_queue": 1, "buffer_size": 0, "buffer_reuse": 1}
+SMALLEST = {
+    "accumulation_steps": 1,
+    "max_deferred": 1,
+    "activation_queue": 1,
+    "gradient_queue": 1,
+    "buffer_size": 0,
+    "buffer_reuse": 1,
+}
 ABOVE_0 = ("lr_factors", "stage_speeds", "gradient_shrink")
 
 
@@ -65,7 +74,11 @@ class Method:
             present ones over old activations, as the authors' code did; ``recompute``: the forward is replayed
             with the present ones, so that only inputs are kept; ``2bw``: in every stage those from before the
             group before, which makes the staleness 1 everywhere.
-        delay: ``decoupled`` (2(K-1-k)), ``minimal`` (K-1-k), ``none``, or one number for each stage.
+        delay: ``decoupled`` (2(K-1-k)), ``minimal`` (K-1-k), ``third`` (floor(2(K-k)/3), for a split backward),
+            ``none``, or one number for each stage.
+        split_backward: whether the backward is done in two parts: the gradient of what came in, which is sent at once,
+            and the gradients of most weights, while the stage would otherwise wait. The values are the same.
+        max_deferred: with ``split_backward``, micro-batches whose gradients of weights may be outstanding at a time.
         gradient_shrink: FDG's beta; each stage but the last scales the gradient that comes in by it.
         order: ``backward_first`` (what the authors' code did) makes each delay above 0 one tick shorter, and the
             mean staleness 1/M of an update less.
@@ -89,6 +102,8 @@ class Method:
     accumulation_steps: int | None = None
     weights: Weights | None = None
     delay: DelayRule | Sequence[int] | None = None
+    split_backward: bool = False
+    max_deferred: int = 2
     gradient_shrink: float = 1.0
     order: Order = "forward_first"
     reduction: Reduction = "mean"
@@ -178,6 +193,10 @@ class Method:
             raise ConfigError(
                 f"method.lr_index=slot needs the clock of method.delay={self.spec.delay}; with method.delay="
                 f"{self.delay} stages share none: omit one of them"
+            )
+        if not self.split_backward and self.max_deferred != type(self).max_deferred:
+            raise ConfigError(
+                "method.max_deferred needs a backward in two parts; set method.split_backward=true, or omit it"
             )
         if not self.buffer_size and (self.buffer_reuse is not None or self.stage_speeds is not None):
             raise ConfigError(

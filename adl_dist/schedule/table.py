@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.timing import actions_of_all, ticks
 
@@ -19,6 +19,7 @@ class StageFigures:
     graphs: int  # most micro-batches held with all activations
     inputs: int  # most micro-batches held with nothing but what came in, in flight or in a replay buffer
     weight_copies: int  # most weight versions held besides the newest
+    deferred: int  # most micro-batches whose gradients of weights are put off
 
 
 def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
@@ -37,11 +38,12 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
     return rows
 
 
-def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int]:
-    """Return the most graphs, inputs without a graph, and weight copies at any moment of ``actions``."""
+def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int, int]:
+    """Return the most graphs, inputs without a graph, weight copies and split backwards at a moment of ``actions``."""
     graphs: dict[int, int] = {}  # the weight version of each
     inputs: set[tuple[bool, int]] = set()  # (whether in the replay buffer, number)
-    version, most = 0, (0, 0, 0)
+    deferred: dict[int, int] = {}  # likewise
+    version, most = 0, (0, 0, 0, 0)
     for op, number in actions:
         if op in (Op.FORWARD, Op.RECOMPUTE):
             graphs[number] = pipeline.forward_version(stage, number)
@@ -50,16 +52,21 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
             inputs.add((op is Op.KEEP, number))
         elif op is Op.DROP:
             inputs.remove((True, number))
-        elif op is Op.BACKWARD:
-            del graphs[number]
+        elif op in BACKWARDS:
+            used = graphs.pop(number)
+            if op is Op.BACKWARD_INPUT:
+                deferred[number] = used
+        elif op is Op.BACKWARD_WEIGHT:
+            del deferred[number]
         elif op is Op.UPDATE:
             version += 1
         copies = 0
         if pipeline.method.weights == "2bw":
             copies = int(version > 0)
         elif pipeline.method.weights == "stash":
-            copies = len(set(graphs.values()) - {version})
-        most = max(most[0], len(graphs)), max(most[1], len(inputs)), max(most[2], copies)
+            copies = len({*graphs.values(), *deferred.values()} - {version})
+        now = len(graphs), len(inputs), copies, len(deferred)
+        most = tuple(map(max, most, now))  # type: ignore[assignment]
     return most
 
 
@@ -131,6 +138,8 @@ def _legend(rows: list[dict[int, list[str]]]) -> str:
         Op.FORWARD_ONLY: "N forward that keeps its input only",
         Op.RECOMPUTE: "R forward again, with the present weights",
         Op.BACKWARD: "B backward",
+        Op.BACKWARD_INPUT: "I backward without the weights' gradients",
+        Op.BACKWARD_WEIGHT: "WG the weights' gradients",
         Op.UPDATE: "U update",
     }
     letters = ", ".join(text for op, text in words.items() if op.value in ops)

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from adl_dist.schedule.actions import LINKS, Action, Op
+from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, Op
 from adl_dist.schedule.build_actions import evaluation_actions, training_actions
 from adl_dist.schedule.greedy import greedy_actions
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import Sending, max_outstanding
 from adl_dist.schedule.run_plan import Segment
+from adl_dist.schedule.split import split_actions
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class StageWork:
         """Return the micro-batches whose backward completes the gradients of a group."""
         last, completing = -1, set()
         for action in self.actions:
-            if action.op is Op.BACKWARD:
+            if action.op in BACKWARDS:
                 last = action.number
             elif action.op is Op.UPDATE:
                 completing.add(last)
@@ -57,6 +58,7 @@ def _actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> tu
 def forget_actions() -> None:
     """Free the lists kept for further epochs: 0.7 MB for every stage and 1,000 micro-batches."""
     _actions.cache_clear()
+    split_actions.cache_clear()
 
 
 @lru_cache(maxsize=32)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.calls import RandomStreams, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.stage.deferred import DeferredGradients, PutOff
 from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.optimizer import scaled_learning_rates, stage_optimizer
@@ -82,7 +83,9 @@ class Stage:
         self.module, self.head = module, head
         self.version = 0
         self.in_flight: dict[int, InFlight] = {}
-        self.tally, self.faults = StepStats(), NonFiniteCheck(gradients, stage=index, is_last=self.is_last)
+        self._splits, self._skips = method.split_backward, gradients.skips
+        self.tally = StepStats()
+        self.faults = NonFiniteCheck(gradients, stage=index, is_last=self.is_last, reads_late=self._splits)
         self._clip_norm = gradients.clip_norm
         self._watching_buffers = buffers_kept_finite if gradients.skips else nullcontext
         self._gradient_norm: Tensor | None = None  # of the group that is complete
@@ -100,6 +103,10 @@ class Stage:
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._class_loss = class_loss(spec.loss_fn)
         self._call_module = call_of(module, compiled=spec.precision.compile)
+        if self._splits:
+            self._deferred = DeferredGradients(module)
+            self._call_module = self._deferred.while_ready(self._call_module)
+        self._put_off: dict[int, tuple[int, list[PutOff]]] = {}  # by micro-batch, with the version of its forward
         self._gradient_shrink, self._lr_factor = method.gradient_shrink, pipeline.lr_factor(index)
         self._learns_locally = method.spec.local_losses
         self._epoch = 0
@@ -138,6 +145,7 @@ class Stage:
         self._set_mode(training=training)
         # What an interrupted segment, or the user before us, left there belongs to no group.
         self.in_flight.clear()
+        self._put_off.clear()
         if self._policy is not None:
             self._policy.forget()
         if training:
@@ -242,6 +250,36 @@ class Stage:
         leaving = self._gradients_of(kept.acts, micro_batch)
         self.faults.sent(leaving)
         return leaving
+
+    def backward_input(self, micro_batch: int, grads: Tensors, *, completes: bool) -> Tensors:
+        """Do the first part of a backward, which leaves most gradients of weights for later; see :meth:`backward`.
+
+        If this ``completes`` a group, what is known of the group before is checked, or, where updates may be skipped,
+        all is done now: what is sent depends on it.
+        """
+        if completes and self._skips:
+            for earlier in list(self._put_off):
+                self.backward_weight(earlier, completes=False)
+            with self._deferred.ready():
+                leaving = self.backward(micro_batch, grads)
+            return self.finish_group(grads, leaving)
+        version = self.in_flight[micro_batch].version
+        with self._deferred.put_off() as later:
+            leaving = self.backward(micro_batch, grads)
+        self._put_off[micro_batch] = version, later
+        if completes:
+            self.faults.check()
+        return leaving
+
+    def backward_weight(self, micro_batch: int, *, completes: bool) -> None:
+        """Do the other part, unless it is done already; if it ``completes`` a group, see :meth:`finish_group`."""
+        if micro_batch not in self._put_off:
+            return
+        version, later = self._put_off.pop(micro_batch)
+        with self._weights_of(version):
+            self._deferred.compute(later)
+        if completes:
+            self.finish_group((), ())
 
     def finish_group(self, arrived: Tensors, leaving: Tensors) -> Tensors:
         """Look at a group's gradients, which are complete, before the last of those for upstream is sent.
