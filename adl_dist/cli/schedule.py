@@ -16,7 +16,7 @@ from adl_dist.schedule import Costs, describe, figures, speed
 from adl_dist.schedule.table import tick_words
 
 EXAMPLE = "--costs '{forward: 1, backward: 2, update: 0.1, link: 0.2}'"
-COST_KEYS = ("forward", "backward", "update", "link")
+COST_KEYS = ("forward", "backward", "backward_weight", "update", "link")
 LONGEST = 100_000  # micro-batches; a longer table is a slip of the keyboard
 
 

@@ -162,3 +162,52 @@ def test_each_stage_holds_what_the_comparison_table_says(K, M):
         assert [Pipeline(method("2bw", accumulation_steps=M), K).steady_staleness(k) for k in range(K)] == [[1] * M] * K
     # The size of a replay buffer, and for a moment the entry that drives another out.
     assert of("dgl", buffer_size=5) == [(1, 0, 0), *[(1, 6, 0)] * (K - 1)]
+
+
+# --- A backward in two parts -------------------------------------------------------------------------------
+
+
+def time_per_micro_batch(K, M, costs, **options):
+    return speed(method("adl", accumulation_steps=M, **options), costs).time_per_update / M
+
+
+@pytest.mark.parametrize(("K", "M"), [(2, 1), (2, 4), (3, 1), (3, 2), (3, 4), (4, 2), (4, 4)])
+def test_a_third_of_the_delay_keeps_the_speed_of_adl(K, M):
+    """Of equal forwards, I and WG; and halves the staleness, at least."""
+    costs = Costs.balanced(K)
+    full = time_per_micro_batch(K, M, costs)
+    assert full == pytest.approx(3.0)
+    assert time_per_micro_batch(K, M, costs, delay="third", split_backward=True) <= 1.03 * full
+    assert K < 4 or time_per_micro_batch(K, M, costs, delay="third") > 1.3 * full, "which takes the split"
+    usual, third = (Pipeline(method("adl", delay=rule), K).delays for rule in ("decoupled", "third"))
+    assert all(2 * d <= of_adl for d, of_adl in zip(third, usual, strict=True))
+
+
+@pytest.mark.parametrize("K", [2, 3, 4, 8])
+@pytest.mark.parametrize(("delay", "link"), [("decoupled", 1.9), ("minimal", 0.5)])
+def test_a_split_serves_links_that_the_whole_backward_does_not(K, delay, link):
+    """A link of that time, of 3 of a stage's work: at full speed for any M, where the whole backward has to wait."""
+    costs = Costs.balanced(K, link=link)
+    for M in (1, 2, 4):
+        assert time_per_micro_batch(K, M, costs, delay=delay, split_backward=True) == pytest.approx(3.0)
+        assert time_per_micro_batch(K, M, costs, delay=delay) > 3.2
+
+
+@pytest.mark.parametrize("K", [2, 4, 8])
+def test_a_split_shrinks_the_bubble_of_a_flush(K):
+    """Of GPipe and 1F1B, as of ZB-H1: the gradient of a stage's weights is in nobody's way."""
+    for name in ("gpipe", "1f1b"):
+        whole, split = (
+            speed(method(name, accumulation_steps=2 * K, split_backward=split), Costs.balanced(K)).bubble
+            for split in (False, True)
+        )
+        assert split < 0.85 * whole
+
+
+def test_the_part_that_is_put_off_has_a_cost_of_its_own():
+    costs = Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1, 1])
+    assert [costs.of(0, op) for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)] == [3, 2, 1]
+    with pytest.raises(ConfigError, match="costs must be lists that fit"):
+        Costs(forward=[1, 1], backward=[3, 3], backward_weight=[4, 1])
+    with pytest.raises(ConfigError, match="costs must be lists that fit"):
+        Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1])

@@ -30,6 +30,9 @@ CASES = [
     (2, {"channels_last": True}),
     (2, {"clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
     (3, {"method": "paci", "non_finite": "skip", "plant": nan_inputs}),
+    *((M, {"options": {"split_backward": True, "delay": "third"}, "dropout": 0.3}) for M in (1, 3)),
+    *((3, {"method": name, "options": {"split_backward": True}}) for name in ("gpipe", "fr", "2bw", "paci")),
+    (2, {"options": {"split_backward": True}, "clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
 ]
 ADL = CASES[0 : 2 * 4 : 2]  # M = 1 .. 4
 

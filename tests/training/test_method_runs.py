@@ -34,6 +34,10 @@ VARIANTS = [
     ("gpipe", {"recompute": "except_last"}),
     ("dsp", {"activation_queue": 2}),
     ("dgl", {"head": "linear", "buffer_size": 3}),
+    ("adl", {"split_backward": True}),
+    ("adl", {"split_backward": True, "delay": "third"}),
+    ("fr", {"split_backward": True}),
+    ("gpipe", {"split_backward": True, "recompute": "except_last"}),
 ]
 
 
