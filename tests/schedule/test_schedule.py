@@ -186,7 +186,7 @@ def test_gradients_of_weights_come_after_what_is_sent(K, M, most, name):
 
 
 @pytest.mark.parametrize("name", ["adl", "2bw", "fr"])
-def test_a_forward_meets_the_updates_that_it_meets_without_a_split(name):
+def test_a_forward_meets_the_same_updates_with_a_split(name):
     for delay in ([4, 2, 0], [2, 1, 0], [2, 2, 2], [3, 0, 0]):
         met = []
         for split in (False, True):

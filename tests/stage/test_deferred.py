@@ -71,6 +71,10 @@ def scripted():
         return torch.jit.script(nn.Sequential(nn.Linear(6, 5)))
 
 
+def with_double_weights(m, x):
+    return torch.func.functional_call(m.a, {"weight": 2 * m.w}, (x,))
+
+
 def in_place(m, x):
     return m.b(torch.relu_(m.a(x)))
 
@@ -101,7 +105,11 @@ PUT_OFF = {
     "a subclass": (Named(4, 8, 3, **CONV), IMAGE, ["weight"]),
     "frozen bias": (frozen(nn.Conv2d(4, 8, 3), "bias"), IMAGE, ["weight"]),
     "called twice": (Of(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(6, 6)), LINEAR, ["a.weight", "a.bias"]),
-    "in place": (Of(in_place, a=nn.Linear(6, 6), b=nn.Linear(6, 6, bias=False)), LINEAR, ["a.weight", "a.bias", "b.weight"]),
+    "in place": (
+        Of(in_place, a=nn.Linear(6, 6), b=nn.Linear(6, 6, bias=False)),
+        LINEAR,
+        ["a.weight", "a.bias", "b.weight"],
+    ),
     "no gradient": (Of(of_a_part, a=nn.Linear(6, 6, bias=False), b=nn.Linear(6, 6)), LINEAR, ["a.weight"]),
     "around a norm": (nn.Sequential(nn.Conv2d(4, 8, 3, **CONV), nn.BatchNorm2d(8), nn.ReLU(True)), IMAGE, ["0.weight"]),
     "replayed": (
@@ -126,7 +134,7 @@ LEFT = {
     "a single image": (nn.Conv2d(4, 8, 3), IMAGE[1:]),
     "a norm": (nn.LayerNorm(6), LINEAR),
     "weights of others": (
-        Of(lambda m, x: torch.func.functional_call(m.a, {"weight": 2 * m.w}, (x,)), a=nn.Linear(6, 6), w=nn.Parameter(torch.ones(6, 6))),
+        Of(with_double_weights, a=nn.Linear(6, 6), w=nn.Parameter(torch.ones(6, 6))),
         LINEAR,
     ),
     "mapped": (Of(lambda m, x: torch.vmap(m.a)(x), a=nn.Linear(6, 5)), (2, 3, 6)),
