@@ -51,6 +51,7 @@ def best_cut(
             acts_sent=kept.get(("act", stage.stage), 0),
             grads_sent=kept.get(("grad", stage.stage), 0),
             weight_copies=stage.weight_copies,
+            deferred=stage.deferred,
             gradient_copies=len(set(stage.staleness_by_offset)) - 1 if method.weights == "stash" else 0,
             recomputes=sum(method.recomputes(place, M, stage.delay) for place in range(M)) / M,
         )
@@ -102,7 +103,7 @@ def unevenness(units: Sequence[UnitCost], balance: Balance) -> str | None:
 
 def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine) -> Costs:
     """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
-    forward, backward, update = [], [], []
+    forward, backward, backward_weight, update = [], [], [], []
     bounds, speeds = pairwise([0, *accumulate(balance.sizes)]), machine.speeds_of(len(balance.sizes))
     for (start, stop), rate in zip(bounds, speeds, strict=True):
         inside, before = units[start:stop], units[:start][-1:]
@@ -112,9 +113,10 @@ def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine
         grads = sum(machine.seconds_per_byte * unit.grad_bytes for unit in ends)
         forward.append(sum(unit.forward for unit in inside) / rate + acts + messages)
         backward.append(sum(unit.backward for unit in inside) / rate + grads + messages)
+        backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
         update.append(sum(unit.update for unit in inside) * M / rate)
     link = [machine.latency + seconds for seconds in balance.link_seconds]
-    return Costs(forward=forward, backward=backward, update=update, link=link)
+    return Costs(forward=forward, backward=backward, backward_weight=backward_weight, update=update, link=link)
 
 
 class Throughput(NamedTuple):

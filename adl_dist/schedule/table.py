@@ -19,7 +19,7 @@ class StageFigures:
     graphs: int  # most micro-batches held with all activations
     inputs: int  # most micro-batches held with nothing but what came in, in flight or in a replay buffer
     weight_copies: int  # most weight versions held besides the newest
-    deferred: int  # most micro-batches whose gradients of weights are put off
+    deferred: int  # most micro-batches whose gradients of weights are put off, while it holds the most graphs
 
 
 def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
@@ -43,7 +43,7 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
     graphs: dict[int, int] = {}  # the weight version of each
     inputs: set[tuple[bool, int]] = set()  # (whether in the replay buffer, number)
     deferred: dict[int, int] = {}  # likewise
-    version, most = 0, (0, 0, 0, 0)
+    version, most, most_deferred = 0, (0, 0, 0), dict[int, int]()  # the last by the number of graphs
     for op, number in actions:
         if op in (Op.FORWARD, Op.RECOMPUTE):
             graphs[number] = pipeline.forward_version(stage, number)
@@ -65,9 +65,9 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
             copies = int(version > 0)
         elif pipeline.method.weights == "stash":
             copies = len({*graphs.values(), *deferred.values()} - {version})
-        now = len(graphs), len(inputs), copies, len(deferred)
-        most = tuple(map(max, most, now))  # type: ignore[assignment]
-    return most
+        most = max(most[0], len(graphs)), max(most[1], len(inputs)), max(most[2], copies)
+        most_deferred[len(graphs)] = max(most_deferred.get(len(graphs), 0), len(deferred))
+    return *most, most_deferred.get(most[0], 0)
 
 
 def title(pipeline: Pipeline, *, num_micro_batches: int) -> str:

@@ -89,18 +89,23 @@ class DeferredGradients:
     @staticmethod
     @torch.no_grad()
     def compute(later: list[PutOff]) -> None:
-        """Compute the gradients that were put off, and add them to those of the parameters."""
+        """Compute the gradients that were put off, and add them to those of the parameters; ``later`` is then empty."""
+        calls_left = Counter(one.layer for one in later)
         sums: dict[nn.Parameter, Tensor] = {}
-        for layer, x, grad, with_bias in later:
+        later.reverse()
+        while later:  # each is freed as soon as it is used
+            layer, x, grad, with_bias = later.pop()
+            calls_left[layer] -= 1
             for parameter, gradient in layer.of_parameters(x, grad, with_bias):
                 # As autograd does it: first the sum over all calls, then the sum over micro-batches.
-                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
-        for parameter, total in sums.items():
-            if parameter.grad is not None:
-                parameter.grad.add_(total)
-            else:
-                is_alike = total.stride() == parameter.stride()
-                parameter.grad = total if is_alike else torch.empty_like(parameter).copy_(total)
+                total = sums.pop(parameter) + gradient if parameter in sums else gradient
+                if calls_left[layer]:
+                    sums[parameter] = total
+                elif parameter.grad is not None:
+                    parameter.grad.add_(total)
+                else:
+                    is_alike = total.stride() == parameter.stride()
+                    parameter.grad = total if is_alike else torch.empty_like(parameter).copy_(total)
 
 
 def _is_plain(layer: nn.Module, users: Counter[int]) -> bool:

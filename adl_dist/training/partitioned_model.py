@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from adl_dist.training.findings import Agreed, CutImpossible
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.samples import NUM_SAMPLES, Samples
+from adl_dist.training.split_costs import with_split_costs
 from adl_dist.training.trial import Trial, check_trains, in_a_memory_format
 from adl_dist.training.verify import kept
 from adl_dist.transport.spec import TensorSpec
@@ -343,23 +344,24 @@ def take_profile(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
+        "splits": True,  # what is put off by a split is measured, too
     }
     if kept_in is not None and kept_in.is_file():
         kept = Profile.load(kept_in)
         if kept.of == of:
             return kept
     input_, target = micro_batch(sample, micro_batch_size, device)
+    how: dict[str, Any] = {"input_": input_, "target": target, "loss_fn": spec.loss_fn}
+    how["within"] = precision.autocasting(device)
     profile = measure(
         model,
         chain,
-        input_=input_,
-        target=target,
-        loss_fn=spec.loss_fn,
         optimizer=spec.optimizer,
         of=of,
-        within=precision.autocasting(device),
         wire_dtype=precision.wire_dtype,
+        **how,
     )
+    profile = replace(profile, units=with_split_costs(profile.units, model, chain, **how))
     if feed is not None:
         profile = replace(profile, loading=feed.seconds_to_load(micro_batch_size))
     if kept_in is not None:

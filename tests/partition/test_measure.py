@@ -2,6 +2,8 @@
 
 import json
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +16,8 @@ from adl_dist.partition import linearise
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import measure, pace
 from adl_dist.schedule import method
+from adl_dist.training.split_costs import with_split_costs
+from tests.support.commands import assert_same
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import SILENT, values
 
@@ -111,6 +115,22 @@ CROSSING = {"0.first": (2, 192), "0.tanh": (2, 192), "0.second": (2, 192), "0.ad
 TWO_LAYERS = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
 RESIDUAL = TwoLayers(lambda self, x: x + self.second(torch.tanh(self.first(x))))
 TRANSPOSING = TwoLayers(lambda self, x: torch.tanh(self.second(self.first(x).transpose(0, 1))).transpose(0, 1), 4)
+
+
+def test_what_a_split_can_put_off_is_measured_for_each_unit():
+    model, input_ = perceptron(), torch.ones(4, 6)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    _, profile = profile_of(model, input_)
+    of_batch = {"input_": input_, "target": torch.zeros(4, dtype=torch.long), "loss_fn": LOSS, "within": nullcontext}
+    first, relu, last = with_split_costs(profile.units, model, linearise(model, granularity="layer"), **of_batch)
+    assert [unit.deferred_bytes for unit in (first, relu, last)] == [4 * 4 * (6 + 8), 0, 4 * 4 * (8 + 5)], "x and grad"
+    assert min(first.backward_weight, last.backward_weight) > 0
+    assert relu.backward_weight == 0
+    told = replace(profile, units=[first, relu, last])
+    assert all(unit.backward_weight <= unit.backward for unit in told.costs(1))
+    assert 0 < told.share_put_off <= 1
+    assert_same(model.state_dict(), before)
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize(
