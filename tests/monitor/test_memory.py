@@ -62,12 +62,8 @@ def profile():
     return replace(found, units=with_split_costs(found.units, net, chain, **of_batch, within=nullcontext))
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("name", "K", "options"), [("adl", 4, {}), slow("gpipe", 2, {}), slow("adl", 2, {"split_backward": True})]
-)
-def test_each_stage_holds_what_was_predicted_within_10_percent(name, K, options, profile):
-    """ResNet-18, cut evenly."""
+def compare(profile, name, K, options, *, tolerance):
+    """Compare what each stage of ResNet-18, cut evenly, holds at most with what is predicted."""
     first, more = divmod(len(profile.units), K)
     sizes = [first + (k < more) for k in range(K)]
     pipeline = Pipeline(method(name, accumulation_steps=M, **options), K)
@@ -76,7 +72,20 @@ def test_each_stage_holds_what_was_predicted_within_10_percent(name, K, options,
     assert all(other == measured for other in same)
     print(name, expected, measured, [m / e for m, e in zip(measured, expected, strict=True)])
     for stage in range(K):
-        assert measured[stage] == pytest.approx(expected[stage], rel=0.1), (measured, expected)
+        assert measured[stage] == pytest.approx(expected[stage], rel=tolerance), (measured, expected)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "K"), [("adl", 4), slow("gpipe", 2)])
+def test_each_stage_holds_what_was_predicted_within_10_percent(name, K, profile):
+    compare(profile, name, K, {}, tolerance=0.1)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_split_holds_what_was_predicted_within_15_percent(profile):
+    """The moment with the most graphs need not be that with the most put off: the prediction adds both."""
+    compare(profile, "adl", 2, {"split_backward": True}, tolerance=0.15)
 
 
 NOTHING = SimpleNamespace(named_parameters=lambda: [], module=None, head=None, optimizer=None)  # a stage
