@@ -92,8 +92,9 @@ class DeferredGradients:
         """Compute the gradients that were put off, and add them to those of the parameters; ``later`` is then empty."""
         calls_left = Counter(one.layer for one in later)
         sums: dict[nn.Parameter, Tensor] = {}
-        later.reverse()
-        while later:  # each is freed as soon as it is used
+        if len(calls_left) < len(later):
+            later.reverse()  # calls of one layer are added up in the order in which autograd does it
+        while later:  # the last one first: it may be in the cache; and each is freed as soon as it is used
             layer, x, grad, with_bias = later.pop()
             calls_left[layer] -= 1
             for parameter, gradient in layer.of_parameters(x, grad, with_bias):
@@ -215,7 +216,7 @@ class _Convolution(_Layer):
     def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
         m, bias_shape = self.module, [weight.shape[0]] if wanted[2] else None
         how = m.stride, m.padding, m.dilation, False, [0] * len(m.stride), m.groups
-        found: Gradients = torch.ops.aten.convolution_backward(grad, x, weight, bias_shape, *how, wanted)
+        found: Gradients = torch.ops.aten.convolution_backward.default(grad, x, weight, bias_shape, *how, wanted)
         return found
 
 
