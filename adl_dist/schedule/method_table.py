@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Weights = Literal["stash", "latest", "recompute", "2bw"]
-DelayRule = Literal["decoupled", "minimal", "third", "none", "group", "queues"]
-ANYONES_DELAYS = ("decoupled", "minimal", "third", "none")  # the other rules belong to one method each
+DelayRule = Literal["decoupled", "minimal", "third", "auto", "none", "group", "queues"]
+ANYONES_DELAYS = ("decoupled", "minimal", "third", "auto", "none")  # the other rules belong to one method each
 
 # Ticks between a micro-batch's forward and its backward on stage k of K, with M micro-batches per update.
 DELAYS: dict[str, Callable[[int, int, int], int]] = {
@@ -24,6 +24,8 @@ DELAYS: dict[str, Callable[[int, int, int], int]] = {
     # A round trip of n = K - k stages is 2n thirds of the work on a micro-batch, and the part that is put off until
     # the update is one more: ceil((2n + 1) / 3) micro-batches are in flight.
     "third": lambda k, K, M: 2 * (K - k) // 3,
+    # What is measured decides; until then as above. See :mod:`adl_dist.schedule.least_delays`.
+    "auto": lambda k, K, M: K - 1 - k,
     # The backward follows its own forward: one micro-batch at a time.
     "none": lambda k, K, M: 0,
     # All forwards of a group come first.

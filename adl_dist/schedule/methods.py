@@ -75,7 +75,7 @@ class Method:
             with the present ones, so that only inputs are kept; ``2bw``: in every stage those from before the
             group before, which makes the staleness 1 everywhere.
         delay: ``decoupled`` (2(K-1-k)), ``minimal`` (K-1-k), ``third`` (floor(2(K-k)/3), for a split backward),
-            ``none``, or one number for each stage.
+            ``auto`` (the least that keep full speed, by what is measured), ``none``, or one number for each stage.
         split_backward: whether the backward is done in two parts: the gradient of what came in, which is sent at once,
             and the gradients of most weights, while the stage would otherwise wait. The values are the same.
         max_deferred: with ``split_backward``, micro-batches whose gradients of weights may be outstanding at a time.
@@ -152,6 +152,11 @@ class Method:
         """M."""
         assert self.accumulation_steps is not None
         return self.accumulation_steps
+
+    @property
+    def awaits_delays(self) -> bool:
+        """Whether the delays are still to be found by measuring."""
+        return self.delay == "auto"
 
     @property
     def is_asynchronous_greedy(self) -> bool:

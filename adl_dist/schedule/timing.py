@@ -153,11 +153,15 @@ def speed(method: Method, costs: Costs) -> Speed:
     """Predict the speed of ``method``: the time that further updates take once the pipeline is full."""
     K, M = len(costs.forward), method.micro_batches_per_update
     pipeline, serial = Pipeline(method, K), Pipeline(Method(name="bp", accumulation_steps=M), K)
-    num_groups = max(24, 2 * (pipeline.delays[0] // M + 2))
-    period, worked = _per_update(pipeline, costs, num_groups)
-    serial_period, _ = _per_update(serial, costs, num_groups)
+    period, worked = _per_update(pipeline, costs, _enough_groups(pipeline))
+    serial_period = time_per_update(serial, costs)
     busy = [time / period for time in worked]
     return Speed(time_per_update=period, bubble=1 - sum(busy) / K, speed_up=serial_period / period, busy=busy)
+
+
+def time_per_update(pipeline: Pipeline, costs: Costs) -> float:
+    """Return the time that further updates take once the pipeline is full."""
+    return _per_update(pipeline, costs, _enough_groups(pipeline))[0]
 
 
 def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[Action]]:
@@ -166,6 +170,11 @@ def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[A
     segment = Segment(epoch=0, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
     work = training_work(pipeline, segment, stages=range(pipeline.num_stages), seed=0)
     return [work[k].actions for k in range(pipeline.num_stages)]
+
+
+def _enough_groups(pipeline: Pipeline) -> int:
+    """Return the groups after which a steady state is reached, and that cover its period."""
+    return max(24, 2 * (pipeline.delays[0] // pipeline.micro_batches_per_update + 2))
 
 
 def _per_update(pipeline: Pipeline, costs: Costs, num_groups: int) -> tuple[float, list[float]]:
