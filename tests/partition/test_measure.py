@@ -230,6 +230,33 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_its_profile(tmp_path):
     assert slower._partitioned.sizes[0] < 4
 
 
+def test_measured_delays_are_those_of_the_run_for_good(tmp_path):
+    """Values depend on them: whatever is measured when the run continues, it keeps them."""
+    auto = {"method": method("adl", accumulation_steps=1, delay="auto"), "num_stages": 3, "granularity": "block"}
+
+    def means(run_dir=None, **changed):
+        trainer = trainer_of(slow_in_the_middle(), **auto)
+        return trainer, [stage["staleness_max"] for stage in fit(trainer, run_dir, **changed)["stages"]]
+
+    first, staleness = means(tmp_path)
+    delays = json.loads((tmp_path / "delays.json").read_text())
+    assert 2 <= sum(delays) <= 5, "at least K-1-k where work is not negligible"
+    assert delays[-1] == 0
+    assert staleness == [min(d, 1) for d in delays], "in a run of two micro-batches"
+    (tmp_path / "delays.json").write_text("[7, 3, 0]")
+    again, _ = means(tmp_path, epochs=2)
+    assert "delays of this run: [7, 3, 0] micro-batches" in again._partitioned.notes
+    with pytest.raises(ConfigError, match=r"has the delays \[7, 3, 0\], but this trainer has settled on"):
+        fit(first, tmp_path, epochs=3)
+    (tmp_path / "delays.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match=r"delays\.json cannot be read: expected a list .* remove it"):
+        means(tmp_path, epochs=3)
+    with pytest.raises(
+        ConfigError, match=r"method\.delay=auto follows from measured stages; use partition\.balance=auto"
+    ):
+        trainer_of(slow_in_the_middle(), **auto, balance="even")
+
+
 def test_a_measured_cut_is_settled_with_the_whole_state_there():
     model = batch_norm_net()
     trainer = trainer_of(model)
