@@ -65,6 +65,12 @@ def penalised(m, x):
     return torch.tanh(y) + slope.pow(2).sum()
 
 
+def transposed():
+    layer = nn.Linear(6, 5)
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    return layer
+
+
 def scripted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -105,6 +111,12 @@ PUT_OFF = {
     "a subclass": (Named(4, 8, 3, **CONV), IMAGE, ["weight"]),
     "frozen bias": (frozen(nn.Conv2d(4, 8, 3), "bias"), IMAGE, ["weight"]),
     "called twice": (Of(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(6, 6)), LINEAR, ["a.weight", "a.bias"]),
+    "called three times": (
+        Of(lambda m, x: m.a(torch.tanh(m.a(torch.tanh(m.a(x))))), a=nn.Linear(6, 6)),
+        LINEAR,
+        ["a.weight", "a.bias"],
+    ),
+    "weights in another format": (transposed(), LINEAR, ["weight", "bias"]),
     "in place": (
         Of(in_place, a=nn.Linear(6, 6), b=nn.Linear(6, 6, bias=False)),
         LINEAR,

@@ -9,6 +9,7 @@ from torch import nn
 from adl_dist.errors import ConfigError, DivergedError
 from adl_dist.schedule import METHODS, Pipeline, method
 from adl_dist.schedule.replay import at_random
+from adl_dist.stage import Stage
 from adl_dist.stage.deferred import DeferredGradients
 from tests.support.commands import assert_same
 from tests.support.equations import EQUATIONS, assert_close, by_the_equations, run
@@ -141,13 +142,19 @@ def with_an_infinite_gradient():
     return net
 
 
+@pytest.mark.parametrize("pick_next", [lambda able: able[0], lambda able: able[-1]], ids=["upstream", "downstream"])
 @pytest.mark.parametrize("M", [1, 2])
-def test_stop_names_the_update_that_was_not_finite_one_later(M, tmp_path):
-    """As on a GPU: the next group goes on, and nothing is saved before."""
-    trainer = toy_trainer(2, M, "adl", SPLIT, model=with_an_infinite_gradient(), balance=BALANCE[2], lr_schedule=None)
+def test_stop_names_the_update_that_was_not_finite_one_later(M, pick_next, tmp_path, monkeypatch):
+    """As on a GPU: it is applied, nothing is saved after it, and whatever order, the stage nearest the loss tells."""
+    update, updated = Stage.update, []
+    monkeypatch.setattr(Stage, "update", lambda self: (updated.append((self.index, self.version)), update(self)))
+    options = {"model": with_an_infinite_gradient(), "balance": BALANCE[2], "pick_next": pick_next}
+    trainer = toy_trainer(2, M, "adl", SPLIT, **options)
     with pytest.raises(DivergedError, match=f"the norm of the gradient is .* at update {5 // M} ") as failure:
         trainer.fit(FixedImages(32), epochs=1, batch_size=3 * M, run_dir=tmp_path, monitoring=SILENT)
-    assert failure.value.stage == 1, "the one nearest the loss"
+    assert failure.value.stage == 1
+    assert (1, 5 // M) in updated
+    assert (1, 5 // M + 1) not in updated
     assert not list((tmp_path / "checkpoints").glob("update-*"))
     reported = [r["update"] for r in records(tmp_path) if r["name"] == "train/loss"]
     assert max(reported) < 5 // M, "no figure of an update that is not applied in the end"
