@@ -4,7 +4,7 @@ Autograd computes the gradients of a layer's input and of its weights in one ste
 first alone, and puts away what the second follows from: the layer's input and the gradient of its output. The weights
 themselves are not needed, so the second may be computed at any time before the gradients are used.
 
-    with gradients.put_off() as later:
+    with gradients.put_off([loss.grad_fn]) as later:
         loss.backward()
     gradients.compute(later)  # adds to the ``.grad`` of the parameters, as the backward would have done
 
@@ -13,13 +13,14 @@ layers, parameters with hooks or used by several layers) is left to autograd.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from adl_dist.stage.calls import Call
 
@@ -42,7 +43,6 @@ class DeferredGradients:
 
     Attributes:
         names: the names of the parameters that this is about.
-        later: where a backward puts off what it can; None: it computes all at once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -52,7 +52,8 @@ class DeferredGradients:
         self.names = [f"{name}.{own}".lstrip(".") for name, m in found.items() for own, _ in m.named_parameters()]
         kinds = [(layer, _Linear if isinstance(layer, nn.Linear) else _Convolution) for layer in found.values()]
         self._forwards = [(vars(layer), kind(layer, self)) for layer, kind in kinds]
-        self.later: list[PutOff] | None = None
+        self._later: list[PutOff] | None = None  # where a backward puts off what it can; None: it computes all at once
+        self._task: int | None = None  # torch's number of that backward
 
     @contextmanager
     def ready(self) -> Iterator[None]:
@@ -76,15 +77,32 @@ class DeferredGradients:
         return ready_call
 
     @contextmanager
-    def put_off(self) -> Iterator[list[PutOff]]:
-        """Put off what can be, of a backward inside."""
+    def put_off(self, roots: Iterable[Node]) -> Iterator[list[PutOff]]:
+        """Put off what can be, of a backward inside that begins at ``roots``.
+
+        Not of backwards that user's code calls within it: what they return is used at once.
+        """
         later: list[PutOff] = []
-        self.later = later
+        self._later, self._task = later, None
+        handles = [root.register_prehook(self._begin) for root in roots]
         try:
             with self.ready():
                 yield later
         finally:
-            self.later = None
+            self._later = None
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def later(self) -> list[PutOff] | None:
+        """Where the backward that runs now puts off what it can; None: it computes all at once."""
+        if self._later is None or torch._C._current_graph_task_id() != self._task:
+            return None
+        return self._later
+
+    def _begin(self, grads: Sequence[Tensor]) -> None:
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
 
     @staticmethod
     @torch.no_grad()

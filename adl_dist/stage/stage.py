@@ -263,10 +263,10 @@ class Stage:
             with self._deferred.ready():
                 leaving = self.backward(micro_batch, grads)
             return self.finish_group(grads, leaving)
-        version = self.in_flight[micro_batch].version
-        with self._deferred.put_off() as later:
+        kept = self.in_flight[micro_batch]
+        with self._deferred.put_off([end.node for end in kept.grad_edges or () if end is not None]) as later:
             leaving = self.backward(micro_batch, grads)
-        self._put_off[micro_batch] = version, later
+        self._put_off[micro_batch] = kept.version, later
         if completes:
             self.faults.check()
         return leaving

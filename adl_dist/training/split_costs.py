@@ -41,7 +41,7 @@ def with_split_costs(
             storages: dict[int, dict[int, int]] = defaultdict(dict)
             with deferred.ready(), within():
                 loss = loss_fn(model(input_), target)
-            with deferred.put_off() as later:
+            with deferred.put_off([loss.grad_fn]) as later:
                 loss.backward()
             for one in [*later]:
                 unit = unit_of[id(one.layer.module.weight)]

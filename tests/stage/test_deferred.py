@@ -85,6 +85,33 @@ def in_place(m, x):
     return m.b(torch.relu_(m.a(x)))
 
 
+class Reversible(torch.autograd.Function):
+    """Computes again in its backward, and takes the gradients of the weights from there."""
+
+    @staticmethod
+    def forward(ctx, x, layer, *parameters):
+        ctx.save_for_backward(x, *parameters)
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            of_x, *of_parameters = torch.autograd.grad(ctx.layer(x), [x, *parameters], grad)
+        return of_x, None, *of_parameters
+
+
+def twice_backward(m, x):
+    """As a fixed point's: a hook goes through the layer once more, for the gradient of its input alone."""
+    y = torch.tanh(m.a(x))
+    inner = x.detach().requires_grad_()
+    again = torch.tanh(m.a(inner))
+    y.register_hook(lambda grad: grad + torch.autograd.grad(again, inner, grad)[0])
+    return y
+
+
 def of_a_part(m, x):
     """One layer gets no gradient at all."""
     return m.a(x) + m.b(x).detach()
@@ -129,11 +156,7 @@ PUT_OFF = {
         LINEAR,
         ["a.0.weight", "a.0.bias"],
     ),
-    "replayed in a nested backward": (
-        Of(lambda m, x: checkpoint(m.a, x, use_reentrant=True), a=nn.Sequential(nn.Linear(6, 6), nn.Tanh())),
-        LINEAR,
-        ["a.0.weight", "a.0.bias"],
-    ),
+    "with a backward in its own": (Of(twice_backward, a=nn.Linear(6, 6)), LINEAR, ["a.weight", "a.bias"]),
 }  # fmt: skip
 LEFT = {
     "frozen weight": (frozen(nn.Linear(6, 5), "weight"), LINEAR),
@@ -151,6 +174,14 @@ LEFT = {
     ),
     "mapped": (Of(lambda m, x: torch.vmap(m.a)(x), a=nn.Linear(6, 5)), (2, 3, 6)),
     "torchscript": (scripted(), LINEAR),
+    "replayed in a nested backward": (
+        Of(lambda m, x: checkpoint(m.a, x, use_reentrant=True), a=nn.Sequential(nn.Linear(6, 6), nn.Tanh())),
+        LINEAR,
+    ),
+    "a backward that asks for gradients": (
+        Of(lambda m, x: Reversible.apply(x, m.a, *m.a.parameters()), a=nn.Linear(6, 6)),
+        LINEAR,
+    ),
 }  # fmt: skip
 
 
@@ -170,7 +201,7 @@ def gradients(module, shape, *, split, num=3, dtype=None):
             continue
         with deferred.ready():
             out = module(x).square().sum()
-        with deferred.put_off() as later:
+        with deferred.put_off([out.grad_fn]) as later:
             out.backward()
         kept.append(later)
     early = {name for name, p in module.named_parameters() if p.grad is not None}
@@ -227,8 +258,9 @@ def test_a_module_is_left_as_it_was():
     deferred = DeferredGradients(module)
     with deferred.ready():
         out = module(torch.ones(2, 6))
-    with deferred.put_off():
-        out.sum().backward()
+    loss = out.sum()
+    with deferred.put_off([loss.grad_fn]):
+        loss.backward()
     assert {name: dict(vars(part)) for name, part in module.named_modules()} == before
     with pytest.raises(RuntimeError), deferred.ready():
         module(torch.ones(2, 7))
