@@ -41,6 +41,7 @@ def with_split_costs(
             storages: dict[int, dict[int, int]] = defaultdict(dict)
             with deferred.ready(), within():
                 loss = loss_fn(model(input_), target)
+            assert loss.grad_fn is not None, "the model has parameters that are trained"
             with deferred.put_off([loss.grad_fn]) as later:
                 loss.backward()
             for one in [*later]:
