@@ -42,7 +42,9 @@ def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]
     sizes, groups, method = segment.sizes, segment.group_sizes, pipeline.method
     if not method.is_asynchronous_greedy:
         weights = segment.loss_weights(method.reduction, sizes)
-        return {k: StageWork(list(_actions(pipeline, k, tuple(groups))), sizes, sizes, weights) for k in stages}
+        work = {k: StageWork(list(_actions(pipeline, k, tuple(groups))), sizes, sizes, weights) for k in stages}
+        split_actions.cache_clear()  # made for all stages, which may be many more than these
+        return work
     actions, origins = greedy_actions(pipeline, group_sizes=groups, seed=seed)
     sizes_of = [[sizes[b] for b in origin] for origin in origins]
     weights_of = [segment.loss_weights(method.reduction, own) for own in sizes_of]
@@ -58,7 +60,6 @@ def _actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> tu
 def forget_actions() -> None:
     """Free the lists kept for further epochs: 0.7 MB for every stage and 1,000 micro-batches."""
     _actions.cache_clear()
-    split_actions.cache_clear()
 
 
 @lru_cache(maxsize=32)
