@@ -151,6 +151,11 @@ def step(action: Action, context: StageContext) -> None:
             held["act"], held["target"] = context.buffer[b]
         case Op.DROP:
             del context.buffer[b]
+        case Op.BACKWARD_INPUT:
+            grads = (context.loss_grads[b],) if stage.has_loss else held.pop("grad")
+            held["grad"] = stage.backward_input(b, grads, completes=b in context.last_of_groups)
+        case Op.BACKWARD_WEIGHT:
+            stage.backward_weight(b, completes=b in context.last_of_groups)
 
 
 def _profiled_step(action: Action, context: StageContext) -> None:

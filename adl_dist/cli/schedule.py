@@ -16,7 +16,7 @@ from adl_dist.schedule import Costs, describe, figures, speed
 from adl_dist.schedule.table import tick_words
 
 EXAMPLE = "--costs '{forward: 1, backward: 2, update: 0.1, link: 0.2}'"
-COST_KEYS = ("forward", "backward", "update", "link")
+COST_KEYS = ("forward", "backward", "backward_weight", "update", "link")
 LONGEST = 100_000  # micro-batches; a longer table is a slip of the keyboard
 
 
@@ -25,6 +25,11 @@ def schedule(arguments: list[str]) -> None:
     flags = _flags(arguments)
     config, _ = compose_run(flags.overrides)
     pipeline = config.pipeline
+    if pipeline.method.awaits_delays:
+        raise ConfigError(
+            "method.delay=auto follows from measured stages; give a list, as adl-dist plan prints it, or a rule that "
+            "needs no measurement: decoupled, minimal, third"
+        )
     num = flags.micro_batches
     if num is None:  # enough to show warm-up, one steady group and the drain
         num = 2 * pipeline.num_stages + 2 * pipeline.micro_batches_per_update

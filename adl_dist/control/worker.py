@@ -25,6 +25,7 @@ from adl_dist.monitor.memory import MemoryMeter, peak_memory_bytes
 from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
 from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
+from adl_dist.schedule.actions import BACKWARDS
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
 from adl_dist.stage.loss_terms import LossTerms, counted
@@ -99,7 +100,7 @@ class LocalWorker:
                 busy_seconds=activity.busy_seconds,
                 staleness_sum=activity.staleness_sum,
                 staleness_max=activity.staleness_max,
-                num_backwards=activity.counts[Op.BACKWARD],
+                num_backwards=sum(activity.counts[op] for op in BACKWARDS),
                 num_updates=activity.counts[Op.UPDATE],
                 num_skipped=activity.num_skipped,
             )
@@ -214,7 +215,9 @@ class _UpdateReports:
         self._start = time.perf_counter()
         self._pending: deque[tuple[Iterator[Record], Record]] = deque()
         # A GPU's figures are read an update later: reading them at once would wait for all that is launched.
-        self._lag = len(worker.contexts) if worker.world.device.type == "cuda" else 0
+        # So are those of a split backward, which are not checked before.
+        is_late = worker.world.device.type == "cuda" or worker.pipeline.method.split_backward
+        self._lag = len(worker.contexts) if is_late else 0
         # State that no checkpoint can hold is refused after the first update, before a whole epoch is lost.
         self._unchecked = {*worker.contexts} if worker.fresh else set()
         self._fresh = worker.fresh

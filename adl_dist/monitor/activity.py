@@ -15,6 +15,7 @@ import torch
 
 from adl_dist.engine import StageContext
 from adl_dist.schedule import Action, Op, Segment
+from adl_dist.schedule.actions import BACKWARDS
 
 STARTING = "start"  # the phase of a process whose stages are not built yet
 IDLE = "idle"  # the process waits for the coordinator's next command
@@ -34,6 +35,8 @@ KINDS = {
     Op.PREDICT: ("forward", "predict"),
     Op.RECOMPUTE: ("recompute", "recompute"),
     Op.BACKWARD: ("backward", "backward"),
+    Op.BACKWARD_INPUT: ("backward", "backward of inputs"),
+    Op.BACKWARD_WEIGHT: ("backward", "backward of weights"),
     Op.UPDATE: ("update", "update"),
     Op.SEND_ACT: ("send", "send act"),
     Op.SEND_GRAD: ("send", "send grad"),
@@ -155,7 +158,7 @@ class ActivityLog:
         of_stage.counts[op] += 1
         of_stage.seconds[op] += ended - began
         of_stage.last[op] = number
-        if op is Op.BACKWARD:
+        if op in BACKWARDS:
             staleness = of_stage.context.stage.tally.staleness[-1]
             of_stage.staleness_sum += staleness
             if staleness > of_stage.staleness_max:
@@ -173,7 +176,7 @@ class ActivityLog:
         op, number = action
         stage, forward_version = self.stages[k].context.stage, None
         version = stage.version - (op is Op.UPDATE)
-        if op is Op.BACKWARD:
+        if op in BACKWARDS:
             forward_version = version - stage.tally.staleness[-1]
         elif op in (Op.FORWARD, Op.FORWARD_ONLY, Op.RECOMPUTE):
             forward_version = stage.in_flight[number].version

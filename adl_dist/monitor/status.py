@@ -23,7 +23,7 @@ from adl_dist.distributed.procfs import machine, start_time, state_of
 from adl_dist.distributed.world import launched_rank
 from adl_dist.monitor.activity import FAILED, FINISHING, IDLE, KINDS, ActivityLog, SegmentActivity
 from adl_dist.schedule import Op
-from adl_dist.schedule.actions import LINKS, RECEIVES, receiver, sender
+from adl_dist.schedule.actions import BACKWARDS, LINKS, RECEIVES, receiver, sender
 
 COORDINATOR = -1  # the peer that an idle stage waits for
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY, Op.PREDICT)
@@ -178,8 +178,8 @@ def _figures(segment: SegmentActivity, k: int, *, is_over: bool, now: float) -> 
     elapsed, activity = max(now - segment.began, 1e-9), segment.stages[k]
     last, counts = dict(activity.last), {op: n for op, n in activity.counts.items() if n}
     # Counted, as numbers may go down (GPipe's gradients do); and not sliced: the copy would grow with the epoch.
-    num_through = counts.get(Op.BACKWARD if segment.training else Op.PREDICT, 0)
-    num_backwards = counts.get(Op.BACKWARD, 0)
+    num_backwards = sum(counts.get(op, 0) for op in BACKWARDS)
+    num_through = num_backwards if segment.training else counts.get(Op.PREDICT, 0)
     return {
         "last": last,
         "counts": counts,

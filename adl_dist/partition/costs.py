@@ -24,12 +24,14 @@ class UnitCost:
     name: str
     forward: float
     backward: float
+    backward_weight: float = 0.0  # the part of the backward that a split can put off
     update: float = 0.0  # its share of what ends a group (norm, step, cleared gradients), divided by M already
     parameter_bytes: int = 0  # its parameters, once
     activation_bytes: int = 0  # kept from the forward to the backward
     # Needed during its backward: gradients of its parameters, as a kernel makes them and as they are kept (oneDNN's
     # convolutions have a format of their own), of what comes in and of what goes out.
     work_bytes: int = 0
+    deferred_bytes: int = 0  # kept for the part of its backward that is put off
     # Of a cut right after the unit:
     held_before: int = 0  # sent over it, and kept by no graph before it
     held_behind: int = 0  # each graph after it holds so much of what crosses, apart from its activations
@@ -62,6 +64,12 @@ class Profile:
         """Return the profile where K stages work side by side, if there are several."""
         return self if num_stages == 1 or self.loaded is None else self.loaded
 
+    @property
+    def share_put_off(self) -> float:
+        """Share of the backward that a split can put off."""
+        units = self.costs(1)
+        return sum(unit.backward_weight for unit in units) / max(sum(unit.backward for unit in units), 1e-12)
+
     def costs(self, accumulation_steps: int) -> list[UnitCost]:
         """Return the units' costs with M micro-batches per update, scaled to add up to those of the whole model.
 
@@ -74,6 +82,7 @@ class Profile:
                 unit,
                 forward=unit.forward * forward + (0.0 if place else self.loading),
                 backward=unit.backward * backward,
+                backward_weight=min(unit.backward_weight, unit.backward) * backward,
                 update=unit.update / accumulation_steps,
             )
             for place, unit in enumerate(self.units)
@@ -111,6 +120,7 @@ class StageFootprint:
     grads_sent: int = 1  # messages upstream that are kept so
     weight_copies: int = 0  # weight versions in addition to the newest
     gradient_copies: int = 0  # further sets: each version that a group's micro-batches used gathers its own
+    deferred: int = 0  # micro-batches whose gradients of weights are put off
     recomputes: float = 0.0  # share of the micro-batches that are forwarded twice
 
 
@@ -172,8 +182,9 @@ def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_co
 
     The activations of each graph and what it holds of what came in, what came in of each input; the parameters as
     weights, as gradients, as each copy of the optimizer, as each older version and its gradients; the buffers of
-    messages, three of each received and those sent that are kept, unless a graph keeps them anyway; and the work of one
-    backward at a time. What comes into the model itself is counted where a unit keeps it.
+    messages, three of each received and those sent that are kept, unless a graph keeps them anyway; what is
+    kept for gradients that are put off; and the work of one backward at a time. What comes into the model itself is
+    counted where a unit keeps it.
     """
     # A graph that is replayed has made outputs of its own. One message at least: the newest, before it is kept.
     in_graphs = 0 if held.recomputes else min(held.acts_sent, held.graphs)
@@ -187,7 +198,8 @@ def stage_bytes(units: Sequence[UnitCost], *, held: StageFootprint, optimizer_co
     work = _of_stages(np.maximum, [unit.work_bytes for unit in units])
     copies = 1 + 1 + optimizer_copies + held.weight_copies + held.gradient_copies  # weights and gradients first
     parameters = copies * _of_stages(np.add, [unit.parameter_bytes for unit in units])
-    return np.ceil(held.graphs * activations + held.inputs * came_in + parameters + messages + work)
+    deferred = held.deferred * _of_stages(np.add, [unit.deferred_bytes for unit in units])
+    return np.ceil(held.graphs * activations + held.inputs * came_in + parameters + messages + deferred + work)
 
 
 def _at_starts(values: Sequence[float]) -> Floats:

@@ -47,7 +47,7 @@ def measure(  # 9: the model and its units, a sample, how it is trained, and the
     pieces = chain.pieces([1] * len(chain.units))
     # Before anything else: more tensors in memory would make its allocations cheaper than in training.
     forward, backward = pace(model, input_, target, loss_fn, within)
-    with _restored(model, input_), torch.enable_grad():
+    with restored(model, input_), torch.enable_grad():
         for module in (model, *pieces):
             module.train()
         bench = _Bench(pieces, input_, target, loss_fn, within)
@@ -70,21 +70,21 @@ def pace(
     """Return the mean seconds of forward and backward of the whole model. Its state is as before."""
 
     def once() -> tuple[float, float]:
-        start = _now(input_.device)
+        start = now(input_.device)
         with within():
             loss = loss_fn(model(input_), target)
-        middle = _now(input_.device)
+        middle = now(input_.device)
         loss.backward()
-        return middle - start, _now(input_.device) - middle
+        return middle - start, now(input_.device) - middle
 
-    with _restored(model, input_), torch.enable_grad():
+    with restored(model, input_), torch.enable_grad():
         model.train()
         forwards, backwards = zip(*_repeated(once), strict=True)
     return statistics.fmean(forwards), statistics.fmean(backwards)
 
 
 @contextmanager
-def _restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
+def restored(model: nn.Module, input_: Tensor) -> Iterator[None]:
     """Leave the model, and the random streams of its device, as they were found."""
     state = copy.deepcopy(model.state_dict())
     # Some buffers are no part of the state, and a forward may put others in their places.
@@ -185,15 +185,15 @@ class _Bench:
         for unit in range(len(self.pieces)):
             leaves = _leaves(arriving, with_gradient=unit > 0)
             inputs = self._inputs(unit, leaves)
-            start = _now(self.input_.device)
+            start = now(self.input_.device)
             arriving = self._call(unit, inputs)
-            forwards.append(_now(self.input_.device) - start)
+            forwards.append(now(self.input_.device) - start)
             kept.append((leaves, arriving))
         grads: list[Tensor | None] = [torch.ones_like(arriving)]
         for piece, (leaves, out) in zip(reversed(self.pieces), reversed(kept), strict=True):
-            start = _now(self.input_.device)
+            start = now(self.input_.device)
             grads = _backward(piece, tree_leaves(leaves), tree_leaves(out), grads)
-            backwards.append(_now(self.input_.device) - start)
+            backwards.append(now(self.input_.device) - start)
         return forwards, backwards[::-1]
 
     def _call(self, unit: int, inputs: Any) -> Any:
@@ -211,7 +211,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     """Return the time at which the work launched on ``device`` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -256,11 +256,11 @@ def _update(
     for _ in range(4):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)  # not zeros, whose pages need not be there
-        start = _now(device)
+        start = now(device)
         get_total_norm([p.grad for p in parameters if p.grad is not None])
         made.step()
         made.zero_grad()
-        seconds.append(_now(device) - start)
+        seconds.append(now(device) - start)
     state = sum(t.nbytes for kept in made.state.values() for t in kept.values() if isinstance(t, Tensor))
     return statistics.median(seconds[1:]), state / sum(p.nbytes for p in parameters)
 

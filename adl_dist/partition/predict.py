@@ -10,6 +10,7 @@ from adl_dist.partition.balance import UNIFORM, Balance, best_balance, evaluate_
 from adl_dist.partition.costs import Machine, Profile, StageFootprint, UnitCost
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.schedule import Costs, Pipeline, max_pending_of, speed
+from adl_dist.schedule.least_delays import with_least_delays
 from adl_dist.schedule.table import figures
 
 # Of the convergence factor: RN-56 at K = 16 trained with M = 4 (factor 4) and diverged with M = 3 (9.2), Table 2a.
@@ -51,6 +52,7 @@ def best_cut(
             acts_sent=kept.get(("act", stage.stage), 0),
             grads_sent=kept.get(("grad", stage.stage), 0),
             weight_copies=stage.weight_copies + stage.history_copies,
+            deferred=stage.deferred,
             gradient_copies=len(set(stage.staleness_by_offset)) - 1 if method.weights == "stash" else 0,
             recomputes=sum(method.recomputes(place, M, stage.delay) for place in range(M)) / M,
         )
@@ -62,10 +64,25 @@ def best_cut(
     return best_balance(units, num_stages=pipeline.num_stages, held=held, machine=machine, optimizer_copies=copies)
 
 
+def with_delays(
+    profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM, sizes: Sequence[int] | None = None
+) -> Pipeline:
+    """Return ``pipeline`` with the least delays that keep full speed on its best cut, where it leaves them open."""
+    if not pipeline.method.awaits_delays:
+        return pipeline
+    M = pipeline.micro_batches_per_update
+    balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
+    units = profile.with_stages(pipeline.num_stages).costs(M)
+    costs = _costs(units, balance, M, machine)
+    return Pipeline(with_least_delays(pipeline.method, costs), pipeline.num_stages)
+
+
 def predict(
     profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM, sizes: Sequence[int] | None = None
 ) -> Prediction:
     """Predict a run of ``pipeline`` with the micro-batch size of ``profile``; ``sizes`` None: cut where it is best.
+
+    Delays that are still to be found are found.
 
     Raises:
         PartitionError: no cut is possible, or none fits into memory.
@@ -74,6 +91,7 @@ def predict(
     if pipeline.spec.local_losses and pipeline.num_stages > 1:
         raise ConfigError("its local losses have heads that are not measured, and another goal than the model's")
     M = pipeline.micro_batches_per_update
+    pipeline = with_delays(profile, pipeline, machine=machine, sizes=sizes)
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
     units = profile.with_stages(pipeline.num_stages).costs(M)
     expected = speed(pipeline.method, _costs(units, balance, M, machine))
@@ -102,7 +120,7 @@ def unevenness(units: Sequence[UnitCost], balance: Balance) -> str | None:
 
 def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine) -> Costs:
     """Return the timing model's costs: stages with their part in the messages, links with their transfer time."""
-    forward, backward, update = [], [], []
+    forward, backward, backward_weight, update = [], [], [], []
     bounds, speeds = pairwise([0, *accumulate(balance.sizes)]), machine.speeds_of(len(balance.sizes))
     for (start, stop), rate in zip(bounds, speeds, strict=True):
         inside, before = units[start:stop], units[:start][-1:]
@@ -112,9 +130,10 @@ def _costs(units: Sequence[UnitCost], balance: Balance, M: int, machine: Machine
         grads = sum(machine.seconds_per_byte * unit.grad_bytes for unit in ends)
         forward.append(sum(unit.forward for unit in inside) / rate + acts + messages)
         backward.append(sum(unit.backward for unit in inside) / rate + grads + messages)
+        backward_weight.append(sum(unit.backward_weight for unit in inside) / rate)
         update.append(sum(unit.update for unit in inside) * M / rate)
     link = [machine.latency + seconds for seconds in balance.link_seconds]
-    return Costs(forward=forward, backward=backward, update=update, link=link)
+    return Costs(forward=forward, backward=backward, backward_weight=backward_weight, update=update, link=link)
 
 
 class Throughput(NamedTuple):

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from adl_dist.errors import ConfigError
 from adl_dist.report.files import check_out, write_atomically
-from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.table import figures, title
 from adl_dist.schedule.timing import Costs, Span, actions_of_all, simulate, ticks
@@ -31,6 +31,8 @@ STYLES = {
     Op.FORWARD_ONLY: ("#C9E6F7", "black", "forward, input kept only"),
     Op.RECOMPUTE: ("#F0E442", "black", "forward again"),
     Op.BACKWARD: ("#E69F00", "black", "backward"),
+    Op.BACKWARD_INPUT: ("#E69F00", "black", "I: backward, without gradients of weights"),
+    Op.BACKWARD_WEIGHT: ("#009E73", "white", "WG: gradients of weights"),
     Op.UPDATE: ("#333333", "white", "update"),
 }
 ACT, GRAD, DASHES = "#0072B2", "#D55E00", (0, (4, 1.6))
@@ -93,7 +95,7 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
     _arrows(axes, lists, boxes, inches)
     updates = {(box.stage, box.start): box for box in boxes if box.action.op is Op.UPDATE}
     for box in boxes:
-        shows_label = shows_staleness and box.action.op is Op.BACKWARD
+        shows_label = shows_staleness and box.action.op in BACKWARDS
         label = pipeline.staleness(box.stage, box.action.number) if shows_label else None
         _box(axes, box, inches, label, update=updates.get((box.stage, box.end)))
     _legend(figure, pipeline, boxes, num_micro_batches, shows_staleness)
@@ -101,6 +103,10 @@ def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None =
 
 
 def _spans_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Span]:
+    in_ticks = [actions for row in table for actions in row.values()]
+    if any(a.op is Op.BACKWARD_INPUT for actions in in_ticks for a in actions):
+        yield from _spans_of_split_ticks(table, parts=1 + max(map(_num_behind_forward, in_ticks)))
+        return
     replays = any(a.op is Op.RECOMPUTE for row in table for actions in row.values() for a in actions)
     parts = 4 if replays else 3
     for stage, row in enumerate(table):
@@ -112,6 +118,21 @@ def _spans_of_ticks(table: Sequence[dict[int, list[Action]]]) -> Iterator[Span]:
                 elif action.op is Op.BACKWARD:
                     end = tick + 1 - 2 / parts
                 start, end = end, end + PARTS.get(action.op, 0) / parts
+                yield Span(stage, action, start, end)
+
+
+def _num_behind_forward(actions: Sequence[Action]) -> int:
+    return sum(a.op not in (*FORWARDS, Op.UPDATE) for a in actions)
+
+
+def _spans_of_split_ticks(table: Sequence[dict[int, list[Action]]], *, parts: int) -> Iterator[Span]:
+    """Yield the actions of each tick, all as long as each other: its forward, or room for it, and what follows."""
+    for stage, row in enumerate(table):
+        for tick, actions in row.items():
+            end = tick + 1 / parts
+            for action in actions:
+                start = float(tick) if action.op in FORWARDS else end
+                end = start if action.op is Op.UPDATE else start + 1 / parts
                 yield Span(stage, action, start, end)
 
 
@@ -149,7 +170,7 @@ def _axis(axes: Axes, length: float, inches: float, num_ticks: int | None) -> No
 
 def _arrows(axes: Axes, lists: Sequence[Sequence[Action]], boxes: Sequence[Span], inches: float) -> None:
     """Draw an arrow from the work that made a message to the work that needs it."""
-    ends = (*FORWARDS, Op.BACKWARD)
+    ends = (*FORWARDS, *BACKWARDS)
     made = {(box.stage, box.action.op in FORWARDS, box.action.number): box for box in boxes if box.action.op in ends}
     for stage, actions in enumerate(lists):
         came = None

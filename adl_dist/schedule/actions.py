@@ -18,6 +18,8 @@ class Op(enum.Enum):
     SEND_TARGET = "ST"
     RECV_GRAD = "RG"
     BACKWARD = "B"
+    BACKWARD_INPUT = "I"  # the backward without the gradients of most weights: what goes upstream, and the rest
+    BACKWARD_WEIGHT = "WG"  # these gradients, of the same micro-batch
     SEND_GRAD = "SG"
     UPDATE = "U"
     WEIGHTS = "W"  # forward from here on with the weights after so many updates of the segment
@@ -30,6 +32,10 @@ class Op(enum.Enum):
     DROP = "D"  # make room in the buffer
 
     __hash__ = object.__hash__  # Enum's own hashes the name, in Python, and every action is looked up by its op
+
+
+# A backward that makes what goes upstream and ends the life of the graph: the whole one, or the first part of it.
+BACKWARDS = frozenset({Op.BACKWARD, Op.BACKWARD_INPUT})
 
 
 class Action(NamedTuple):

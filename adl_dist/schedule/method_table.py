@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Weights = Literal["stash", "latest", "recompute", "2bw"]
-DelayRule = Literal["decoupled", "minimal", "none", "group", "queues"]
-ANYONES_DELAYS = ("decoupled", "minimal", "none")  # the other rules belong to one method each
+DelayRule = Literal["decoupled", "minimal", "third", "auto", "none", "group", "queues"]
+ANYONES_DELAYS = ("decoupled", "minimal", "third", "auto", "none")  # the other rules belong to one method each
 
 # Ticks between a micro-batch's forward and its backward on stage k of K, with M micro-batches per update.
 DELAYS: dict[str, Callable[[int, int, int], int]] = {
@@ -20,6 +20,12 @@ DELAYS: dict[str, Callable[[int, int, int], int]] = {
     "decoupled": lambda k, K, M: 2 * (K - 1 - k),
     # As few as keep every stage busy if a message takes no time (PipeDream's 1F1B).
     "minimal": lambda k, K, M: K - 1 - k,
+    # As few as keep stages busy if a message takes no time, and a backward sends its gradient after half of its work.
+    # A round trip of n = K - k stages is 2n thirds of the work on a micro-batch, and the part that is put off until
+    # the update is one more: ceil((2n + 1) / 3) micro-batches are in flight.
+    "third": lambda k, K, M: 2 * (K - k) // 3,
+    # What is measured decides; until then as above. See :mod:`adl_dist.schedule.least_delays`.
+    "auto": lambda k, K, M: K - 1 - k,
     # The backward follows its own forward: one micro-batch at a time.
     "none": lambda k, K, M: 0,
     # All forwards of a group come first.
@@ -27,12 +33,13 @@ DELAYS: dict[str, Callable[[int, int, int], int]] = {
     # "queues" follows from the lengths of DSP's queues, which only the method knows.
 }
 
-ANY = ("accumulation_steps", "reduction", "lr_factors")
+LOCAL = ("accumulation_steps", "reduction", "lr_factors")
+ANY = (*LOCAL, "split_backward", "max_deferred")
 STALE = (*ANY, "weights", "delay", "order", "gradient_shrink", "mitigation", "flush_epochs")
 RECOMPUTING = (*ANY, "recompute")
 CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one clock
 QUEUED = (*CLOCKED, "activation_queue", "gradient_queue")
-GREEDY = (*ANY, "head", "buffer_size", "buffer_reuse", "stage_speeds")
+GREEDY = (*LOCAL, "head", "buffer_size", "buffer_reuse", "stage_speeds")
 
 
 @dataclass(frozen=True)

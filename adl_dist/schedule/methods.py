@@ -47,6 +47,8 @@ QUEUE = ("a whole number or a list of some, like [1,2]", lambda v: _whole(v) or 
 # What each option must be, and whether a value is that.
 TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "accumulation_steps": WHOLE,
+    "split_backward": ("true or false", lambda v: type(v) is bool),
+    "max_deferred": WHOLE,
     "delay": ("a rule or a list of whole numbers, like [2,1,0]", lambda v: isinstance(v, str) or _list(v, _whole)),
     "gradient_shrink": NUMBER,
     "mitigation": NAMES,
@@ -65,7 +67,8 @@ TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "stage_speeds": NUMBERS,
 }
 SMALLEST = {
-    **{"accumulation_steps": 1, "activation_queue": 1, "gradient_queue": 1, "buffer_size": 0, "buffer_reuse": 1},
+    **{"accumulation_steps": 1, "max_deferred": 1},
+    **{"activation_queue": 1, "gradient_queue": 1, "buffer_size": 0, "buffer_reuse": 1},
     **{"flush_epochs": 0, "discount_power": 0, "discount_updates": 1, "error_feedback_lag": 1},
 }
 ABOVE_0 = (
@@ -85,7 +88,11 @@ class Method:
             present ones over old activations, as the authors' code did; ``recompute``: the forward is replayed
             with the present ones, so that only inputs are kept; ``2bw``: in every stage those from before the
             group before, which makes the staleness 1 everywhere.
-        delay: ``decoupled`` (2(K-1-k)), ``minimal`` (K-1-k), ``none``, or one number for each stage.
+        delay: ``decoupled`` (2(K-1-k)), ``minimal`` (K-1-k), ``third`` (floor(2(K-k)/3), for a split backward),
+            ``auto`` (the least that keep full speed, by what is measured), ``none``, or one number for each stage.
+        split_backward: whether the backward is done in two parts: the gradient of what came in, which is sent at once,
+            and the gradients of most weights, while the stage would otherwise wait. The values are the same.
+        max_deferred: with ``split_backward``, micro-batches whose gradients of weights may be outstanding at a time.
         gradient_shrink: FDG's beta; each stage but the last scales the gradient that comes in by it.
         order: ``backward_first`` (what the authors' code did) makes each delay above 0 one tick shorter, and the
             mean staleness 1/M of an update less.
@@ -122,6 +129,8 @@ class Method:
     accumulation_steps: int | None = None
     weights: Weights | None = None
     delay: DelayRule | Sequence[int] | None = None
+    split_backward: bool = False
+    max_deferred: int = 2
     gradient_shrink: float = 1.0
     order: Order = "forward_first"
     reduction: Reduction = "mean"
@@ -184,6 +193,11 @@ class Method:
         return self.accumulation_steps
 
     @property
+    def awaits_delays(self) -> bool:
+        """Whether the delays are still to be found by measuring."""
+        return self.delay == "auto"
+
+    @property
     def is_asynchronous_greedy(self) -> bool:
         """Whether stages draw their inputs from replay buffers."""
         return self.buffer_size > 0
@@ -238,6 +252,10 @@ class Method:
             )
         if self.lr_index == "slot" and self.flush_epochs:
             raise ConfigError("method.flush_epochs stops the clock of method.lr_index=slot; omit one of them")
+        if not self.split_backward and self.max_deferred != type(self).max_deferred:
+            raise ConfigError(
+                "method.max_deferred needs a backward in two parts; set method.split_backward=true, or omit it"
+            )
         if not self.buffer_size and (self.buffer_reuse is not None or self.stage_speeds is not None):
             raise ConfigError(
                 "method.buffer_reuse and method.stage_speeds mean nothing without a replay buffer; set "

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.timing import FORWARDS, actions_of_all, ticks
 
@@ -20,6 +20,7 @@ class StageFigures:
     inputs: int  # most micro-batches held with nothing but what came in, in flight or in a replay buffer
     weight_copies: int  # most weight versions held besides the newest
     history_copies: int  # tensors like the weights that a mitigation remembers
+    deferred: int  # most micro-batches whose gradients of weights are put off, while it holds the most graphs
 
 
 def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list[StageFigures]:
@@ -40,11 +41,12 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
     return rows
 
 
-def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int]:
-    """Return the most graphs, inputs without a graph, and weight copies at any moment of ``actions``."""
+def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, int, int, int]:
+    """Return the most graphs, inputs without a graph, weight copies and split backwards at a moment of ``actions``."""
     graphs: dict[int, int] = {}  # the weight version of each
     inputs: set[tuple[bool, int]] = set()  # (whether in the replay buffer, number)
-    version, most = 0, (0, 0, 0)
+    deferred: dict[int, int] = {}  # likewise
+    version, most, most_deferred = 0, (0, 0, 0), dict[int, int]()  # the last by the number of graphs
     is_ahead, last_seen = pipeline.forwards_ahead(stage), -1  # the version of the last forward
     for op, number in actions:
         if op in FORWARDS:
@@ -56,8 +58,12 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
             inputs.add((op is Op.KEEP, number))
         elif op is Op.DROP:
             inputs.remove((True, number))
-        elif op is Op.BACKWARD:
-            del graphs[number]
+        elif op in BACKWARDS:
+            used = graphs.pop(number)
+            if op is Op.BACKWARD_INPUT:
+                deferred[number] = used
+        elif op is Op.BACKWARD_WEIGHT:
+            del deferred[number]
         elif op is Op.UPDATE:
             version += 1
         copies = 0
@@ -65,11 +71,13 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
             copies = int(version > 0)
         elif pipeline.method.weights == "stash":
             # What forwards see ahead of the newest version is a copy, too.
-            copies = len(set(graphs.values()) - {version}) + (is_ahead and last_seen == version)
+            older = {*graphs.values(), *deferred.values()} - {version}
+            copies = len(older) + (is_ahead and last_seen == version)
         elif is_ahead:
             copies = 2
         most = max(most[0], len(graphs)), max(most[1], len(inputs)), max(most[2], copies)
-    return most
+        most_deferred[len(graphs)] = max(most_deferred.get(len(graphs), 0), len(deferred))
+    return *most, most_deferred.get(most[0], 0)
 
 
 def title(pipeline: Pipeline, *, num_micro_batches: int) -> str:
@@ -140,6 +148,8 @@ def _legend(rows: list[dict[int, list[str]]]) -> str:
         Op.FORWARD_ONLY: "N forward that keeps its input only",
         Op.RECOMPUTE: "R forward again, with the present weights",
         Op.BACKWARD: "B backward",
+        Op.BACKWARD_INPUT: "I backward without the weights' gradients",
+        Op.BACKWARD_WEIGHT: "WG the weights' gradients",
         Op.UPDATE: "U update",
     }
     letters = ", ".join(text for op, text in words.items() if op.value in ops)

@@ -1,17 +1,18 @@
 """The timing model: what a schedule takes if every stage does its actions in order, as soon as it can.
 
-It runs the very lists of actions that the engine runs. A stage is busy in forward, recompute, backward and update; a
-send costs the sender nothing and arrives after the latency of the link; loading and waiting cost what they make
-others wait. Times are in any one unit.
+It runs the very lists of actions that the engine runs. A stage is busy in forward, recompute, backward or
+its parts, and update; a send costs the sender nothing and arrives after the latency of the link; loading and waiting
+cost what they make others wait. Times are in any one unit.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from adl_dist.errors import ConfigError
-from adl_dist.schedule.actions import LINKS, RECEIVES, Action, Op, receiver
+from adl_dist.schedule.actions import BACKWARDS, LINKS, RECEIVES, Action, Op, receiver
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import ActionLists, replay
@@ -19,7 +20,12 @@ from adl_dist.schedule.run_plan import Segment
 from adl_dist.schedule.work import training_work
 
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
-WORK = dict.fromkeys((*FORWARDS, Op.RECOMPUTE), "forward") | {Op.BACKWARD: "backward", Op.UPDATE: "update"}
+WORK = dict.fromkeys((*FORWARDS, Op.RECOMPUTE), "forward") | {
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward_input",
+    Op.BACKWARD_WEIGHT: "backward_weight",
+    Op.UPDATE: "update",
+}
 Slowdown = Callable[[int, Action], float]
 
 
@@ -38,15 +44,18 @@ class Costs:
 
     forward: Sequence[float]
     backward: Sequence[float]
+    backward_weight: Sequence[float] = ()  # the part of the backward that a split can put off; empty: half of it
     update: Sequence[float] = ()  # empty: 0
     link: Sequence[float] = ()  # latency between stage k and k + 1, in either direction; empty: 0
 
     def __post_init__(self) -> None:
         K = len(self.forward)
-        for name, num in (("update", K), ("link", K - 1)):
-            object.__setattr__(self, name, getattr(self, name) or [0.0] * num)
-        fits = (len(self.backward), len(self.update), len(self.link)) == (K, K, K - 1)
-        if not fits or any(not time >= 0 for time in (*self.forward, *self.backward, *self.update, *self.link)):
+        usual = {"backward_weight": [time / 2 for time in self.backward], "update": [0.0] * K, "link": [0.0] * (K - 1)}
+        for name, times in usual.items():
+            object.__setattr__(self, name, getattr(self, name) or times)
+        lists = self.forward, self.backward, self.backward_weight, self.update, self.link
+        fits = list(map(len, lists)) == [K, K, K, K, K - 1]
+        if not fits or any(not time >= 0 for times in (*lists, self.backward_input) for time in times):
             raise ConfigError(f"costs must be lists that fit each other, of numbers of at least 0, got {self}")
         if sum(self.forward) + sum(self.backward) == 0:
             raise ConfigError("costs must give each stage's forward and backward time, for example forward=[1,1]")
@@ -55,6 +64,11 @@ class Costs:
     def balanced(cls, num_stages: int, *, link: float = 0.0) -> "Costs":
         """Stages that all take 1 forward and 2 backward: the usual 1:2 of convolutions."""
         return cls(forward=[1.0] * num_stages, backward=[2.0] * num_stages, link=[link] * (num_stages - 1))
+
+    @cached_property
+    def backward_input(self) -> list[float]:
+        """The part of the backward that a split does at once."""
+        return [whole - put_off for whole, put_off in zip(self.backward, self.backward_weight, strict=True)]
 
     def of(self, stage: int, op: Op) -> float:
         """Return the time of one action of ``stage``."""
@@ -113,14 +127,14 @@ def ticks(lists: ActionLists) -> list[dict[int, list[Action]]]:
         elif action.op in LINKS:
             what, to = LINKS[action.op].what, receiver(action.op, stage, num_stages=K)
             mail[what, to].append(max(now[stage], ready[stage]) + (what != "go"))
-        elif action.op in FORWARDS or action.op in (Op.RECOMPUTE, Op.BACKWARD):
+        elif action.op in FORWARDS or action.op in (Op.RECOMPUTE, *BACKWARDS):
             rank = 1 if action.op in FORWARDS else 2
             tick = max(now[stage] + (used[stage] >= rank), ready[stage])
             if action.op is Op.RECOMPUTE:  # its backward follows in the same tick
                 rank = 1
             now[stage], used[stage] = tick, rank
             table[stage][tick].append(action)
-        elif action.op is Op.UPDATE:
+        elif action.op in (Op.BACKWARD_WEIGHT, Op.UPDATE):
             table[stage][now[stage]].append(action)
     return table
 
@@ -139,11 +153,15 @@ def speed(method: Method, costs: Costs) -> Speed:
     """Predict the speed of ``method``: the time that further updates take once the pipeline is full."""
     K, M = len(costs.forward), method.micro_batches_per_update
     pipeline, serial = Pipeline(method, K), Pipeline(Method(name="bp", accumulation_steps=M), K)
-    num_groups = max(24, 2 * (pipeline.delays[0] // M + 2))
-    period, worked = _per_update(pipeline, costs, num_groups)
-    serial_period, _ = _per_update(serial, costs, num_groups)
+    period, worked = _per_update(pipeline, costs, _enough_groups(pipeline))
+    serial_period = time_per_update(serial, costs)
     busy = [time / period for time in worked]
     return Speed(time_per_update=period, bubble=1 - sum(busy) / K, speed_up=serial_period / period, busy=busy)
+
+
+def time_per_update(pipeline: Pipeline, costs: Costs) -> float:
+    """Return the time that further updates take once the pipeline is full."""
+    return _per_update(pipeline, costs, _enough_groups(pipeline))[0]
 
 
 def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[Action]]:
@@ -155,6 +173,11 @@ def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[A
     )
     work = training_work(pipeline, segment, stages=range(pipeline.num_stages), seed=0)
     return [work[k].actions for k in range(pipeline.num_stages)]
+
+
+def _enough_groups(pipeline: Pipeline) -> int:
+    """Return the groups after which a steady state is reached, and that cover its period."""
+    return max(24, 2 * (pipeline.delays[0] // pipeline.micro_batches_per_update + 2))
 
 
 def _per_update(pipeline: Pipeline, costs: Costs, num_groups: int) -> tuple[float, list[float]]:

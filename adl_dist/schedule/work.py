@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from adl_dist.schedule.actions import LINKS, Action, Op
+from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, Op
 from adl_dist.schedule.build_actions import evaluation_actions, training_actions
 from adl_dist.schedule.greedy import greedy_actions
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import Sending, max_outstanding
 from adl_dist.schedule.run_plan import Segment
+from adl_dist.schedule.split import split_actions
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class StageWork:
         """Return the micro-batches whose backward completes the gradients of a group."""
         last, completing = -1, set()
         for action in self.actions:
-            if action.op is Op.BACKWARD:
+            if action.op in BACKWARDS:
                 last = action.number
             elif action.op is Op.UPDATE:
                 completing.add(last)
@@ -42,7 +43,9 @@ def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]
     sizes, groups, method = segment.sizes, segment.group_sizes, pipeline.method
     if not method.is_asynchronous_greedy:
         weights = segment.loss_weights(method.reduction, sizes)
-        return {k: StageWork(list(_actions(pipeline, k, tuple(groups))), sizes, sizes, weights) for k in stages}
+        work = {k: StageWork(list(_actions(pipeline, k, tuple(groups))), sizes, sizes, weights) for k in stages}
+        split_actions.cache_clear()  # made for all stages, which may be many more than these
+        return work
     actions, origins = greedy_actions(pipeline, group_sizes=groups, seed=seed)
     sizes_of = [[sizes[b] for b in origin] for origin in origins]
     weights_of = [segment.loss_weights(method.reduction, own) for own in sizes_of]

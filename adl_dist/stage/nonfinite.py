@@ -26,11 +26,14 @@ class NonFiniteCheck:
 
     On a CPU at once. A GPU has only been given its work by then, and asking for a number would wait for all of it:
     there each is looked at one update later, and the last ones at the end of the segment. Only where updates may be
-    skipped does a GPU have to be waited for, once in each, because what is sent next depends on it.
+    skipped does a GPU have to be waited for, once in each, because what is sent next depends on it. The same holds on
+    a CPU where the backward is split: the gradient of the weights is not there yet when the last one of the group is
+    sent upstream.
     """
 
-    def __init__(self, guard: GradientPolicy, *, stage: int, is_last: bool) -> None:
-        self._guard, self._stage, self._is_last = guard, stage, is_last
+    def __init__(self, guard: GradientPolicy, *, stage: int, is_last: bool, reads_late: bool = False) -> None:
+        """Look at one stage; ``reads_late``: as on a GPU, because a group is complete only after its last send."""
+        self._guard, self._stage, self._is_last, self._reads_late = guard, stage, is_last, reads_late
         self._unseen: deque[tuple[int, int, StepStats]] = deque()  # update, epoch, and what holds its figures
         self._sent: list[Tensor] = []  # norms of what went upstream for the group, where updates may be skipped
         self._num_in_a_row = 0
@@ -57,7 +60,7 @@ class NonFiniteCheck:
         if not self._guard.skips:
             if tally.losses or tally.gradient_norm is not None:
                 self._unseen.append((update, epoch, tally))
-                self.check(except_last=1 if tally.fetch() else 0)
+                self.check(except_last=1 if tally.fetch() or self._reads_late else 0)
             return None
         norms, self._sent = self._sent, []
         if not self._is_last and any(grad.numel() > 0 and bool(grad.isnan().all()) for grad in arrived):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.calls import RandomStreams, Remember, Tensors, call_of, packed, takes_gradient, unpacked
+from adl_dist.stage.deferred import DeferredGradients, PutOff
 from adl_dist.stage.loss_check import MeanGuard
 from adl_dist.stage.loss_terms import class_loss
 from adl_dist.stage.mitigation import mitigation_of
@@ -89,7 +90,9 @@ class Stage:
         self.module, self.head = module, head
         self.version = 0
         self.in_flight: dict[int, InFlight] = {}
-        self.tally, self.faults = StepStats(), NonFiniteCheck(gradients, stage=index, is_last=self.is_last)
+        self._splits, self._skips = method.split_backward, gradients.skips
+        self.tally = StepStats()
+        self.faults = NonFiniteCheck(gradients, stage=index, is_last=self.is_last, reads_late=self._splits)
         self._clip_norm = gradients.clip_norm
         self._watching_buffers = buffers_kept_finite if gradients.skips else nullcontext
         self._gradient_norm: Tensor | None = None  # of the group that is complete
@@ -112,6 +115,10 @@ class Stage:
         is_watched = self.is_last and pipeline.micro_batches_per_update > 1 and not traits.loss.moves
         self._guard = MeanGuard.of(spec.loss_fn, self._within, f"stage {index}") if is_watched else None
         self._call_module = call_of(module, compiled=spec.precision.compile)
+        if self._splits:
+            self._deferred = DeferredGradients(module)
+            self._call_module = self._deferred.while_ready(self._call_module)
+        self._put_off: dict[int, tuple[int, list[PutOff]]] = {}  # by micro-batch, with the version of its forward
         self._gradient_shrink = method.gradient_shrink
         self._learns_locally = method.spec.local_losses
         self._epoch = 0
@@ -150,6 +157,7 @@ class Stage:
         self._set_mode(training=training)
         # What an interrupted segment, or the user before us, left there belongs to no group.
         self.in_flight.clear()
+        self._put_off.clear()
         if self._policy is not None:
             self._policy.forget()
         if self.mitigation is not None:
@@ -265,6 +273,36 @@ class Stage:
         leaving = self._gradients_of(kept.acts, micro_batch)
         self.faults.sent(leaving)
         return leaving
+
+    def backward_input(self, micro_batch: int, grads: Tensors, *, completes: bool) -> Tensors:
+        """Do the first part of a backward, which leaves most gradients of weights for later; see :meth:`backward`.
+
+        If this ``completes`` a group, what is known of the group before is checked, or, where updates may be skipped,
+        all is done now: what is sent depends on it.
+        """
+        if completes and self._skips:
+            for earlier in list(self._put_off):
+                self.backward_weight(earlier, completes=False)
+            with self._deferred.ready():
+                leaving = self.backward(micro_batch, grads)
+            return self.finish_group(grads, leaving)
+        kept = self.in_flight[micro_batch]
+        with self._deferred.put_off([end.node for end in kept.grad_edges or () if end is not None]) as later:
+            leaving = self.backward(micro_batch, grads)
+        self._put_off[micro_batch] = kept.version, later
+        if completes:
+            self.faults.check()
+        return leaving
+
+    def backward_weight(self, micro_batch: int, *, completes: bool) -> None:
+        """Do the other part, unless it is done already; if it ``completes`` a group, see :meth:`finish_group`."""
+        if micro_batch not in self._put_off:
+            return
+        version, later = self._put_off.pop(micro_batch)
+        with self._weights_of(version):
+            self._deferred.compute(later)
+        if completes:
+            self.finish_group((), ())
 
     def finish_group(self, arrived: Tensors, leaving: Tensors) -> Tensors:
         """Look at a group's gradients, which are complete, before the last of those for upstream is sent.

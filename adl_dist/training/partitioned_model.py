@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,17 @@ from adl_dist.partition import Chain, Machine, checked_sizes, even_sizes, linear
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.imbalance import why_uneven
 from adl_dist.partition.measure import measure
-from adl_dist.partition.predict import best_cut, unevenness
+from adl_dist.partition.predict import best_cut, unevenness, with_delays
+from adl_dist.schedule import Pipeline
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.optimizer import stage_optimizer
 from adl_dist.training.agreement import SIZES, read
+from adl_dist.training.delays import recorded_delays
 from adl_dist.training.findings import Agreed, CutImpossible
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import PartitionSpec
 from adl_dist.training.samples import NUM_SAMPLES, Samples
+from adl_dist.training.split_costs import with_split_costs
 from adl_dist.training.trial import Trial, check_trains, in_a_memory_format
 from adl_dist.training.verify import kept
 from adl_dist.transport.spec import TensorSpec
@@ -162,9 +165,12 @@ class PartitionedModel:
             if chain is not None:
                 checked_sizes(chain, 1, self.spec.balance)
             sizes, stages = [1], [self._model]
-            agreed = trial.run(stages)
+            agreed, delays = trial.run(stages), spec.pipeline.delays
         else:
-            sizes, stages, agreed = self._choose(trial, chain, store, measuring)
+            sizes, stages, agreed, delays = self._choose(trial, chain, store, measuring)
+        if spec.pipeline.method.awaits_delays:
+            method = replace(spec.pipeline.method, delay=delays)
+            spec = replace(spec, pipeline=Pipeline(method, self._num_stages))
         self.verify_seconds = trial.verify_seconds
         if self.verify_seconds is not None:
             self._note(
@@ -176,8 +182,8 @@ class PartitionedModel:
 
     def _choose(
         self, trial: Trial, chain: Chain, store: dist.Store, measuring: Measuring | None
-    ) -> tuple[list[int], list[nn.Module], Agreed]:
-        """Return the sizes, the stages and what is known of them, of the cut that was asked for, or can be made."""
+    ) -> tuple[list[int], list[nn.Module], Agreed, tuple[int, ...]]:
+        """Return sizes, stages, what is known of them, and delays, of the cut that was asked for, or can be made."""
         balance = self.spec.balance
         verify = self.spec.verify and balance != "auto"
         while True:
@@ -196,18 +202,19 @@ class PartitionedModel:
             if any(reasons):
                 self.warning = why_uneven(chain.units, reasons, sizes, sizes, of="the units")
         if balance != "auto":
-            return sizes, stages, agreed
+            return sizes, stages, agreed, trial.spec.pipeline.delays
         key = SIZES[bool(trial.spec.precision.channels_last)]
         if measuring is None:
-            sizes = read(store, key, 0)["sizes"]
+            found = read(store, key, 0)
+            sizes, delays = found["sizes"], tuple(found["delays"])
         else:
-            sizes = self._measured(trial, chain, measuring)
-            store.set(key, json.dumps({"sizes": sizes}))
+            sizes, delays = self._measured(trial, chain, measuring)
+            store.set(key, json.dumps({"sizes": sizes, "delays": delays}))
         stages = chain.pieces(sizes)
-        return sizes, stages, trial.run(stages, verify=self.spec.verify)
+        return sizes, stages, trial.run(stages, verify=self.spec.verify), delays
 
-    def _measured(self, trial: Trial, chain: Chain, measuring: Measuring) -> list[int]:
-        """Return the sizes that are best for what is measured now, or was before."""
+    def _measured(self, trial: Trial, chain: Chain, measuring: Measuring) -> tuple[list[int], tuple[int, ...]]:
+        """Return the sizes and delays that are best for what is measured now, or was before."""
         assert self._model is not None
         with kept(self._model, [], trial.spec, trial.device):
             profile = take_profile(
@@ -221,9 +228,10 @@ class PartitionedModel:
                 feed=measuring.feed,
             )
         machine = Machine(speeds=self.spec.speeds, memory_bytes=device_memory(trial.device))
+        pipeline = self._with_delays(profile, trial.spec.pipeline, machine, measuring.folder)
         while True:
             units = [replace(u, may_cut=u.may_cut and n not in chain.forbidden) for n, u in enumerate(profile.units)]
-            balance = best_cut(replace(profile, units=units), trial.spec.pipeline, machine=machine)
+            balance = best_cut(replace(profile, units=units), pipeline, machine=machine)
             try:
                 trial.run(chain.pieces(balance.sizes), is_final=False)
                 break
@@ -235,7 +243,22 @@ class PartitionedModel:
             f"measured cut: {balance.sizes} units per stage, the next begins at {begins}; {shown} ms per micro-batch"
         )
         self.warning = unevenness(units, balance)
-        return balance.sizes
+        return balance.sizes, pipeline.delays
+
+    def _with_delays(self, profile: Profile, pipeline: Pipeline, machine: Machine, folder: Path | None) -> Pipeline:
+        """Return ``pipeline`` with the delays that its run began with, or else with those that are best now.
+
+        Values depend on delays, so a run keeps them, whatever is measured when it continues.
+        """
+        if not pipeline.method.awaits_delays:
+            return pipeline
+        delays = recorded_delays(folder, self._num_stages) if folder is not None else None
+        if delays is not None:
+            self._note(f"delays of this run: {delays} micro-batches")
+            return Pipeline(replace(pipeline.method, delay=tuple(delays)), self._num_stages)
+        pipeline = with_delays(profile, pipeline, machine=machine)
+        self._note(f"measured delays: {list(pipeline.delays)} micro-batches, the least that keep all stages at work")
+        return pipeline
 
     def _again(self, samples: Samples, device: torch.device) -> Settled:
         """Return what was settled before the first call of fit or evaluate, if it holds for these samples, too.
@@ -344,23 +367,24 @@ def take_profile(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
+        "splits": True,  # what is put off by a split is measured, too
     }
     if kept_in is not None and kept_in.is_file():
         kept = Profile.load(kept_in)
         if kept.of == of:
             return kept
     input_, target = micro_batch(sample, micro_batch_size, device)
+    how: dict[str, Any] = {"input_": input_, "target": target, "loss_fn": spec.loss_fn}
+    how["within"] = precision.autocasting(device)
     profile = measure(
         model,
         chain,
-        input_=input_,
-        target=target,
-        loss_fn=spec.loss_fn,
         optimizer=spec.optimizer,
         of=of,
-        within=precision.autocasting(device),
         wire_dtype=precision.wire_dtype,
+        **how,
     )
+    profile = replace(profile, units=with_split_costs(profile.units, model, chain, **how))
     if feed is not None:
         profile = replace(profile, loading=feed.seconds_to_load(micro_batch_size))
     if kept_in is not None:

@@ -45,6 +45,7 @@ from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
 from adl_dist.training import arguments, build
 from adl_dist.training.agreement import propagate_errors
+from adl_dist.training.delays import record_delays
 from adl_dist.training.input import DeviceLoader
 from adl_dist.training.options import Monitoring, PartitionSpec, ProcessOptions
 from adl_dist.training.partitioned_model import PartitionedModel
@@ -130,6 +131,12 @@ class Trainer:
             gradients=gradients or GradientPolicy(),
             seed=seed,
         )
+        partition = partition or PartitionSpec()
+        if self._spec.pipeline.method.awaits_delays and partition.balance != "auto":
+            raise ConfigError(
+                "method.delay=auto follows from measured stages; use partition.balance=auto, or give the list that "
+                "adl-dist plan prints for this cut, like method.delay=[2,1,0]"
+            )
         self._processes = processes or ProcessOptions()
         self._distributed = _is_distributed(self._processes, num_stages)
         self._timeouts = timeouts or WatchdogTimeouts()
@@ -138,7 +145,7 @@ class Trainer:
         self._partitioned = PartitionedModel(
             in_dtype(model, self._spec.precision.dtype),
             num_stages,
-            partition or PartitionSpec(),
+            partition,
             own=[launched_rank()] if self._distributed else range(num_stages),
         )
         self.requests = Requests()  # of the job that runs now, or did last; to ask it to stop or to save
@@ -227,6 +234,8 @@ class Trainer:
 
         data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
         running, worker, plan, made = self._start(make_plan, data, folder, batch_size, shuffle, num_workers, recognise)
+        if folder is not None and worker.world.rank == 0 and self._spec.pipeline.method.awaits_delays:
+            record_delays(folder.path, worker.pipeline.delays)
         with contextlib.nullcontext() if folder is None else contextlib.closing(folder):
             saving = self._saving(worker.world, folder, known_by, resume, checkpoints, made, trace=monitoring.trace)
             return self._train(running, worker, plan, saving, checkpoints, monitoring)
@@ -394,7 +403,7 @@ class Trainer:
         monitoring: Monitoring,
     ) -> Summary:
         """Run the job, with its outputs open and signals handled."""
-        world, pipeline = worker.world, self._spec.pipeline
+        world, pipeline = worker.world, worker.pipeline
         worker.activity.most_events = MOST_EVENTS if monitoring.trace else 0
         worker.meter = MemoryMeter.of(pipeline, world.device) if monitoring.memory else None
         # Where draining changes the result and checkpoints are planned, a stop waits for the next one.

@@ -106,7 +106,7 @@ def test_a_key_that_means_nothing_to_a_method_is_refused(name):
     ("words", "message"),
     [
         (["method.delay=[3,2,1]"], "has 3 numbers, but there are 2 stages; give 2"),
-        (["method.delay=fast"], "choose one of decoupled, minimal, none, or a list"),
+        (["method.delay=fast"], "choose one of decoupled, minimal, third, auto, none, or a list"),
         (["method.delay=[1,a]"], r"method.delay must be a rule or a list of whole numbers, .* got \(1, 'a'\)"),
         (["method.delay=2"], "method.delay must be a rule or a list of whole numbers, .* got 2"),
         (["method.delay=[0,-3]", "method.order=backward_first"], r"method.delay=\[0, -3\] is impossible"),

@@ -18,7 +18,7 @@ from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.predict import Throughput, advise, alternative, predict
-from adl_dist.schedule import Pipeline, method
+from adl_dist.schedule import Pipeline, figures, method
 from tests.support.commands import in_process, shows, words
 from tests.support.ranks import run_ranks
 from tests.support.tiers import slow
@@ -212,6 +212,26 @@ def test_the_plan_of_a_small_model_gives_a_line_that_trains(tmp_path):
     assert sum(adl["balance"]["sizes"]) == len(facts["profile"]["units"])
     cut = [f"partition.balance={adl['balance']['sizes']}".replace(" ", ""), "partition.granularity=layer"]
     assert in_process(*words(tmp_path / "run", *TINY[:2], *cut)).code == 0
+
+
+def test_auto_delays_are_found_for_each_number_of_stages():
+    even, links = known(), {"latency": 0.1 * 24 / 4}
+    for K, of_machine, delays in ((2, {}, (1, 0)), (4, {}, (3, 2, 1, 0)), (4, links, (6, 4, 2, 0))):
+        chosen = Pipeline(method("adl", accumulation_steps=4, delay="auto"), K)
+        told = predict(even, chosen, machine=Machine(**of_machine))
+        assert told.pipeline.method.delay == delays
+        assert told.speed_up == pytest.approx(K)
+        assert f"'method.delay=[{', '.join(map(str, delays))}]'" in line_to_paste(told, "layer", ["model=resnet8"])
+
+
+def test_a_split_is_predicted_by_what_can_be_put_off():
+    third = Pipeline(method("adl", accumulation_steps=4, delay="third", split_backward=True), 4)
+    half, nothing = (predict(known(backward_weight=share), third) for share in (1.0, 0.0))
+    assert half.speed_up == pytest.approx(4.0)
+    assert nothing.speed_up < 3.0, "the delays are too short for that"
+    held, more = (predict(known(deferred_bytes=size), third).balance.stage_bytes for size in (0, 1000))
+    deferred = [stage.deferred for stage in figures(third)]
+    assert [b - a for a, b in zip(held, more, strict=True)] == [2 * 1000 * n for n in deferred], "of two units each"
 
 
 def test_a_model_that_fits_on_no_device_gets_a_line_to_paste(tmp_path):

@@ -71,6 +71,7 @@ def test_help_tells_the_flags_without_a_traceback():
         (["--micro-batches", "many"], ["--micro-batches", "'many'"]),
         (["--micro-batches", "0"], ["--micro-batches 0 must be from 1"]),
         (["--costs", "{forward: 1}"], ["lacks backward"]),
+        (["method.delay=auto"], ["method.delay=auto follows from measured stages", "adl-dist plan prints"]),
         (["--costs", "{forward: 1, backward: 2, lunch: 3}"], ["there is no 'lunch'", "link"]),
         (["--costs", "{forward:1}"], ["a space after a colon"]),
         (["--costs", "{forward: [1, 2, 3], backward: 2}"], ["forward=[1, 2, 3] has 3 numbers", "2 stages"]),

@@ -2,6 +2,8 @@
 
 import json
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +16,8 @@ from adl_dist.partition import linearise
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import measure, pace
 from adl_dist.schedule import method
+from adl_dist.training.split_costs import with_split_costs
+from tests.support.commands import assert_same
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
 from tests.support.values import SILENT, values
 
@@ -113,6 +117,22 @@ RESIDUAL = TwoLayers(lambda self, x: x + self.second(torch.tanh(self.first(x))))
 TRANSPOSING = TwoLayers(lambda self, x: torch.tanh(self.second(self.first(x).transpose(0, 1))).transpose(0, 1), 4)
 
 
+def test_what_a_split_can_put_off_is_measured_for_each_unit():
+    model, input_ = perceptron(), torch.ones(4, 6)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    _, profile = profile_of(model, input_)
+    of_batch = {"input_": input_, "target": torch.zeros(4, dtype=torch.long), "loss_fn": LOSS, "within": nullcontext}
+    first, relu, last = with_split_costs(profile.units, model, linearise(model, granularity="layer"), **of_batch)
+    assert [unit.deferred_bytes for unit in (first, relu, last)] == [4 * 4 * (6 + 8), 0, 4 * 4 * (8 + 5)], "x and grad"
+    assert min(first.backward_weight, last.backward_weight) > 0
+    assert relu.backward_weight == 0
+    told = replace(profile, units=[first, relu, last])
+    assert all(unit.backward_weight <= unit.backward for unit in told.costs(1))
+    assert 0 < told.share_put_off <= 1
+    assert_same(model.state_dict(), before)
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("model", "figure", "expected"),
     [
@@ -208,6 +228,33 @@ def test_auto_cuts_before_the_slow_unit_and_keeps_its_profile(tmp_path):
     slower = trainer_of(slow_in_the_middle(), granularity="block", speeds=[1.0, 6.0])
     fit(slower)
     assert slower._partitioned.sizes[0] < 4
+
+
+def test_measured_delays_are_those_of_the_run_for_good(tmp_path):
+    """Values depend on them: whatever is measured when the run continues, it keeps them."""
+    auto = {"method": method("adl", accumulation_steps=1, delay="auto"), "num_stages": 3, "granularity": "block"}
+
+    def means(run_dir=None, **changed):
+        trainer = trainer_of(slow_in_the_middle(), **auto)
+        return trainer, [stage["staleness_max"] for stage in fit(trainer, run_dir, **changed)["stages"]]
+
+    first, staleness = means(tmp_path)
+    delays = json.loads((tmp_path / "delays.json").read_text())
+    assert 2 <= sum(delays) <= 5, "at least K-1-k where work is not negligible"
+    assert delays[-1] == 0
+    assert staleness == [min(d, 1) for d in delays], "in a run of two micro-batches"
+    (tmp_path / "delays.json").write_text("[7, 3, 0]")
+    again, _ = means(tmp_path, epochs=2)
+    assert "delays of this run: [7, 3, 0] micro-batches" in again._partitioned.notes
+    with pytest.raises(ConfigError, match=r"has the delays \[7, 3, 0\], but this trainer has settled on"):
+        fit(first, tmp_path, epochs=3)
+    (tmp_path / "delays.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match=r"delays\.json cannot be read: expected a list .* remove it"):
+        means(tmp_path, epochs=3)
+    with pytest.raises(
+        ConfigError, match=r"method\.delay=auto follows from measured stages; use partition\.balance=auto"
+    ):
+        trainer_of(slow_in_the_middle(), **auto, balance="even")
 
 
 def test_a_measured_cut_is_settled_with_the_whole_state_there():

@@ -2,10 +2,12 @@
 
 import re
 from collections import Counter
+from itertools import pairwise
 
 import pytest
+from matplotlib.colors import to_rgb
 
-from adl_dist.report.picture import draw, picture
+from adl_dist.report.picture import STYLES, draw, picture
 from adl_dist.schedule import METHODS, Costs, Op, Pipeline, actions_of_all, method
 
 
@@ -31,6 +33,21 @@ def test_every_forward_backward_update_and_message_is_drawn_once(costs):
     assert "K = 3 stages, M = 2, stash weights, 6 micro-batches" in words
 
 
+@pytest.mark.parametrize("costs", [None, Costs.balanced(3, link=0.3)])
+def test_both_parts_of_a_split_backward_are_drawn(costs):
+    chosen = method("adl", accumulation_steps=2, split_backward=True)
+    figure = picture(Pipeline(chosen, 3), num_micro_batches=6, costs=costs)
+    words = texts(figure)
+    for b in range(6):
+        assert words.count(str(b)) == 3 * 3
+    assert [words.count(f"LoS {n}") for n in range(3)] == [2 + 2 + 6, 2 + 4, 2], "once, as without a split"
+    assert len(arrows(figure)) == 6 * 2 * 2
+    boxes = [p for p in figure.axes[0].patches if p.get_facecolor()[:3] == to_rgb(STYLES[Op.BACKWARD_WEIGHT][0])]
+    spans = sorted((box.get_y(), box.get_x(), box.get_x() + box.get_width()) for box in boxes)
+    assert len(spans) == 3 * 6
+    assert all(a[2] <= b[1] + 1e-9 for a, b in pairwise(spans) if a[0] == b[0]), "one after the other"
+
+
 def test_acts_and_gradients_point_in_opposite_directions():
     figure = picture(Pipeline(method("adl"), 2), num_micro_batches=4)
     looks = {}
@@ -52,9 +69,9 @@ def test_with_costs_a_box_is_as_wide_as_its_work_is_long():
     assert longest / shortest == pytest.approx(3)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_method_can_be_drawn_without_words_over_each_other(name):
-    figure = picture(Pipeline(method(name), 3), num_micro_batches=6)
+@pytest.mark.parametrize("chosen", [*map(method, METHODS), method("adl", split_backward=True)], ids=lambda m: m.name)
+def test_every_method_can_be_drawn_without_words_over_each_other(chosen):
+    figure = picture(Pipeline(chosen, 3), num_micro_batches=6)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     renderer = FigureCanvasAgg(figure).get_renderer()

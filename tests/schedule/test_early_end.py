@@ -16,13 +16,15 @@ CHOSEN = {
     "gpipe": {"recompute": "except_last"},
     **{name: {"flush_epochs": 1} for name in ("pipedream", "fr")},
 }
+CHOSEN |= {f"{name} split": CHOSEN[name] | {"split_backward": True} for name in METHODS if name != "dgl"}
+CHOSEN["adl third"] = {"split_backward": True, "delay": "third"}
 GRID = list(itertools.product(CHOSEN, (1, 2, 4), (1, 2, 9)))  # name, K, M
 NUM_MICRO_BATCHES = 21
 
 
 def chosen(name, K, M):
-    M = max(M, K - 1) if name == "2bw" else M
-    pipeline = Pipeline(method(name, accumulation_steps=M, **CHOSEN[name]), K).in_epoch(0)
+    M = max(M, K - 1) if name.startswith("2bw") else M
+    pipeline = Pipeline(method(name.split()[0], accumulation_steps=M, **CHOSEN[name]), K).in_epoch(0)
     return pipeline, [M] * (NUM_MICRO_BATCHES // M) + [1]
 
 

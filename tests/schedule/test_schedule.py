@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from adl_dist.errors import ConfigError, ScheduleError
 from adl_dist.schedule import METHODS, Action, Op, Pipeline, Segment, describe, max_pending_of, method, replay
-from adl_dist.schedule.actions import LINKS, receiver
+from adl_dist.schedule.actions import BACKWARDS, LINKS, receiver
 from adl_dist.schedule.build_actions import evaluation_actions, training_actions
 from adl_dist.schedule.greedy import Buffer, greedy_actions
 from adl_dist.schedule.replay import at_random, max_outstanding
@@ -22,6 +22,10 @@ ALL = [
     ("adl", {"weights": "recompute"}),
     ("adl", {"order": "backward_first"}),
     ("dsp", {"activation_queue": 3, "gradient_queue": 2}),
+    *((name, {"split_backward": True}) for name in METHODS if name != "dgl"),
+    ("adl", {"split_backward": True, "delay": "third"}),
+    ("adl", {"split_backward": True, "delay": "minimal", "max_deferred": 1}),
+    ("gpipe", {"split_backward": True, "recompute": "except_last", "max_deferred": 5}),
 ]
 every_variant = pytest.mark.parametrize("variant", ALL, ids=lambda v: " ".join([v[0], *map(str, v[1].values())]))
 
@@ -131,7 +135,7 @@ def test_every_version_and_staleness_is_that_of_the_formula(variant, K, M):
             if op in (Op.FORWARD, Op.FORWARD_ONLY):
                 used = version[k] if forced[k] is None else forced[k]
                 assert used == pipeline.forward_version(k, b)
-            elif op is Op.BACKWARD:
+            elif op in BACKWARDS:
                 assert version[k] - pipeline.forward_version(k, b) == pipeline.staleness(k, b)
             elif op is Op.WEIGHTS:
                 assert version[k] - 1 <= b <= version[k], "two versions are enough"
@@ -157,6 +161,46 @@ def test_backward_first_is_the_order_of_the_authors_mode_b(K, M):
         assert [str(a) for a in made[k] if a.op in (Op.FORWARD, Op.BACKWARD, Op.UPDATE)] == expected
 
 
+# --- A backward in two parts -------------------------------------------------------------------------------
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.sampled_from(sorted(METHODS.keys() - {"dgl"})))
+def test_gradients_of_weights_come_after_what_is_sent(K, M, most, name):
+    """And before the group's update, in the order of the first parts, never of more than so many micro-batches."""
+    chosen = method(name, accumulation_steps=max(M, K), split_backward=True, max_deferred=most)
+    for k, actions in enumerate(actions_of(K, groups(4 * M + 3, chosen.micro_batches_per_update), chosen)):
+        outstanding, done = [], 0
+        for before, (op, number) in pairwise(actions):
+            if op is Op.BACKWARD_INPUT:
+                outstanding.append(number)
+                assert len(outstanding) <= most
+            elif op is Op.SEND_GRAD:
+                assert before == (Op.BACKWARD_INPUT, number), "at once"
+            elif op is Op.BACKWARD_WEIGHT:
+                assert outstanding.pop(0) == number
+                done += 1
+            elif op is Op.UPDATE:
+                assert not outstanding
+        assert done == 4 * M + 3, f"stage {k}"
+        assert not any(a.op is Op.BACKWARD for a in actions)
+
+
+@pytest.mark.parametrize("name", ["adl", "2bw", "fr"])
+def test_a_forward_meets_the_same_updates_with_a_split(name):
+    for delay in ([4, 2, 0], [2, 1, 0], [2, 2, 2], [3, 0, 0]):
+        met = []
+        for split in (False, True):
+            chosen = method(name, accumulation_steps=4, delay=delay, split_backward=split)
+            version, seen = [0] * 3, {}
+            for k, (op, b) in replay(actions_of(3, groups(21, 4), chosen), pick_next=at_random(0)):
+                if op in (Op.FORWARD, Op.FORWARD_ONLY):
+                    seen[k, b] = version[k]
+                version[k] += op is Op.UPDATE
+            met.append(seen)
+        assert met[0] == met[1]
+
+
 # --- Deadlock ----------------------------------------------------------------------------------------------
 
 
@@ -180,8 +224,10 @@ def test_no_list_of_delays_deadlocks_with_the_fewest_sends(K, M, data):
     delays = sorted(data.draw(st.lists(st.integers(0, 12), min_size=K, max_size=K)), reverse=True)
     weights = data.draw(st.sampled_from(["stash", "recompute"]))
     order = data.draw(st.sampled_from(["forward_first", "backward_first"]))
+    split = data.draw(st.sampled_from([{}, *({"split_backward": True, "max_deferred": n} for n in (1, 2, 4))]))
     first = data.draw(st.integers(0, 1))
-    chosen = method("adl", accumulation_steps=M, delay=delays, weights=weights, order=order, flush_epochs=first)
+    options = {"delay": delays, "weights": weights, "order": order, "flush_epochs": first, **split}
+    chosen = method("adl", accumulation_steps=M, **options)
     for epoch in (0, 1):
         made = actions_of(K, groups(25, M), chosen, epoch=epoch)
         check_rendezvous(made, max_pending=max_pending_of(Pipeline(chosen, K)))

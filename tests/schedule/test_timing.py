@@ -1,6 +1,7 @@
 """What schedules take and hold: against formulas, the published tables, and examples small enough for a pencil."""
 
 import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import METHODS, Costs, Pipeline, actions_of_all, figures, method, simulate, speed
 from adl_dist.schedule.actions import Op
+from adl_dist.schedule.least_delays import with_least_delays
 from adl_dist.schedule.timing import makespan
 from benchmarks.capped import simulate_dataflow, stragglers
 from benchmarks.paper_tables import DELAYS, cap_time, paper_tables
@@ -162,3 +164,99 @@ def test_each_stage_holds_what_the_comparison_table_says(K, M):
         assert [Pipeline(method("2bw", accumulation_steps=M), K).steady_staleness(k) for k in range(K)] == [[1] * M] * K
     # The size of a replay buffer, and for a moment the entry that drives another out.
     assert of("dgl", buffer_size=5) == [(1, 0, 0), *[(1, 6, 0)] * (K - 1)]
+
+
+# --- A backward in two parts -------------------------------------------------------------------------------
+
+
+def time_per_micro_batch(K, M, costs, **options):
+    return speed(method("adl", accumulation_steps=M, **options), costs).time_per_update / M
+
+
+@pytest.mark.parametrize(("K", "M"), [(2, 1), (2, 4), (3, 1), (3, 2), (3, 4), (4, 2), (4, 4)])
+def test_a_third_of_the_delay_keeps_the_speed_of_adl(K, M):
+    """Of equal forwards, I and WG; and halves the staleness, at least."""
+    costs = Costs.balanced(K)
+    full = time_per_micro_batch(K, M, costs)
+    assert full == pytest.approx(3.0)
+    assert time_per_micro_batch(K, M, costs, delay="third", split_backward=True) <= 1.03 * full
+    assert K < 4 or time_per_micro_batch(K, M, costs, delay="third") > 1.3 * full, "which takes the split"
+    usual, third = (Pipeline(method("adl", delay=rule), K).delays for rule in ("decoupled", "third"))
+    assert all(2 * d <= of_adl for d, of_adl in zip(third, usual, strict=True))
+
+
+@pytest.mark.parametrize("K", [2, 3, 4, 8])
+@pytest.mark.parametrize(("delay", "link"), [("decoupled", 1.9), ("minimal", 0.5)])
+def test_a_split_serves_links_that_the_whole_backward_does_not(K, delay, link):
+    """A link of that time, of 3 of a stage's work: at full speed for any M, where the whole backward has to wait."""
+    costs = Costs.balanced(K, link=link)
+    for M in (1, 2, 4):
+        assert time_per_micro_batch(K, M, costs, delay=delay, split_backward=True) == pytest.approx(3.0)
+        assert time_per_micro_batch(K, M, costs, delay=delay) > 3.2
+
+
+@pytest.mark.parametrize("K", [2, 4, 8])
+def test_a_split_shrinks_the_bubble_of_a_flush(K):
+    """Of GPipe and 1F1B, as of ZB-H1: the gradient of a stage's weights is in nobody's way."""
+    for name in ("gpipe", "1f1b"):
+        whole, split = (
+            speed(method(name, accumulation_steps=2 * K, split_backward=split), Costs.balanced(K)).bubble
+            for split in (False, True)
+        )
+        assert split < 0.85 * whole
+
+
+def test_the_part_that_is_put_off_has_a_cost_of_its_own():
+    costs = Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1, 1])
+    assert [costs.of(0, op) for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)] == [3, 2, 1]
+    with pytest.raises(ConfigError, match="costs must be lists that fit"):
+        Costs(forward=[1, 1], backward=[3, 3], backward_weight=[4, 1])
+    with pytest.raises(ConfigError, match="costs must be lists that fit"):
+        Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1])
+
+
+# --- The least delays ----------------------------------------------------------------------------------------
+
+
+def with_least(K, costs, M=4, **options):
+    return with_least_delays(method("adl", accumulation_steps=M, **options), costs).delay
+
+
+@pytest.mark.parametrize("K", [2, 3, 4])
+def test_the_least_delays_of_equal_stages_are_the_known_ones(K):
+    """Whole: K-1-k if links take no time, that of ADL if they do; split: a third, or half of it for short links."""
+    minimal, decoupled = ([factor * (K - 1 - k) for k in range(K)] for factor in (1, 2))
+    third = [2 * (K - k) // 3 for k in range(K)]
+    for link, whole, split in ((0, minimal, third), (0.3, decoupled, minimal), (1.5, decoupled, None)):
+        costs = Costs.balanced(K, link=link)
+        assert with_least(K, costs) == tuple(whole)
+        found = with_least(K, costs, split_backward=True)
+        assert found == tuple(split) if split is not None else found <= tuple(decoupled)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_least_delays_keep_the_speed_and_no_stage_needs_less(seed):
+    draw = random.Random(seed)
+    K, M, split = draw.choice([2, 3, 4]), draw.choice([1, 2, 4]), bool(seed % 2)
+    times = {name: [draw.uniform(0.6, 1.4) for _ in range(K)] for name in ("forward", "backward_weight")}
+    backward = [weight + draw.uniform(0.6, 1.4) for weight in times["backward_weight"]]
+    costs = Costs(**times, backward=backward, link=[draw.uniform(0, 0.5) for _ in range(K - 1)], update=[0.1] * K)
+    found = with_least(K, costs, M, split_backward=split)
+
+    def time_of(delays):
+        return time_per_micro_batch(K, M, costs, delay=delays, split_backward=split)
+
+    slowest = max(f + b + u / M for f, b, u in zip(costs.forward, costs.backward, costs.update, strict=True))
+    assert time_of(found) <= 1.02 * max(slowest, time_of([6 * (K - 1 - k) for k in range(K)])) + 1e-9
+    for k in range(K - 1):
+        if found[k] > found[k + 1]:
+            fewer = [*found[:k], found[k] - 1, *found[k + 1 :]]
+            back = costs.backward_input if split else costs.backward
+            way = sum(costs.forward[k:]) + sum(back[k:]) + 2 * sum(costs.link[k:])
+            assert time_of(fewer) > 1.02 * slowest or found[k] * slowest < way, f"stage {k} of {found}"
+
+
+def test_what_takes_no_time_needs_no_delay_and_2bw_at_most_m():
+    assert with_least(3, Costs(forward=[1, 0, 0], backward=[2, 0, 0])) == (0, 0, 0)
+    found = with_least_delays(method("2bw", accumulation_steps=3), Costs.balanced(4, link=9.0)).delay
+    assert max(found) == 3

@@ -35,6 +35,10 @@ VARIANTS = [
     ("dsp", {"activation_queue": 2}),
     ("dgl", {"head": "linear", "buffer_size": 3}),
     *(("adl", {"mitigation": ["predict", "spike"], "weights": w}) for w in ("stash", "latest", "recompute")),
+    ("adl", {"split_backward": True}),
+    ("adl", {"split_backward": True, "delay": "third"}),
+    ("fr", {"split_backward": True}),
+    ("gpipe", {"split_backward": True, "recompute": "except_last"}),
 ]
 
 

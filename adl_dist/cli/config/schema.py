@@ -34,6 +34,8 @@ class MethodConfig:
     accumulation_steps: int | None = None
     weights: str | None = None
     delay: Any = None
+    split_backward: bool = False
+    max_deferred: int = 2
     gradient_shrink: float = 1.0
     order: str = "forward_first"
     reduction: str = "mean"

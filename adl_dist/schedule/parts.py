@@ -1,0 +1,59 @@
+"""The parts that a stage's list of actions is made of: a forward or a backward with the messages around it."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.pipeline import Pipeline
+
+
+class Place(NamedTuple):
+    """The place of a micro-batch."""
+
+    group: int
+    offset: int  # in its group
+    size: int  # of its group, in micro-batches
+
+
+def places_of(groups: Sequence[tuple[int, int]]) -> list[Place]:
+    """Return the place of each micro-batch of ``groups``, which are (number, size)."""
+    return [Place(group, offset, size) for group, size in groups for offset in range(size)]
+
+
+def forward_part(pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterator[Action]:
+    """Yield the forward of micro-batch ``b`` in training, with what it receives and sends."""
+    method, last = pipeline.method, pipeline.num_stages - 1
+    if method.weights == "2bw" and place.offset == 0 and place.group != 1 and not pipeline.flush:
+        yield Action(Op.WEIGHTS, max(place.group - 1, 0))
+    keeps_input_only = method.recomputes(place.offset, place.size, pipeline.delays[stage])
+    op = Op.FORWARD_ONLY if keeps_input_only else Op.FORWARD
+    yield from forward(op, b, stage, pipeline.num_stages, pipeline.spec.local_losses)
+    if pipeline.spec.forward_lock and stage < last:
+        yield Action(Op.RECV_GO, b)
+    if pipeline.spec.forward_lock and stage > 0:
+        yield Action(Op.SEND_GO, b)
+
+
+def backward_part(op: Op, pipeline: Pipeline, stage: int, b: int, place: Place) -> Iterator[Action]:
+    """Yield the backward of micro-batch ``b``, ``op`` being all of it or its first part, and its messages."""
+    exchanges = not pipeline.spec.local_losses
+    if pipeline.method.recomputes(place.offset, place.size, pipeline.delays[stage]):
+        yield Action(Op.RECOMPUTE, b)  # while the gradient is still on its way
+    if stage < pipeline.num_stages - 1 and exchanges:
+        yield Action(Op.RECV_GRAD, b)
+    yield Action(op, b)
+    if stage > 0 and exchanges:
+        yield Action(Op.SEND_GRAD, b)
+
+
+def forward(op: Op, b: int, stage: int, num_stages: int, every_stage_has_targets: bool = False) -> Iterator[Action]:
+    """Yield the forward ``op`` of micro-batch ``b``, with what it receives and sends."""
+    first, last = stage == 0, stage == num_stages - 1
+    yield Action(Op.LOAD if first else Op.RECV_ACT, b)
+    if not first and (last or every_stage_has_targets):
+        yield Action(Op.TAKE_TARGET if every_stage_has_targets else Op.RECV_TARGET, b)
+    yield Action(op, b)
+    if not last:
+        yield Action(Op.SEND_ACT, b)
+    if not last and (first or every_stage_has_targets):
+        yield Action(Op.PASS_TARGET if every_stage_has_targets else Op.SEND_TARGET, b)

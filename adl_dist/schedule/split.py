@@ -1,0 +1,154 @@
+"""The order of a stage's actions where its backward is split: I makes what goes upstream, WG the weights' gradients.
+
+A stage does WG when it would otherwise wait, so that no stage upstream waits for it. The order in which that works best
+follows from all stages together, so it is taken from a simulation of them: a stage that is free does the I that is
+ready, else the forward, else a WG. Between two updates of a stage any order gives the same values; and what values
+depend on is not free: with delay d, a forward meets the same updates as without the split.
+
+In the simulation a forward, an I and a WG take the same time. A message takes as long as the delays leave room for, so
+that delays longer than needed serve what they are for: real links.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from math import inf
+
+from adl_dist.schedule.actions import Action, Op
+from adl_dist.schedule.parts import backward_part, forward_part, places_of
+from adl_dist.schedule.pipeline import Pipeline
+
+PART = 12  # the time of a forward, an I or a WG; whole, so that no rounding decides what comes first
+
+
+@lru_cache(maxsize=1)  # the stages of one process ask for the same
+def split_actions(pipeline: Pipeline, group_sizes: tuple[int, ...]) -> list[list[Action]]:
+    """Return the actions of all stages in a segment of groups of ``group_sizes`` micro-batches."""
+    K, link = pipeline.num_stages, room_for_links(pipeline)
+    stages = [_Stage(pipeline, k, group_sizes) for k in range(K)]
+    times = [stage.next_time() for stage in stages]
+    while (now := min(times)) < inf:
+        k = K - 1 - times[::-1].index(now)  # the one nearest the loss
+        for op, _ in stages[k].advance(now):
+            arrives = stages[k].free + link
+            if op is Op.SEND_ACT:
+                stages[k + 1].acts.append(arrives)
+            elif op is Op.SEND_GRAD:
+                stages[k - 1].grads.append(arrives)
+            elif op is Op.SEND_GO:
+                stages[k - 1].words.append(stages[k].free)
+        for j in range(max(k - 1, 0), min(k + 2, K)):
+            times[j] = stages[j].next_time()
+    return [stage.actions for stage in stages]
+
+
+def room_for_links(pipeline: Pipeline) -> int:
+    """Return the longest time of a message with which the delays let every stage work all the time.
+
+    From stage k to the loss and back are 2n parts of work, n = K - k, and 2(n - 1) messages, and before an update there
+    may be one more part, a WG. In that time stage k works on d + 1 micro-batches, of three parts each.
+    """
+    if pipeline.flush:  # where no stage works all the time
+        return 0
+    sizes = ((pipeline.num_stages - k, d) for k, d in enumerate(pipeline.delays[:-1]))
+    return max(0, min((PART * (3 * (d + 1) - 2 * n - 1) // (2 * (n - 1)) for n, d in sizes), default=0))
+
+
+class _Stage:
+    """One stage in the simulation: what it has done so far, and what it may do next."""
+
+    def __init__(self, pipeline: Pipeline, index: int, group_sizes: Sequence[int]) -> None:
+        self.actions: list[Action] = []
+        self.free = 0  # from when on
+        self.acts: deque[int] = deque()  # when each message arrives that is not taken yet
+        self.grads: deque[int] = deque()
+        self.words: deque[int] = deque()  # of the forward lock
+        self._pipeline, self._index, self._delay = pipeline, index, pipeline.delays[index]
+        self._places = places_of(list(enumerate(group_sizes)))
+        self._ends = list(accumulate(group_sizes))
+        in_reverse, firsts = pipeline.spec.last_in_first_out, [0, *self._ends]
+        groups = [range(first, end) for first, end in zip(firsts, self._ends, strict=False)]
+        self._order = [b for group in groups for b in (reversed(group) if in_reverse else group)]  # of the backwards
+        self._num_forward = self._num_backward = self._num_updates = 0
+        self._deferred: deque[int] = deque()
+        self._locked: list[Action] = []  # what follows the forward that has not passed all stages yet
+
+    def next_time(self) -> float:
+        """Return when the stage does something next, by what is known now; infinite: it waits."""
+        ready = [self._word()] if self._locked else [self._forward(), self._backward(), 0 if self._deferred else inf]
+        return max(self.free, min(ready))
+
+    def advance(self, now: float) -> list[Action]:
+        """Do what comes next at ``now``, and return its actions."""
+        before = len(self.actions)
+        if self._locked:
+            self.free = int(now)
+            self.words.popleft()
+            self.actions += self._locked
+            self._locked = []
+        elif self._backward() <= now and len(self._deferred) < self._pipeline.method.max_deferred:
+            self._do_backward(int(now))
+        elif self._backward() > now >= self._forward():
+            self._do_forward(int(now))
+        else:
+            self.actions.append(Action(Op.BACKWARD_WEIGHT, self._deferred.popleft()))
+            self.free = int(now) + PART
+        while self._may_update():
+            self.actions.append(Action(Op.UPDATE, self._num_updates))
+            self._num_updates += 1
+        return self.actions[before:]
+
+    def _word(self) -> float:
+        return self.words[0] if self.words else inf
+
+    def _forward(self) -> float:
+        """Return when the next forward may begin."""
+        b, d = self._num_forward, self._delay
+        if b == len(self._places) or b - self._num_backward > d:
+            return inf
+        seen = b if self._pipeline.flush else b - d
+        if seen >= 0 and self._num_updates < self._places[seen].group:
+            return inf
+        if self._index == 0:
+            return 0
+        return self.acts[0] if self.acts else inf
+
+    def _backward(self) -> float:
+        """Return when the next I may begin."""
+        if self._num_backward == len(self._order):
+            return inf
+        b = self._order[self._num_backward]
+        if b >= self._num_forward or self._num_updates < self._places[b].group:
+            return inf
+        if self._index == self._pipeline.num_stages - 1:
+            return 0
+        return self.grads[0] if self.grads else inf
+
+    def _may_update(self) -> bool:
+        if self._num_updates == len(self._ends) or self._deferred:
+            return False
+        end, num = self._ends[self._num_updates], len(self._places)
+        unseeing = end if self._pipeline.flush else min(end + self._delay, num)  # forwards that come before it
+        return self._num_backward >= end and self._num_forward >= unseeing
+
+    def _do_forward(self, now: int) -> None:
+        b = self._num_forward
+        actions = list(forward_part(self._pipeline, self._index, b, self._places[b]))
+        waits = next((i for i, action in enumerate(actions) if action.op is Op.RECV_GO), len(actions))
+        self.actions += actions[:waits]
+        self._locked = actions[waits:]
+        self._num_forward += 1
+        self.free = now + PART
+        if self._index > 0:
+            self.acts.popleft()
+
+    def _do_backward(self, now: int) -> None:
+        b = self._order[self._num_backward]
+        actions = list(backward_part(Op.BACKWARD_INPUT, self._pipeline, self._index, b, self._places[b]))
+        self.actions += actions
+        self._deferred.append(b)
+        self._num_backward += 1
+        self.free = now + PART * (2 if actions[0].op is Op.RECOMPUTE else 1)
+        if self._index < self._pipeline.num_stages - 1:
+            self.grads.popleft()

@@ -1,0 +1,267 @@
+"""Gradients of weights that are computed after the rest of a backward: of linear layers and of convolutions.
+
+Autograd computes the gradients of a layer's input and of its weights in one step. Here the layer's backward returns the
+first alone, and puts away what the second follows from: the layer's input and the gradient of its output. The weights
+themselves are not needed, so the second may be computed at any time before the gradients are used.
+
+    with gradients.put_off([loss.grad_fn]) as later:
+        loss.backward()
+    gradients.compute(later)  # adds to the ``.grad`` of the parameters, as the backward would have done
+
+The bias of such a layer goes with its weight: oneDNN computes both in one kernel. All else (norms, embeddings, other
+layers, parameters with hooks or used by several layers) is left to autograd.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from adl_dist.stage.calls import Call
+
+Wanted = tuple[bool, bool, bool]  # of input, weight and bias
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+PLAIN = nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d
+
+
+class PutOff(NamedTuple):
+    """The gradients of one call of a layer that are still to be computed."""
+
+    layer: "_Layer"
+    x: Tensor
+    grad: Tensor  # of the output
+    with_bias: bool
+
+
+class DeferredGradients:
+    """The layers of a module whose weights' gradients can be computed later.
+
+    Attributes:
+        names: the names of the parameters that this is about.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Find the layers of ``module``; it stays as it is, except inside :meth:`ready`."""
+        users = Counter(id(p) for owner in module.modules() for p in owner._parameters.values() if p is not None)
+        found = {name: layer for name, layer in module.named_modules() if _is_plain(layer, users)}
+        self.names = [f"{name}.{own}".lstrip(".") for name, m in found.items() for own, _ in m.named_parameters()]
+        kinds = [(layer, _Linear if isinstance(layer, nn.Linear) else _Convolution) for layer in found.values()]
+        self._forwards = [(vars(layer), kind(layer, self)) for layer, kind in kinds]
+        self._later: list[PutOff] | None = None  # where a backward puts off what it can; None: it computes all at once
+        self._task: int | None = None  # torch's number of that backward
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Have the layers build graphs that can put gradients off, in forwards and in what a backward replays."""
+        # Not once and for all: the module is the user's, who may copy it, save it or call it.
+        for attributes, layer in self._forwards:
+            attributes["forward"] = layer
+        try:
+            yield
+        finally:
+            for attributes, _ in self._forwards:
+                del attributes["forward"]
+
+    def while_ready(self, call: Call) -> Call:
+        """Return ``call``, to be done inside :meth:`ready`."""
+
+        def ready_call(argument: Any, buffers: dict[str, Tensor] | None) -> Any:
+            with self.ready():
+                return call(argument, buffers)
+
+        return ready_call
+
+    @contextmanager
+    def put_off(self, roots: Iterable[Node]) -> Iterator[list[PutOff]]:
+        """Put off what can be, of a backward inside that begins at ``roots``.
+
+        Not of backwards that user's code calls within it: what they return is used at once.
+        """
+        later: list[PutOff] = []
+        self._later, self._task = later, None
+        handles = [root.register_prehook(self._begin) for root in roots]
+        try:
+            with self.ready():
+                yield later
+        finally:
+            self._later = None
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def later(self) -> list[PutOff] | None:
+        """Where the backward that runs now puts off what it can; None: it computes all at once."""
+        if self._later is None or torch._C._current_graph_task_id() != self._task:
+            return None
+        return self._later
+
+    def _begin(self, grads: Sequence[Tensor]) -> None:
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
+
+    @staticmethod
+    @torch.no_grad()
+    def compute(later: list[PutOff]) -> None:
+        """Compute the gradients that were put off, and add them to those of the parameters; ``later`` is then empty."""
+        calls_left = Counter(one.layer for one in later)
+        sums: dict[nn.Parameter, Tensor] = {}
+        if len(calls_left) < len(later):
+            later.reverse()  # calls of one layer are added up in the order in which autograd does it
+        while later:  # the last one first: it may be in the cache; and each is freed as soon as it is used
+            layer, x, grad, with_bias = later.pop()
+            calls_left[layer] -= 1
+            for parameter, gradient in layer.of_parameters(x, grad, with_bias):
+                # As autograd does it: first the sum over all calls, then the sum over micro-batches.
+                total = sums.pop(parameter) + gradient if parameter in sums else gradient
+                if calls_left[layer]:
+                    sums[parameter] = total
+                elif parameter.grad is not None:
+                    parameter.grad.add_(total)
+                else:
+                    is_alike = total.stride() == parameter.stride()
+                    parameter.grad = total if is_alike else torch.empty_like(parameter).copy_(total)
+
+
+def _is_plain(layer: nn.Module, users: Counter[int]) -> bool:
+    """Whether ``layer`` does what its class does, with plain parameters that no other module has."""
+    kind = next((kind for kind in PLAIN if isinstance(layer, kind)), None)
+    if kind is None or "forward" in vars(layer) or type(layer).forward is not cast(Any, kind).forward:
+        return False
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        if "_conv_forward" in vars(layer) or type(layer)._conv_forward is not cast(Any, kind)._conv_forward:
+            return False
+        if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+            return False
+    weight, bias = (layer._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or (bias is None and getattr(layer, "bias", None) is not None):
+        return False  # made of others, as by a parametrization
+    own = [weight] if bias is None else [weight, bias]
+    return all(type(p) is nn.Parameter and p.is_floating_point() and users[id(p)] == 1 for p in own)
+
+
+class _Layer:
+    """A layer's forward, called in the place of its own."""
+
+    def __init__(self, module: Any, owner: DeferredGradients) -> None:
+        self.module, self.owner = module, owner
+        self._weight: nn.Parameter = module.weight
+        self._bias: nn.Parameter | None = module.bias
+        self._forward = type(module).forward
+
+    def __call__(self, input: Tensor) -> Tensor:
+        weight, bias = self.module.weight, self.module.bias
+        if not self._applies(input, weight, bias):
+            return cast(Tensor, self._forward(self.module, input))
+        narrow = torch.get_autocast_dtype(input.device.type) if torch.is_autocast_enabled(input.device.type) else None
+        x = input if narrow is None else input.to(narrow)
+        return cast(Tensor, _Split.apply(x, weight, bias, self, narrow))
+
+    def _applies(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether this call is a plain one, of the parameters that are trained."""
+        return (
+            torch.is_grad_enabled()
+            and weight.requires_grad
+            and weight is self._weight
+            and bias is self._bias
+            and type(x) is Tensor
+            and x.is_floating_point()
+            and self.takes(x)
+            and not torch._C._are_functorch_transforms_active()
+        )
+
+    def of_parameters(self, x: Tensor, grad: Tensor, with_bias: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each of the layer's parameters with the gradient that one call adds to it."""
+        weight: Tensor = self._weight
+        if weight.dtype != x.dtype:  # under autocast; of the weight only shape and format count
+            weight = torch.empty_like(weight, dtype=x.dtype)
+        _, of_weight, of_bias = self.gradients(grad, x, weight, (False, True, with_bias))
+        for parameter, gradient in ((self._weight, of_weight), (self._bias, of_bias)):
+            if parameter is not None and gradient is not None:
+                yield parameter, gradient.to(parameter.dtype)
+
+    def has_hooks(self) -> bool:
+        """Whether something looks at the gradients of the parameters when autograd makes them."""
+        own = [self._weight] if self._bias is None else [self._weight, self._bias]
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in own)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether ``x`` is a batch."""
+        raise NotImplementedError
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output of the layer with these weights."""
+        raise NotImplementedError
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
+        """Return the gradients that are ``wanted``, by that of the output."""
+        raise NotImplementedError
+
+
+class _Linear(_Layer):
+    """y [..., out] = x [..., in] W' [in, out] + b."""
+
+    def takes(self, x: Tensor) -> bool:
+        return x.ndim >= 2
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
+        rows = grad.flatten(0, -2)
+        of_weight = rows.t().mm(x.flatten(0, -2)) if wanted[1] else None
+        return grad.matmul(weight) if wanted[0] else None, of_weight, rows.sum(0) if wanted[2] else None
+
+
+class _Convolution(_Layer):
+    """A convolution over 1, 2 or 3 dimensions."""
+
+    def __init__(self, module: Any, owner: DeferredGradients) -> None:
+        super().__init__(module, owner)
+        self._convolve: Callable[..., Tensor] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[module.weight.ndim]
+
+    def takes(self, x: Tensor) -> bool:
+        return x.ndim == self._weight.ndim
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        m = self.module
+        return self._convolve(x, weight, bias, m.stride, m.padding, m.dilation, m.groups)
+
+    def gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Gradients:
+        m, bias_shape = self.module, [weight.shape[0]] if wanted[2] else None
+        how = m.stride, m.padding, m.dilation, False, [0] * len(m.stride), m.groups
+        found: Gradients = torch.ops.aten.convolution_backward.default(grad, x, weight, bias_shape, *how, wanted)
+        return found
+
+
+class _Split(torch.autograd.Function):
+    """A layer; its backward puts off the gradients of the parameters if its owner collects them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Layer, narrow: torch.dtype | None
+    ) -> Tensor:
+        ctx.layer, ctx.dtype = layer, weight.dtype
+        ctx.set_materialize_grads(False)
+        if narrow is not None:
+            weight, bias = weight.to(narrow), None if bias is None else bias.to(narrow)
+        ctx.save_for_backward(x, weight)
+        return layer.output(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
+        x, weight = ctx.saved_tensors
+        layer, wanted = ctx.layer, ctx.needs_input_grad[:3]
+        later = layer.owner.later
+        if later is None or layer.has_hooks():
+            of_x, *of_own = layer.gradients(grad, x, weight, wanted)
+            return of_x, *(None if g is None else g.to(ctx.dtype) for g in of_own), None, None
+        later.append(PutOff(layer, x, grad, wanted[2]))
+        of_x = layer.gradients(grad, x, weight, (True, False, False))[0] if wanted[0] else None
+        return of_x, None, None, None, None

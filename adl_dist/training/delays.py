@@ -1,0 +1,43 @@
+"""The delays that a run with ``method.delay=auto`` has begun with: it keeps them, because values depend on them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from adl_dist.errors import ConfigError
+
+DELAYS = "delays.json"
+
+
+def recorded_delays(folder: Path, num_stages: int) -> list[int] | None:
+    """Return the delays that the run in ``folder`` has with ``num_stages``; None: none are written down.
+
+    Raises:
+        ConfigError: the file is none of ours.
+    """
+    path = folder / DELAYS
+    if not path.is_file():
+        return None
+    try:
+        delays = json.loads(path.read_text())
+        if not isinstance(delays, list) or not all(type(delay) is int for delay in delays):
+            raise ValueError(f"expected a list of whole numbers, got {delays}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; remove it to measure the delays again") from error
+    return delays if len(delays) == num_stages else None
+
+
+def record_delays(folder: Path, delays: Sequence[int]) -> None:
+    """Write down what the run in ``folder`` begins with.
+
+    Raises:
+        ConfigError: it has begun with others, which this trainer did not know when it settled on its own.
+    """
+    recorded = recorded_delays(folder, len(delays))
+    if recorded is None:
+        (folder / DELAYS).write_text(json.dumps(list(delays)) + "\n")
+    elif recorded != list(delays):
+        raise ConfigError(
+            f"run_dir={folder} has the delays {recorded}, but this trainer has settled on {list(delays)} before; make "
+            "a new Trainer for it"
+        )

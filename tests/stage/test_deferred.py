@@ -1,0 +1,267 @@
+"""Gradients of weights that are put off: the same bits as autograd's, or not put off at all."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from adl_dist.stage.deferred import DeferredGradients
+
+
+class Of(nn.Module):
+    """A module whose forward is ``call`` (self, x), with these parts."""
+
+    def __init__(self, call, **parts):
+        super().__init__()
+        self.call = call
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.call(self, x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Named(nn.Conv2d):
+    """A subclass that computes as its class does."""
+
+
+def frozen(module, *names):
+    for name in names:
+        module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+def tripled(parameter):
+    parameter.grad.mul_(3)
+
+
+def hooked():
+    torch.manual_seed(0)
+    module = nn.Linear(6, 5)
+    module.weight.register_hook(lambda grad: 2 * grad)
+    module.bias.register_post_accumulate_grad_hook(tripled)
+    return module
+
+
+def tied():
+    a, b = nn.Linear(6, 6), nn.Linear(6, 6)
+    b.weight = a.weight
+    return nn.Sequential(a, nn.Tanh(), b)
+
+
+def penalised(m, x):
+    """Adds a gradient's gradient, which depends on the weights."""
+    y = m.a(x)
+    (slope,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+    return torch.tanh(y) + slope.pow(2).sum()
+
+
+def transposed():
+    layer = nn.Linear(6, 5)
+    layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+    return layer
+
+
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.jit.script(nn.Sequential(nn.Linear(6, 5)))
+
+
+def with_double_weights(m, x):
+    return torch.func.functional_call(m.a, {"weight": 2 * m.w}, (x,))
+
+
+def in_place(m, x):
+    return m.b(torch.relu_(m.a(x)))
+
+
+class Reversible(torch.autograd.Function):
+    """Computes again in its backward, and takes the gradients of the weights from there."""
+
+    @staticmethod
+    def forward(ctx, x, layer, *parameters):
+        ctx.save_for_backward(x, *parameters)
+        ctx.layer = layer
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            of_x, *of_parameters = torch.autograd.grad(ctx.layer(x), [x, *parameters], grad)
+        return of_x, None, *of_parameters
+
+
+def twice_backward(m, x):
+    """As a fixed point's: a hook goes through the layer once more, for the gradient of its input alone."""
+    y = torch.tanh(m.a(x))
+    inner = x.detach().requires_grad_()
+    again = torch.tanh(m.a(inner))
+    y.register_hook(lambda grad: grad + torch.autograd.grad(again, inner, grad)[0])
+    return y
+
+
+def of_a_part(m, x):
+    """One layer gets no gradient at all."""
+    return m.a(x) + m.b(x).detach()
+
+
+LINEAR, IMAGE = (3, 6), (3, 4, 7, 7)
+CONV = {"bias": False, "padding": 1}
+# A module, the shape of its input, and the parameters whose gradients are put off.
+PUT_OFF = {
+    "linear": (nn.Linear(6, 5), LINEAR, ["weight", "bias"]),
+    "linear without bias": (nn.Linear(6, 5, bias=False), LINEAR, ["weight"]),
+    "linear of a sequence": (nn.Linear(6, 5), (3, 4, 6), ["weight", "bias"]),
+    "linear of a sequence without bias": (nn.Linear(6, 5, bias=False), (3, 4, 6), ["weight"]),
+    "one sample": (nn.Linear(6, 5), (1, 6), ["weight", "bias"]),
+    "one output": (nn.Linear(6, 1), LINEAR, ["weight", "bias"]),
+    "convolution": (nn.Conv2d(4, 8, 3, **CONV), IMAGE, ["weight"]),
+    "convolution with bias": (nn.Conv2d(4, 8, 3, stride=2), IMAGE, ["weight", "bias"]),
+    "grouped": (nn.Conv2d(4, 8, 3, groups=2, dilation=2), IMAGE, ["weight", "bias"]),
+    "depthwise": (nn.Conv2d(4, 4, 3, groups=4, **CONV), IMAGE, ["weight"]),
+    "pointwise": (nn.Conv2d(4, 8, 1, bias=False), IMAGE, ["weight"]),
+    "channels last": (nn.Conv2d(4, 8, 3, **CONV).to(memory_format=torch.channels_last), IMAGE, ["weight"]),
+    "over a line": (nn.Conv1d(4, 8, 3), (3, 4, 9), ["weight", "bias"]),
+    "over a space": (nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4), ["weight", "bias"]),
+    "a subclass": (Named(4, 8, 3, **CONV), IMAGE, ["weight"]),
+    "frozen bias": (frozen(nn.Conv2d(4, 8, 3), "bias"), IMAGE, ["weight"]),
+    "called twice": (Of(lambda m, x: m.a(torch.tanh(m.a(x))), a=nn.Linear(6, 6)), LINEAR, ["a.weight", "a.bias"]),
+    "called three times": (
+        Of(lambda m, x: m.a(torch.tanh(m.a(torch.tanh(m.a(x))))), a=nn.Linear(6, 6)),
+        LINEAR,
+        ["a.weight", "a.bias"],
+    ),
+    "weights in another format": (transposed(), LINEAR, ["weight", "bias"]),
+    "in place": (
+        Of(in_place, a=nn.Linear(6, 6), b=nn.Linear(6, 6, bias=False)),
+        LINEAR,
+        ["a.weight", "a.bias", "b.weight"],
+    ),
+    "no gradient": (Of(of_a_part, a=nn.Linear(6, 6, bias=False), b=nn.Linear(6, 6)), LINEAR, ["a.weight"]),
+    "around a norm": (nn.Sequential(nn.Conv2d(4, 8, 3, **CONV), nn.BatchNorm2d(8), nn.ReLU(True)), IMAGE, ["0.weight"]),
+    "replayed": (
+        Of(lambda m, x: checkpoint(m.a, x, use_reentrant=False), a=nn.Sequential(nn.Linear(6, 6), nn.Tanh())),
+        LINEAR,
+        ["a.0.weight", "a.0.bias"],
+    ),
+    "with a backward in its own": (Of(twice_backward, a=nn.Linear(6, 6)), LINEAR, ["a.weight", "a.bias"]),
+}  # fmt: skip
+LEFT = {
+    "frozen weight": (frozen(nn.Linear(6, 5), "weight"), LINEAR),
+    "hooks": (hooked, LINEAR),
+    "tied": (tied(), LINEAR),
+    "a subclass of its own": (Doubled(6, 5), LINEAR),
+    "a parametrization": (parametrizations.weight_norm(nn.Linear(6, 5)), LINEAR),
+    "circular padding": (nn.Conv2d(4, 8, 3, padding=1, padding_mode="circular"), IMAGE),
+    "padding by name": (nn.Conv2d(4, 8, 3, padding="same"), IMAGE),
+    "a single image": (nn.Conv2d(4, 8, 3), IMAGE[1:]),
+    "a norm": (nn.LayerNorm(6), LINEAR),
+    "weights of others": (
+        Of(with_double_weights, a=nn.Linear(6, 6), w=nn.Parameter(torch.ones(6, 6))),
+        LINEAR,
+    ),
+    "mapped": (Of(lambda m, x: torch.vmap(m.a)(x), a=nn.Linear(6, 5)), (2, 3, 6)),
+    "torchscript": (scripted(), LINEAR),
+    "replayed in a nested backward": (
+        Of(lambda m, x: checkpoint(m.a, x, use_reentrant=True), a=nn.Sequential(nn.Linear(6, 6), nn.Tanh())),
+        LINEAR,
+    ),
+    "a backward that asks for gradients": (
+        Of(lambda m, x: Reversible.apply(x, m.a, *m.a.parameters()), a=nn.Linear(6, 6)),
+        LINEAR,
+    ),
+}  # fmt: skip
+
+
+def gradients(module, shape, *, split, num=3, dtype=None):
+    """Return the gradients of ``num`` inputs, and those of the parameters, added up; and what was put off."""
+    if isinstance(module, torch.jit.ScriptModule):
+        module.zero_grad()
+    else:  # hooks are not copied
+        module = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
+    deferred = DeferredGradients(module) if split else None
+    inputs, kept = [], []
+    for number in range(num):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(number), dtype=dtype).requires_grad_()
+        inputs.append(x)
+        if deferred is None:
+            module(x).square().sum().backward()
+            continue
+        with deferred.ready():
+            out = module(x).square().sum()
+        with deferred.put_off([out.grad_fn]) as later:
+            out.backward()
+        kept.append(later)
+    early = {name for name, p in module.named_parameters() if p.grad is not None}
+    for later in kept:
+        deferred.compute(later)
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    return [x.grad for x in inputs], grads, [n for n, grad in grads.items() if grad is not None and n not in early]
+
+
+def assert_equal(got, expected):
+    for mine, theirs in zip(got[0], expected[0], strict=True):
+        assert torch.equal(mine, theirs)
+    for name, theirs in expected[1].items():
+        mine = got[1][name]
+        assert (mine is None) == (theirs is None), name
+        assert theirs is None or (torch.equal(mine, theirs) and mine.stride() == theirs.stride()), name
+
+
+@pytest.mark.parametrize("case", PUT_OFF)
+def test_what_is_put_off_has_autograds_bits(case):
+    module, shape, names = PUT_OFF[case]
+    got, expected = gradients(module, shape, split=True), gradients(module, shape, split=False)
+    assert_equal(got, expected)
+    assert got[2] == names
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_cannot_be_put_off_is_left_to_autograd(case):
+    module, shape = LEFT[case]
+    got = gradients(module, shape, split=True)
+    assert_equal(got, gradients(module, shape, split=False))
+    assert got[2] == []
+
+
+def test_a_gradient_of_a_gradient_is_the_whole_one():
+    module, shape = Of(penalised, a=nn.Linear(6, 6)).double(), LINEAR
+    got, expected = (gradients(module, shape, split=split, dtype=torch.float64) for split in (True, False))
+    for mine, theirs in zip((*got[0], *got[1].values()), (*expected[0], *expected[1].values()), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", ["linear", "linear of a sequence", "convolution with bias", "around a norm"])
+def test_under_autocast_the_casts_are_those_of_autocast(case):
+    module, shape, names = PUT_OFF[case]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, expected = gradients(module, shape, split=True), gradients(module, shape, split=False)
+    assert_equal(got, expected)
+    assert got[2] == names
+
+
+def test_a_module_is_left_as_it_was():
+    module = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
+    before = {name: dict(vars(part)) for name, part in module.named_modules()}
+    deferred = DeferredGradients(module)
+    with deferred.ready():
+        out = module(torch.ones(2, 6))
+    loss = out.sum()
+    with deferred.put_off([loss.grad_fn]):
+        loss.backward()
+    assert {name: dict(vars(part)) for name, part in module.named_modules()} == before
+    with pytest.raises(RuntimeError), deferred.ready():
+        module(torch.ones(2, 7))
+    assert "forward" not in vars(module[0])

@@ -1,0 +1,181 @@
+"""A backward in two parts gives the values of a backward in one: for every method, weight policy and list of delays."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.schedule import METHODS, Pipeline, method
+from adl_dist.schedule.replay import at_random
+from adl_dist.stage import Stage
+from adl_dist.stage.deferred import DeferredGradients
+from tests.support.commands import assert_same
+from tests.support.equations import EQUATIONS, assert_close, by_the_equations, run
+from tests.support.kill import records
+from tests.support.runs import BALANCE, InfiniteGradient, nan_inputs, toy_trainer, train
+from tests.support.tiers import grid
+from tests.support.toys import FixedImages, Unplugged, batch_norm_net
+from tests.support.values import QUIET, SILENT
+
+SPLIT = {"split_backward": True}
+GOING_BACK = [name for name in METHODS if name != "dgl"]
+SIZES = [(1, 3), (2, 1), (3, 2), (4, 4)]
+
+
+@pytest.fixture
+def put_off(monkeypatch):
+    """The number of layers' gradients in each part that was done later."""
+    compute, counts = DeferredGradients.compute, []
+    counted = staticmethod(lambda later: (counts.append(len(later)), compute(later)))
+    monkeypatch.setattr(DeferredGradients, "compute", counted)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("name", "K", "M"),
+    grid(GOING_BACK, range(1, 5), range(1, 5), default=[(n, *s) for n in GOING_BACK for s in SIZES[1:]]),
+)
+def test_every_method_ends_in_the_bits_of_the_whole_backward(name, K, M, put_off):
+    """Uneven last micro-batch and group, BatchNorm, dropout, momentum and weight decay, with two epochs."""
+    if name == "2bw" and M < K - 1:
+        pytest.skip("2bw needs M of at least the delay of stage 0")
+    options = {"method": name, "dropout": 0.3, "epochs": 2}
+    whole, summary = train(K, M, torch.float32, **options)
+    assert put_off == []
+    split, of_split = train(K, M, torch.float32, options=SPLIT, **options)
+    assert_same(split, whole)
+    assert len(put_off) == 2 * 11 * K
+    assert min(put_off) > 0, "each stage has a layer"
+    assert [s["staleness_mean"] for s in of_split["stages"]] == [s["staleness_mean"] for s in summary["stages"]]
+    assert of_split["validation_loss"] == summary["validation_loss"]
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    delays=st.lists(st.integers(0, 5), min_size=3, max_size=3).map(lambda d: sorted(d, reverse=True)),
+    weights=st.sampled_from(["stash", "latest", "recompute"]),
+    M=st.integers(1, 4),
+    most=st.integers(1, 4),
+)
+def test_any_delays_follow_the_equations_to_1e_12(delays, weights, M, most):
+    got = run(3, M, "adl", delay=delays, weights=weights, max_deferred=most, **SPLIT)
+    assert_close(got, by_the_equations(3, M, delays, weights))
+
+
+@pytest.mark.parametrize(("name", "K", "M"), [("2bw", 4, 4), ("dsp", 3, 1), ("gpipe", 3, 3), ("adl", 4, 2)])
+def test_a_method_follows_its_equations_to_1e_12(name, K, M):
+    delays, weights = EQUATIONS[name]
+    assert_close(run(K, M, name, **SPLIT), by_the_equations(K, M, delays(K), weights))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_of_events_does_not_change_a_bit(seed):
+    options = {"options": {**SPLIT, "delay": "third"}, "dropout": 0.3, "epochs": 1}
+    expected, _ = train(4, 2, torch.float32, **options)
+    assert_same(train(4, 2, torch.float32, pick_next=at_random(seed), **options)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"clip_norm": 0.3},
+        {"channels_last": True},
+        {"autocast": torch.bfloat16},
+        {"non_finite": "skip", "plant": nan_inputs},
+        {"non_finite": "skip", "plant": nan_inputs, "method": "gpipe"},
+        {"options": {"gradient_shrink": 0.5, "reduction": "sum"}},
+        {"options": {"order": "backward_first"}},
+        {"method": "gpipe", "options": {"recompute": "except_last"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("M", [1, 3])
+def test_with_other_settings_it_ends_in_the_same_bits_too(M, more):
+    options = more.get("options", {})
+    whole, summary = train(3, M, torch.float32, **{**more, "options": options})
+    split, of_split = train(3, M, torch.float32, **{**more, "options": options | SPLIT})
+    assert_same(split, whole)
+    assert of_split["skipped_updates"] == summary["skipped_updates"]
+
+
+def partly_frozen():
+    """Weights without a gradient: of a convolution, of a norm, and of a layer that nothing uses."""
+    net = batch_norm_net()
+    net[1].conv.weight.requires_grad_(False)
+    net[2].norm.bias.requires_grad_(False)
+    net[4].unused = nn.Linear(3, 3)
+    return net
+
+
+def test_what_has_no_gradient_gets_none_and_no_weight_decay():
+    """Momentum and weight decay would move a weight whose gradient were zero."""
+    nets = []
+    for options in ({}, SPLIT):
+        nets.append(toy_trainer(2, 2, "adl", options, model=partly_frozen(), balance=BALANCE[2]))
+        nets[-1].fit(FixedImages(20), epochs=1, batch_size=6, monitoring=QUIET)
+    assert_same(nets[1].full_state_dict(), nets[0].full_state_dict())
+    assert torch.equal(nets[1].full_state_dict()["4.unused.weight"], partly_frozen()[4].unused.weight)
+
+
+@pytest.mark.parametrize(("name", "options"), [("adl", {"delay": "third"}), ("2bw", {}), ("fr", {}), ("1f1b", {})])
+def test_a_run_that_is_resumed_ends_in_the_same_bits(name, options, tmp_path):
+    """And one that is resumed in another way: whole after split."""
+
+    def fit(data, run_dir=None, **more):
+        trainer = toy_trainer(4, 3, name, {**options, **SPLIT, **more})
+        trainer.fit(data, epochs=2, batch_size=9, run_dir=run_dir, monitoring=SILENT)
+        return trainer.full_state_dict()
+
+    expected = fit(FixedImages(29))
+    for number, more in enumerate(({}, {"split_backward": False})):
+        run_dir = tmp_path / str(number)
+        with pytest.raises(Exception, match="unplugged"):
+            fit(Unplugged(29, after=40), run_dir)  # in the second epoch
+        assert_same(fit(FixedImages(29), run_dir, **more), expected)
+
+
+def with_an_infinite_gradient():
+    net = batch_norm_net()
+    net[5] = InfiniteGradient(5)  # in the middle of stage 1
+    return net
+
+
+@pytest.mark.parametrize("pick_next", [lambda able: able[0], lambda able: able[-1]], ids=["upstream", "downstream"])
+@pytest.mark.parametrize("M", [1, 2])
+def test_stop_names_the_update_that_was_not_finite_one_later(M, pick_next, tmp_path, monkeypatch):
+    """As on a GPU: it is applied, nothing is saved after it, and whatever order, the stage nearest the loss tells."""
+    update, updated = Stage.update, []
+    monkeypatch.setattr(Stage, "update", lambda self: (updated.append((self.index, self.version)), update(self)))
+    options = {"model": with_an_infinite_gradient(), "balance": BALANCE[2], "pick_next": pick_next}
+    trainer = toy_trainer(2, M, "adl", SPLIT, **options)
+    with pytest.raises(DivergedError, match=f"the norm of the gradient is .* at update {5 // M} ") as failure:
+        trainer.fit(FixedImages(32), epochs=1, batch_size=3 * M, run_dir=tmp_path, monitoring=SILENT)
+    assert failure.value.stage == 1
+    assert (1, 5 // M) in updated
+    assert (1, 5 // M + 1) not in updated
+    assert not list((tmp_path / "checkpoints").glob("update-*"))
+    reported = [r["update"] for r in records(tmp_path) if r["name"] == "train/loss"]
+    assert max(reported) < 5 // M, "no figure of an update that is not applied in the end"
+
+
+def test_a_fault_in_the_last_group_stops_the_run_too():
+    trainer = toy_trainer(2, 1, "adl", SPLIT, model=with_an_infinite_gradient(), balance=BALANCE[2])
+    with pytest.raises(DivergedError, match="at update 5 "):
+        trainer.fit(FixedImages(18), epochs=1, batch_size=3, monitoring=QUIET)
+
+
+def test_what_cannot_be_split_is_refused():
+    with pytest.raises(ConfigError, match=r"method.split_backward=True means nothing to method=dgl"):
+        method("dgl", split_backward=True)
+    with pytest.raises(ConfigError, match=r"method.max_deferred needs a backward in two parts"):
+        method("adl", max_deferred=3)
+    with pytest.raises(ConfigError, match=r"runtime.compile makes one piece .* method.split_backward"):
+        toy_trainer(2, 1, "adl", SPLIT, compile=True)
+
+
+def test_a_third_of_the_delay():
+    """Of 2 (K - 1 - k)."""
+    assert Pipeline(method("adl", delay="third"), 4).delays == (2, 2, 1, 0)
+    assert [Pipeline(method("adl", delay="third"), K).delays[0] for K in (1, 2, 3, 8, 16)] == [0, 1, 2, 5, 10]
