@@ -42,6 +42,7 @@ CASES = [
     (3, {"method": "2bw", "options": {"mitigation": ["error_feedback"]}}),
     (2, {"options": {"mitigation": ["predict"], "flush_epochs": 1}}),
     *((M, {"options": {"split_backward": True, "delay": "third"}, "dropout": 0.3}) for M in (1, 3)),
+    (2, {"options": {"split_backward": True, "delay": "third", "mitigation": ["predict", "spike"]}}),
     *((3, {"method": name, "options": {"split_backward": True}}) for name in ("gpipe", "fr", "2bw", "paci")),
     (2, {"options": {"split_backward": True}, "clip_norm": 0.3, "non_finite": "skip", "plant": nan_inputs}),
 ]

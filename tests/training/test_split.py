@@ -1,5 +1,7 @@
 """A backward in two parts gives the values of a backward in one: for every method, weight policy and list of delays."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from adl_dist.errors import ConfigError, DivergedError
+from adl_dist.optimizers import Muon
 from adl_dist.schedule import METHODS, Pipeline, method
 from adl_dist.schedule.replay import at_random
 from adl_dist.stage import Stage
@@ -88,6 +91,10 @@ def test_the_order_of_events_does_not_change_a_bit(seed):
         {"options": {"gradient_shrink": 0.5, "reduction": "sum"}},
         {"options": {"order": "backward_first"}},
         {"method": "gpipe", "options": {"recompute": "except_last"}},
+        {"options": {"mitigation": ["predict", "delay_compensation"]}},
+        {"options": {"mitigation": ["predict", "spike"], "weights": "latest"}},
+        {"options": {"flush_epochs": 1}},
+        {"optimizer": partial(Muon, lr=0.02)},
     ],
     ids=str,
 )
