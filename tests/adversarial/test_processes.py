@@ -71,4 +71,6 @@ def test_k_processes_train_odd_models_as_one_does(K, names, granularity):
 def test_each_of_k_processes_refuses_what_one_refuses(name, granularity):
     (in_one,) = train_all(2, [name], granularity)
     assert isinstance(in_one, str)
-    assert run_ranks(2, train_all, 2, [name], granularity, timeout_seconds=100) == [[in_one], [in_one]]
+    by_rank = [found for (found,) in run_ranks(2, train_all, 2, [name], granularity, timeout_seconds=100)]
+    assert in_one in by_rank
+    assert {*by_rank} <= {in_one, "StageFailed"}  # what one rank tells another
