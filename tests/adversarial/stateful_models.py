@@ -423,6 +423,10 @@ LOCAL = threading.local()
 class ThreadLocalState(Inner):
     """A gain in a global of the thread, which a block sets for itself."""
 
+    def __init__(self):
+        super().__init__()
+        LOCAL.gain = 1.0
+
     def forward(self, h):
-        LOCAL.gain = getattr(LOCAL, "gain", 1.0) if not self.training else 1.5
+        LOCAL.gain = LOCAL.gain if not self.training else 1.5
         return self.inner(h) * (LOCAL.gain if self.training else 1.0)
