@@ -80,24 +80,23 @@ def test_the_order_of_events_does_not_change_a_bit(seed):
     assert_same(train(4, 2, torch.float32, pick_next=at_random(seed), **options)[0], expected)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"clip_norm": 0.3},
-        {"channels_last": True},
-        {"autocast": torch.bfloat16},
-        {"non_finite": "skip", "plant": nan_inputs},
-        {"non_finite": "skip", "plant": nan_inputs, "method": "gpipe"},
-        {"options": {"gradient_shrink": 0.5, "reduction": "sum"}},
-        {"options": {"order": "backward_first"}},
-        {"method": "gpipe", "options": {"recompute": "except_last"}},
-        {"options": {"mitigation": ["predict", "delay_compensation"]}},
-        {"options": {"mitigation": ["predict", "spike"], "weights": "latest"}},
-        {"options": {"flush_epochs": 1}},
-        {"optimizer": partial(Muon, lr=0.02)},
-    ],
-    ids=str,
-)
+OTHERS = {
+    "clip": {"clip_norm": 0.3},
+    "channels last": {"channels_last": True},
+    "bfloat16": {"autocast": torch.bfloat16},
+    "skip": {"non_finite": "skip", "plant": nan_inputs},
+    "skip, gpipe": {"non_finite": "skip", "plant": nan_inputs, "method": "gpipe"},
+    "shrink": {"options": {"gradient_shrink": 0.5, "reduction": "sum"}},
+    "backward first": {"options": {"order": "backward_first"}},
+    "gpipe, replayed": {"method": "gpipe", "options": {"recompute": "except_last"}},
+    "predict": {"options": {"mitigation": ["predict", "delay_compensation"]}},
+    "spike, latest": {"options": {"mitigation": ["predict", "spike"], "weights": "latest"}},
+    "flush": {"options": {"flush_epochs": 1}},
+    "Muon": {"optimizer": partial(Muon, lr=0.02)},
+}
+
+
+@pytest.mark.parametrize("more", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("M", [1, 3])
 def test_with_other_settings_it_ends_in_the_same_bits_too(M, more):
     options = more.get("options", {})
