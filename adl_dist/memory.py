@@ -1,6 +1,6 @@
 """Where tensors lie in memory, and which of them share some."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,12 @@ def has_plain_memory(tensor: Tensor) -> bool:
     if is_lazy(tensor) or tensor.is_meta:
         return False
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and tensor.layout is torch.strided
+
+
+def memory_of(tensor: Tensor) -> Hashable:
+    """Return what two tensors of one storage have in common; of one without plain memory its id."""
+    address = tensor.untyped_storage().data_ptr() if has_plain_memory(tensor) else 0
+    return ("memory", address) if address else id(tensor)
 
 
 def span(tensor: Tensor) -> tuple[int, int]:

@@ -2,15 +2,17 @@
 
 Seen are parameters, buffers, plain tensors, generators, numbers and containers that a module reaches through its
 attributes, through objects and containers in them, through class attributes of the user's own classes, and through the
-closures of their methods and the global variables that these name. Not seen: what functions of a library keep, and what
-lives in an extension or in another process.
+closures of their methods; of a forward, a loss, and what these call by name, also the global variables. Not seen: what
+objects and functions of a library keep, and what lives in an extension or in another process.
 """
 
+import argparse
 import copy
 import random
+import sys
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from adl_dist.memory import memory_of
+
 MOST_ELEMENTS = 10_000  # a longer container holds data: its own elements are compared, but not looked into
-LIBRARIES = {"torch", "numpy", "builtins", "typing", "collections", "functools", "torchvision", "abc", "enum", "types"}
+LIBRARIES = {"torch", "numpy", "torchvision", *sys.stdlib_module_names}
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 CAN_CROSS = (*PLAIN, torch.dtype, torch.device, torch.Size)  # a cut, besides tensors, if it never changes
 TENSORS = {"parameter", "buffer", "tensor"}
@@ -101,21 +105,17 @@ class Walk:
 
     def _take_globals(self, function: types.FunctionType) -> None:
         """Look at the global variables that a function names, into functions that are the user's own, too."""
-        known, codes, names = function.__globals__, [function.__code__], dict[str, None]()
-        while codes:
-            code = codes.pop()
-            names |= dict.fromkeys(code.co_names)
-            codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
-        for key in names:
-            value = known.get(key)
+        known = function.__globals__
+        for key in dict.fromkeys(_names_in(function.__code__)):
+            value, name = known.get(key), f"global {key}"
             if isinstance(value, type):
                 if not _is_of_a_library(value) and self._is_new(value):
                     self._take_class(value)
             elif isinstance(value, types.FunctionType):
                 self.take(key, value)
             elif key in known and not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
-                self._take_place((id(known), key), key, partial(known.get, key), partial(known.__setitem__, key))
-                self.take(key, value)
+                self._take_place((id(known), key), name, partial(known.get, key), partial(known.__setitem__, key))
+                self.take(name, value)
 
     def take(self, name: str, value: Any) -> None:
         """Look into a value, such as an attribute, a container or a closure holds."""
@@ -150,11 +150,10 @@ class Walk:
             self._take_elements(name, value.args)
             self._take_entries(f"{name}.", value.keywords)
         elif isinstance(value, types.FunctionType):
-            for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-                self._take_cell(f"{name}.{key}", cell)
+            self._take_closure(name, value)
             if not _is_of_a_library(value):
                 self._take_globals(value)
-        elif isinstance(value, types.SimpleNamespace) or not (
+        elif isinstance(value, types.SimpleNamespace | argparse.Namespace) or not (
             isinstance(value, type | types.ModuleType) or _is_of_a_library(type(value))
         ):
             self._take_object(name, value)
@@ -218,11 +217,12 @@ class Walk:
                 self.take(form.format(name, key), value)
 
     def _take_class(self, owner: type) -> None:
+        called = _called(owner)
         for key, value in vars(owner).items():
             name = f"{owner.__name__}.{key}"
             function = getattr(value, "__func__", value)  # of a static or class method
             if isinstance(function, types.FunctionType):
-                self.take(name, function)
+                self.take(name, function) if key in called else self._take_closure(name, function)
             elif not key.startswith("__") and not callable(value) and not hasattr(value, "__get__"):
                 self._take_place((id(owner), key), name, partial(vars(owner).get, key), partial(setattr, owner, key))
                 self.take(name, value)
@@ -236,6 +236,10 @@ class Walk:
                 put = partial(object.__setattr__, value, key)
                 self._take_place((id(value), key), f"{name}.{key}", partial(getattr, value, key, _MISSING), put)
                 self.take(f"{name}.{key}", getattr(value, key))
+
+    def _take_closure(self, name: str, function: types.FunctionType) -> None:
+        for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._take_cell(f"{name}.{key}", cell)
 
     def _take_cell(self, name: str, cell: types.CellType) -> None:
         if self._is_new(cell):
@@ -286,18 +290,6 @@ class Walk:
         return True
 
 
-def memory_of(tensor: Tensor) -> Key:
-    """Return what two tensors that share their memory have in common."""
-    if (
-        is_lazy(tensor)
-        or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-        or tensor.layout is not torch.strided
-    ):
-        return id(tensor)
-    address = tensor.untyped_storage().data_ptr()
-    return ("memory", address) if address else id(tensor)
-
-
 def values_of(value: Any, *, depth: int = 5) -> Any:
     """Return a copy of ``value`` that no later change reaches, to be compared by :func:`are_alike`."""
     if isinstance(value, Tensor):
@@ -329,6 +321,27 @@ def are_alike(one: Any, other: Any) -> bool:
     if isinstance(one, set | bytearray):
         return type(one) is type(other) and bool(one == other)
     return _is_same(one, other)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of global variables and attributes in a function's code, and in the functions in it."""
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _names_in(one)
+
+
+def _called(owner: type) -> set[str]:
+    """Return the names of the methods that the forward of a class, or its call, may call by their names."""
+    own = (vars(each).items() for each in reversed(owner.__mro__) if not _is_of_a_library(each))
+    methods = {key: getattr(value, "__func__", value) for items in own for key, value in items}
+    called, following = set[str](), ["forward", "__call__"]
+    while following:
+        key = following.pop()
+        if key not in called and isinstance(method := methods.get(key), types.FunctionType):
+            called.add(key)
+            following += _names_in(method.__code__)
+    return called
 
 
 def _generator_access(value: Any) -> tuple[Callable[[], Any], Callable[[Any], None]] | None:

@@ -108,9 +108,9 @@ def num_made_up(out: Any) -> int:
 class MeanGuard:
     """Looks now and then, in training, whether the loss of two micro-batches together is the mean of theirs.
 
-    In between it costs a comparison of two numbers. It looks at the 1st, 2nd, 4th, ... micro-batch and the one after
-    it, then at every 64th, each time at the price of the loss and its gradient of six micro-batches. What only rarer
-    targets show, it may never meet; but then it has little weight.
+    In between it costs a comparison of two numbers. It looks at the 1st, 3rd, 6th, 12th, ... micro-batch and the one
+    after it, then at every 64th, each time at the price of the loss and its gradient of six micro-batches. What only
+    rarer targets show, it may never meet; but then it has little weight.
     """
 
     def __init__(self, loss_fn: LossFn, within: Callable[[], AbstractContextManager[Any]], where: str) -> None:

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from adl_dist.errors import ConfigError, PartitionError
+from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
-from adl_dist.partition.state_walk import Found, Key, are_alike, memory_of, values_of
+from adl_dist.partition.state_walk import Found, Key, are_alike, values_of
 from adl_dist.stage import TrainSpec
 from adl_dist.training.differences import Comparison
 from adl_dist.training.homes import Around, Homes

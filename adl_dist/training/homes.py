@@ -6,9 +6,10 @@ from contextlib import AbstractContextManager
 from torch import Tensor, nn
 
 from adl_dist.errors import PartitionError
+from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.partition.piece import traced_units
-from adl_dist.partition.state_walk import Key, memory_of
+from adl_dist.partition.state_walk import Key
 
 Around = Callable[[int], AbstractContextManager[None]]  # what the forward of each stage runs in
 

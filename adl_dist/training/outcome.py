@@ -27,8 +27,6 @@ class Replacement:
             before the backward of the second where that is ``delayed``, else after it.
         delayed: whether more than one micro-batch is in flight.
         recomputes: stages that get the weights of their forward back for their backward.
-        repeats: whether the first micro-batch goes forward once more, with the weights of the second, as where several
-            are in flight between two updates: after the backward of the second, or, if it is ``ahead``, before it.
     """
 
     parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
@@ -37,8 +35,6 @@ class Replacement:
     third: bool = False
     delayed: bool = False
     recomputes: frozenset[int] = frozenset()
-    repeats: bool = False
-    ahead: bool = False
 
     def swapped_in(
         self, exchange: Exchange, older: Sequence[nn.Parameter]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from adl_dist.errors import ConfigError
+from adl_dist.memory import memory_of, shared_memory
 from adl_dist.partition.module_state import ModuleState
-from adl_dist.partition.state_walk import TENSORS, Key, are_alike, memory_of, values_of
+from adl_dist.partition.state_walk import TENSORS, Key, are_alike, values_of
 from adl_dist.stage.calls import takes_gradient
 from adl_dist.stage.versions import swap
 from adl_dist.training.differences import largest_difference
@@ -34,7 +35,8 @@ def remembered(module: nn.Module, loss_fn: Any) -> Callable[[], AbstractContextM
     def as_then() -> Iterator[None]:
         now = state_of()
         moved = [one for one in then.changes() if one.kind in TENSORS]
-        if len({one.key for one in moved}) < len(moved):
+        numbers = shared_memory(one.look() for one in moved)
+        if len({*numbers.values()}) < len(numbers):
             raise ConfigError(
                 f"{moved[0].names[0]} shares its memory with another tensor that is no buffer, and a forward that is "
                 "replayed moves it; register it as a buffer, or choose a method that replays none"

@@ -68,7 +68,6 @@ OUTCOMES = {
     "counter": ("====", "=RRR"),
     "counter_in_config": ("====", "=RRR"),
     "counts_calls": ("=RRR", "=RRR"),
-    "thread_local_state": ("====", "=RRR"),
     "counts_globally": ("=RRR", "=RRR"),
     "appends_to_a_global_list": ("=RRR", "=RRR"),
     "counts_in_the_class": ("=RRR", "=RRR"),

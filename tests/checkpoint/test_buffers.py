@@ -1,5 +1,6 @@
 """Buffers that a ``state_dict`` omits survive a save and a resume if the forwards of the run move them."""
 
+import logging
 from collections import deque
 
 import pytest
@@ -120,6 +121,37 @@ def test_hidden_state_is_refused_by_its_names():
         ConfigError, match=r"^run_dir: 0.calls, 1.calls, 2.calls and 1 more of the model .* buffers, or"
     ):
         refuse_hidden_state([f"{unit}.calls" for unit in range(4)])
+
+
+LOGGER = logging.getLogger("a user's model")
+CALLS = 0
+
+
+class Logs(nn.Module):
+    def forward(self, x):
+        LOGGER.debug("gets %s", x.shape)
+        return x
+
+
+class CountsGlobally(nn.Module):
+    def forward(self, x):
+        global CALLS
+        CALLS += self.training
+        return x * (1.0 + 0.1 * (CALLS % 3))
+
+
+def fit_with(layer, run_dir):
+    model = nn.Sequential(nn.Flatten(), layer, nn.Linear(72, 6))
+    toy_trainer(1, 1, model=model).fit(FixedImages(8), epochs=1, batch_size=4, run_dir=run_dir, monitoring=SILENT)
+
+
+def test_a_forward_may_log(tmp_path):
+    fit_with(Logs(), tmp_path)
+
+
+def test_a_global_variable_that_moves_is_refused_with_a_run_dir(tmp_path):
+    with pytest.raises(ConfigError, match="run_dir: global CALLS of the model or the loss change with every"):
+        fit_with(CountsGlobally(), tmp_path)
 
 
 def test_a_resumed_run_has_numbers_and_tensors_in_attributes(tmp_path):
