@@ -38,7 +38,7 @@ class ByRole(Optimizer):
 
         Raises:
             ConfigError: an option that is not known, a value out of range, groups in place of parameters, or parameters
-                that do not say what they are for.
+                of which it is not known what they are for.
         """
         name = type(self).__name__
         if rest not in REST:
