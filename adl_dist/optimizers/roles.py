@@ -24,7 +24,10 @@ CONVOLUTIONS = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 # What a model registers as a plain parameter and is a table or a bias, like pos_embed, relative_position_bias_table.
-TABLE_NAME = re.compile(r"(^|_)(pos|position|emb|bias)", re.IGNORECASE)
+# Whole words: posterior and embedder_w are none.
+TABLE_NAME = re.compile(
+    r"(?:^|_)(?:pos|positions?|positional|(?:pos)?emb(?:ed(?:ding)?)?s?|bias(?:es)?)\d*(?:_|$)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,14 @@ def test_matrices_are_neither_embeddings_nor_head_nor_vectors():
     assert found == [*ATTENTION, "depthwise.weight", "mixing"]
 
 
+def test_only_whole_words_of_a_name_make_it_a_table():
+    tables = ["pos", "rel_pos_h", "positions", "positional_embedding", "emb1", "token_embeds", "posemb", "Pos_Embed"]
+    tables += ["relative_position_bias_table", "biases", "attention_bias"]
+    matrices = ["positive_proj", "posterior", "embedder_w", "unbiased", "biaser", "transpose", "compose_w", "member"]
+    model = nn.Sequential(nn.ParameterDict({name: torch.randn(3, 3) for name in tables + matrices}), nn.Linear(3, 3))
+    assert matrices_of(marked(model)) == sorted(f"0.{name}" for name in matrices)
+
+
 def test_rest_names_name_more_of_the_rest():
     found = matrices_of(marked(Sentence()), rest_names=["*.in_proj_*", "mixing"])
     assert found == ["attention.out_proj.weight", "depthwise.weight"]
