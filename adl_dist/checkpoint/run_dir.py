@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from adl_dist.errors import CheckpointError, ConfigError, DivergedError
 from adl_dist.report import tell, warn
 from adl_dist.report.files import write_atomically
 from adl_dist.report.runs import flatten
+from adl_dist.schedule import Method
 
 logger = logging.getLogger("adl_dist")
 
@@ -46,6 +48,10 @@ FREE_TO_CHANGE = {
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
     *("runtime.tensorboard", "runtime.trace", "runtime.memory"),
     *(*CUT, *(f"partition.{name}" for name in CUT)),
+}
+# What a run trained with if its folder is older than one of these settings, and so does not name it.
+OF_OLD = {
+    f"method.{setting.name}": setting.default for setting in fields(Method) if setting.name not in ("name", "spec")
 }
 
 
@@ -182,6 +188,7 @@ class RunFolder:
                 "this is; choose another run_dir"
             ) from error
         mine = flatten(config)
+        theirs |= {name: OF_OLD[name] for name in mine.keys() & OF_OLD.keys() - theirs.keys()}
         names = {n for n in (mine.keys() | theirs.keys()) - FREE_TO_CHANGE if n.split(".")[0] not in without}
         # Of another optimizer most keys are there on one side only; its name says more.
         in_order = sorted(names, key=lambda n: (n not in mine or n not in theirs, n))

@@ -1,5 +1,6 @@
 """One optimizer for a whole stage: a rule for its matrices, and torch's AdamW or SGD for the rest."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class ByRole(Optimizer):
 
         Raises:
             ConfigError: an option that is not known, a value out of range, groups in place of parameters, or parameters
-                that do not say what they are for.
+                of which it is not known what they are for.
         """
         name = type(self).__name__
         if rest not in REST:
@@ -50,7 +51,7 @@ class ByRole(Optimizer):
         if wrong := [p for p in params if not isinstance(p, torch.Tensor)]:
             raise ConfigError(
                 f"optimizer: {name} takes the parameters themselves and makes its groups from what they are for, got a "
-                f"{type(wrong[0]).__name__} among them"
+                f"{type(wrong[0]).__name__} among them; give model.parameters(), and rest_names for more of the rest"
             )
         matrices, others = split_by_role(params, name, rest_names)
         groups = [{**of_matrices, "params": matrices}, {**of_rest, "rule": rest, "params": others}]
@@ -82,5 +83,9 @@ def checked_options(kind: Callable[..., Optimizer], options: Mapping[str, Any], 
     try:
         (group,) = kind([{"params": []}], **options).param_groups
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{where}: torch's {kind.__name__} refuses {dict(options)}: {error}") from error
+        known = ", ".join(name for name in inspect.signature(kind).parameters if name != "params")
+        raise ConfigError(
+            f"{where}: torch's {kind.__name__} refuses {dict(options)}: {error}; its options are {known}: correct what "
+            "it names, or omit that for the default"
+        ) from error
     return group

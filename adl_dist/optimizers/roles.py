@@ -1,21 +1,22 @@
-"""What each parameter of a model is for, written on it while the model is whole.
+"""What each parameter of a model is for, written down while the model is whole.
 
 A stage's optimizer sees the parameters of its own part only, and of a parameter its shape, but not whether it is an
-embedding or makes the model's outputs. That is known of the uncut model, so that every cut of it trains alike.
+embedding or makes the model's outputs. That is known of the uncut model, so that every cut of it trains alike. It is
+not written on them: an attribute would be saved with a model, and could not be read where this package is missing.
 """
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.utils.weak import WeakIdKeyDictionary
 
 from adl_dist.errors import ConfigError
 
-ATTRIBUTE = "adl_role"  # of a parameter; a Parameter stays the same object for the whole training
 # Layers whose weights multiply no matrix, also where they have two dimensions.
 TABLES = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
 CONVOLUTIONS = (
@@ -23,7 +24,10 @@ CONVOLUTIONS = (
     *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 # What a model registers as a plain parameter and is a table or a bias, like pos_embed, relative_position_bias_table.
-TABLE_NAME = re.compile(r"(^|_)(pos|position|emb|bias)", re.IGNORECASE)
+# Whole words: posterior and embedder_w are none.
+TABLE_NAME = re.compile(
+    r"(?:^|_)(?:pos|positions?|positional|(?:pos)?emb(?:ed(?:ding)?)?s?|bias(?:es)?)\d*(?:_|$)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,15 @@ class Role:
     of_model: frozenset[str]
 
 
+# By the parameter itself, which stays the same object for the whole training; an entry ends with its parameter.
+_ROLES: MutableMapping[nn.Parameter, Role] = WeakIdKeyDictionary()
+
+
 def mark_roles(model: nn.Module, prefix: str = "") -> None:
-    """Write on each parameter of the uncut ``model`` what it is for; ``prefix`` begins its names.
+    """Remember of each parameter of the uncut ``model`` what it is for; ``prefix`` begins its names.
+
+    The model itself stays as it is. A copy of it, or what ``torch.load`` makes of it, has parameters of its own, of
+    which nothing is known.
 
     The head is the last layer in the order of ``model.modules()`` that has a matrix of weights, if that is linear or a
     convolution. A parameter that several layers share is a table if it is one for any of them, else the head's if it
@@ -70,7 +81,7 @@ def mark_roles(model: nn.Module, prefix: str = "") -> None:
     of_model = frozenset(name for some in names.values() for name in some)
     for parameter, own in names.items():
         found = next((known for known, members in by_kind.items() if parameter in members), "other")
-        setattr(parameter, ATTRIBUTE, Role(found, tuple(own), of_model))
+        _ROLES[parameter] = Role(found, tuple(own), of_model)
 
 
 def _parameters_of(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -99,13 +110,13 @@ def split_by_role(
     names of the uncut model with ``*`` and ``?``.
 
     Raises:
-        ConfigError: a parameter does not say what it is for, or no name is like one of ``rest_names``; the text names
+        ConfigError: it is not known what a parameter is for, or no name is like one of ``rest_names``; the text names
             the ``optimizer``.
     """
     matrices, rest, models = list[nn.Parameter](), list[nn.Parameter](), set[frozenset[str]]()
     patterns = [rest_names] if isinstance(rest_names, str) else rest_names
     for parameter in parameters:
-        role = getattr(parameter, ATTRIBUTE, None)
+        role = _ROLES.get(parameter)
         if role is None:
             raise ConfigError(
                 f"optimizer: {optimizer} must know whether a parameter of shape {list(parameter.shape)} is of an "

@@ -100,7 +100,8 @@ def _check(group: Mapping[str, Any]) -> None:
         (group["max_dim"] >= 0, "max_dim", "at least 0"),
     ):
         if not is_right:
-            raise ConfigError(f"optimizer.{key} must be {expected}, got {group[key]}")
+            way_out = "correct it, or omit it for the default"
+            raise ConfigError(f"optimizer.{key} must be {expected}, got {group[key]}; {way_out}")
 
 
 def _fresh(p: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:

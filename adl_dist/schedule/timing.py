@@ -56,7 +56,11 @@ class Costs:
         lists = self.forward, self.backward, self.backward_weight, self.update, self.link
         fits = list(map(len, lists)) == [K, K, K, K, K - 1]
         if not fits or any(not time >= 0 for times in (*lists, self.backward_input) for time in times):
-            raise ConfigError(f"costs must be lists that fit each other, of numbers of at least 0, got {self}")
+            raise ConfigError(
+                "costs must be lists that fit each other, of numbers of at least 0: of K stages K numbers of forward, "
+                f"backward, backward_weight (at most backward) and update, K - 1 of link; got {self}; correct these, "
+                "or omit backward_weight, update and link for the defaults"
+            )
         if sum(self.forward) + sum(self.backward) == 0:
             raise ConfigError("costs must give each stage's forward and backward time, for example forward=[1,1]")
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from adl_dist.checkpoint import state as saved_state
@@ -103,3 +104,30 @@ def test_a_run_does_not_continue_with_another_mitigation(tmp_path):
     train(epochs=1, options={"mitigation": ["spike"]})
     with pytest.raises(ConfigError, match="mitigation"):
         train(epochs=2, options={"mitigation": ["predict"]})
+
+
+NEW = ("split_backward", "max_deferred", "mitigation", "flush_epochs")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, None),
+        ({"mitigation": ["spike"]}, r"method\.mitigation is None there and \['spike'\] here"),
+        ({"flush_epochs": 1}, r"method\.flush_epochs is 0 there and 1 here"),
+    ],
+    ids=str,
+)
+def test_a_folder_older_than_a_setting_means_its_default(options, told, tmp_path):
+    train = partial(trained, 2, 2, torch.float32, run_dir=tmp_path)
+    train(epochs=1)
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    for setting in NEW:
+        del config["method"][setting]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    if told is not None:
+        with pytest.raises(ConfigError, match=told):
+            train(epochs=2, options=options)
+        return
+    _, summary = train(epochs=2)
+    assert summary["updates"] == 12

@@ -1,5 +1,7 @@
 """What each parameter is for is known of the uncut model, and so is the same in every cut."""
 
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -49,6 +51,14 @@ ATTENTION = ["attention.in_proj_weight", "attention.out_proj.weight"]
 def test_matrices_are_neither_embeddings_nor_head_nor_vectors():
     found = matrices_of(marked(Sentence()))
     assert found == [*ATTENTION, "depthwise.weight", "mixing"]
+
+
+def test_only_whole_words_of_a_name_make_it_a_table():
+    tables = ["pos", "rel_pos_h", "positions", "positional_embedding", "emb1", "token_embeds", "posemb", "Pos_Embed"]
+    tables += ["relative_position_bias_table", "biases", "attention_bias"]
+    matrices = ["positive_proj", "posterior", "embedder_w", "unbiased", "biaser", "transpose", "compose_w", "member"]
+    model = nn.Sequential(nn.ParameterDict({name: torch.randn(3, 3) for name in tables + matrices}), nn.Linear(3, 3))
+    assert matrices_of(marked(model)) == sorted(f"0.{name}" for name in matrices)
 
 
 def test_rest_names_name_more_of_the_rest():
@@ -105,6 +115,22 @@ def test_torchscript_layers_have_the_roles_of_their_originals():
             return self.head(self.inner(self.tokens(x)))
 
     assert matrices_of(marked(torch.jit.script(Scripted()))) == ["inner.weight"]
+
+
+def test_a_marked_model_is_saved_as_if_it_were_not():
+    model, whole, state = marked(nn.Sequential(nn.Linear(2, 2))), io.BytesIO(), io.BytesIO()
+    torch.save(model, whole)
+    torch.save(model.state_dict(keep_vars=True), state)
+    assert b"adl_dist" not in whole.getvalue()
+    state.seek(0)
+    assert torch.equal(torch.load(state, weights_only=True)["0.weight"], model[0].weight)
+
+
+def test_parameters_made_later_have_no_role_of_lost_ones():
+    for _ in range(20):  # a new parameter often lies where the one before it was
+        marked(nn.Sequential(nn.Linear(2, 2)))
+        with pytest.raises(ConfigError, match="must know whether"):
+            Muon([nn.Parameter(torch.zeros(2, 2))])
 
 
 @pytest.mark.parametrize("make", [Muon, RotatedAdam])

@@ -237,11 +237,26 @@ def test_its_state_dict_continues_it_bit_for_bit(make):
     ("make", "told"),
     [
         (partial(Muon, rest="adam"), "optimizer.rest: there is no 'adam'; choose one of adamw, sgd"),
-        (partial(Muon, lr=-1.0), "optimizer: torch's Muon refuses .*: Learning rate should be >= 0 but is: -1.0"),
-        (partial(Muon, rest_lr=-1.0), "optimizer.rest_options: torch's AdamW refuses .*: Invalid learning rate: -1.0"),
-        (partial(Muon, rest_options={"momentum": 1}), "optimizer.rest_options: torch's AdamW refuses .* 'momentum'"),
-        (partial(RotatedAdam, rotation="both"), "optimizer.rotation must be one of bilateral, unilateral, got both"),
-        (partial(RotatedAdam, betas=[0.9]), r"optimizer.betas must be two numbers in \[0, 1\), got \(0.9,\)"),
+        (
+            partial(Muon, lr=-1.0),
+            "optimizer: torch's Muon refuses .*: Learning rate should be >= 0 but is: -1.0; its options are lr",
+        ),
+        (
+            partial(Muon, rest_lr=-1.0),
+            "optimizer.rest_options: torch's AdamW refuses .*: Invalid learning rate: -1.0; .* or omit that",
+        ),
+        (
+            partial(Muon, rest_options={"momentum": 1}),
+            "optimizer.rest_options: torch's AdamW refuses .* 'momentum'; its options are lr, betas, eps, .*: correct",
+        ),
+        (
+            partial(RotatedAdam, rotation="both"),
+            "optimizer.rotation must be one of bilateral, unilateral, got both; correct it, or omit it for the default",
+        ),
+        (
+            partial(RotatedAdam, betas=[0.9]),
+            r"optimizer.betas must be two numbers in \[0, 1\), got \(0.9,\); correct it",
+        ),
         (partial(RotatedAdam, every=0), "optimizer.every must be at least 1 update, got 0"),
     ],
     ids=str,

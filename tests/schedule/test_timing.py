@@ -209,9 +209,10 @@ def test_a_split_shrinks_the_bubble_of_a_flush(K):
 def test_the_part_that_is_put_off_has_a_cost_of_its_own():
     costs = Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1, 1])
     assert [costs.of(0, op) for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)] == [3, 2, 1]
-    with pytest.raises(ConfigError, match="costs must be lists that fit"):
+    told = "costs must be lists that fit .* K - 1 of link; got .*; correct these, or omit backward_weight"
+    with pytest.raises(ConfigError, match=told):
         Costs(forward=[1, 1], backward=[3, 3], backward_weight=[4, 1])
-    with pytest.raises(ConfigError, match="costs must be lists that fit"):
+    with pytest.raises(ConfigError, match=told):
         Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1])
 
 
