@@ -165,14 +165,14 @@ class PartitionedModel:
             if chain is not None:
                 checked_sizes(chain, 1, self.spec.balance)
             sizes, stages = [1], [self._model]
-            agreed, delays = trial.run(stages), spec.pipeline.delays
+            agreed, delays = trial.run(stages, verify=self.spec.verify), spec.pipeline.delays
         else:
             sizes, stages, agreed, delays = self._choose(trial, chain, store, measuring)
         if spec.pipeline.method.awaits_delays:
             method = replace(spec.pipeline.method, delay=delays)
             spec = replace(spec, pipeline=Pipeline(method, self._num_stages))
         self.verify_seconds = trial.verify_seconds
-        if self.verify_seconds is not None:
+        if self.verify_seconds is not None and self._num_stages > 1:
             self._note(
                 f"the cut model was found equal to the uncut one on {NUM_SAMPLES} samples in "
                 f"{self.verify_seconds:.2f} s"

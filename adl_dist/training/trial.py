@@ -70,7 +70,8 @@ class Trial:
     def _run(self, stages: Sequence[nn.Module], *, verify: bool, is_final: bool) -> Agreed:
         start = time.perf_counter()
         with kept(self._model, stages, self.spec, self.device) as found:
-            if verify and len(stages) > 1:
+            # One stage is the model itself, but with several micro-batches in flight its forwards may disturb backwards.
+            if verify and (len(stages) > 1 or self.spec.pipeline.overlaps):
                 comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
                 agreed, chain = comparison.agreed(), comparison.chain
                 self.verify_seconds = time.perf_counter() - start
