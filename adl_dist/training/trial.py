@@ -70,7 +70,7 @@ class Trial:
     def _run(self, stages: Sequence[nn.Module], *, verify: bool, is_final: bool) -> Agreed:
         start = time.perf_counter()
         with kept(self._model, stages, self.spec, self.device) as found:
-            # One stage is the model itself, but with several micro-batches in flight its forwards may disturb backwards.
+            # One stage is the model, but where several micro-batches are in flight a forward may disturb a backward.
             if verify and (len(stages) > 1 or self.spec.pipeline.overlaps):
                 comparison = Verification(self._model, stages, self.spec, self._samples, self.device, found)
                 agreed, chain = comparison.agreed(), comparison.chain
