@@ -257,6 +257,24 @@ def test_measured_delays_are_those_of_the_run_for_good(tmp_path):
         trainer_of(slow_in_the_middle(), **auto, balance="even")
 
 
+def test_the_delays_of_a_run_are_those_of_its_method(tmp_path):
+    """With ``backward_first``, too, which makes them a tick shorter: nominal ones are told, kept and continued with."""
+    chosen = method("adl", accumulation_steps=1, delay="auto", order="backward_first")
+
+    def settled(epochs):
+        trainer = trainer_of(slow_in_the_middle(), method=chosen, num_stages=3, granularity="block")
+        fit(trainer, tmp_path, epochs=epochs)
+        return trainer._partitioned.notes, trainer._partitioned._settled.spec.pipeline
+
+    notes, first = settled(1)
+    delays = json.loads((tmp_path / "delays.json").read_text())
+    assert f"measured delays: {delays} micro-batches, the least that keep all stages at work" in notes
+    assert first.nominal_delays == tuple(delays)
+    assert first.delays == tuple(max(d - 1, 0) for d in delays)
+    assert any(delays)
+    assert settled(2)[1] == first
+
+
 def test_a_measured_cut_is_settled_with_the_whole_state_there():
     model = batch_norm_net()
     trainer = trainer_of(model)
