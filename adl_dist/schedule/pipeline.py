@@ -78,7 +78,10 @@ class Pipeline:
             hops = [p + q for p, q in zip(self._hops("activation_queue"), self._hops("gradient_queue"), strict=True)]
             return tuple(sum(hops[k:]) for k in range(K))
         if isinstance(rule, str):
-            return tuple(DELAYS[rule](k, K, self.micro_batches_per_update) for k in range(K))
+            M = self.micro_batches_per_update
+            delays = [DELAYS[rule](k, K, M) for k in range(K)]
+            is_bounded = rule == "auto" and self.method.weights == "2bw"  # as those to be measured are
+            return tuple(min(delay, M) for delay in delays) if is_bounded else tuple(delays)
         return tuple(self._one_each("delay", K))
 
     @property
