@@ -312,7 +312,7 @@ class Stage:
 
         Raises:
             DivergedError: the loss or the gradient of the group is not finite, and the weights are left as they are; on
-                a GPU those of the group before, which has been applied.
+                a GPU, and with a backward in two parts, those of the group before, which has been applied.
         """
         gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
         self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None
