@@ -53,7 +53,7 @@ class Pipeline:
     def delays(self) -> tuple[int, ...]:
         """Ticks between a micro-batch's forward and its backward, for each stage."""
         K, M, method = self.num_stages, self.micro_batches_per_update, self.method
-        delays = self._nominal_delays
+        delays = list(self.nominal_delays)
         if any(d < 0 for d in delays) or delays != sorted(delays, reverse=True):
             raise ConfigError(
                 f"method.delay={delays} is impossible: each stage must have at least the delay of the next one, and "
@@ -71,14 +71,18 @@ class Pipeline:
         return tuple(delays)
 
     @property
-    def _nominal_delays(self) -> list[int]:
+    def nominal_delays(self) -> tuple[int, ...]:
+        """What ``method.delay`` says for each stage: the same, except for ``order=backward_first``."""
         K, rule = self.num_stages, self.method.delay
         if rule == "queues":
             hops = [p + q for p, q in zip(self._hops("activation_queue"), self._hops("gradient_queue"), strict=True)]
-            return [sum(hops[k:]) for k in range(K)]
+            return tuple(sum(hops[k:]) for k in range(K))
         if isinstance(rule, str):
-            return [DELAYS[rule](k, K, self.micro_batches_per_update) for k in range(K)]
-        return self._one_each("delay", K)
+            M = self.micro_batches_per_update
+            delays = [DELAYS[rule](k, K, M) for k in range(K)]
+            is_bounded = rule == "auto" and self.method.weights == "2bw"  # as those to be measured are
+            return tuple(min(delay, M) for delay in delays) if is_bounded else tuple(delays)
+        return tuple(self._one_each("delay", K))
 
     @property
     def overlaps(self) -> bool:
@@ -111,7 +115,7 @@ class Pipeline:
             return 0
         M = self.micro_batches_per_update
         arrives = 0 if self.spec.forward_lock else sum(self._hops("activation_queue")[:stage])
-        slot = M - 1 + arrives + self._nominal_delays[stage]
+        slot = M - 1 + arrives + self.nominal_delays[stage]
         if self.method.order == "backward_first" and stage == self.num_stages - 1:
             slot += 1
         return slot // M

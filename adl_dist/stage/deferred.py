@@ -9,7 +9,8 @@ themselves are not needed, so the second may be computed at any time before the 
     gradients.compute(later)  # adds to the ``.grad`` of the parameters, as the backward would have done
 
 The bias of such a layer goes with its weight: oneDNN computes both in one kernel. All else (norms, embeddings, other
-layers, parameters with hooks or used by several layers) is left to autograd.
+layers, parameters with hooks or used by several layers, inputs that are buffers) is left to autograd. As autograd does,
+:meth:`DeferredGradients.compute` refuses tensors that were written to in the meantime.
 """
 
 from collections import Counter
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from adl_dist.errors import ConfigError
 from adl_dist.stage.calls import Call
 
 Wanted = tuple[bool, bool, bool]  # of input, weight and bias
@@ -36,6 +38,7 @@ class PutOff(NamedTuple):
     x: Tensor
     grad: Tensor  # of the output
     with_bias: bool
+    versions: tuple[int, int]  # of ``x`` and ``grad``: how often they had been written to
 
 
 class DeferredGradients:
@@ -45,13 +48,15 @@ class DeferredGradients:
         names: the names of the parameters that this is about.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        """Find the layers of ``module``; it stays as it is, except inside :meth:`ready`."""
+    def __init__(self, module: nn.Module, where: str = "the model") -> None:
+        """Find the layers of ``module``; it stays as it is, except inside :meth:`ready`. Errors name ``where``."""
+        self.where = where
         users = Counter(id(p) for owner in module.modules() for p in owner._parameters.values() if p is not None)
         found = {name: layer for name, layer in module.named_modules() if _is_plain(layer, users)}
         self.names = [f"{name}.{own}".lstrip(".") for name, m in found.items() for own, _ in m.named_parameters()]
-        kinds = [(layer, _Linear if isinstance(layer, nn.Linear) else _Convolution) for layer in found.values()]
-        self._forwards = [(vars(layer), kind(layer, self)) for layer, kind in kinds]
+        kinds = [(name, _Linear if isinstance(layer, nn.Linear) else _Convolution) for name, layer in found.items()]
+        self._forwards = [(vars(found[name]), kind(name, found[name], self)) for name, kind in kinds]
+        self._with_buffers = [owner for owner in module.modules() if owner._buffers]
         self._later: list[PutOff] | None = None  # where a backward puts off what it can; None: it computes all at once
         self._task: int | None = None  # torch's number of that backward
 
@@ -100,6 +105,12 @@ class DeferredGradients:
             return None
         return self._later
 
+    def is_of_buffer(self, x: Tensor) -> bool:
+        """Whether ``x`` lies in the memory of a buffer, which a forward between the two parts may write to."""
+        buffers = (buffer for owner in self._with_buffers for buffer in owner._buffers.values() if buffer is not None)
+        memory = x.untyped_storage().data_ptr()
+        return any(buffer.untyped_storage().data_ptr() == memory for buffer in buffers)
+
     def _begin(self, grads: Sequence[Tensor]) -> None:
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
@@ -107,13 +118,19 @@ class DeferredGradients:
     @staticmethod
     @torch.no_grad()
     def compute(later: list[PutOff]) -> None:
-        """Compute the gradients that were put off, and add them to those of the parameters; ``later`` is then empty."""
+        """Compute the gradients that were put off, and add them to those of the parameters; ``later`` is then empty.
+
+        Raises:
+            ConfigError: what they follow from has been written to.
+        """
         calls_left = Counter(one.layer for one in later)
         sums: dict[nn.Parameter, Tensor] = {}
         if len(calls_left) < len(later):
             later.reverse()  # calls of one layer are added up in the order in which autograd does it
         while later:  # the last one first: it may be in the cache; and each is freed as soon as it is used
-            layer, x, grad, with_bias = later.pop()
+            layer, x, grad, with_bias, versions = later.pop()
+            if versions != (_version(x), _version(grad)):
+                raise layer.overwritten("input" if versions[0] != _version(x) else "gradient of the output")
             calls_left[layer] -= 1
             for parameter, gradient in layer.of_parameters(x, grad, with_bias):
                 # As autograd does it: first the sum over all calls, then the sum over micro-batches.
@@ -125,6 +142,11 @@ class DeferredGradients:
                 else:
                     is_alike = total.stride() == parameter.stride()
                     parameter.grad = total if is_alike else torch.empty_like(parameter).copy_(total)
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often ``tensor`` has been written to; 0 for one of inference mode, where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_plain(layer: nn.Module, users: Counter[int]) -> bool:
@@ -147,8 +169,8 @@ def _is_plain(layer: nn.Module, users: Counter[int]) -> bool:
 class _Layer:
     """A layer's forward, called in the place of its own."""
 
-    def __init__(self, module: Any, owner: DeferredGradients) -> None:
-        self.module, self.owner = module, owner
+    def __init__(self, name: str, module: Any, owner: DeferredGradients) -> None:
+        self.name, self.module, self.owner = name, module, owner
         self._weight: nn.Parameter = module.weight
         self._bias: nn.Parameter | None = module.bias
         self._forward = type(module).forward
@@ -172,6 +194,8 @@ class _Layer:
             and x.is_floating_point()
             and self.takes(x)
             and not torch._C._are_functorch_transforms_active()
+            # Buffers need no gradient; where an input of the first layer is data, this is asked once for a micro-batch.
+            and (x.requires_grad or not self.owner.is_of_buffer(x))
         )
 
     def of_parameters(self, x: Tensor, grad: Tensor, with_bias: bool) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -188,6 +212,15 @@ class _Layer:
         """Whether something looks at the gradients of the parameters when autograd makes them."""
         own = [self._weight] if self._bias is None else [self._weight, self._bias]
         return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in own)
+
+    def overwritten(self, what: str) -> ConfigError:
+        """Return the error that ``what`` of a call, kept for the second part of its backward, has been written to."""
+        kind = type(self.module).__name__
+        return ConfigError(
+            f"{self.owner.where}: the {what} of layer '{self.name or kind}' ({kind}) was written to in place between "
+            "the two parts of its backward, so the gradients of its weights would be wrong; set "
+            "method.split_backward=false, or have the forward write to a copy"
+        )
 
     def takes(self, x: Tensor) -> bool:
         """Whether ``x`` is a batch."""
@@ -220,8 +253,8 @@ class _Linear(_Layer):
 class _Convolution(_Layer):
     """A convolution over 1, 2 or 3 dimensions."""
 
-    def __init__(self, module: Any, owner: DeferredGradients) -> None:
-        super().__init__(module, owner)
+    def __init__(self, name: str, module: Any, owner: DeferredGradients) -> None:
+        super().__init__(name, module, owner)
         self._convolve: Callable[..., Tensor] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[module.weight.ndim]
 
     def takes(self, x: Tensor) -> bool:
@@ -262,6 +295,6 @@ class _Split(torch.autograd.Function):
         if later is None or layer.has_hooks():
             of_x, *of_own = layer.gradients(grad, x, weight, wanted)
             return of_x, *(None if g is None else g.to(ctx.dtype) for g in of_own), None, None
-        later.append(PutOff(layer, x, grad, wanted[2]))
+        later.append(PutOff(layer, x, grad, wanted[2], (_version(x), _version(grad))))
         of_x = layer.gradients(grad, x, weight, (True, False, False))[0] if wanted[0] else None
         return of_x, None, None, None, None

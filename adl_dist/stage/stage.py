@@ -116,7 +116,7 @@ class Stage:
         self._guard = MeanGuard.of(spec.loss_fn, self._within, f"stage {index}") if is_watched else None
         self._call_module = call_of(module, compiled=spec.precision.compile)
         if self._splits:
-            self._deferred = DeferredGradients(module)
+            self._deferred = DeferredGradients(module, f"stage {index}")
             self._call_module = self._deferred.while_ready(self._call_module)
         self._put_off: dict[int, tuple[int, list[PutOff]]] = {}  # by micro-batch, with the version of its forward
         self._gradient_shrink = method.gradient_shrink
@@ -312,7 +312,7 @@ class Stage:
 
         Raises:
             DivergedError: the loss or the gradient of the group is not finite, and the weights are left as they are; on
-                a GPU those of the group before, which has been applied.
+                a GPU, and with a backward in two parts, those of the group before, which has been applied.
         """
         gradients = [p.grad for p in self._policy.gather() if p.grad is not None] if self._policy else []
         self._gradient_norm = self.tally.gradient_norm = norm_of(gradients) if gradients else None

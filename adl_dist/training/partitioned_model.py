@@ -165,7 +165,7 @@ class PartitionedModel:
             if chain is not None:
                 checked_sizes(chain, 1, self.spec.balance)
             sizes, stages = [1], [self._model]
-            agreed, delays = trial.run(stages, verify=self.spec.verify), spec.pipeline.delays
+            agreed, delays = trial.run(stages, verify=self.spec.verify), spec.pipeline.nominal_delays
         else:
             sizes, stages, agreed, delays = self._choose(trial, chain, store, measuring)
         if spec.pipeline.method.awaits_delays:
@@ -183,7 +183,7 @@ class PartitionedModel:
     def _choose(
         self, trial: Trial, chain: Chain, store: dist.Store, measuring: Measuring | None
     ) -> tuple[list[int], list[nn.Module], Agreed, tuple[int, ...]]:
-        """Return sizes, stages, what is known of them, and delays, of the cut that was asked for, or can be made."""
+        """Return sizes, stages, findings and nominal delays of the cut that was asked for, or can be made."""
         balance = self.spec.balance
         verify = self.spec.verify and balance != "auto"
         while True:
@@ -202,7 +202,7 @@ class PartitionedModel:
             if any(reasons):
                 self.warning = why_uneven(chain.units, reasons, sizes, sizes, of="the units")
         if balance != "auto":
-            return sizes, stages, agreed, trial.spec.pipeline.delays
+            return sizes, stages, agreed, trial.spec.pipeline.nominal_delays
         key = SIZES[bool(trial.spec.precision.channels_last)]
         if measuring is None:
             found = read(store, key, 0)
@@ -214,7 +214,7 @@ class PartitionedModel:
         return sizes, stages, trial.run(stages, verify=self.spec.verify), delays
 
     def _measured(self, trial: Trial, chain: Chain, measuring: Measuring) -> tuple[list[int], tuple[int, ...]]:
-        """Return the sizes and delays that are best for what is measured now, or was before."""
+        """Return the sizes and nominal delays that are best for what is measured now, or was before."""
         assert self._model is not None
         with kept(self._model, [], trial.spec, trial.device):
             profile = take_profile(
@@ -243,7 +243,7 @@ class PartitionedModel:
             f"measured cut: {balance.sizes} units per stage, the next begins at {begins}; {shown} ms per micro-batch"
         )
         self.warning = unevenness(units, balance)
-        return balance.sizes, pipeline.delays
+        return balance.sizes, pipeline.nominal_delays
 
     def _with_delays(self, profile: Profile, pipeline: Pipeline, machine: Machine, folder: Path | None) -> Pipeline:
         """Return ``pipeline`` with the delays that its run began with, or else with those that are best now.
@@ -257,7 +257,8 @@ class PartitionedModel:
             self._note(f"delays of this run: {delays} micro-batches")
             return Pipeline(replace(pipeline.method, delay=tuple(delays)), self._num_stages)
         pipeline = with_delays(profile, pipeline, machine=machine)
-        self._note(f"measured delays: {list(pipeline.delays)} micro-batches, the least that keep all stages at work")
+        delays = list(pipeline.nominal_delays)
+        self._note(f"measured delays: {delays} micro-batches, the least that keep all stages at work")
         return pipeline
 
     def _again(self, samples: Samples, device: torch.device) -> Settled:

@@ -235,7 +235,7 @@ class Trainer:
         data = {"training": train_dataset} | ({"validation": val_dataset} if val_dataset is not None else {})
         running, worker, plan, made = self._start(make_plan, data, folder, batch_size, shuffle, num_workers, recognise)
         if folder is not None and worker.world.rank == 0 and self._spec.pipeline.method.awaits_delays:
-            record_delays(folder.path, worker.pipeline.delays)
+            record_delays(folder.path, worker.pipeline.nominal_delays)
         with contextlib.nullcontext() if folder is None else contextlib.closing(folder):
             saving = self._saving(worker.world, folder, known_by, resume, checkpoints, made, trace=monitoring.trace)
             return self._train(running, worker, plan, saving, checkpoints, monitoring)

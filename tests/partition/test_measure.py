@@ -15,7 +15,7 @@ from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.partition import linearise
 from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import measure, pace
-from adl_dist.schedule import method
+from adl_dist.schedule import Pipeline, method
 from adl_dist.training.split_costs import with_split_costs
 from tests.support.commands import assert_same
 from tests.support.toys import NUM_CLASSES, FixedImages, batch_norm_net
@@ -255,6 +255,34 @@ def test_measured_delays_are_those_of_the_run_for_good(tmp_path):
         ConfigError, match=r"method\.delay=auto follows from measured stages; use partition\.balance=auto"
     ):
         trainer_of(slow_in_the_middle(), **auto, balance="even")
+
+
+def test_the_delays_of_a_run_are_those_of_its_method(tmp_path):
+    """With ``backward_first``, too, which makes them a tick shorter: nominal ones are told, kept and continued with."""
+    chosen = method("adl", accumulation_steps=1, delay="auto", order="backward_first")
+
+    def settled(epochs):
+        trainer = trainer_of(slow_in_the_middle(), method=chosen, num_stages=3, granularity="block")
+        fit(trainer, tmp_path, epochs=epochs)
+        return trainer._partitioned.notes, trainer._partitioned._settled.spec.pipeline
+
+    notes, first = settled(1)
+    delays = json.loads((tmp_path / "delays.json").read_text())
+    assert f"measured delays: {delays} micro-batches, the least that keep all stages at work" in notes
+    assert first.nominal_delays == tuple(delays)
+    assert first.delays == tuple(max(d - 1, 0) for d in delays)
+    assert any(delays)
+    assert settled(2)[1] == first
+
+
+def test_2bw_gets_measured_delays_with_m_below_k_minus_1():
+    chosen = method("2bw", accumulation_steps=1, delay="auto")
+    assert Pipeline(chosen, 4).delays == (1, 1, 1, 0), "until they are measured"
+    trainer = trainer_of(slow_in_the_middle(), method=chosen, num_stages=3, granularity="block")
+    fit(trainer)
+    measured = trainer._partitioned._settled.spec.pipeline.delays
+    assert measured[0] == 1, "M, which is the most"
+    assert not measured[-1]
 
 
 def test_a_measured_cut_is_settled_with_the_whole_state_there():

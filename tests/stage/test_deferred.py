@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from adl_dist.errors import ConfigError
 from adl_dist.stage.deferred import DeferredGradients
 
 
@@ -117,6 +118,22 @@ def of_a_part(m, x):
     return m.a(x) + m.b(x).detach()
 
 
+def remembering(m, x):
+    """Feeds a moving mean of its inputs, which the next forward writes to, to a layer."""
+    with torch.no_grad():
+        m.memory.mul_(0.5).add_(x.detach().mean(0, keepdim=True))
+    return x + m.a(m.memory[:])
+
+
+def with_memory(*, is_buffer):
+    module = Of(remembering, a=nn.Linear(6, 6))
+    module.register_buffer("memory", torch.zeros(1, 6))
+    if not is_buffer:
+        del module.memory
+        module.memory = torch.zeros(1, 6)
+    return module
+
+
 LINEAR, IMAGE = (3, 6), (3, 4, 7, 7)
 CONV = {"bias": False, "padding": 1}
 # A module, the shape of its input, and the parameters whose gradients are put off.
@@ -174,6 +191,7 @@ LEFT = {
     ),
     "mapped": (Of(lambda m, x: torch.vmap(m.a)(x), a=nn.Linear(6, 5)), (2, 3, 6)),
     "torchscript": (scripted(), LINEAR),
+    "of a buffer": (with_memory(is_buffer=True), LINEAR),
     "replayed in a nested backward": (
         Of(lambda m, x: checkpoint(m.a, x, use_reentrant=True), a=nn.Sequential(nn.Linear(6, 6), nn.Tanh())),
         LINEAR,
@@ -265,3 +283,22 @@ def test_a_module_is_left_as_it_was():
     with pytest.raises(RuntimeError), deferred.ready():
         module(torch.ones(2, 7))
     assert "forward" not in vars(module[0])
+
+
+def test_an_input_written_to_before_its_use_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"^the model: the input of layer 'a' \(Linear\) was written to in place .*=false"
+    ):
+        gradients(with_memory(is_buffer=False), LINEAR, split=True)
+
+
+def test_a_gradient_written_to_before_its_use_is_refused():
+    module = nn.Linear(6, 5)
+    deferred, grad = DeferredGradients(module, "stage 1"), torch.ones(3, 5)
+    with deferred.ready():
+        out = module(torch.ones(3, 6))
+    with deferred.put_off([out.grad_fn]) as later:
+        out.backward(grad)
+    grad.zero_()
+    with pytest.raises(ConfigError, match=r"^stage 1: the gradient of the output of layer 'Linear' \(Linear\) was"):
+        deferred.compute(later)
