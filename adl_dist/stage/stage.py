@@ -392,6 +392,12 @@ class Stage:
                 "method.mitigation=predict or nesterov a forward sees a copy of the weights, where that would be lost; "
                 "use another mitigation"
             )
+        if weights == "2bw" and self._traits.replaces:
+            raise ConfigError(
+                f"stage {self.index}: its forward replaces the data of parameter '{self._traits.replaces[0]}', but "
+                "with method.weights=2bw it sees the weights before the last update, and the newest would not have it; "
+                "write to it in place, or choose another method"
+            )
         if weights in ("stash", "2bw"):
             check_versions(self._trained, f"stage {self.index}")
         elif weights == "latest" and self._traits.recomputes:

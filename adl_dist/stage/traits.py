@@ -99,6 +99,7 @@ class StageTraits:
         moves: what its forward in training moves that is not in its ``state_dict``, by name: non-persistent buffers,
             plain tensors, generators, numbers in Python.
         writes: the trainable parameters that its forward in training writes to, by name.
+        replaces: the parameters to which it gives other memory, as ``p.data = ...`` does, by name.
         loss: what is known of the loss, the same for all stages.
         moves_more: whether its forward in training, or the loss, moves more than buffers, like counters, generators and
             frozen weights, so that a replay has to meet it again.
@@ -117,6 +118,7 @@ class StageTraits:
     draws: frozenset[str] = frozenset()
     moves: Sequence[str] = ()
     writes: Sequence[str] = ()
+    replaces: Sequence[str] = ()
     loss: LossTraits = LossTraits()
     moves_more: bool = False
     asks_for_graph: bool = False

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from adl_dist.errors import ConfigError
+from adl_dist.memory import memory_of
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.stage import TrainSpec
 from adl_dist.stage.calls import Tensors, packed
@@ -243,13 +244,16 @@ class StageChain:
     def _looking(self, k: int, state: ModuleState) -> Iterator[None]:
         """Note what the stage's forward moves of its ``state``, and draws from."""
         streams, stage = Streams(), self.stages[k]
+        memory = {name: memory_of(p) for name, p in stage.named_parameters()}
         yield
         persistent, names = {*stage.state_dict(keep_vars=True)}, {*state.changed_names()}
         moves = tuple(sorted(names - persistent))
         trained = {name for name, p in stage.named_parameters() if p.requires_grad}
         moves_more = bool(names - trained - {*dict(stage.named_buffers())})
         draws, writes = frozenset(streams.moved() - {"torch"}), tuple(sorted(names & trained))
-        self._traits[k] = replace(self._traits[k], draws=draws, moves=moves, writes=writes, moves_more=moves_more)
+        replaces = tuple(name for name, p in stage.named_parameters() if memory_of(p) != memory.get(name))
+        found = replace(self._traits[k], draws=draws, moves=moves, writes=writes, replaces=replaces)
+        self._traits[k] = replace(found, moves_more=moves_more)
 
     @contextmanager
     def _looking_at_loss(self, like: ModuleState) -> Iterator[None]:

@@ -93,6 +93,12 @@ def test_what_is_in_flight_must_not_matter(setting, name):
         assert found.letter == ("=" if is_alone else "R"), f"K = {K}: {found}"
 
 
+def test_2bw_refuses_a_forward_that_replaces_weights():
+    for K in (1, 2):
+        found = outcome(table.MODELS["normalises_data"], K, method="2bw", M=2)
+        assert found.letter == "R", f"K = {K}: {found}"
+
+
 def test_a_wrong_result_is_seen():
     """The comparison itself: half the learning rate, or one update less, is not equal."""
     case = table.MODELS["lora"]
