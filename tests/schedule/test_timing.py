@@ -175,7 +175,7 @@ def time_per_micro_batch(K, M, costs, **options):
 
 @pytest.mark.parametrize(("K", "M"), [(2, 1), (2, 4), (3, 1), (3, 2), (3, 4), (4, 2), (4, 4)])
 def test_a_third_of_the_delay_keeps_the_speed_of_adl(K, M):
-    """Of equal forwards, I and WG; and halves the staleness, at least."""
+    """Forwards, I and WG take equally long; staleness is at most half."""
     costs = Costs.balanced(K)
     full = time_per_micro_batch(K, M, costs)
     assert full == pytest.approx(3.0)
@@ -197,7 +197,7 @@ def test_a_split_serves_links_that_the_whole_backward_does_not(K, delay, link):
 
 @pytest.mark.parametrize("K", [2, 4, 8])
 def test_a_split_shrinks_the_bubble_of_a_flush(K):
-    """Of GPipe and 1F1B, as of ZB-H1: the gradient of a stage's weights is in nobody's way."""
+    """GPipe and 1F1B, as in ZB-H1: no stage waits while another one computes the gradients of its weights."""
     for name in ("gpipe", "1f1b"):
         whole, split = (
             speed(method(name, accumulation_steps=2 * K, split_backward=split), Costs.balanced(K)).bubble
