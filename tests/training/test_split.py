@@ -182,6 +182,6 @@ def test_what_cannot_be_split_is_refused():
 
 
 def test_a_third_of_the_delay():
-    """The delays are those of ADL, 2 (K - 1 - k)."""
+    """The delays of ADL are 2 (K - 1 - k)."""
     assert Pipeline(method("adl", delay="third"), 4).delays == (2, 2, 1, 0)
     assert [Pipeline(method("adl", delay="third"), K).delays[0] for K in (1, 2, 3, 8, 16)] == [0, 1, 2, 5, 10]
