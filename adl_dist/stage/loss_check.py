@@ -109,8 +109,9 @@ class MeanGuard:
     """Looks now and then, in training, whether the loss of two micro-batches together is the mean of theirs.
 
     In between it costs a comparison of two numbers. It looks at the 1st, 3rd, 6th, 12th, ... micro-batch and the one
-    after it, then at every 64th, each time at the price of the loss and its gradient of six micro-batches. What only
-    rarer targets show, it may never meet; but then it has little weight.
+    after it, then at every 64th, each time at the price of the loss of four micro-batches; gradients, which do not
+    depend on rare targets alone, are compared at the start. What only rarer targets show, it may never meet; but then
+    it has little weight.
     """
 
     def __init__(self, loss_fn: LossFn, within: Callable[[], AbstractContextManager[Any]], where: str) -> None:
@@ -144,7 +145,7 @@ class MeanGuard:
         parts = torch.arange(len(targets)).split([len(first[1]), len(rows)])
         try:
             with torch.enable_grad(), self._within():
-                fault = _fault(self._loss_fn, both, targets, parts, loss_terms(self._loss_fn, target))
+                fault = _fault(self._loss_fn, both, targets, parts, loss_terms(self._loss_fn, target), with_grads=False)
         except Exception:  # two micro-batches that the loss does not take, or no memory for them, say nothing about it
             return
         if fault is not None:
@@ -171,19 +172,27 @@ def _fault_in_copy(
         return _fault(own, out, target, parts, terms)
 
 
-def _fault(loss_fn: LossFn, out: Any, target: Tensor, parts: Sequence[Tensor], terms: LossTerms | None) -> str | None:
+def _fault(
+    loss_fn: LossFn,
+    out: Any,
+    target: Tensor,
+    parts: Sequence[Tensor],
+    terms: LossTerms | None,
+    *,
+    with_grads: bool = True,
+) -> str | None:
     """Return why the loss of a micro-batch does not follow from those of its two ``parts``, rows [n]; None: it does."""
     counts = [float(len(rows)) if terms is None else terms.count(_at(target, rows).cpu()) for rows in parts]
     if not any(counts) or (own_num_terms(loss_fn) is not None and counts == [len(rows) for rows in parts]):
         return None
     asked = [
-        _ask(loss_fn, _rows(out, rows), _at(target, rows)) if count else None
+        _ask(loss_fn, _rows(out, rows), _at(target, rows), with_grads=with_grads) if count else None
         for rows, count in zip(parts, counts, strict=True)
     ]
-    whole, again = _ask(loss_fn, out, target), _ask(loss_fn, out, target)
-    if whole.loss != again.loss or not math.isfinite(whole.loss):
-        return None
-    if (found := _difference(whole, asked, parts, counts)) is None:
+    whole = _ask(loss_fn, out, target, with_grads=with_grads)
+    found = _difference(whole, asked, parts, counts) if math.isfinite(whole.loss) else None
+    # One that is random, or counts its calls, cannot be compared.
+    if found is None or whole.loss != _ask(loss_fn, out, target, with_grads=False).loss:
         return None
     mean, one = ("the samples", "samples") if terms is None else ("the terms that it counts", "terms")
     losses = [f"{of_part.loss:.6g}" if of_part is not None else "nothing" for of_part in asked]
@@ -205,16 +214,20 @@ def _difference(
         return None
     if abs(whole.loss - expected) > whole.tolerance * (abs(whole.loss) + sum(map(abs, values))):
         return f"{whole.loss:.6g} instead of {expected:.6g}"
+    order = torch.cat([*parts])
     for place, grad in enumerate(whole.grads):
         if grad is None:
             continue
-        mean = torch.zeros_like(grad)
-        for rows, share, one in zip(parts, shares, asked, strict=True):
-            if one is not None and (of_part := one.grads[place]) is not None:
-                if grad.ndim:
-                    mean[rows.to(grad.device)] = share * of_part
-                else:
-                    mean += share * of_part
+        of_parts = [
+            share * of_part if one is not None and (of_part := one.grads[place]) is not None else None
+            for share, one in zip(shares, asked, strict=True)
+        ]
+        if grad.ndim:
+            grad = grad[order.to(grad.device)]
+            none = (grad.new_zeros((len(rows), *grad.shape[1:])) for rows in parts)
+            mean = torch.cat([zeros if part is None else part for part, zeros in zip(of_parts, none, strict=True)])
+        else:
+            mean = sum((part for part in of_parts if part is not None), start=torch.zeros_like(grad))
         off, scale = (grad - mean).abs(), max(float(grad.abs().max()), float(mean.abs().max())) if grad.numel() else 0.0
         if not math.isfinite(scale):
             return None
@@ -225,8 +238,8 @@ def _difference(
     return None
 
 
-def _ask(loss_fn: LossFn, out: Any, target: Tensor) -> _Asked:
-    """Call a loss on copies, to which it may write, and go backward to the outputs."""
+def _ask(loss_fn: LossFn, out: Any, target: Tensor, *, with_grads: bool) -> _Asked:
+    """Call a loss on copies, to which it may write, and go backward to the outputs if ``with_grads``."""
     leaves, tree = tree_flatten(out)
     own = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     wanted = [leaf.requires_grad_() for leaf in own if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -234,7 +247,7 @@ def _ask(loss_fn: LossFn, out: Any, target: Tensor) -> _Asked:
         tree_unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in own], tree), target.clone()
     )
     grads: Sequence[Tensor | None] = [None] * len(wanted)
-    if wanted and isinstance(loss, Tensor) and loss.requires_grad:
+    if with_grads and wanted and isinstance(loss, Tensor) and loss.requires_grad:
         grads = torch.autograd.grad(loss, wanted, allow_unused=True)
     dtypes = {tensor.dtype for tensor in (loss, *wanted) if isinstance(tensor, Tensor) and tensor.is_floating_point()}
     tolerance = max([LEAST_TOLERANCE, *(math.sqrt(torch.finfo(dtype).eps) for dtype in dtypes)])

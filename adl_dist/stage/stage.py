@@ -196,7 +196,7 @@ class Stage:
         if self.index > 0:
             wanted = not self._learns_locally
             needs = self._traits.needs_grad if self._traits.needs_grad is not None else map(takes_gradient, acts)
-            leaves = tuple(a.detach().requires_grad_(wanted and need) for a, need in zip(acts, needs, strict=True))
+            leaves = tuple([a.detach().requires_grad_(wanted and need) for a, need in zip(acts, needs, strict=True)])
         if target is not None:
             target = target.to(acts[0].device, non_blocking=True)
         version = self.version if self._forward_version is None else self._forward_version
@@ -425,6 +425,8 @@ class Stage:
         """Return the tensors of what the module has returned."""
         if self._returns is not None:
             return self._returns.take_apart(out, f"stage {self.index}")
+        if isinstance(out, Tensor):
+            return (out,)
         outs = unpacked(out)
         for found in outs:
             if not isinstance(found, Tensor):
@@ -439,23 +441,24 @@ class Stage:
         ends: Iterable[Tensor] = outs
         if not self.has_loss:
             needs, gets = self._traits.out_needs_grad, self._traits.out_gets_grad
-            if needs is not None:
+            if needs is not None and not all(needs):
                 for place, (out, need) in enumerate(zip(outs, needs, strict=True)):
                     if out.requires_grad and not need:
                         raise self._unlike_trial(f"output {place} of {len(outs)} takes part in training", micro_batch)
             ends = filter(takes_gradient, outs) if gets is None else compress(outs, gets)
-        return tuple(get_gradient_edge(out) if out.requires_grad else None for out in ends)
+        return tuple([get_gradient_edge(out) if out.requires_grad else None for out in ends])
 
     def _gradients_of(self, acts: Tensors, micro_batch: int) -> Tensors:
         """Return the gradients of those that get one."""
-        gets: Iterable[bool] | None = self._traits.gets_grad
+        gets = self._traits.gets_grad
         if gets is None:
-            gets = (act.requires_grad for act in acts)
-        for place, (act, get) in enumerate(zip(acts, gets, strict=True)):
-            if (act.grad is not None) != get:
-                got = "got no gradient" if get else "got a gradient"
-                raise self._unlike_trial(f"input {place} of {len(acts)} {got}", micro_batch)
-        return tuple(act.grad for act in acts if act.grad is not None)
+            gets = [act.requires_grad for act in acts]
+        grads = [act.grad for act in acts]
+        if True in (unlike := [(grad is not None) != get for grad, get in zip(grads, gets, strict=True)]):
+            place = unlike.index(True)
+            got = "got no gradient" if gets[place] else "got a gradient"
+            raise self._unlike_trial(f"input {place} of {len(acts)} {got}", micro_batch)
+        return tuple([grad for grad in grads if grad is not None])
 
     def _unlike_trial(self, what: str, micro_batch: int) -> PartitionError:
         return PartitionError(

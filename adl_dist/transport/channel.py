@@ -56,7 +56,7 @@ class LocalChannel:
     def send(self, micro_batch: int, tensors: Tensors) -> None:
         """Queue the tensors themselves, unless they are narrowed."""
         size, where = self._sizes[micro_batch], partial(self._where.format, micro_batch)
-        travelled = (s.widen(s.narrow(tensor)) for s, tensor in fitted(self._specs, tensors, size, where))
+        travelled = [s.widen(s.narrow(tensor)) for s, tensor in fitted(self._specs, tensors, size, where)]
         self._queue.append((micro_batch, tuple(travelled)))
 
     def recv(self, micro_batch: int) -> Tensors:

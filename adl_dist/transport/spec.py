@@ -1,7 +1,7 @@
 """The tensors that travel on an edge, agreed once at start-up."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -124,8 +124,8 @@ class TensorSpec:
 
 def fitted(
     specs: Sequence[TensorSpec], tensors: Sequence[Tensor], size: int, where: Callable[[], str]
-) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield each of ``specs`` with its tensor of ``size`` samples in that format.
+) -> list[tuple[TensorSpec, Tensor]]:
+    """Return each of ``specs`` with its tensor of ``size`` samples in that format.
 
     Raises:
         PartitionError: as :meth:`TensorSpec.fit`, or for another number of tensors.
@@ -133,8 +133,7 @@ def fitted(
     if len(tensors) != len(specs):
         found = f"{where()} are {len(tensors)} tensors, expected {len(specs)}"
         raise PartitionError(f"{found}, as in the trial at the start; {SAME_EACH_TIME}")
-    for spec, tensor in zip(specs, tensors, strict=True):
-        yield spec, spec.fit(tensor, size, where)
+    return [(spec, spec.fit(tensor, size, where)) for spec, tensor in zip(specs, tensors, strict=True)]
 
 
 def _name(dtype: torch.dtype) -> str:
