@@ -18,8 +18,11 @@ NOTHING = "."
 MINUS = "\u2212"
 
 
-def write_comparison(folder: Path, runs: Sequence[Run], *, command: str) -> str:
-    """Write comparison.md, which cites ``command`` and is returned, comparison.csv, curves.svg and curves.png."""
+def write_comparison(folder: Path, runs: Sequence[Run], *, command: str, trials: Sequence[Run] = ()) -> str:
+    """Write comparison.md, which cites ``command`` and is returned, comparison.csv, curves.svg and curves.png.
+
+    ``trials`` are the runs that found what the rows of ``runs`` have in ``Run.tuned``.
+    """
     from adl_dist.report.curves import draw_curves, save_figure  # imported late: matplotlib takes a second
 
     measure = measure_of(runs)
@@ -29,10 +32,12 @@ def write_comparison(folder: Path, runs: Sequence[Run], *, command: str) -> str:
         f"compared with Python {platform.python_version()}, torch {version('torch')}, adl_dist {__version__}. "
         "Each run: `comparison.csv`; learning curves: `curves.svg`."
     )
-    text = "\n\n".join([_table(runs, measure), *_memory_table(runs), origin]) + "\n"
+    tables = [_table(runs, measure), *_trial_table(trials, measure), *_memory_table(runs)]
+    text = "\n\n".join([*tables, origin]) + "\n"
     with write_atomically(folder / "comparison.md") as unfinished:
         unfinished.write_text(text)
-    rows = [_csv_row(run) for run in runs]
+    chosen = {run.folder for run in runs}
+    rows = [_csv_row(run) for run in [*runs, *(trial for trial in trials if trial.folder not in chosen)]]
     with write_atomically(folder / "comparison.csv") as unfinished, unfinished.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -66,6 +71,28 @@ def _table(runs: Sequence[Run], measure: Measure) -> str:
     return "\n".join([*markdown_table(rows), "", f"{spread} {note if references else ''}".strip()])
 
 
+def _trial_table(trials: Sequence[Run], measure: Measure) -> list[str]:
+    """Return a table of the trials that found each row's settings; [] if there are none."""
+    if not trials:
+        return []
+    values = list(dict.fromkeys(trial.tuned for trial in trials))
+    cells = {(trial.label, trial.num_stages, trial.tuned): trial for trial in trials}
+    rows = [["trials", "K", *values]]
+    for label, K in dict.fromkeys((trial.label, trial.num_stages) for trial in trials):
+        row = [cells.get((label, K, value)) for value in values]
+        rows.append([label, str(K), *(NOTHING if trial is None else _result(trial, measure) for trial in row)])
+    return [
+        "\n".join(
+            [*markdown_table(rows), "", f"Seed {trials[0].seed}; the other seeds were run with the best of each row."]
+        )
+    ]
+
+
+def _result(run: Run, measure: Measure) -> str:
+    values = measure.values([run])
+    return f"{measure.text(values[0])}{measure.unit}" if values else run.status
+
+
 def _memory_table(runs: Sequence[Run]) -> list[str]:
     """Return a table of what each stage held in the runs with ``runtime.memory=true``; [] if there are none."""
     measured = [run for run in runs if "peak_tensor_bytes" in (run.summary.get("stages") or [{}])[0]]
@@ -92,7 +119,8 @@ def _cell(runs: Sequence[Run], measure: Measure) -> str:
     for status in ("diverged", "unfinished"):
         if number := sum(run.status == status for run in runs):
             parts.append(f"**{number} of {len(runs)} {status}**")
-    return ", ".join(parts) or "no validation"
+    tuned = {run.tuned for run in runs if run.tuned}
+    return ", ".join([*(parts or ["no validation"]), *sorted(tuned)])
 
 
 def _difference(runs: Sequence[Run], references: Sequence[Sequence[Run]], measure: Measure) -> str:
@@ -120,6 +148,7 @@ def _csv_row(run: Run) -> dict[str, Any]:
         "accumulation_steps": run.accumulation_steps,
         "method": run.method["name"],
         "settings": json.dumps({k: v for k, v in run.method.items() if k != "name"}),
+        "tuned": run.tuned,
         "seed": run.seed,
         "status": run.status,
         "ended_at_update": run.divergence.get("update"),

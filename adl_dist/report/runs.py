@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -16,6 +16,7 @@ from adl_dist.schedule import method
 REFERENCE = "bp"  # the method that the others are compared with
 # They name columns, spreads and places; a row's method is spelt out of its settings.
 NOT_IN_LABELS = ("method.", "partition.num_stages", "seed", "run_dir", "resume")
+T = TypeVar("T")
 Status = Literal["complete", "diverged", "unfinished"]
 
 
@@ -25,7 +26,8 @@ class Run:
 
     ``config`` is the content of config.yaml, ``summary`` of summary.json, or {} unless the run is complete,
     ``divergence`` of diverged.json, or {} unless it has diverged; ``curves``: for names like ``validation/loss``, pairs
-    of the number of whole epochs and the value then, if it is finite.
+    of the number of whole epochs and the value then, if it is finite. ``tuned``: settings, like ``optimizer.lr=0.1``,
+    that were found by trials and are no part of the label.
     """
 
     folder: Path
@@ -39,6 +41,7 @@ class Run:
     summary: Mapping[str, Any]
     divergence: Mapping[str, Any]
     curves: Mapping[str, Sequence[tuple[int, float]]]
+    tuned: str = ""
 
 
 def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
@@ -50,8 +53,8 @@ def status_of(folder: Path, *, epochs: int, max_updates: int | None) -> Status:
     return "diverged" if (folder / "diverged.json").is_file() else "unfinished"
 
 
-def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """Read the run folders and label them by what tells the runs apart.
+def read_runs(folders: Iterable[Path], *, tuned: Collection[str] = ()) -> list[Run]:
+    """Read the run folders and label them by what tells the runs apart, but for the keys that were ``tuned``.
 
     Raises:
         ConfigError: a folder is not a run folder made by the command line.
@@ -69,7 +72,11 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
     keys = dict.fromkeys(key for one in flat for key in one)
     telling = [key for key in keys if not key.startswith(NOT_IN_LABELS) and _tells_apart(key, flat)]
     return [
-        replace(run, label=" ".join([run.label, *(f"{key}={one[key]}" for key in telling if key in one)]))
+        replace(
+            run,
+            label=" ".join([run.label, *(f"{key}={one[key]}" for key in telling if key in one and key not in tuned)]),
+            tuned=" ".join(f"{key}={one[key]}" for key in keys if key in tuned and key in one),
+        )
         for run, one in zip(runs, flat, strict=True)
     ]
 
@@ -152,6 +159,10 @@ class Measure:
     def values(self, runs: Iterable[Run]) -> list[float]:
         """Return the figure at the end of each run, but for those that are not complete or have no such figure."""
         return [run.summary[self.key] * self.scale for run in runs if run.summary.get(self.key) is not None]
+
+    def best(self, among: Sequence[T], key: Callable[[T], float]) -> T:
+        """Return the first of those with the best value of the figure, which ``key`` tells."""
+        return max(among, key=key) if self.scale == 100 else min(among, key=key)
 
     def text(self, value: float) -> str:
         """Return the value without its unit."""

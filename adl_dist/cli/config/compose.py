@@ -39,6 +39,7 @@ class SweepConfig:
 
     jobs: int | None = None
     variants: dict[str, list[str]] = field(default_factory=dict)
+    tune: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
