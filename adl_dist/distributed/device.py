@@ -9,13 +9,38 @@ from adl_dist.errors import ConfigError
 
 # A receive that was posted ahead is a kernel that waits on the GPU for its peer, next to the stage's own work.
 FOR_EARLY_RECEIVES = {
-    # Up to five communicators share a GPU; NCCL then wants them launched in one order, that of the host program.
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+    # 1 would begin a kernel of NCCL only when the one launched before it has begun, whatever its communicator. Receives
+    # of one edge begin one after the other, so a send behind them would wait for messages that answer it.
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "0",
     # Thread blocks of one transfer: what waits occupies that many multiprocessors.
     "NCCL_MAX_CTAS": "4",
     # Hardware queues. With fewer than streams, two streams share one, and work after a receive that waits would wait.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Transfers in queues of their own, ahead of the blocks of a large kernel that do not run yet.
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
 }
+LEAST_CONNECTIONS = 8  # compute, copies, and up to five communicators
+
+
+def set_for_early_receives() -> None:
+    """Set what NCCL and the driver read when they start, where the user has not: before torch asks for a GPU.
+
+    Raises:
+        ConfigError: the environment has a value with which processes would wait for each other for ever.
+    """
+    if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "0":
+        raise ConfigError(
+            f"NCCL_LAUNCH_ORDER_IMPLICIT={os.environ['NCCL_LAUNCH_ORDER_IMPLICIT']} is in the environment; expected 0, "
+            "because receives that are posted ahead would hold up the sends behind them for ever: unset it"
+        )
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", str(LEAST_CONNECTIONS))
+    if not connections.isdecimal() or int(connections) < LEAST_CONNECTIONS:
+        raise ConfigError(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={connections} is in the environment; expected a number of at least "
+            f"{LEAST_CONNECTIONS}, or a stage's work would wait behind a receive that waits for its peer: unset it"
+        )
+    for variable, value in FOR_EARLY_RECEIVES.items():
+        os.environ.setdefault(variable, value)
 
 
 def check_device(device_type: str) -> None:
@@ -31,8 +56,6 @@ def choose_device(device_type: str) -> torch.device:
         return torch.device("cpu")
     # Explicit, never left to the backend: torch 2.15's NCCL takes LOCAL_RANK modulo the device count itself.
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    for variable, value in FOR_EARLY_RECEIVES.items():
-        os.environ.setdefault(variable, value)
     torch.cuda.set_device(device)
     return device
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from adl_dist.distributed.affinity import cores_here, own_cores
-from adl_dist.distributed.device import choose_device, edge_backend
+from adl_dist.distributed.device import choose_device, edge_backend, set_for_early_receives
 from adl_dist.distributed.network import choose_interface
 from adl_dist.distributed.parent_process import end_with_torchrun
 from adl_dist.distributed.rendezvous import rendezvous
@@ -132,8 +132,8 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     """Join the other processes; called once per process, later calls return the same world.
 
     Raises:
-        ConfigError: no CUDA device for this rank, no such network interface, address or port, or a process group of
-            the user's own that has no backend for the CPU.
+        ConfigError: no CUDA device for this rank, no such network interface, address or port, a process group of
+            the user's own that has no backend for the CPU, or a variable of NCCL with which ranks would hang.
         ChannelError: the others could not be reached in time.
     """
     global _world
@@ -151,6 +151,8 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
             f"the process group that is there has no backend for the CPU (it is {backends}), which the ranks need to "
             "agree on the run; let adl_dist make it, or make it by init_process_group('cpu:gloo,cuda:nccl')"
         )
+    if device_type == "cuda":
+        set_for_early_receives()
     rank, device = launched_rank(), choose_device(device_type)
     choose_interface(size=num_stages)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # connect eagerly: after start-up new connections are dropped

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from adl_dist.control.messages import Finish, Report
 from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed import print_turn, world
-from adl_dist.distributed.device import edge_backend
+from adl_dist.distributed.device import FOR_EARLY_RECEIVES, edge_backend
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.training import agreement
@@ -36,6 +36,34 @@ def test_edges_use_nccl_on_every_rank_or_on_none(rank, num_gpus, other, agreed, 
     store = dist.HashStore()
     store.set(f"backend/{1 - rank}", other)
     assert edge_backend(torch.device("cuda"), rank, 2, store) == agreed
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("NCCL_LAUNCH_ORDER_IMPLICIT", "1"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "many"),
+    ],
+)
+def test_variables_with_which_gpus_would_hang_are_refused(variable, value, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("a GPU was asked for before"))
+    with pytest.raises(ConfigError, match=f"{variable}={value} is in the environment; expected .*: unset it"):
+        connect(2, device_type="cuda", timeout_seconds=1)
+
+
+def test_what_the_driver_reads_is_set_before_a_gpu_is_asked_for(monkeypatch):
+    for variable in FOR_EARLY_RECEIVES:
+        monkeypatch.setenv(variable, "x")  # so that it is put back
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
+    seen = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen.update(os.environ))
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        connect(2, device_type="cuda", timeout_seconds=1)
+    given = {name: seen[name] for name in FOR_EARLY_RECEIVES}
+    assert given == {**FOR_EARLY_RECEIVES, "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
 
 
 def test_a_users_process_group_without_the_cpu_is_refused(monkeypatch):

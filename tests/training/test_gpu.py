@@ -105,6 +105,7 @@ def test_under_autocast_a_cut_changes_nothing():
     assert_close(train(3, "cuda", name="gpipe", **options), train(1, "cuda", name="bp", **options), tolerance=LOWERED)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:TensorFloat32 tensor cores")
 def test_compiled_stages_equal_plain_ones_to_a_ten_thousandth():
     options = {"dtype": torch.float32, "epochs": 1}
     plain = train(2, "cuda", **options)
@@ -162,6 +163,7 @@ def test_a_pinned_buffer_is_not_used_before_it_was_copied_in():
         assert bool((tensor == value).all())
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_forward_backward_and_update_never_wait_for_the_gpu():
     device = torch.device("cuda", torch.cuda.current_device())
     stage = Stage(batch_norm_net().to(device), 0, spec_of(1, sgd), device=device)

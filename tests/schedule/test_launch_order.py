@@ -1,0 +1,46 @@
+"""On GPUs receives posted ahead hold up no send, in the order in which NCCL starts its kernels by our settings."""
+
+import itertools
+
+import pytest
+
+from adl_dist.distributed.device import FOR_EARLY_RECEIVES
+from adl_dist.schedule import Pipeline, max_pending_of, method
+from adl_dist.schedule.build_actions import evaluation_actions
+from adl_dist.transport.process import POSTED_AHEAD
+from tests.schedule.launch_order import standing_still
+from tests.schedule.test_schedule import actions_of, every_variant
+
+IN_ORDER = FOR_EARLY_RECEIVES["NCCL_LAUNCH_ORDER_IMPLICIT"] != "0"
+# With kernels that begin in the order of their launches; by their published delays, which tests of messages change.
+STUCK_IN_ORDER = ("bp", "1f1b", "ddg", "fr", "pipedream", "2bw", "paci")
+
+
+def still(chosen, K, sizes, **options):
+    options = {"ahead": POSTED_AHEAD, "in_order_of_launches": IN_ORDER, **options}
+    return standing_still(actions_of(K, sizes, chosen), max_pending=max_pending_of(Pipeline(chosen, K)), **options)
+
+
+@every_variant
+@pytest.mark.parametrize("K", [2, 3, 5])
+def test_no_method_stands_still_with_the_settings_of_training(variant, K):
+    name, options = variant
+    for M, ahead in itertools.product((1, 4) if name not in ("2bw",) else (4,), (0, POSTED_AHEAD)):
+        chosen = method(name, accumulation_steps=M, **options)
+        assert still(chosen, K, [M] * (3 + 8 // M), ahead=ahead) == {}
+
+
+@pytest.mark.parametrize("name", STUCK_IN_ORDER)
+@pytest.mark.parametrize("K", [2, 4])
+def test_in_the_order_of_launches_early_receives_hold_up_what_answers_them(name, K):
+    chosen = method(name, accumulation_steps=4)
+    assert still(chosen, K, [4] * 5, in_order_of_launches=True) != {}
+    assert still(chosen, K, [4] * 5, in_order_of_launches=True, ahead=0) == {}
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_evaluation_never_stands_still(in_order):
+    K = 4
+    lists = [list(evaluation_actions(k, num_stages=K, num_micro_batches=20)) for k in range(K)]
+    limits = max_pending_of(Pipeline(method("adl"), K))
+    assert standing_still(lists, max_pending=limits, ahead=POSTED_AHEAD, in_order_of_launches=in_order) == {}
