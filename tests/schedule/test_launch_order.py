@@ -32,7 +32,7 @@ def test_no_method_stands_still_with_the_settings_of_training(variant, K):
 
 @pytest.mark.parametrize("name", STUCK_IN_ORDER)
 @pytest.mark.parametrize("K", [2, 4])
-def test_in_the_order_of_launches_early_receives_hold_up_what_answers_them(name, K):
+def test_in_the_order_of_launches_early_receives_hold_up_sends(name, K):
     chosen = method(name, accumulation_steps=4)
     assert still(chosen, K, [4] * 5, in_order_of_launches=True) != {}
     assert still(chosen, K, [4] * 5, in_order_of_launches=True, ahead=0) == {}
