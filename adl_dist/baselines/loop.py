@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from adl_dist.distributed.device import message_backend
+
 Batches = Iterator[tuple[Tensor, Tensor]]
 LossFn = Callable[[Any, Tensor], Tensor]
 
@@ -92,10 +94,12 @@ def joined(
     if size == 1:
         yield
         return
-    has_gpu = device.type == "cuda" and torch.cuda.device_count() >= size
+    store, *_ = next(dist.rendezvous(rendezvous, rank, size))
+    backend = message_backend(device, rank, size, dist.PrefixStore("gpus", store))
+    has_gpu = backend == "nccl"
     dist.init_process_group(
-        "nccl" if has_gpu else "gloo",
-        init_method=rendezvous,
+        backend,
+        store=dist.PrefixStore("group", store),
         rank=rank,
         world_size=size,
         timeout=datetime.timedelta(seconds=timeout_seconds),

@@ -60,12 +60,19 @@ def choose_device(device_type: str) -> torch.device:
     return device
 
 
-def edge_backend(device: torch.device, rank: int, size: int, store: dist.Store) -> str:
-    """NCCL where each of ``size`` ranks has a GPU of its own, else gloo, which goes through host memory.
+def message_backend(device: torch.device, rank: int, size: int, store: dist.Store) -> str:
+    """Return ``nccl`` if each of ``size`` ranks has a GPU of its own, else ``gloo``, which goes through host memory.
 
-    All ranks take the same, since an edge may join a node that has GPUs enough with one that has not.
+    All ranks call it and take the same, since an edge may join a node that has GPUs enough with one that has not. GPUs
+    are told apart by their own numbers, not counted: a launcher may show each process one of them alone.
     """
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    has_own_gpu = device.type != "cpu" and local_ranks <= torch.cuda.device_count()
-    store.set(f"backend/{rank}", "nccl" if has_own_gpu and dist.is_nccl_available() else "gloo")
-    return "nccl" if all(store.get(f"backend/{one}") == b"nccl" for one in range(size)) else "gloo"
+    store.set(f"gpu/{rank}", _identity(device) if dist.is_nccl_available() else "")
+    gpus = {store.get(f"gpu/{one}") for one in range(size)}
+    return "nccl" if len(gpus) == size and b"" not in gpus else "gloo"
+
+
+def _identity(device: torch.device) -> str:
+    """Return which GPU it is, as NCCL sees it: ranks with another NCCL_HOSTID are on another machine; "" on a CPU."""
+    if device.type == "cpu":
+        return ""
+    return f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(device).uuid}"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 
 from adl_dist.distributed.affinity import cores_here, own_cores
-from adl_dist.distributed.device import choose_device, edge_backend, set_for_early_receives
+from adl_dist.distributed.device import choose_device, message_backend, set_for_early_receives
 from adl_dist.distributed.network import choose_interface
 from adl_dist.distributed.parent_process import end_with_torchrun
 from adl_dist.distributed.rendezvous import rendezvous
@@ -217,7 +217,7 @@ def _join(rank: int, size: int, device: torch.device, timeout_seconds: float) ->
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size, timeout=timeout
             )
-    backend = edge_backend(device, rank, size, store)
+    backend = message_backend(device, rank, size, store)
     edges = connect_edges(size, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
     with blocking_new():
         _start_rpc(rank, size, store, timeout_seconds)

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from adl_dist.control.messages import Finish, Report
 from adl_dist.control.rpc import JobEndpoint
 from adl_dist.distributed import print_turn, world
-from adl_dist.distributed.device import FOR_EARLY_RECEIVES, edge_backend
+from adl_dist.distributed.device import FOR_EARLY_RECEIVES, message_backend
 from adl_dist.distributed.world import connect, disconnect
 from adl_dist.errors import ChannelError, ConfigError
 from adl_dist.training import agreement
@@ -28,14 +29,16 @@ UPDATES = math.ceil(math.ceil(NUM_SAMPLES / MICRO_BATCH) / 2)  # of an epoch wit
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("num_gpus", "other", "agreed"), [(2, "nccl", "nccl"), (2, "gloo", "gloo"), (1, "nccl", "gloo")]
+    ("mine", "other", "agreed"),
+    [("GPU-1", " GPU-2", "nccl"), ("GPU-1", " GPU-1", "gloo"), ("GPU-1", "", "gloo"), ("GPU-1", "b GPU-1", "nccl")],
 )
-def test_edges_use_nccl_on_every_rank_or_on_none(rank, num_gpus, other, agreed, monkeypatch):
+def test_ranks_use_nccl_if_each_has_a_gpu_of_its_own(rank, mine, other, agreed, monkeypatch):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=mine))
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
     store = dist.HashStore()
-    store.set(f"backend/{1 - rank}", other)
-    assert edge_backend(torch.device("cuda"), rank, 2, store) == agreed
+    store.set(f"gpu/{1 - rank}", other)
+    assert message_backend(torch.device("cuda"), rank, 2, store) == agreed
 
 
 @pytest.mark.parametrize(
