@@ -216,7 +216,7 @@ class _UpdateReports:
         self._pending: deque[tuple[Iterator[Record], Record]] = deque()
         # A GPU's figures are read an update later: reading them at once would wait for all that is launched.
         # So are those of a split backward, which are not checked before.
-        is_late = worker.world.device.type == "cuda" or worker.pipeline.method.split_backward
+        is_late = worker.world.device.type == "cuda" or worker.pipeline.method.splits
         self._lag = len(worker.contexts) if is_late else 0
         # State that no checkpoint can hold is refused after the first update, before a whole epoch is lost.
         self._unchecked = {*worker.contexts} if worker.fresh else set()

@@ -21,8 +21,9 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
         update                         U0         U1         U2
                   |-- warm-up --| | steady | |----- drain -----|
 
-    A method that flushes does so after each group: each of its groups is a drain of its own. Where the backward is
-    split, the order between two updates is another one: see :mod:`adl_dist.schedule.split`.
+    A method that flushes does so after each group: each of its groups is a drain of its own. Where its row says that
+    the backward is in two parts, WG follows the forward by as many ticks in every stage as I does in stage 0. With
+    ``method.split_backward`` the order between two updates is another one: see :mod:`adl_dist.schedule.split`.
 
     ``stage`` is k in [0, K), 0 nearest the data; the paper's module index is k + 1. ``group_sizes``: micro-batches of
     each group, in order; the same list for every stage, so all accumulate the same ones (Algorithm 1, by batch).
@@ -46,18 +47,23 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
 
 def _until_drained(pipeline: Pipeline, stage: int, first: int, groups: Sequence[tuple[int, int]]) -> Iterator[Action]:
     """Yield from an empty pipeline to an empty one; ``groups`` are (number, size), from micro-batch ``first`` on."""
-    delay = pipeline.delays[stage]
+    delay, splits = pipeline.delays[stage], pipeline.spec.splits
+    op, until = (Op.BACKWARD_INPUT, pipeline.delays[0]) if splits else (Op.BACKWARD, delay)
     where = dict(enumerate(places_of(groups), start=first))
     order = sorted(where, reverse=pipeline.spec.last_in_first_out)
     num = len(order)
 
-    for tick in range(num + delay):
+    for tick in range(num + until):
         if tick < num:
             yield from forward_part(pipeline, stage, first + tick, where[first + tick])
-        if tick - delay >= 0:
+        if 0 <= tick - delay < num:
             b = order[tick - delay]
-            yield from backward_part(Op.BACKWARD, pipeline, stage, b, where[b])
-            if tick - delay + 1 == num or where[order[tick - delay + 1]].group != where[b].group:
+            yield from backward_part(op, pipeline, stage, b, where[b])
+        if (done := tick - until) >= 0:
+            b = order[done]
+            if splits:
+                yield Action(Op.BACKWARD_WEIGHT, b)
+            if done + 1 == num or where[order[done + 1]].group != where[b].group:
                 yield Action(Op.UPDATE, where[b].group)
 
 

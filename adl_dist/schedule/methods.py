@@ -193,6 +193,11 @@ class Method:
         return self.accumulation_steps
 
     @property
+    def splits(self) -> bool:
+        """Whether the backward is done in two parts."""
+        return self.split_backward or self.spec.splits
+
+    @property
     def awaits_delays(self) -> bool:
         """Whether the delays are still to be found by measuring."""
         return self.delay == "auto"

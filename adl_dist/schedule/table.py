@@ -34,10 +34,21 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
     rows = []
     for k, actions in enumerate(actions_of_all(pipeline, num_micro_batches=num_micro_batches)):
         by_offset = pipeline.steady_staleness(k)
-        held = _held(pipeline, k, actions)
-        remembered = pipeline.remembers_displacement(k) + pipeline.feedback_lag(k)
-        stale = by_offset, pipeline.mean_staleness(k), max(by_offset)
-        rows.append(StageFigures(k, pipeline.delays[k], *stale, *held, remembered))
+        graphs, inputs, copies, deferred = _held(pipeline, k, actions)
+        rows.append(
+            StageFigures(
+                stage=k,
+                delay=pipeline.delays[k],
+                staleness_by_offset=by_offset,
+                staleness_mean=pipeline.mean_staleness(k),
+                staleness_max=max(by_offset),
+                graphs=graphs,
+                inputs=inputs,
+                weight_copies=copies,
+                history_copies=pipeline.remembers_displacement(k) + pipeline.feedback_lag(k),
+                deferred=deferred,
+            )
+        )
     return rows
 
 

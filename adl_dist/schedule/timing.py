@@ -188,7 +188,7 @@ def _per_update(pipeline: Pipeline, costs: Costs, num_groups: int) -> tuple[floa
     """Return the time, and the busy time of each stage, that an update adds."""
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     if pipeline.spec.flush:
-        num_groups = 4  # stage 0 begins and ends each group, so none depends on the one before
+        num_groups = 4  # a stage ends each group before it begins the next, so they are alike from the second one on
 
     def run(groups: int) -> tuple[float, list[float]]:
         spans = simulate(actions_of_all(pipeline, num_micro_batches=groups * M), costs)

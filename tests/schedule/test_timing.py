@@ -206,6 +206,28 @@ def test_a_split_shrinks_the_bubble_of_a_flush(K):
         assert split < 0.85 * whole
 
 
+@pytest.mark.parametrize(("f", "i", "w"), [(1.0, 1.0, 1.0), (1.2, 1.0, 0.8), (1.0, 1.2, 0.8), (1.0, 1.0, 0.5)])
+@pytest.mark.parametrize("K", [2, 4, 8])
+def test_zero_bubble_methods_wait_as_long_as_published(K, f, i, w):
+    """ZB-H1 (K-1)(F+I-W), ZB-H2 (K-1)(F+I-2W), 1F1B (K-1)(F+I+W), for any M of at least 2K-1 (Qi et al., table 1)."""
+    costs = Costs(forward=[f] * K, backward=[i + w] * K, backward_weight=[w] * K)
+    for name, wait in (("1f1b", f + i + w), ("zbh1", f + i - w), ("zbh2", f + i - 2 * w)):
+        for M in (2 * K - 1, 3 * K):
+            told = speed(method(name, accumulation_steps=M), costs)
+            assert told.time_per_update == pytest.approx(M * (f + i + w) + (K - 1) * wait)
+            assert told.bubble == pytest.approx(1 - M * (f + i + w) / told.time_per_update)
+
+
+@pytest.mark.parametrize("K", [2, 4, 8])
+def test_zero_bubble_methods_hold_k_or_2k_less_1_micro_batches(K):
+    """With their graphs or what is put off, in every stage alike: the memory of 1F1B's stage 0, or nearly twice it."""
+    for name, most in (("zbh1", K), ("zbh2", 2 * K - 1)):
+        pipeline = Pipeline(method(name, accumulation_steps=3 * K), K)
+        told = figures(pipeline)
+        assert [(f.graphs, f.graphs + f.deferred) for f in told] == [(d + 1, most) for d in pipeline.delays]
+        assert not any(f.staleness_max or f.weight_copies or f.history_copies for f in told)
+
+
 def test_the_part_that_is_put_off_has_a_cost_of_its_own():
     costs = Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1, 1])
     assert [costs.of(0, op) for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)] == [3, 2, 1]
