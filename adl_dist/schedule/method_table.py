@@ -56,6 +56,7 @@ class MethodSpec:
     splits: bool = (
         False  # whether a backward is in two parts, the second one as late everywhere as the first on stage 0
     )
+    stages_per_process: int = 1  # v, unless the user gives another
     local_losses: bool = False  # whether each stage learns from its own loss instead of a gradient from downstream
     options: Sequence[str] = CLOCKED  # the fields of ``Method`` that mean something to it
 
@@ -85,6 +86,14 @@ METHODS = {
     ),
     "zbh2": MethodSpec(
         "ZB-H2 (zero bubble, Qi et al., ICLR 2024)", "decoupled", 4, flush=True, splits=True, options=LOCAL
+    ),
+    "interleaved": MethodSpec(
+        "Interleaved 1F1B (Narayanan et al., SC 2021)",
+        "decoupled",
+        4,
+        flush=True,
+        stages_per_process=2,
+        options=(*LOCAL, "stages_per_process"),
     ),
     "pipedream": MethodSpec("PipeDream (Narayanan et al., SOSP 2019)", "minimal", options=STALE),
     "2bw": MethodSpec("PipeDream-2BW (Narayanan et al., ICML 2021)", "minimal", 4, "2bw", options=STALE),

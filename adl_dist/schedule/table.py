@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.timing import FORWARDS, actions_of_all, ticks
+from adl_dist.schedule.timing import FORWARDS, actions_of_all, in_processes, ticks
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def title(pipeline: Pipeline, *, num_micro_batches: int) -> str:
 
 def tick_words(pipeline: Pipeline, *, num_micro_batches: int) -> list[dict[int, list[str]]]:
     """Return, for each stage, the actions of each tick, as printed, like ``{4: ["F4", "B0"]}``."""
-    lists = actions_of_all(pipeline, num_micro_batches=num_micro_batches)
-    return [{tick: list(map(str, row[tick])) for tick in sorted(row)} for row in ticks(lists)]
+    lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
+    return [{tick: list(map(str, row[tick])) for tick in sorted(row)} for row in ticks(lists, turns=turns)]
 
 
 def describe(pipeline: Pipeline, *, num_micro_batches: int, width: int | None = None) -> str:

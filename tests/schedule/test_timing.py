@@ -228,6 +228,19 @@ def test_zero_bubble_methods_hold_k_or_2k_less_1_micro_batches(K):
         assert not any(f.staleness_max or f.weight_copies or f.history_copies for f in told)
 
 
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("P", [2, 3, 4])
+def test_interleaved_stages_wait_a_vth_of_1f1b(P, v):
+    """(P-1)(F+B)/v, of P processes that all do F+B (Narayanan et al., section 2.2); M is a multiple of P."""
+    for rounds in (1, 2, 4):
+        M, costs = rounds * P, Costs(forward=[1 / v] * P * v, backward=[2 / v] * P * v)
+        told = speed(method("interleaved", accumulation_steps=M, stages_per_process=v), costs)
+        assert told.time_per_update == pytest.approx(3 * (M + (P - 1) / v))
+        assert told.bubble == pytest.approx((P - 1) / v / (M + (P - 1) / v))
+        whole = speed(method("1f1b", accumulation_steps=M), Costs.balanced(P))
+        assert told.time_per_update - 3 * M == pytest.approx((whole.time_per_update - 3 * M) / v)
+
+
 def test_the_part_that_is_put_off_has_a_cost_of_its_own():
     costs = Costs(forward=[1, 1], backward=[3, 3], backward_weight=[1, 1])
     assert [costs.of(0, op) for op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)] == [3, 2, 1]

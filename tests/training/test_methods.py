@@ -119,7 +119,7 @@ def test_the_first_gradient_is_shrunk_and_weight_decay_is_not(K):
 def test_synchronous_methods_reach_the_same_weights(K, M):
     """All but GPipe, which goes backward in reverse, add gradients in one order, hence to the bit."""
     bp = run(K, M, "bp")
-    for name in ("1f1b", "zbh1", "zbh2"):
+    for name in ("1f1b", "zbh1", "zbh2", "interleaved"):
         assert_same(run(K, M, name), bp)
     assert_close(run(K, M, "gpipe"), bp)
 
