@@ -133,7 +133,7 @@ class Method:
     delay: DelayRule | Sequence[int] | None = None
     split_backward: bool = False
     max_deferred: int = 2
-    stages_per_process: int | None = None
+    stages_per_process: int = 2
     gradient_shrink: float = 1.0
     order: Order = "forward_first"
     reduction: Reduction = "mean"
@@ -172,7 +172,7 @@ class Method:
                 self._set(option.name, tuple(value))  # so that a method can be hashed
         if self.delay not in (None, "queues") and (self.activation_queue, self.gradient_queue) != (1, 1):
             raise ConfigError("method.delay and the queues of dsp say the same in two ways; give one of them")
-        for name in ("accumulation_steps", "weights", "delay", "stages_per_process"):
+        for name in ("accumulation_steps", "weights", "delay"):
             if getattr(self, name) is None:
                 self._set(name, getattr(spec, name))
         self._check_values()

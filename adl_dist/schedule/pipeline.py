@@ -38,8 +38,7 @@ class Pipeline:
     @property
     def stages_per_process(self) -> int:
         """v, the most stages in one process."""
-        assert self.method.stages_per_process is not None
-        return self.method.stages_per_process
+        return self.method.stages_per_process if "stages_per_process" in self.spec.options else 1
 
     @property
     def num_processes(self) -> int:

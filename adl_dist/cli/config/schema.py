@@ -36,7 +36,7 @@ class MethodConfig:
     delay: Any = None
     split_backward: bool = False
     max_deferred: int = 2
-    stages_per_process: int | None = None
+    stages_per_process: int = 2
     gradient_shrink: float = 1.0
     order: str = "forward_first"
     reduction: str = "mean"
