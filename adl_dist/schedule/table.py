@@ -94,8 +94,10 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
 def title(pipeline: Pipeline, *, num_micro_batches: int) -> str:
     """Return name and settings in one line."""
     weights = pipeline.method.weights if "weights" in pipeline.spec.options else "present"
+    K, P = pipeline.num_stages, pipeline.num_processes
+    where = f"K = {K} stages" + (f" in {P} processes" if pipeline.stages_per_process > 1 else "")
     return (
-        f"{pipeline.spec.summary}: K = {pipeline.num_stages} stages, M = {pipeline.micro_batches_per_update}, "
+        f"{pipeline.spec.summary}: {where}, M = {pipeline.micro_batches_per_update}, "
         f"{weights} weights, {num_micro_batches} micro-batches"
     )
 
