@@ -61,6 +61,7 @@ class SymbolicStage:
     gradient: tuple = ()
     closed: tuple = ()
     in_flight: dict = field(default_factory=dict)
+    put_off: dict = field(default_factory=dict)
 
     def use_weights(self, num_updates):
         self.used = num_updates
@@ -84,6 +85,16 @@ class SymbolicStage:
         assert kept[2] is not None
         self.gradient += (hash((kept, grads)),)
         return (hash((grads, kept)),)
+
+    def backward_input(self, b, grads, *, completes):
+        self.put_off[b] = grads, self.in_flight.pop(b)
+        return (hash(self.put_off[b]),)
+
+    def backward_weight(self, b, *, completes):
+        grads, kept = self.put_off.pop(b)
+        self.gradient += (hash((kept, grads)),)
+        if completes:
+            self.closed = self.gradient
 
     def finish_group(self, arrived, leaving):
         self.closed = self.gradient  # the decision that goes upstream may depend on the whole group

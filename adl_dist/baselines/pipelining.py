@@ -1,16 +1,33 @@
 """Pipeline parallelism with torch.distributed.pipelining, on the same stages as our own runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from adl_dist.baselines.loop import Batches, Training
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+ONE_STAGE: Mapping[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}  # in each process
+SEVERAL_STAGES: Mapping[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved-zb": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,  # always two
+}
+
+
+def stages_of(schedule: str, rank: int, num_ranks: int, num_stages: int) -> list[int]:
+    """Return the stages that ``rank`` trains: every ``num_ranks``-th; of ``zbv`` one in each half, as a V."""
+    return [rank, num_stages - 1 - rank] if schedule == "zbv" else list(range(rank, num_stages, num_ranks))
 
 
 class _Convert(torch.autograd.Function):
@@ -54,37 +71,41 @@ class Bordered(nn.Module):
         return torch.channels_last if self._channels_last and tensor.ndim == 4 else torch.contiguous_format
 
 
-def train_stage(
-    module: nn.Module,
+def train_stages(
+    modules: Mapping[int, nn.Module],
     batches: Batches | None,
     training: Training,
     *,
     schedule: str,
     channels_last: bool,
-    overwrites: Sequence[bool],
+    overwrites: Mapping[int, Sequence[bool]],
+    num_stages: int,
     target: Tensor,
 ) -> None:
-    """Train one of K >= 2 stages: that of this process's rank, which has joined the others.
+    """Train the stages of this process's rank, which has joined the others; see :func:`stages_of`.
 
+    ``modules``, ``overwrites``: of each of these stages; for the latter see :class:`Bordered`.
     ``batches``: whole batches (input on the device, target) on rank 0, which torch splits; None elsewhere.
-    ``schedule``: ``gpipe``, or ``1f1b``, which needs at least K micro-batches.
-    ``channels_last``, ``overwrites``: see :class:`Bordered`.
-    ``target``: of a whole batch, any values; that of each batch goes from rank 0 to the last rank.
+    ``schedule``: one of those above; ``1f1b`` needs at least as many micro-batches as there are ranks.
+    ``target``: of a whole batch, any values; that of each batch goes from rank 0 to the rank of the last stage.
     """
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    rank, num_ranks, last = dist.get_rank(), dist.get_world_size(), num_stages - 1
+    with_loss = next(r for r in range(num_ranks) if last in stages_of(schedule, r, num_ranks, num_stages))
     # Every rank makes it, but only its members may use it; targets stay on the CPU.
-    targets: Any = dist.new_group([0, last], backend="gloo")
-    bordered = Bordered(module, channels_last=channels_last, overwrites=overwrites)
-    stage = PipelineStage(bordered, rank, last + 1, training.device)
-    pipeline = SCHEDULES[schedule](stage, n_microbatches=training.micro_batches, loss_fn=training.loss_fn)
-    module.train()
+    targets: Any = dist.new_group([0, with_loss], backend="gloo") if with_loss else None
+    bordered = {k: Bordered(m, channels_last=channels_last, overwrites=overwrites[k]) for k, m in modules.items()}
+    stages = [PipelineStage(module, k, num_stages, training.device) for k, module in bordered.items()]
+    make, own = (ONE_STAGE[schedule], stages[0]) if schedule in ONE_STAGE else (SEVERAL_STAGES[schedule], stages)
+    pipeline = make(own, n_microbatches=training.micro_batches, loss_fn=training.loss_fn)
+    for module in modules.values():
+        module.train()
     for _ in range(training.num_updates):
         inputs: list[Tensor] = []
         if batches is not None:
             input_, target = next(batches)
             inputs = [input_]
-        if rank in (0, last):
+        if targets is not None and rank in (0, with_loss):
             dist.broadcast(target, src=0, group=targets)
-        wanted = target.to(training.device, non_blocking=True) if rank == last else None
+        wanted = target.to(training.device, non_blocking=True) if rank == with_loss else None
         pipeline.step(*inputs, target=wanted, return_outputs=False)
         training.update()

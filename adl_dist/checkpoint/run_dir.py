@@ -43,7 +43,7 @@ FREE_TO_CHANGE = {
     *("train.epochs", "train.max_updates", "train.non_finite", "train.max_skipped", "non_finite", "max_skipped"),
     *("runtime.processes", "runtime.device", "runtime.threads", "runtime.bind_cores", "runtime.max_restarts"),
     *("runtime.timeout_seconds", "runtime.stall_seconds", "runtime.abort_seconds"),
-    *("method.split_backward", "method.max_deferred"),
+    *("method.split_backward", "method.max_deferred", "method.stages_per_process"),
     *("runtime.tf32", "tf32", "runtime.cudnn_benchmark", "runtime.compile"),
     *("runtime.checkpoint_every_epochs", "runtime.keep_checkpoints", "runtime.keep_best", "runtime.async_save"),
     *("runtime.tensorboard", "runtime.trace", "runtime.memory"),

@@ -47,13 +47,13 @@ def train(overrides: list[str]) -> None:
     check_device(config.runtime.device.value)
     folder = RunFolder(Path(config.run_dir))
     folder.check(plain, resume=config.resume)
-    num_stages, stands_alone = config.partition.num_stages, not parent_process.is_part_of_more()
-    if config.runtime.processes and num_stages > 1 and launched_world_size() is None:
+    num_processes, stands_alone = config.pipeline.num_processes, not parent_process.is_part_of_more()
+    if config.runtime.processes and num_processes > 1 and launched_world_size() is None:
         check_named_interfaces()
         command, restarts = ["train", *overrides], config.runtime.max_restarts
         try:
             raise Exit(
-                launch_local(command, num_processes=num_stages, max_restarts=restarts, passes_stops_on=stands_alone)
+                launch_local(command, num_processes=num_processes, max_restarts=restarts, passes_stops_on=stands_alone)
             )
         finally:
             remove_stale(folder.path)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 from adl_dist.control.messages import Abort, Command, Failure, Finish, Record, Report, Result, command_name
@@ -53,7 +54,7 @@ class WorkerGroup:
 
 
 class RpcWorkerGroup(WorkerGroup):
-    """One stage in each process; used by the coordinator's thread on rank 0."""
+    """A process for each stage, or for some of them; used by the coordinator's thread on rank 0."""
 
     def __init__(self, plane: ControlPlane, record: Callable[[Record], None]) -> None:
         """Hand the records of all processes to ``record``."""
@@ -76,7 +77,9 @@ class RpcWorkerGroup(WorkerGroup):
                 raise self._cause(report.failure).error()
             if report.results is not None:
                 results[report.rank] = report.results
-        return [one for rank in sorted(results) for one in results[rank]]
+        # Of several stages in each of P processes, the first P come first: stage s is in rank s mod P.
+        rows = zip_longest(*(results[rank] for rank in sorted(results)))
+        return [one for row in rows for one in row if one is not None]
 
     def _send(self, command: Command | Finish | Abort, *, seconds: float | None = None) -> list[Call[None]]:
         return [self._plane.send(rank, command, seconds=seconds) for rank in range(self._plane.world.size)]

@@ -26,6 +26,8 @@ from adl_dist.monitor.trace import write_part
 from adl_dist.optim import fast_forward
 from adl_dist.schedule import Op, Pipeline, Segment, StageWork, downstream_first, evaluation_work, replay, training_work
 from adl_dist.schedule.actions import BACKWARDS
+from adl_dist.schedule.replay import in_turns
+from adl_dist.schedule.work import turns_of
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
 from adl_dist.stage.loss_terms import LossTerms, counted
@@ -35,7 +37,7 @@ from adl_dist.transport.process import POSTED_AHEAD
 
 @dataclass
 class LocalWorker:
-    """The stages of one process: one of K, or all K."""
+    """The stages of one process: one of K, or several, or all K."""
 
     world: World
     pipeline: Pipeline
@@ -167,10 +169,13 @@ class LocalWorker:
                     context.loss_grads = [made[w] for w in weights]
                     context.open(work[k], training=training)
                 self.activity.open(self.contexts, segment, training=training)
+                lists = {k: work[k].actions for k in sorted(work)}
                 if len(work) == self.pipeline.num_stages:
-                    order = replay([work[k].actions for k in sorted(work)], pick_next=self.pick_next)
+                    order = replay([*lists.values()], pick_next=self.pick_next)
+                elif len(work) == 1:
+                    order = ((k, action) for k, actions in lists.items() for action in actions)
                 else:
-                    order = ((k, action) for k, own in work.items() for action in own.actions)
+                    order = in_turns(lists, turns_of(self.pipeline, segment, self.world.rank, training=training))
                 if training:
                     ahead = POSTED_AHEAD if self.world.is_distributed else 0
                     order = self.stop.applied(order, segment, self.pipeline, self.contexts, posted_ahead=ahead)
@@ -216,7 +221,7 @@ class _UpdateReports:
         self._pending: deque[tuple[Iterator[Record], Record]] = deque()
         # A GPU's figures are read an update later: reading them at once would wait for all that is launched.
         # So are those of a split backward, which are not checked before.
-        is_late = worker.world.device.type == "cuda" or worker.pipeline.method.split_backward
+        is_late = worker.world.device.type == "cuda" or worker.pipeline.method.splits
         self._lag = len(worker.contexts) if is_late else 0
         # State that no checkpoint can hold is refused after the first update, before a whole epoch is lost.
         self._unchecked = {*worker.contexts} if worker.fresh else set()

@@ -1,7 +1,8 @@
 """The processes of one run: who they are and how they reach each other.
 
-Rank k is stage k. The data plane is gloo or NCCL point-to-point (transport/), the control plane is RPC
-(control/rpc.py); both meet through one store (rendezvous.py). Once all are connected, new connections are dropped.
+Rank k is stage k, or where a method has several in each of P processes, stages k, k + P, and so on. The data plane
+is gloo or NCCL point-to-point (transport/), the control plane is RPC (control/rpc.py); both meet through one store
+(rendezvous.py). Once all are connected, new connections are dropped.
 """
 
 import atexit
@@ -30,6 +31,7 @@ from adl_dist.distributed.rendezvous import rendezvous
 from adl_dist.distributed.rpc_errors import first_line
 from adl_dist.errors import AdlError, ChannelError, ConfigError
 from adl_dist.report import warn
+from adl_dist.schedule import Pipeline
 from adl_dist.transport import port_filter
 from adl_dist.transport.port_filter import block, blocking_new, unblock
 from adl_dist.transport.process import Edge, connect_edges
@@ -42,8 +44,9 @@ EVERY_METHOD_NEEDS = ("act", "grad", "target")
 class World:
     """This process among the others."""
 
-    rank: int  # also its stage if there is more than one process
+    rank: int  # also its first stage if there is more than one process
     size: int  # number of processes
+    num_stages: int  # of all processes together
     device: torch.device  # where this process computes
     store: dist.Store  # shared by all processes of this attempt
     edges: dict[tuple[str, int], Edge] = field(default_factory=dict)  # the ends that this process holds
@@ -72,7 +75,7 @@ class World:
             if self.listener is not None:
                 unblock(self.listener)  # a new group may want a connection of its own to the store
             self.edges |= connect_edges(
-                self.size, missing, backend=self.backend, device=self.device, timeout=self.timeout
+                self.num_stages, missing, backend=self.backend, device=self.device, timeout=self.timeout
             )
             dist.barrier()  # only now have all connected
             if self.listener is not None:
@@ -100,21 +103,22 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def check_world_size(num_stages: int, *, processes: bool) -> None:
-    """Raise ConfigError, with both ways to fix it, if the number of processes does not fit that of stages."""
+def check_world_size(pipeline: Pipeline, *, processes: bool) -> None:
+    """Raise ConfigError, with both ways to fix it, if the number of processes does not fit ``pipeline``."""
     started = launched_world_size()
-    expected = num_stages if processes else 1
+    expected = pipeline.num_processes if processes else 1
     if started is not None and started != expected:
+        v = pipeline.stages_per_process if processes else 1
+        how = " with runtime.processes=false" * (not processes) + f" with method.stages_per_process={v}" * (v > 1)
         raise ConfigError(
-            f"partition.num_stages={num_stages}{'' if processes else ' with runtime.processes=false'} needs {expected} "
-            f"process{'es' * (expected > 1)}, but torchrun started {started}: pass --nproc-per-node={expected}, "
-            f"or partition.num_stages={started}"
+            f"partition.num_stages={pipeline.num_stages}{how} needs {expected} process{'es' * (expected > 1)}, but "
+            f"torchrun started {started}: pass --nproc-per-node={expected}, or partition.num_stages={started * v}"
         )
 
 
-def single_process(device: torch.device) -> World:
+def single_process(device: torch.device, num_stages: int = 1) -> World:
     """A world of one process, which holds all stages and needs no network."""
-    return World(0, 1, device, dist.HashStore())
+    return World(0, 1, num_stages, device, dist.HashStore())
 
 
 END_SECONDS = 2.0  # within which all processes agree that they leave, when all are there
@@ -128,8 +132,10 @@ def world_of_process() -> World | None:
     return _world
 
 
-def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> World:
+def connect(num_stages: int, *, size: int | None = None, device_type: str, timeout_seconds: float) -> World:
     """Join the other processes; called once per process, later calls return the same world.
+
+    They are ``size`` with this one; None: one for each of ``num_stages``.
 
     Raises:
         ConfigError: no CUDA device for this rank, no such network interface, address or port, a process group of
@@ -137,12 +143,13 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
         ChannelError: the others could not be reached in time.
     """
     global _world
+    size = num_stages if size is None else size
     if _world is not None:
         if _world.has_left:
             raise ConfigError("this process has left the others after an error; start the script again")
-        if _world.device.type != device_type or _world.size != num_stages:
+        if _world.device.type != device_type or (_world.size, _world.num_stages) != (size, num_stages):
             raise ConfigError(
-                f"these processes were joined as {_world.size} stages on {_world.device.type}; a second "
+                f"these processes were joined as {_world.num_stages} stages on {_world.device.type}; a second "
                 f"trainer in them cannot be {num_stages} on {device_type}"
             )
         return _world
@@ -154,17 +161,17 @@ def connect(num_stages: int, *, device_type: str, timeout_seconds: float) -> Wor
     if device_type == "cuda":
         set_for_early_receives()
     rank, device = launched_rank(), choose_device(device_type)
-    choose_interface(size=num_stages)
+    choose_interface(size=size)
     os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # connect eagerly: after start-up new connections are dropped
     end_with_torchrun()  # the command line has done so long ago, a user's own script has not
     try:
-        _world = _join(rank, num_stages, device, timeout_seconds)
+        _world = _join(rank, size, num_stages, device, timeout_seconds)
     except AdlError:
         raise
     except (RuntimeError, OSError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR', 'this machine')}:{os.environ.get('MASTER_PORT', '-')}"
         raise ChannelError(
-            f"rank {rank} could not join the other {num_stages - 1} processes at {where} within {timeout_seconds:g} s: "
+            f"rank {rank} could not join the other {size - 1} processes at {where} within {timeout_seconds:g} s: "
             f"{first_line(error)}; is the port free, is the interface right "
             f"(GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', 'unset')}), did every rank start?"
         ) from error
@@ -206,7 +213,7 @@ def _quieten_rpc() -> None:
     thread.join(END_SECONDS)
 
 
-def _join(rank: int, size: int, device: torch.device, timeout_seconds: float) -> World:
+def _join(rank: int, size: int, num_stages: int, device: torch.device, timeout_seconds: float) -> World:
     timeout = datetime.timedelta(seconds=timeout_seconds)
     owns_group = not dist.is_initialized()
     store, listener = rendezvous(rank, size, timeout)
@@ -218,7 +225,7 @@ def _join(rank: int, size: int, device: torch.device, timeout_seconds: float) ->
                 "gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size, timeout=timeout
             )
     backend = message_backend(device, rank, size, store)
-    edges = connect_edges(size, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
+    edges = connect_edges(num_stages, EVERY_METHOD_NEEDS, backend=backend, device=device, timeout=timeout)
     with blocking_new():
         _start_rpc(rank, size, store, timeout_seconds)
     store.set(f"cores/{rank}", json.dumps(cores_here()))
@@ -230,7 +237,7 @@ def _join(rank: int, size: int, device: torch.device, timeout_seconds: float) ->
     if listener is not None:
         block(listener)
     _report_open_ports(rank)
-    return World(rank, size, device, store, edges, backend, timeout, cores, listener, owns_group)
+    return World(rank, size, num_stages, device, store, edges, backend, timeout, cores, listener, owns_group)
 
 
 def _report_open_ports(rank: int) -> None:

@@ -1,7 +1,7 @@
 """The expected speed, memory and staleness of a method on a cut of a measured model, and which one to recommend."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -59,6 +59,8 @@ def best_cut(
         for stage in figures(pipeline)
     ]
     copies = profile.optimizer_copies
+    if machine.memory_bytes is not None:  # stages that share a device share its memory
+        machine = replace(machine, memory_bytes=machine.memory_bytes // pipeline.stages_per_process)
     if sizes is not None:
         return evaluate_balance(units, sizes, held=held, machine=machine, optimizer_copies=copies)
     return best_balance(units, num_stages=pipeline.num_stages, held=held, machine=machine, optimizer_copies=copies)
@@ -193,7 +195,7 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> tuple[Predi
         The prediction to follow (None: no pipeline), and why in a sentence or two.
     """
     n = other.num_devices
-    usable = [p for p in predictions if p.pipeline.num_stages <= n and p.convergence_factor <= MOST_FACTOR]
+    usable = [p for p in predictions if p.pipeline.num_processes <= n and p.convergence_factor <= MOST_FACTOR]
     alone = "one device" if other.single >= other.ddp else "DDP"
     if n == 1 or not usable:
         reasons = {

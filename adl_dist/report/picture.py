@@ -21,7 +21,7 @@ from adl_dist.report.files import check_out, write_atomically
 from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.table import figures, title
-from adl_dist.schedule.timing import Costs, Span, actions_of_all, simulate, ticks
+from adl_dist.schedule.timing import Costs, Span, in_processes, simulate, ticks
 
 MOST_TICKS = 400  # more cannot be read
 
@@ -70,13 +70,13 @@ def draw(pipeline: Pipeline, path: Path, *, num_micro_batches: int, costs: Costs
 
 def picture(pipeline: Pipeline, *, num_micro_batches: int, costs: Costs | None = None) -> Figure:
     """Return the picture; see :func:`draw`."""
-    lists = actions_of_all(pipeline, num_micro_batches=num_micro_batches)
-    table = ticks(lists)
+    lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
+    table = ticks(lists, turns=turns)
     num_ticks = max((max(row) + 1 for row in table if row), default=0)
     if num_ticks > MOST_TICKS:
         fewer = f"lower --micro-batches, which is {num_micro_batches}"
         raise ConfigError(f"a picture of {num_ticks} ticks cannot be read; expected at most {MOST_TICKS}: {fewer}")
-    spans = _spans_of_ticks(table) if costs is None else simulate(lists, costs)
+    spans = _spans_of_ticks(table) if costs is None else simulate(lists, costs, turns=turns)
     boxes = [span for span in spans if span.action.op in STYLES]
     length = max(box.end for box in boxes)
     # At this scale the usual forward has room for its number.

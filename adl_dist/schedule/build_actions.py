@@ -1,11 +1,15 @@
 """Builds the list of actions of a stage, the same way for every method."""
 
-from collections.abc import Iterator, Sequence
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 from adl_dist.schedule.actions import Action, Op
 from adl_dist.schedule.parts import backward_part, forward, forward_part, places_of
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.split import split_actions
+
+Time = tuple[int, int]  # the tick; 0: in its forward, 1: in what follows
 
 
 def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[int]) -> Iterator[Action]:
@@ -21,8 +25,9 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
         update                         U0         U1         U2
                   |-- warm-up --| | steady | |----- drain -----|
 
-    A method that flushes does so after each group: each of its groups is a drain of its own. Where the backward is
-    split, the order between two updates is another one: see :mod:`adl_dist.schedule.split`.
+    A method that flushes does so after each group: each of its groups is a drain of its own. Where its row says that
+    the backward is in two parts, WG follows the forward by as many ticks in every stage as I does in stage 0. With
+    ``method.split_backward`` the order between two updates is another one: see :mod:`adl_dist.schedule.split`.
 
     ``stage`` is k in [0, K), 0 nearest the data; the paper's module index is k + 1. ``group_sizes``: micro-batches of
     each group, in order; the same list for every stage, so all accumulate the same ones (Algorithm 1, by batch).
@@ -37,28 +42,70 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
     if pipeline.method.split_backward:
         yield from split_actions(pipeline, tuple(group_sizes))[stage]
         return
-    groups = list(enumerate(group_sizes))
-    first = 0
+    for first, drained in _drains(pipeline, group_sizes):
+        for _, actions in _until_drained(pipeline, stage, first, drained):
+            yield from actions
+
+
+def training_turns(pipeline: Pipeline, process: int, *, group_sizes: Sequence[int]) -> Iterator[int]:
+    """Yield, for each action of ``process`` on such a segment, which of its stages carries it out.
+
+    Like a stage, a process has in each tick at most one forward, then one backward.
+    """
+    stages = pipeline.stages_of(process)
+    for first, drained in _drains(pipeline, group_sizes):
+        yield from _merged(
+            [(when, k, len(actions)) for when, actions in _until_drained(pipeline, k, first, drained)] for k in stages
+        )
+
+
+def evaluation_turns(pipeline: Pipeline, process: int, *, num_micro_batches: int) -> Iterator[int]:
+    """Yield the same for the actions of ``process`` that evaluate."""
+    stages, K = pipeline.stages_of(process), pipeline.num_stages
+    lengths = {k: len(list(forward(Op.PREDICT, 0, k, K))) for k in stages}
+    yield from _merged(
+        [((pipeline.forward_tick(k, b), 0), k, lengths[k]) for b in range(num_micro_batches)] for k in stages
+    )
+
+
+def _merged(parts: Iterable[Iterable[tuple[Time, int, int]]]) -> Iterator[int]:
+    """Yield the stages by time, each as often as it acts then: ``parts`` are (time, stage, number of actions)."""
+    for _, k, number in heapq.merge(*parts):
+        yield from itertools.repeat(k, number)
+
+
+def _drains(pipeline: Pipeline, group_sizes: Sequence[int]) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Yield, for each time that the pipeline is drained, the first micro-batch and the (number, size) of its groups."""
+    groups, first = list(enumerate(group_sizes)), 0
     for drained in [[group] for group in groups] if pipeline.flush else [groups]:
-        yield from _until_drained(pipeline, stage, first, drained)
+        yield first, drained
         first += sum(size for _, size in drained)
 
 
-def _until_drained(pipeline: Pipeline, stage: int, first: int, groups: Sequence[tuple[int, int]]) -> Iterator[Action]:
-    """Yield from an empty pipeline to an empty one; ``groups`` are (number, size), from micro-batch ``first`` on."""
-    delay = pipeline.delays[stage]
+def _until_drained(
+    pipeline: Pipeline, stage: int, first: int, groups: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Time, list[Action]]]:
+    """Yield (time, actions) from an empty pipeline to an empty one; see :func:`_drains`."""
+    delay, splits = pipeline.delays[stage], pipeline.spec.splits
+    op, until = (Op.BACKWARD_INPUT, pipeline.delays[0]) if splits else (Op.BACKWARD, delay)
     where = dict(enumerate(places_of(groups), start=first))
     order = sorted(where, reverse=pipeline.spec.last_in_first_out)
-    num = len(order)
-
-    for tick in range(num + delay):
-        if tick < num:
-            yield from forward_part(pipeline, stage, first + tick, where[first + tick])
-        if tick - delay >= 0:
-            b = order[tick - delay]
-            yield from backward_part(Op.BACKWARD, pipeline, stage, b, where[b])
-            if tick - delay + 1 == num or where[order[tick - delay + 1]].group != where[b].group:
-                yield Action(Op.UPDATE, where[b].group)
+    last_of_groups = {where[b].group: b for b in order}
+    # Each part in its order: a forward, what goes upstream, what is left until then.
+    ticks = [pipeline.forward_tick(stage, place) for place in range(len(order))]
+    parts = [
+        [(tick + later, part, place) for place, tick in enumerate(ticks)]
+        for part, later in enumerate((0, delay, until))
+    ]
+    for tick, part, place in sorted(itertools.chain(*parts)):
+        b = order[place]
+        if part == 0:
+            yield (tick, 0), list(forward_part(pipeline, stage, first + place, where[first + place]))
+        elif part == 1:
+            yield (tick, 1), list(backward_part(op, pipeline, stage, b, where[b]))
+        else:
+            weights = [Action(Op.BACKWARD_WEIGHT, b)] * splits
+            yield (tick, 1), weights + [Action(Op.UPDATE, where[b].group)] * (last_of_groups[where[b].group] == b)
 
 
 def evaluation_actions(stage: int, *, num_stages: int, num_micro_batches: int) -> Iterator[Action]:

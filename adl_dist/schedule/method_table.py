@@ -39,6 +39,7 @@ STALE = (*ANY, "weights", "delay", "order", "gradient_shrink", "mitigation", "fl
 RECOMPUTING = (*ANY, "recompute")
 CLOCKED = (*STALE, "lr_index")  # stages move in step, so that there is one clock
 QUEUED = (*CLOCKED, "activation_queue", "gradient_queue")
+SHARING = (*LOCAL, "stages_per_process")
 GREEDY = (*LOCAL, "head", "buffer_size", "buffer_reuse", "stage_speeds")
 
 
@@ -53,6 +54,9 @@ class MethodSpec:
     flush: bool = False  # whether the pipeline is emptied after each group, so that nothing is stale
     last_in_first_out: bool = False  # whether a group's backwards run in reverse
     forward_lock: bool = False  # whether no stage continues before its micro-batch has passed all stages
+    splits: bool = (
+        False  # whether a backward is in two parts, the second one as late everywhere as the first on stage 0
+    )
     local_losses: bool = False  # whether each stage learns from its own loss instead of a gradient from downstream
     options: Sequence[str] = CLOCKED  # the fields of ``Method`` that mean something to it
 
@@ -76,6 +80,15 @@ METHODS = {
     ),
     "1f1b": MethodSpec(
         "1F1B with flush (PipeDream-Flush, Narayanan et al., ICML 2021)", "minimal", 4, flush=True, options=ANY
+    ),
+    "zbh1": MethodSpec(
+        "ZB-H1 (zero bubble, Qi et al., ICLR 2024)", "minimal", 4, flush=True, splits=True, options=LOCAL
+    ),
+    "zbh2": MethodSpec(
+        "ZB-H2 (zero bubble, Qi et al., ICLR 2024)", "decoupled", 4, flush=True, splits=True, options=LOCAL
+    ),
+    "interleaved": MethodSpec(
+        "Interleaved 1F1B (Narayanan et al., SC 2021)", "decoupled", 4, flush=True, options=SHARING
     ),
     "pipedream": MethodSpec("PipeDream (Narayanan et al., SOSP 2019)", "minimal", options=STALE),
     "2bw": MethodSpec("PipeDream-2BW (Narayanan et al., ICML 2021)", "minimal", 4, "2bw", options=STALE),

@@ -50,6 +50,7 @@ TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "split_backward": ("true or false", lambda v: type(v) is bool),
     "max_deferred": WHOLE,
     "delay": ("a rule or a list of whole numbers, like [2,1,0]", lambda v: isinstance(v, str) or _list(v, _whole)),
+    "stages_per_process": WHOLE,
     "gradient_shrink": NUMBER,
     "mitigation": NAMES,
     "flush_epochs": WHOLE,
@@ -67,7 +68,7 @@ TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "stage_speeds": NUMBERS,
 }
 SMALLEST = {
-    **{"accumulation_steps": 1, "max_deferred": 1},
+    **{"accumulation_steps": 1, "max_deferred": 1, "stages_per_process": 1},
     **{"activation_queue": 1, "gradient_queue": 1, "buffer_size": 0, "buffer_reuse": 1},
     **{"flush_epochs": 0, "discount_power": 0, "discount_updates": 1, "error_feedback_lag": 1},
 }
@@ -93,6 +94,7 @@ class Method:
         split_backward: whether the backward is done in two parts: the gradient of what came in, which is sent at once,
             and the gradients of most weights, while the stage would otherwise wait. The values are the same.
         max_deferred: with ``split_backward``, micro-batches whose gradients of weights may be outstanding at a time.
+        stages_per_process: v of ``interleaved``: stage s is in process s mod P, of P = ceil(K / v).
         gradient_shrink: FDG's beta; each stage but the last scales the gradient that comes in by it.
         order: ``backward_first`` (what the authors' code did) makes each delay above 0 one tick shorter, and the
             mean staleness 1/M of an update less.
@@ -131,6 +133,7 @@ class Method:
     delay: DelayRule | Sequence[int] | None = None
     split_backward: bool = False
     max_deferred: int = 2
+    stages_per_process: int = 2
     gradient_shrink: float = 1.0
     order: Order = "forward_first"
     reduction: Reduction = "mean"
@@ -191,6 +194,11 @@ class Method:
         """M."""
         assert self.accumulation_steps is not None
         return self.accumulation_steps
+
+    @property
+    def splits(self) -> bool:
+        """Whether the backward is done in two parts."""
+        return self.split_backward or self.spec.splits
 
     @property
     def awaits_delays(self) -> bool:

@@ -36,6 +36,29 @@ class Pipeline:
         return self.method.micro_batches_per_update
 
     @property
+    def stages_per_process(self) -> int:
+        """v, the most stages in one process."""
+        return self.method.stages_per_process if "stages_per_process" in self.spec.options else 1
+
+    @property
+    def num_processes(self) -> int:
+        """P, of which stage s is in process s mod P."""
+        return -(-self.num_stages // self.stages_per_process)
+
+    def stages_of(self, process: int) -> range:
+        """Return the stages of ``process`` in [0, P)."""
+        return range(process, self.num_stages, self.num_processes)
+
+    def forward_tick(self, stage: int, place: int) -> int:
+        """Return the tick in which ``stage`` forwards the micro-batch at ``place`` of those between two drains.
+
+        Counted from the first tick in which its process could. With one stage in each process that is ``place``. Else
+        each stage of a process in turn forwards P micro-batches, as many as fill the way to the next of its stages.
+        """
+        v, P = self.stages_per_process, self.num_processes
+        return (place // P * v + stage // P) * P + place % P if v > 1 else place
+
+    @property
     def spec(self) -> MethodSpec:
         """The method's row in the table of methods."""
         return self.method.spec

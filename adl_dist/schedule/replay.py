@@ -2,12 +2,13 @@
 
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from adl_dist.errors import ScheduleError
 from adl_dist.schedule.actions import LINKS, RECEIVES, Action, receiver, sender
 
 ActionLists = Sequence[Sequence[Action]]
+Turns = Sequence[Sequence[int]]  # for each of P processes, the stages of its actions, in order; stage s is in s mod P
 Edge = tuple[str, int]  # what is carried, and the stage that receives it
 Sending = tuple[str, int]  # what is carried, and the stage that sends it
 
@@ -22,13 +23,25 @@ def at_random(seed: int) -> Callable[[Sequence[int]], int]:
     return random.Random(seed).choice
 
 
+def in_turns(lists: Mapping[int, Sequence[Action]], turns: Iterable[int]) -> Iterator[tuple[int, Action]]:
+    """Yield (stage, action) of one process in the order of its ``turns``; lists may become shorter meanwhile."""
+    cursor = dict.fromkeys(lists, 0)
+    for k in turns:
+        if cursor[k] < len(lists[k]):
+            yield k, lists[k][cursor[k]]
+            cursor[k] += 1
+
+
 def replay(
-    lists: ActionLists, *, pick_next: Callable[[Sequence[int]], int] = downstream_first
+    lists: ActionLists,
+    *,
+    pick_next: Callable[[Sequence[int]], int] = downstream_first,
+    turns: Turns | None = None,
 ) -> Iterator[tuple[int, Action]]:
     """Yield (stage, action) of all stages in one valid order: a receive comes after its send.
 
     The engine executes the order as it comes, so whatever ``pick_next`` picks among the stages that can continue, in
-    ascending order, is a run of the real thing.
+    ascending order, is a run of the real thing. With ``turns`` the stages of a process keep to its order.
 
     Raises:
         ScheduleError: every unfinished stage waits for another, or a message is not the one awaited.
@@ -40,6 +53,10 @@ def replay(
     def ready(stage: int) -> bool:
         if cursor[stage] >= len(lists[stage]):  # asked each time: a LOAD may shorten all lists
             return False
+        if turns is not None:
+            process = stage % len(turns)
+            if turns[process][sum(cursor[process :: len(turns)])] != stage:
+                return False
         action = lists[stage][cursor[stage]]
         if action.op not in RECEIVES:
             return True

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from adl_dist.schedule.actions import BACKWARDS, Action, Op
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.timing import FORWARDS, actions_of_all, ticks
+from adl_dist.schedule.timing import FORWARDS, actions_of_all, in_processes, ticks
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,21 @@ def figures(pipeline: Pipeline, *, num_micro_batches: int | None = None) -> list
     rows = []
     for k, actions in enumerate(actions_of_all(pipeline, num_micro_batches=num_micro_batches)):
         by_offset = pipeline.steady_staleness(k)
-        held = _held(pipeline, k, actions)
-        remembered = pipeline.remembers_displacement(k) + pipeline.feedback_lag(k)
-        stale = by_offset, pipeline.mean_staleness(k), max(by_offset)
-        rows.append(StageFigures(k, pipeline.delays[k], *stale, *held, remembered))
+        graphs, inputs, copies, deferred = _held(pipeline, k, actions)
+        rows.append(
+            StageFigures(
+                stage=k,
+                delay=pipeline.delays[k],
+                staleness_by_offset=by_offset,
+                staleness_mean=pipeline.mean_staleness(k),
+                staleness_max=max(by_offset),
+                graphs=graphs,
+                inputs=inputs,
+                weight_copies=copies,
+                history_copies=pipeline.remembers_displacement(k) + pipeline.feedback_lag(k),
+                deferred=deferred,
+            )
+        )
     return rows
 
 
@@ -83,16 +94,18 @@ def _held(pipeline: Pipeline, stage: int, actions: list[Action]) -> tuple[int, i
 def title(pipeline: Pipeline, *, num_micro_batches: int) -> str:
     """Return name and settings in one line."""
     weights = pipeline.method.weights if "weights" in pipeline.spec.options else "present"
+    K, P = pipeline.num_stages, pipeline.num_processes
+    where = f"K = {K} stages" + (f" in {P} processes" if pipeline.stages_per_process > 1 else "")
     return (
-        f"{pipeline.spec.summary}: K = {pipeline.num_stages} stages, M = {pipeline.micro_batches_per_update}, "
+        f"{pipeline.spec.summary}: {where}, M = {pipeline.micro_batches_per_update}, "
         f"{weights} weights, {num_micro_batches} micro-batches"
     )
 
 
 def tick_words(pipeline: Pipeline, *, num_micro_batches: int) -> list[dict[int, list[str]]]:
     """Return, for each stage, the actions of each tick, as printed, like ``{4: ["F4", "B0"]}``."""
-    lists = actions_of_all(pipeline, num_micro_batches=num_micro_batches)
-    return [{tick: list(map(str, row[tick])) for tick in sorted(row)} for row in ticks(lists)]
+    lists, turns = in_processes(pipeline, num_micro_batches=num_micro_batches)
+    return [{tick: list(map(str, row[tick])) for tick in sorted(row)} for row in ticks(lists, turns=turns)]
 
 
 def describe(pipeline: Pipeline, *, num_micro_batches: int, width: int | None = None) -> str:

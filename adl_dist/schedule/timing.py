@@ -15,9 +15,9 @@ from adl_dist.errors import ConfigError
 from adl_dist.schedule.actions import BACKWARDS, LINKS, RECEIVES, Action, Op, receiver
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.pipeline import Pipeline
-from adl_dist.schedule.replay import ActionLists, replay
+from adl_dist.schedule.replay import ActionLists, Turns, replay
 from adl_dist.schedule.run_plan import Segment
-from adl_dist.schedule.work import training_work
+from adl_dist.schedule.work import training_work, turns_of
 
 FORWARDS = (Op.FORWARD, Op.FORWARD_ONLY)
 WORK = dict.fromkeys((*FORWARDS, Op.RECOMPUTE), "forward") | {
@@ -92,21 +92,27 @@ class Span(NamedTuple):
     end: float
 
 
-def simulate(lists: ActionLists, costs: Costs, *, slowdown: Slowdown = at_full_speed) -> list[Span]:
-    """Return when each action of each stage starts and ends; ``slowdown`` makes stragglers."""
+def simulate(
+    lists: ActionLists, costs: Costs, *, turns: Turns | None = None, slowdown: Slowdown = at_full_speed
+) -> list[Span]:
+    """Return when each action of each stage starts and ends; ``slowdown`` makes stragglers.
+
+    ``turns``: which stages share a process, see :func:`in_processes`; None: none do.
+    """
     K = len(lists)
-    free = [0.0] * K
+    P = len(turns) if turns is not None else K
+    free = [0.0] * P
     mail: dict[tuple[str, int], deque[float]] = defaultdict(deque)
     spans = []
-    for stage, action in replay(lists):
-        start = free[stage]
+    for stage, action in replay(lists, turns=turns):
+        start = free[stage % P]
         if action.op in RECEIVES:
             start = max(start, mail[RECEIVES[action.op].what, stage].popleft())
         end = start + costs.of(stage, action.op) * slowdown(stage, action)
         if action.op in LINKS:
             to = receiver(action.op, stage, num_stages=K)
             mail[LINKS[action.op].what, to].append(end + costs.between(stage, to))
-        free[stage] = end
+        free[stage % P] = end
         spans.append(Span(stage, action, start, end))
     return spans
 
@@ -116,30 +122,34 @@ def makespan(spans: Iterable[Span]) -> float:
     return max((span.end for span in spans), default=0.0)
 
 
-def ticks(lists: ActionLists) -> list[dict[int, list[Action]]]:
+def ticks(lists: ActionLists, *, turns: Turns | None = None) -> list[dict[int, list[Action]]]:
     """Return, for each stage, its actions in each tick: at most one forward, then one backward, and an update.
 
-    A message takes one tick, but the word that frees a locked forward, which is no message of the paper's, none.
+    A message takes one tick, but the word that frees a locked forward, which is no message of the paper's, none. Stages
+    that share a process share its ticks, see :func:`in_processes`.
     """
     K = len(lists)
-    now, used, ready = [0] * K, [0] * K, [0] * K  # used: 1 after the forward of a tick, 2 after its backward
+    P = len(turns) if turns is not None else K
+    now, used = [0] * P, [0] * P  # of a process; used: 1 after the forward of a tick, 2 after its backward
+    ready = [0] * K
     mail: dict[tuple[str, int], deque[int]] = defaultdict(deque)
     table: list[dict[int, list[Action]]] = [defaultdict(list) for _ in range(K)]
-    for stage, action in replay(lists):
+    for stage, action in replay(lists, turns=turns):
+        process = stage % P
         if action.op in RECEIVES:
             ready[stage] = max(ready[stage], mail[RECEIVES[action.op].what, stage].popleft())
         elif action.op in LINKS:
             what, to = LINKS[action.op].what, receiver(action.op, stage, num_stages=K)
-            mail[what, to].append(max(now[stage], ready[stage]) + (what != "go"))
+            mail[what, to].append(max(now[process], ready[stage]) + (what != "go"))
         elif action.op in FORWARDS or action.op in (Op.RECOMPUTE, *BACKWARDS):
             rank = 1 if action.op in FORWARDS else 2
-            tick = max(now[stage] + (used[stage] >= rank), ready[stage])
+            tick = max(now[process] + (used[process] >= rank), ready[stage])
             if action.op is Op.RECOMPUTE:  # its backward follows in the same tick
                 rank = 1
-            now[stage], used[stage] = tick, rank
+            now[process], used[process] = tick, rank
             table[stage][tick].append(action)
         elif action.op in (Op.BACKWARD_WEIGHT, Op.UPDATE):
-            table[stage][now[stage]].append(action)
+            table[stage][now[process]].append(action)
     return table
 
 
@@ -148,7 +158,7 @@ class Speed:
     """The time of a method in steady state."""
 
     time_per_update: float  # in the unit of the costs
-    bubble: float  # share of that time in which a stage waits, averaged over stages
+    bubble: float  # share of that time in which a process waits, averaged over them
     speed_up: float  # over backpropagation with the same costs and the same M
     busy: list[float]  # share of that time in which each stage works
 
@@ -160,7 +170,12 @@ def speed(method: Method, costs: Costs) -> Speed:
     period, worked = _per_update(pipeline, costs, _enough_groups(pipeline))
     serial_period = time_per_update(serial, costs)
     busy = [time / period for time in worked]
-    return Speed(time_per_update=period, bubble=1 - sum(busy) / K, speed_up=serial_period / period, busy=busy)
+    return Speed(
+        time_per_update=period,
+        bubble=1 - sum(busy) / pipeline.num_processes,
+        speed_up=serial_period / period,
+        busy=busy,
+    )
 
 
 def time_per_update(pipeline: Pipeline, costs: Costs) -> float:
@@ -170,13 +185,24 @@ def time_per_update(pipeline: Pipeline, costs: Costs) -> float:
 
 def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[Action]]:
     """Return the actions of all stages in a segment of so many equal micro-batches."""
-    M = pipeline.micro_batches_per_update
-    after = pipeline.method.flush_epochs  # the epochs that are like all later ones
-    segment = Segment(
-        epoch=after, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M
-    )
+    segment = _segment(pipeline, num_micro_batches)
     work = training_work(pipeline, segment, stages=range(pipeline.num_stages), seed=0)
     return [work[k].actions for k in range(pipeline.num_stages)]
+
+
+def in_processes(pipeline: Pipeline, *, num_micro_batches: int) -> tuple[list[list[Action]], Turns | None]:
+    """Return these actions, and the order of each process's; None: each process has one stage."""
+    lists, turns = actions_of_all(pipeline, num_micro_batches=num_micro_batches), None
+    if pipeline.stages_per_process > 1:
+        segment = _segment(pipeline, num_micro_batches)
+        turns = [turns_of(pipeline, segment, process, training=True) for process in range(pipeline.num_processes)]
+    return lists, turns
+
+
+def _segment(pipeline: Pipeline, num_micro_batches: int) -> Segment:
+    """Return a segment of so many micro-batches in an epoch that is like all later ones."""
+    M, after = pipeline.micro_batches_per_update, pipeline.method.flush_epochs
+    return Segment(epoch=after, first_update=0, num_samples=num_micro_batches, micro_batch_size=1, accumulation_steps=M)
 
 
 def _enough_groups(pipeline: Pipeline) -> int:
@@ -188,10 +214,11 @@ def _per_update(pipeline: Pipeline, costs: Costs, num_groups: int) -> tuple[floa
     """Return the time, and the busy time of each stage, that an update adds."""
     K, M = pipeline.num_stages, pipeline.micro_batches_per_update
     if pipeline.spec.flush:
-        num_groups = 4  # stage 0 begins and ends each group, so none depends on the one before
+        num_groups = 4  # a stage ends each group before it begins the next, so they are alike from the second one on
 
     def run(groups: int) -> tuple[float, list[float]]:
-        spans = simulate(actions_of_all(pipeline, num_micro_batches=groups * M), costs)
+        lists, turns = in_processes(pipeline, num_micro_batches=groups * M)
+        spans = simulate(lists, costs, turns=turns)
         worked = [0.0] * K
         for span in spans:
             worked[span.stage] += span.end - span.start

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from adl_dist.schedule.actions import BACKWARDS, LINKS, Action, Op
-from adl_dist.schedule.build_actions import evaluation_actions, training_actions
+from adl_dist.schedule.build_actions import evaluation_actions, evaluation_turns, training_actions, training_turns
 from adl_dist.schedule.greedy import greedy_actions
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import Sending, max_outstanding
@@ -52,6 +52,18 @@ def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]
     return {k: StageWork(actions[k], sizes_of[k], sizes_of[max(k - 1, 0)], weights_of[k]) for k in stages}
 
 
+def turns_of(pipeline: Pipeline, segment: Segment, process: int, *, training: bool) -> Sequence[int]:
+    """Return, for each action of ``process``, which of its stages carries it out, to train on ``segment`` or not."""
+    if not training:
+        return list(evaluation_turns(pipeline, process, num_micro_batches=len(segment.sizes)))
+    return _turns(pipeline.in_epoch(segment.epoch), process, tuple(segment.group_sizes))
+
+
+@lru_cache(maxsize=32)
+def _turns(pipeline: Pipeline, process: int, group_sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(training_turns(pipeline, process, group_sizes=group_sizes))
+
+
 @lru_cache(maxsize=32)
 def _actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> tuple[Action, ...]:
     # Kept: the epochs of a run are alike, and so many new objects would make Python's garbage collector look at all.
@@ -61,6 +73,7 @@ def _actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> tu
 def forget_actions() -> None:
     """Free the lists kept for further epochs: 0.7 MB for every stage and 1,000 micro-batches."""
     _actions.cache_clear()
+    _turns.cache_clear()
 
 
 @lru_cache(maxsize=32)

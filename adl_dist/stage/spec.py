@@ -60,10 +60,10 @@ class Precision:
                 f"runtime.autocast={_named(self.autocast)} lowers float32 only, but dtype={_named(self.dtype)}; use "
                 "dtype=float32, or runtime.autocast=null"
             )
-        if self.compile and method.split_backward:
+        if self.compile and method.splits:
+            divider = "method.split_backward" if method.split_backward else f"method={method.name}"
             raise ConfigError(
-                "runtime.compile makes one piece of a stage's backward, which method.split_backward would divide; use "
-                "one of them"
+                f"runtime.compile makes one piece of a stage's backward, which {divider} would divide; use one of them"
             )
         keeps_copies = "autocast" if self.autocast is not None else "compile" if self.compile else None
         if keeps_copies is not None and method.weights == "latest":

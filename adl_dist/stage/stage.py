@@ -90,7 +90,7 @@ class Stage:
         self.module, self.head = module, head
         self.version = 0
         self.in_flight: dict[int, InFlight] = {}
-        self._splits, self._skips = method.split_backward, gradients.skips
+        self._splits, self._skips = method.splits, gradients.skips
         self.tally = StepStats()
         self.faults = NonFiniteCheck(gradients, stage=index, is_last=self.is_last, reads_late=self._splits)
         self._clip_norm = gradients.clip_norm

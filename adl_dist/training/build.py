@@ -248,7 +248,7 @@ def connect_stages(
         else:
             specs = GO if what == "go" else Specs.always(targets)
         units = f" ({units_of(stages[source].module)})" if source in stages else ""
-        if not world.is_distributed:
+        if source in stages and to in stages:
             channel = LocalChannel(specs, what=what, edge=f"stage {source}{units} -> stage {to}")
             contexts[source].senders[what] = contexts[to].receivers[what] = channel
         elif source in stages:

@@ -56,7 +56,8 @@ class ProcessOptions:
     """Where and how the stages run.
 
     Attributes:
-        one_per_stage: one process per stage; None: if torchrun started this script.
+        one_per_stage: one process per stage, of ``interleaved`` one for each v stages; None: if torchrun started this
+            script.
         device: ``cpu`` or ``cuda`` (the GPU of the local rank; which that is, CUDA_VISIBLE_DEVICES says), or the
             torch.device of that name.
         threads: threads of each process; None: cores / K, whether the stages share a process or not, because sums over

@@ -113,7 +113,7 @@ class PartitionedModel:
         for name, (stage, dtype) in self._home.items():
             tensor = _plain(own[stage][name]) if stage in own else torch.empty(self.signature[name], dtype=dtype)
             if distributed:
-                dist.broadcast(tensor, src=stage)
+                dist.broadcast(tensor, src=stage % dist.get_world_size())
             full[name] = tensor
         return {name: full[name] for name in self.signature}
 

@@ -138,7 +138,7 @@ class Trainer:
                 "adl-dist plan prints for this cut, like method.delay=[2,1,0]"
             )
         self._processes = processes or ProcessOptions()
-        self._distributed = _is_distributed(self._processes, num_stages)
+        self._distributed = _is_distributed(self._processes, self._spec.pipeline)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
         mark_roles(model)
@@ -146,7 +146,7 @@ class Trainer:
             in_dtype(model, self._spec.precision.dtype),
             num_stages,
             partition,
-            own=[launched_rank()] if self._distributed else range(num_stages),
+            own=self._spec.pipeline.stages_of(launched_rank()) if self._distributed else range(num_stages),
         )
         self.requests = Requests()  # of the job that runs now, or did last; to ask it to stop or to save
 
@@ -300,11 +300,13 @@ class Trainer:
             )
         if monitoring.trace and run_dir is None:
             raise ConfigError("trace=True writes run_dir/trace.json, but there is no run_dir; pass one, or no trace")
-        num_stages = self._spec.pipeline.num_stages
-        if monitoring.memory and num_stages > 1 and not self._distributed:
+        pipeline = self._spec.pipeline
+        num_processes = pipeline.num_processes if self._distributed else 1
+        if monitoring.memory and num_processes < pipeline.num_stages:
             raise ConfigError(
-                f"memory=True (runtime.memory) measures a process, but all {num_stages} stages share one; start "
-                "one for each stage (runtime.processes=true, torchrun), or omit it"
+                f"memory=True (runtime.memory) measures a process, but {pipeline.num_stages} stages share "
+                f"{num_processes}; start one for each stage (runtime.processes=true, torchrun; "
+                "method.stages_per_process=1), or omit it"
             )
 
     def _start(
@@ -434,13 +436,14 @@ class Trainer:
             recorder.close()  # writes what is left, which a disk may refuse
 
     def _join(self) -> World:
-        device, seconds = self._processes.device, self._processes.timeout_seconds
+        device, seconds, pipeline = self._processes.device, self._processes.timeout_seconds, self._spec.pipeline
         if self._distributed:
-            return connect(self._spec.pipeline.num_stages, device_type=device, timeout_seconds=seconds)
-        return single_process(choose_device(device))
+            size, num_stages = pipeline.num_processes, pipeline.num_stages
+            return connect(num_stages, size=size, device_type=device, timeout_seconds=seconds)
+        return single_process(choose_device(device), pipeline.num_stages)
 
     def _applied(self) -> contextlib.AbstractContextManager[None]:
-        threads = self._processes.threads or default_threads(self._spec.pipeline.num_stages)
+        threads = self._processes.threads or default_threads(self._spec.pipeline.num_processes)
         return self._spec.precision.apply(threads=threads)
 
     def _bound(self, world: World) -> contextlib.AbstractContextManager[None]:
@@ -448,14 +451,14 @@ class Trainer:
         return bound_to(world.cores if self._processes.bind_cores and world.device.type == "cpu" else None)
 
 
-def _is_distributed(processes: ProcessOptions, num_stages: int) -> bool:
-    """Return whether each stage has a process of its own; raise ConfigError if neither K nor 1 were started."""
+def _is_distributed(processes: ProcessOptions, pipeline: Pipeline) -> bool:
+    """Return whether stages are in several processes; raise ConfigError if neither so many nor 1 were started."""
     wanted, started = processes.one_per_stage, launched_world_size()
-    distributed = (started is not None if wanted is None else wanted) and num_stages > 1
+    distributed = (started is not None if wanted is None else wanted) and pipeline.num_processes > 1
     if distributed and started is None:
         raise ConfigError(
             f"one_per_stage=True, but this script was started plainly: start it with torchrun "
-            f"--nproc-per-node={num_stages}, or omit one_per_stage to train in one process"
+            f"--nproc-per-node={pipeline.num_processes}, or omit one_per_stage to train in one process"
         )
-    check_world_size(num_stages, processes=distributed)
+    check_world_size(pipeline, processes=distributed)
     return distributed

@@ -34,10 +34,11 @@ Message = list[tuple[dist.Work | None, Tensor]]  # a Work, kept with the buffer 
 
 
 class Edge(NamedTuple):
-    """A communicator of its own from one rank to another."""
+    """A communicator of its own from one stage to another, in two processes."""
 
     sender: int
     receiver: int
+    ranks: tuple[int, int]  # theirs
     group: dist.ProcessGroup
     backend: str  # "gloo" or "nccl"
 
@@ -45,14 +46,16 @@ class Edge(NamedTuple):
 def connect_edges(
     num_stages: int, links: Iterable[str], *, backend: str, device: torch.device, timeout: datetime.timedelta
 ) -> dict[tuple[str, int], Edge]:
-    """Make and connect all edges for some kinds of ``LINKS``. Every rank calls it; rank k is stage k.
+    """Make and connect all edges between processes for some kinds of ``LINKS``. Every rank calls it.
+
+    Stage s is in rank s mod the number of ranks, which is stage s itself where there is a rank for each.
 
     ``backend`` carries the tensors that stay on ``device``, this rank's; ``timeout`` is the limit of one message.
 
     Returns:
         Edges by (what, sending stage), for example ``("act", k)`` to k + 1; only those this rank is an end of.
     """
-    rank, edges = dist.get_rank(), {}
+    rank, num_ranks, edges = dist.get_rank(), dist.get_world_size(), {}
     pairs = [
         (link.what, sender, receiver(op, sender, num_stages=num_stages))
         for op, link in LINKS.items()
@@ -60,26 +63,27 @@ def connect_edges(
         for sender in ([0] if link.hop is None else range(num_stages))
     ]
     for what, sender, to in pairs:
-        if to == sender or not 0 <= to < num_stages:
+        ranks = sender % num_ranks, to % num_ranks
+        if not 0 <= to < num_stages or ranks[0] == ranks[1]:
             continue
         edge_backend = "gloo" if what in ON_CPU else backend
         # NCCL asks strangers for a number that only its ranks know, and may connect again later.
         with blocking_new() if edge_backend == "gloo" else nullcontext():
             group = dist.new_group(
-                [sender, to],
+                list(ranks),
                 backend=edge_backend,
                 timeout=timeout,
                 # Named, or NCCL takes LOCAL_RANK modulo the device count (torch 2.15).
                 device_id=device if edge_backend == "nccl" else None,
             )
-        if rank in (sender, to):
+        if rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
-            edge = edges[what, sender] = Edge(sender, to, group, edge_backend)
+            edge = edges[what, sender] = Edge(sender, to, ranks, group, edge_backend)
             probe = torch.zeros(1, device=device if edge_backend == "nccl" else "cpu")
-            if rank == sender:
-                dist.send(probe, to, group=edge.group)
+            if rank == ranks[0]:
+                dist.send(probe, ranks[1], group=edge.group)
             else:
-                dist.recv(probe, sender, group=edge.group)
+                dist.recv(probe, ranks[0], group=edge.group)
     return edges
 
 
@@ -128,7 +132,7 @@ class ProcessSender(_End):
         other. In evaluation no gradient shows what was taken, and the limit is ``max_pending_in_evaluation``.
         """
         self._where = f"stage {edge.sender}{units} -> stage {edge.receiver}: {what} of micro-batch {{}}"
-        super().__init__(edge, specs, edge.receiver, f"{self._where} could not be sent: stage {edge.receiver}")
+        super().__init__(edge, specs, edge.ranks[1], f"{self._where} could not be sent: stage {edge.receiver}")
         self._max_pending, self._limits = max_pending, (max_pending_in_evaluation, max_pending)
 
     def open(self, sizes: Sequence[int], *, training: bool) -> None:
@@ -161,7 +165,7 @@ class ProcessReceiver(_End):
 
     def __init__(self, edge: Edge, specs: Specs, *, what: str, device: torch.device) -> None:
         waited = f"stage {edge.receiver} <- stage {edge.sender}: waited for the {what} of micro-batch {{}}"
-        super().__init__(edge, specs, edge.sender, f"{waited}, but the peer")
+        super().__init__(edge, specs, edge.ranks[0], f"{waited}, but the peer")
         self._device = device
         self._arrives_on = torch.device("cpu") if edge.backend == "gloo" else device
         self._through_host = self._arrives_on != device

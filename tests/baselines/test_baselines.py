@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from adl_dist.baselines.loop import Training, joined, replicated, train_alone
-from adl_dist.baselines.pipelining import train_stage
+from adl_dist.baselines.pipelining import stages_of, train_stages
 from adl_dist.distributed.parent_process import RENDEZVOUS_FOLDER
 from adl_dist.partition import cut
 from tests.support.equations import assert_close
@@ -55,14 +55,16 @@ def joined_by(K, name):
     return joined(rank, K, device=CPU, rendezvous=rendezvous, timeout_seconds=30)
 
 
-def staged(K, schedule, channels_last):
-    rank = int(os.environ["RANK"])
-    module = cut(batch_norm_net().double(), num_stages=K, balance=BALANCE[K])[rank]
-    mine = batches(BATCH, channels_last=channels_last) if rank == 0 else None
-    options = {"overwrites": [False], "target": torch.empty(BATCH, dtype=torch.long), "channels_last": channels_last}
-    with joined_by(K, "pipe"):
-        train_stage(module, mine, training(module, micro_batches=M), schedule=schedule, **options)
-    return module.state_dict()
+def staged(num_ranks, num_stages, schedule, channels_last):
+    own = stages_of(schedule, int(os.environ["RANK"]), num_ranks, num_stages)
+    pieces = cut(batch_norm_net().double(), num_stages=num_stages, balance=BALANCE[num_stages])
+    mine = batches(BATCH, channels_last=channels_last) if 0 in own else None
+    options = {"overwrites": {k: [False] for k in own}, "target": torch.empty(BATCH, dtype=torch.long)}
+    options |= {"schedule": schedule, "num_stages": num_stages, "channels_last": channels_last}
+    modules = {k: pieces[k] for k in own}
+    with joined_by(num_ranks, "pipe"):
+        train_stages(modules, mine, training(nn.ModuleList(modules.values()), micro_batches=M), **options)
+    return {name: tensor for module in modules.values() for name, tensor in module.state_dict().items()}
 
 
 def plain_net():
@@ -94,10 +96,14 @@ def test_the_plain_loop_ends_in_the_weights_of_our_gpipe(expected):
 
 
 @pytest.mark.parametrize(
-    ("K", "schedule", "channels_last"), [(2, "gpipe", True), (3, "1f1b", True), slow(2, "1f1b", False)]
-)
-def test_torchs_pipelining_ends_in_the_weights_of_our_gpipe(K, schedule, channels_last, expected):
-    stages = run_ranks(K, staged, K, schedule, channels_last)
+    ("num_ranks", "num_stages", "schedule", "channels_last"),
+    [
+        (2, 2, "gpipe", True), (3, 3, "1f1b", True), slow(2, 2, "1f1b", False),
+        (2, 4, "interleaved", True), (2, 4, "interleaved-zb", True), (2, 4, "zbv", True),
+    ],
+)  # fmt: skip
+def test_torchs_pipelining_ends_in_the_weights_of_our_gpipe(num_ranks, num_stages, schedule, channels_last, expected):
+    stages = run_ranks(num_ranks, staged, num_ranks, num_stages, schedule, channels_last)
     assert_close({name: tensor for stage in stages for name, tensor in stage.items()}, expected)
 
 

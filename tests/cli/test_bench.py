@@ -16,7 +16,7 @@ import torch
 
 from adl_dist.cli.bench import command
 from adl_dist.cli.bench.baseline_rank import rank_batches, run
-from adl_dist.cli.bench.entries import DEFAULT, ModelSurvey, entries, survey
+from adl_dist.cli.bench.entries import DEFAULT, Cut, ModelSurvey, entries, survey
 from adl_dist.cli.bench.report import baseline, draw, report, rows
 from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once, seconds_per_update, stretched, train_argv
 from adl_dist.cli.config.compose import compose_run
@@ -27,10 +27,13 @@ from adl_dist.transport.spec import TensorSpec
 from tests.support import commands
 from tests.support.commands import as_command, in_process, left_behind, shows
 
+CUTS = {
+    K: Cut(sizes=[1] * K, overwrites=[], act_bytes=[b] * (K - 1), grad_bytes=[b] * (K - 1))
+    for K, b in ((2, 300), (3, 150), (6, 10))
+}
 SURVEY = ModelSurvey(
-    channels_last=True,
-    sizes=[1, 1], granularity="block", overwrites=[], target=TensorSpec((), "int64"), predicted={"adl": 125.0},
-    act_bytes=300, grad_bytes=300, parameter_bytes=12_000,
+    channels_last=True, cuts=CUTS, granularity="block", target=TensorSpec((), "int64"), predicted={"adl": 125.0},
+    parameter_bytes=12_000,
 )  # fmt: skip
 CONV_NET = ["model=resnet8", "data=synthetic", "data.image_size=8"]
 TINY = ["model._target_=tests.support.user_code.good", "data._target_=tests.support.user_code.images"]
@@ -82,6 +85,11 @@ def test_no_update_counts_before_the_pipeline_is_full():
         ("2bw", ["partition.num_stages=6"], "use method.accumulation_steps=5"),
         ("torch-gpipe", ["runtime.device=cuda"], "needs a GPU for each of 2 stages, and there are 0"),
         ("torch-bp-cores", ["runtime.device=cuda"], "do not make a GPU faster"),
+        (
+            "torch-interleaved",
+            ["method=interleaved", "method.stages_per_process=1"],
+            "stages_per_process of at least 2",
+        ),
         ("torch-1f1b-plain", ["runtime.channels_last=false"], "it would be torch-1f1b again"),
         ("adl-minimal", ["method.lr_index=slot"], "needs the clock of method.delay=decoupled"),
     ],
@@ -95,7 +103,8 @@ def test_who_cannot_run_is_left_out_with_the_reason(name, words, reason, monkeyp
 
 
 def test_bytes_are_counted_as_each_way_to_train_sends_them():
-    able, _ = fit("torch-bp,torch-ddp,torch-1f1b,adl,ddg,dgl", "partition.num_stages=3", "train.batch_size=60")
+    names = "torch-bp,torch-ddp,torch-1f1b,adl,ddg,dgl,zbh1,interleaved,torch-interleaved-zb,torch-zbv"
+    able, _ = fit(names, "partition.num_stages=3", "train.batch_size=60")
     told = {contender.name: SURVEY.bytes_per_image(contender) for contender in able}
     assert told == {
         "torch-bp": 0,
@@ -104,6 +113,10 @@ def test_bytes_are_counted_as_each_way_to_train_sends_them():
         "adl": 608,
         "ddg": 608 + 2,  # the word that a micro-batch has passed, over two hops
         "dgl": 300 + 2 * 8,  # no gradients; labels over two hops
+        "zbh1": 608,
+        "interleaved": 2 * 5 * 10 + 8,  # two stages in each process
+        "torch-interleaved-zb": 2 * 5 * 10 + 8,
+        "torch-zbv": 2 * 4 * 10,  # over one border less, and the loss is computed where the data is
     }
 
 
@@ -186,16 +199,28 @@ def test_all_pipelines_are_cut_at_the_same_place(balance, granularity, sizes):
     words = [*CONV_NET, f"partition.balance={balance}"]
     able, found = look(words, "gpipe", "torch-gpipe", "torch-gpipe-plain", "adl")
     assert found.granularity == granularity
-    assert sizes in (None, found.sizes)
+    one = found.cuts[2]
+    assert sizes in (None, one.sizes)
     assert found.target == TensorSpec((), "int64")
     if sizes == [2, 3]:  # 16 channels of 8 x 8 in float32, there and back
-        assert (found.act_bytes, found.grad_bytes) == (4096, 4096)
+        assert (one.act_bytes, one.grad_bytes) == ([4096], [4096])
     setting = bench_config(words, found)
-    cut = f"partition.balance=[{','.join(map(str, found.sizes))}]"
+    cut = f"partition.balance=[{','.join(map(str, one.sizes))}]"
     argv = [train_argv(entry, setting, 9) for entry in able]
     assert [[word for word in words if word.startswith("partition.balance")] for words in argv] == [[cut]] * 4
     # One of torch's pipelines runs in the only format that gloo takes.
     assert [compose_run(words)[0].runtime.channels_last for words in argv] == [True, True, False, True]
+
+
+def test_several_stages_in_a_process_have_a_finer_cut():
+    words = [*CONV_NET, "partition.balance=[4,1]"]
+    able, found = look(words, "1f1b", "zbh1", "interleaved", "torch-interleaved", "torch-zbv")
+    assert {num: cut.sizes for num, cut in found.cuts.items()} == {2: [4, 1], 4: [1, 1, 1, 2]}
+    setting = bench_config(words, found)
+    for entry in able:
+        config, num_stages = compose_run(train_argv(entry, setting, 9))[0], 2 if entry.name in ("1f1b", "zbh1") else 4
+        assert (config.pipeline.num_stages, config.pipeline.num_processes) == (num_stages, 2)
+        assert len(config.partition.balance) == len(found.cuts[num_stages].overwrites) == num_stages
 
 
 def test_the_speeds_of_our_methods_and_torchs_are_predicted(monkeypatch):

@@ -137,7 +137,8 @@ def test_other_methods_memory_is_measured_as_table_4_says():
     runs = [run for name in ("table4", "memory") for run in planned(name).jobs]
     for of in ("model", "data", "partition", "train", "optimizer", "runtime"):
         assert all(getattr(run.config, of) == getattr(runs[0].config, of) for run in runs), of
-    assert {run.config.method.chosen().name for run in runs} == set(METHODS)
+    with_one_stage_per_process = METHODS.keys() - {"interleaved"}
+    assert {run.config.method.chosen().name for run in runs} == with_one_stage_per_process
     assert len({run.folder.parent.name for run in runs}) == len(runs)
 
 

@@ -233,6 +233,22 @@ def test_processes_stop_after_the_same_update_and_resume(names, tmp_path):
             assert different(by_rank[rank][case][1], expected) == [], name
 
 
+def stop_twice_in_shared_processes(folder):
+    fit = functools.partial(fitted, 4, name="interleaved", run_dir=folder, epochs=1)
+    return [fit(data=Asking(at))[2]["stopped"]["update"] for at in STOPS], fit()[1]
+
+
+@pytest.mark.ranks
+def test_processes_of_several_stages_stop_and_go_on_in_others(tmp_path):
+    """No gradient is stale, so that nothing changes; then all stages continue in one process."""
+    plain = [fitted(4, name="interleaved", epochs=epochs)[1] for epochs in (1, 2)]
+    for stops, state in run_ranks(2, stop_twice_in_shared_processes, tmp_path, timeout_seconds=100):
+        assert stops == [*STOPS.values()]
+        assert different(state, plain[0]) == []
+    in_one = {"name": "interleaved", "options": (("stages_per_process", 4),)}
+    assert different(fitted(4, run_dir=tmp_path, epochs=2, **in_one)[1], plain[1]) == []
+
+
 def stop_by_signal(folder, rank):
     """Rank ``rank`` sends itself SIGINT when it has made three updates of an epoch that takes a while."""
     # As from a terminal, also where the tests themselves run in the background with SIGINT ignored.

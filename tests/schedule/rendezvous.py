@@ -11,10 +11,11 @@ from adl_dist.schedule.actions import LINKS, RECEIVES, receiver, sender
 from adl_dist.schedule.replay import refuse_unfinished
 
 
-def check_rendezvous(lists, *, one_per_pair=False, max_pending=None):
+def check_rendezvous(lists, *, one_per_pair=False, max_pending=None, turns=None):
     """Raise a ScheduleError that says for what stages wait, if the ``lists`` of stages 0..K-1 deadlock.
 
     ``one_per_pair``: one communicator for both directions of a neighbour pair, which transport/ never has.
+    ``turns``: the stages of each process's actions, in order; None: each stage has its own.
     ``max_pending``: for each (what, sending stage), sends under way that do not block the host; None: any number.
     """
     cursor, num_issued = [0] * len(lists), [0] * len(lists)
@@ -44,11 +45,15 @@ def check_rendezvous(lists, *, one_per_pair=False, max_pending=None):
             return carried not in done
         return max_pending is not None and under_way[what, source] > max_pending[what, source]
 
+    def has_turn(stage):
+        process = stage % len(turns) if turns is not None else stage
+        return turns is None or turns[process][sum(cursor[process :: len(turns)])] == stage
+
     progress = -1
     while progress < sum(cursor) + len(done):
         progress = sum(cursor) + len(done)
         for k, actions in enumerate(lists):
-            while cursor[k] < len(actions) and not is_blocked(k, actions[cursor[k]]):
+            while cursor[k] < len(actions) and has_turn(k) and not is_blocked(k, actions[cursor[k]]):
                 cursor[k] += 1
         for name, pair in ends.items():
             mine, theirs = (queues[name, stage] for stage in pair)

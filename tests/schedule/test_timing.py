@@ -109,7 +109,7 @@ def test_busy_shares_are_work_over_time(name):
     for k in range(3):
         work = 4 * (costs.forward[k] + costs.backward[k] + replayed[k]) + 0.5
         assert told.busy[k] == pytest.approx(work / told.time_per_update)
-    assert told.bubble == pytest.approx(1 - sum(told.busy) / 3)
+    assert told.bubble == pytest.approx(1 - sum(told.busy) / Pipeline(chosen, 3).num_processes)
 
 
 # --- Links and stragglers ----------------------------------------------------------------------------------
@@ -204,6 +204,41 @@ def test_a_split_shrinks_the_bubble_of_a_flush(K):
             for split in (False, True)
         )
         assert split < 0.85 * whole
+
+
+@pytest.mark.parametrize(("f", "i", "w"), [(1.0, 1.0, 1.0), (1.2, 1.0, 0.8), (1.0, 1.2, 0.8), (1.0, 1.0, 0.5)])
+@pytest.mark.parametrize("K", [2, 4, 8])
+def test_zero_bubble_methods_wait_as_long_as_published(K, f, i, w):
+    """ZB-H1 (K-1)(F+I-W), ZB-H2 (K-1)(F+I-2W), 1F1B (K-1)(F+I+W), for any M of at least 2K-1 (Qi et al., table 1)."""
+    costs = Costs(forward=[f] * K, backward=[i + w] * K, backward_weight=[w] * K)
+    for name, wait in (("1f1b", f + i + w), ("zbh1", f + i - w), ("zbh2", f + i - 2 * w)):
+        for M in (2 * K - 1, 3 * K):
+            told = speed(method(name, accumulation_steps=M), costs)
+            assert told.time_per_update == pytest.approx(M * (f + i + w) + (K - 1) * wait)
+            assert told.bubble == pytest.approx(1 - M * (f + i + w) / told.time_per_update)
+
+
+@pytest.mark.parametrize("K", [2, 4, 8])
+def test_zero_bubble_methods_hold_k_or_2k_less_1_micro_batches(K):
+    """With their graphs or what is put off, in every stage alike: the memory of 1F1B's stage 0, or nearly twice it."""
+    for name, most in (("zbh1", K), ("zbh2", 2 * K - 1)):
+        pipeline = Pipeline(method(name, accumulation_steps=3 * K), K)
+        told = figures(pipeline)
+        assert [(f.graphs, f.graphs + f.deferred) for f in told] == [(d + 1, most) for d in pipeline.delays]
+        assert not any(f.staleness_max or f.weight_copies or f.history_copies for f in told)
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("P", [2, 3, 4])
+def test_interleaved_stages_wait_a_vth_of_1f1b(P, v):
+    """(P-1)(F+B)/v, of P processes that all do F+B (Narayanan et al., section 2.2); M is a multiple of P."""
+    for rounds in (1, 2, 4):
+        M, costs = rounds * P, Costs(forward=[1 / v] * P * v, backward=[2 / v] * P * v)
+        told = speed(method("interleaved", accumulation_steps=M, stages_per_process=v), costs)
+        assert told.time_per_update == pytest.approx(3 * (M + (P - 1) / v))
+        assert told.bubble == pytest.approx((P - 1) / v / (M + (P - 1) / v))
+        whole = speed(method("1f1b", accumulation_steps=M), Costs.balanced(P))
+        assert told.time_per_update - 3 * M == pytest.approx((whole.time_per_update - 3 * M) / v)
 
 
 def test_the_part_that_is_put_off_has_a_cost_of_its_own():

@@ -25,7 +25,7 @@ def at_once(K):
 
 # What the equations of each method say: the delay of each module and the weights of the backward.
 EQUATIONS = {
-    **dict.fromkeys(("bp", "gpipe", "1f1b"), (at_once, "stash")),
+    **dict.fromkeys(("bp", "gpipe", "1f1b", "zbh1", "zbh2", "interleaved"), (at_once, "stash")),
     **dict.fromkeys(("adl", "fdg"), (decoupled, "stash")),
     **dict.fromkeys(("ddg", "pipedream"), (minimal, "stash")),
     **{"dsp": (decoupled, "recompute"), "fr": (minimal, "recompute"), "2bw": (minimal, "2bw")},

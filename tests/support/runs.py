@@ -45,7 +45,7 @@ def trained(
     data = FixedImages(num_samples, dtype=dtype)
     if plant is not None:
         plant(net, data)
-    of_trainer = {"balance": BALANCE[K], "dtype": dtype, "timeout_seconds": 30, **of_trainer}
+    of_trainer = {"balance": BALANCE.get(K), "dtype": dtype, "timeout_seconds": 30, **of_trainer}
     trainer = toy_trainer(
         K, M, method, options, model=net, optimizer=optimizer, lr_schedule=warm_up_schedule, **of_trainer
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from adl_dist.optimizers import Muon, RotatedAdam
 from adl_dist.schedule import METHODS
+from tests.support.commands import assert_same
 from tests.support.ranks import RanksFailed, run_ranks
 from tests.support.runs import nan_inputs, toy_trainer, train
 from tests.support.tiers import slow
@@ -23,7 +24,7 @@ FLOATS = (torch.float32, torch.float64)
 # The float64 runs are those of which test_equality.py shows that they follow the equations.
 CASES = [
     *((M, {"dtype": dtype}) for M in (1, 2, 3, 4) for dtype in FLOATS),
-    *((3, {"method": name, "dropout": 0.3}) for name in METHODS if name != "adl"),
+    *((3, {"method": name, "dropout": 0.3}) for name in METHODS if name not in ("adl", "interleaved")),
     (2, {"options": {"weights": "latest"}}),
     (2, {"options": {"weights": "recompute"}, "dropout": 0.3}),
     (2, {"options": {"order": "backward_first", "reduction": "sum", "lr_index": "slot"}}),
@@ -97,6 +98,32 @@ def test_k_processes_equal_one_process_bit_for_bit(K, cases):
                 [(s["staleness_mean"], s["staleness_max"]) for s in run["stages"]] for run in (summary, in_one)
             )
             assert staleness == expected_staleness
+
+
+# K, P, v and further options; K = 3 leaves the second process one stage, and both ends of the pipeline the first.
+SHARED = [
+    (4, 2, 2, {"method": "interleaved"}),
+    (3, 2, 2, {"method": "interleaved", "shuffle": True}),
+    (7, 3, 3, {"method": "interleaved", "balance": [1] * 7}),
+]
+
+
+def train_shared(K, v, options):
+    options = {"options": {"stages_per_process": v}, "dropout": 0.3, "epochs": 2, **options}
+    return [train(K, M, dtype, **options) for M in (1, 4, 5) for dtype in FLOATS]
+
+
+@pytest.mark.parametrize(("K", "P", "v", "options"), SHARED)
+def test_processes_of_several_stages_equal_one_bit_for_bit(K, P, v, options):
+    by_rank, in_one_process = (
+        run_ranks(P, train_shared, K, v, options, timeout_seconds=110),
+        train_shared(K, v, options),
+    )
+    for of_rank in by_rank:
+        for (state, summary), (expected, in_one) in zip(of_rank, in_one_process, strict=True):
+            assert_same(state, expected)
+            assert [stage["stage"] for stage in summary["stages"]] == list(range(K))
+            assert summary["validation_loss"] == in_one["validation_loss"]
 
 
 def a_bug_on_stage_1():

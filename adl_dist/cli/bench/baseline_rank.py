@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from adl_dist.baselines.loop import Training, joined, replicated, train_alone
-from adl_dist.baselines.pipelining import train_stage
+from adl_dist.baselines.pipelining import ONE_STAGE, SEVERAL_STAGES, stages_of, train_stages
 from adl_dist.cli.bench.entries import Kind
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import compose_run
@@ -30,7 +30,7 @@ from adl_dist.partition import cut
 from adl_dist.stage import in_memory_format
 from adl_dist.transport.spec import TensorSpec
 
-PIPELINES = ("gpipe", "1f1b")
+PIPELINES = (*ONE_STAGE, *SEVERAL_STAGES)
 
 
 def run(
@@ -46,7 +46,8 @@ def run(
         ``ends``: when each update ended, in seconds after the first one; and ``peak_memory_bytes``.
     """
     config, _ = compose_run(argv)
-    size, M = 1 if kind == "loop" else config.partition.num_stages, config.pipeline.micro_batches_per_update
+    num_stages, M = config.partition.num_stages, config.pipeline.micro_batches_per_update
+    size, own = 1 if kind == "loop" else config.pipeline.num_processes, [0]
     device, dtype = choose_device(config.runtime.device.value), getattr(torch, config.dtype.value)
     channels_last, num_updates = config.runtime.channels_last, config.train.max_updates
     assert num_updates is not None
@@ -55,7 +56,9 @@ def run(
         model = instantiate.build_model(config).to(dtype)
         if kind in PIPELINES:
             balance, granularity = config.partition.balance, config.partition.chosen().units
-            model = cut(model, num_stages=size, balance=balance, granularity=granularity)[rank]
+            pieces = cut(model, num_stages=num_stages, balance=balance, granularity=granularity)
+            own = stages_of(kind, rank, size, num_stages)
+            model = nn.ModuleList(pieces[k] for k in own)
         model = model.to(device)
         if channels_last:
             in_memory_format(model, channels_last=True)
@@ -73,9 +76,11 @@ def run(
             is_pinned = config.runtime.bind_cores and size > 1 and device.type == "cpu"
             with bound_to(own_cores([cores_here()] * size, rank) if is_pinned else None):
                 if kind in PIPELINES:
-                    borders: dict[str, Any] = {"channels_last": channels_last, "overwrites": overwrites[rank]}
+                    borders: dict[str, Any] = {"channels_last": channels_last, "num_stages": num_stages}
+                    borders |= {"overwrites": {k: overwrites[k] for k in own}}
                     targets = TensorSpec.from_json(target).empty(config.train.batch_size, torch.device("cpu"))
-                    train_stage(model, batches, training, schedule=kind, target=targets, **borders)
+                    modules = dict(zip(own, model.children(), strict=True))
+                    train_stages(modules, batches, training, schedule=kind, target=targets, **borders)
                 else:
                     assert batches is not None
                     train_alone(replicated(model, device) if kind == "ddp" else model, batches, training)

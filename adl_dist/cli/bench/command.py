@@ -29,7 +29,7 @@ from adl_dist.cli.bench.runner import BenchConfig, Measured, measure_once
 from adl_dist.cli.config import instantiate
 from adl_dist.cli.config.compose import Parser, compose_run
 from adl_dist.cli.config.schema import Device, RunConfig
-from adl_dist.distributed.affinity import num_cores
+from adl_dist.distributed.affinity import default_threads, num_cores
 from adl_dist.distributed.device import check_device
 from adl_dist.distributed.parent_process import LAUNCHER, end_with_launcher
 from adl_dist.distributed.world import launched_world_size
@@ -47,6 +47,7 @@ def bench(argv: list[str]) -> None:
     """Read the flags, measure all entries in turn, print the table and write it to a folder."""
     flags = _flags(argv)
     config, _ = compose_run([*flags.overrides, "hydra.mode=RUN"])
+    config.runtime.threads = config.runtime.threads or default_threads(config.partition.num_stages)  # K is of processes
     _check(flags, config)
     instantiate.check_targets(config)
     check_device(config.runtime.device.value)
@@ -208,7 +209,7 @@ def _circumstances(setting: BenchConfig) -> dict[str, Any]:
     versions = {"adl_dist": adl_dist.__version__, "torch": str(torch.__version__), "numpy": numpy.__version__}
     return {
         "config": asdict(setting.config),
-        "sizes": setting.survey.sizes,
+        "sizes": {num: cut.sizes for num, cut in setting.survey.cuts.items()},
         "granularity": setting.survey.granularity,
         "threads": setting.config.threads,
         "pinned": setting.pinned,
@@ -225,9 +226,10 @@ def _circumstances(setting: BenchConfig) -> dict[str, Any]:
 
 def _head(setting: BenchConfig) -> str:
     config, model = setting.config, setting.survey
+    units = "; ".join(" ".join(map(str, cut.sizes)) for cut in model.cuts.values())
     return (
         f"{config.model['_target_']}, batch {config.train.batch_size}, "
         f"M = {config.method.chosen().micro_batches_per_update}, K = {config.partition.num_stages}, "
-        f"units per stage {' '.join(map(str, model.sizes))} ({model.granularity}), {config.dtype.value}, "
+        f"units per stage {units} ({model.granularity}), {config.dtype.value}, "
         f"{config.runtime.device.value}, {num_cores()} cores, torch {torch.__version__}"
     )

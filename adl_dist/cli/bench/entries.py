@@ -21,17 +21,21 @@ from adl_dist.schedule.run_plan import micro_batch_size_of
 from adl_dist.training.trial import Trial
 from adl_dist.transport.spec import TensorSpec
 
-Kind = Literal["loop", "ddp", "gpipe", "1f1b", "ours"]
+Kind = Literal["loop", "ddp", "gpipe", "1f1b", "interleaved", "interleaved-zb", "zbv", "ours"]
+
+SHARED_KINDS: Sequence[Kind] = ("interleaved", "interleaved-zb", "zbv")
 
 BASELINE = ("torch-bp", "torch-bp-whole")  # every ratio is to the faster of the two
 ON_ALL_CORES = ("torch-bp-cores", "torch-bp-cores-whole")
 PLAIN = "-plain"  # suffix of torch's pipelines: not in channels_last, which they refuse to send over gloo
 PROCESSES: Mapping[str, Kind] = {"torch-ddp": "ddp", "torch-gpipe": "gpipe", "torch-1f1b": "1f1b"}
-OF_TORCH = (*BASELINE, *ON_ALL_CORES, *PROCESSES, f"torch-gpipe{PLAIN}", f"torch-1f1b{PLAIN}")
+SHARED: Mapping[str, Kind] = {f"torch-{kind}": kind for kind in SHARED_KINDS}  # several stages in each process
+NAMED_ONLY = (f"torch-gpipe{PLAIN}", f"torch-1f1b{PLAIN}", *SHARED)
+OF_TORCH = (*BASELINE, *ON_ALL_CORES, *PROCESSES, *NAMED_ONLY)
 MINIMAL = "-minimal"  # suffix of a method: with method.delay=minimal
 OURS = ("bp", "gpipe", "1f1b", "ddg", "fr", "fdg", "dsp", "dgl", "adl", f"adl{MINIMAL}")
 NAMES = (*OF_TORCH, *METHODS, f"adl{MINIMAL}")  # all that --contenders takes
-DEFAULT = (*(name for name in OF_TORCH if not name.endswith(PLAIN)), *OURS)
+DEFAULT = (*(name for name in OF_TORCH if name not in NAMED_ONLY), *OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ class Entry:
     name: str
     kind: Kind  # the program that runs it
     num_processes: int
+    num_stages: int  # of all processes together; 1: the model is not cut
     threads: int  # of each process
     method: Method  # ours; for torch's, the one that computes the same
     samples: int  # of one update, all processes together
@@ -49,8 +54,8 @@ class Entry:
 
     @property
     def is_cut(self) -> bool:
-        """Whether each process trains one stage of several."""
-        return self.num_processes > 1 and self.kind != "ddp"
+        """Whether each process trains a part of the model."""
+        return self.num_stages > 1
 
 
 def entries(names: Sequence[str], config: RunConfig, *, warmup: int) -> tuple[list[Entry], dict[str, str]]:
@@ -75,10 +80,11 @@ def entries(names: Sequence[str], config: RunConfig, *, warmup: int) -> tuple[li
 def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     K, M = config.partition.num_stages, config.method.chosen().micro_batches_per_update
     base = name.removesuffix(PLAIN)
-    kind = PROCESSES.get(base, "loop")
+    kind = PROCESSES.get(base) or SHARED.get(base, "loop")
+    v = 1 if kind not in SHARED_KINDS else 2 if kind == "zbv" else config.method.stages_per_process
     samples = config.train.batch_size // M * M
     is_gpu, is_plain, on_all_cores = config.runtime.device is Device.cuda, name.endswith(PLAIN), name in ON_ALL_CORES
-    num_gpus, needs_gpus = torch.cuda.device_count(), is_gpu and kind in ("gpipe", "1f1b")
+    num_gpus, needs_gpus = torch.cuda.device_count(), is_gpu and kind not in ("loop", "ddp")
     for is_wrong, why in (
         (on_all_cores and is_gpu, "the cores of the host do not make a GPU faster"),
         (kind != "loop" and K == 1, "needs several processes, but partition.num_stages is 1"),
@@ -88,17 +94,23 @@ def _torch_entry(name: str, config: RunConfig, warmup: int) -> Entry:
         ),
         (kind == "ddp" and samples % K, f"the {samples} samples of an update cannot be shared evenly by {K} replicas"),
         (kind == "1f1b" and M < K, f"torch's 1F1B needs at least as many micro-batches (M = {M}) as stages (K = {K})"),
+        (kind in SHARED_KINDS and v == 1, "needs method.stages_per_process of at least 2, or it would be torch-1f1b"),
         (needs_gpus and num_gpus < K, f"needs a GPU for each of {K} stages, and there are {num_gpus}"),
     ):
         if is_wrong:
             raise ConfigError(why)
     M = 1 if kind == "ddp" or name.endswith("-whole") else M
+    if kind in SHARED_KINDS:
+        method = Method(name="interleaved", accumulation_steps=M, stages_per_process=v)
+    else:
+        method = Method(name=kind if kind in METHODS else "bp", accumulation_steps=M)
     return Entry(
         name=name,
         kind=kind,
         num_processes=1 if kind == "loop" else K,
+        num_stages=1 if kind in ("loop", "ddp") else K * v,
         threads=num_cores() if on_all_cores else config.threads,
-        method=Method(name=kind if kind in METHODS else "bp", accumulation_steps=M),
+        method=method,
         samples=samples,
         warmup=warmup,
         settings=("runtime.channels_last=false",) if is_plain else (),
@@ -109,12 +121,14 @@ def _our_entry(name: str, config: RunConfig, warmup: int) -> Entry:
     method = method_named(name.removesuffix(MINIMAL), config, flag="--contenders")
     if name.endswith(MINIMAL):
         method = replace(method, delay="minimal")
-    pipeline = Pipeline(method, 1 if name == "bp" else config.partition.num_stages)
+    K = 1 if name == "bp" else config.partition.num_stages
+    pipeline = Pipeline(method, K * Pipeline(method, K).stages_per_process)
     M = method.micro_batches_per_update
     return Entry(
         name=name,
         kind="ours",
-        num_processes=pipeline.num_stages,
+        num_processes=pipeline.num_processes,
+        num_stages=pipeline.num_stages,
         threads=config.threads,
         method=method,
         samples=micro_batch_size_of(config.train.batch_size, M) * M,
@@ -123,16 +137,23 @@ def _our_entry(name: str, config: RunConfig, warmup: int) -> Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSurvey:
-    """The model, data and cut that all entries share, what crosses the cuts, and what is expected of each entry."""
+class Cut:
+    """The model in so many stages."""
 
     sizes: list[int]  # units of each stage
+    overwrites: list[list[bool]]  # for each stage, for each tensor that arrives, whether the stage writes to it
+    act_bytes: list[int]  # per sample, downstream, over each border between stages
+    grad_bytes: list[int]  # per sample, upstream
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSurvey:
+    """The model, data and cuts that entries share, what crosses the cuts, and what is expected of each entry."""
+
+    cuts: Mapping[int, Cut]  # by the number of stages
     granularity: str
     channels_last: bool  # whether images are computed in that memory format
-    overwrites: list[list[bool]]  # for each stage, for each tensor that arrives, whether the stage writes to it
     target: TensorSpec
-    act_bytes: int  # per sample, downstream, over all cuts
-    grad_bytes: int  # per sample, upstream, over all cuts
     parameter_bytes: int  # of the whole model
     predicted: dict[str, float]  # images per second by the name of an entry, where it can be predicted
 
@@ -146,63 +167,88 @@ class ModelSurvey:
             return 0.0
         if entry.kind == "ddp":
             return 2 * (K - 1) * self.parameter_bytes / entry.samples
+        cut = self.cuts[entry.num_stages]
+        if entry.kind == "zbv":  # the two stages of the last process are neighbours, and the loss is with the data
+            return float(sum(cut.act_bytes) + sum(cut.grad_bytes) - cut.act_bytes[K - 1] - cut.grad_bytes[K - 1])
         if spec.local_losses:  # no gradient comes back, and labels go along from stage to stage
-            return float(self.act_bytes + (K - 1) * target_bytes)
+            return float(sum(cut.act_bytes) + (K - 1) * target_bytes)
         lock_bytes = (K - 1) * spec.forward_lock  # a byte per sample says that a micro-batch has passed
-        return float(self.act_bytes + self.grad_bytes + target_bytes + lock_bytes)
+        return float(sum(cut.act_bytes) + sum(cut.grad_bytes) + target_bytes + lock_bytes)
 
 
 def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
-    """Find the cut, predict the speed of each entry, and try out each stage once.
+    """Find the cuts, predict the speed of each entry, and try out each stage once.
 
     Raises:
         ConfigError, DataError, PartitionError: the model cannot be trained or cut like that.
     """
     K, balance = config.partition.num_stages, config.partition.balance
     profiler = Profiler(config, granularity=config.partition.chosen().units, threads=config.threads)
-    sizes: list[int] | None = [1]
-    if K > 1:
-        sizes = even_sizes(profiler.chain, K)  # also where another cut is asked for: there must be enough units
-        if balance != "even":
-            sizes = None if balance == "auto" else checked_sizes(profiler.chain, K, balance)
-    sizes, predicted = predict_speeds(config, able, profiler, sizes)
-    stages = profiler.chain.pieces(sizes) if K > 1 else [profiler.model]
-    agreed = Trial(profiler.model, profiler.spec, profiler.samples, profiler.device).run(stages)
-    crossing = [agreed.acts[k] for k in range(1, len(stages))]
+    sizes: dict[int, list[int] | None] = {}
+    for num in dict.fromkeys([K, *(entry.num_stages for entry in able if entry.is_cut)]):
+        sizes[num] = (
+            even_sizes(profiler.chain, num) if num > 1 else [1]
+        )  # there must be enough units, however it is cut
+        if num == K > 1 and balance not in ("even", "auto"):
+            sizes[num] = checked_sizes(profiler.chain, K, balance)
+        elif num > 1 and balance == "auto":
+            sizes[num] = None
+    found, predicted = predict_speeds(config, able, profiler, sizes)
+    cuts, agreed = {}, None
+    for num, of_cut in found.items():
+        stages = profiler.chain.pieces(of_cut) if num > 1 else [profiler.model]
+        spec = replace(profiler.spec, pipeline=_pipeline(config, num))
+        agreed = Trial(profiler.model, spec, profiler.samples, profiler.device).run(stages)
+        crossing = [agreed.acts[k] for k in range(1, num)]
+        cuts[num] = Cut(
+            sizes=of_cut,
+            overwrites=[list(agreed.traits[k].overwrites[0]) for k in range(num)],
+            act_bytes=[sum(map(sample_bytes, specs.training)) for specs in crossing],
+            grad_bytes=[sum(map(sample_bytes, specs.of_gradients().training)) for specs in crossing],
+        )
+    assert agreed is not None
     return ModelSurvey(
-        sizes=sizes,
+        cuts=cuts,
         granularity=profiler.granularity,
         channels_last=bool(profiler.spec.precision.channels_last),
-        overwrites=[list(agreed.traits[k].overwrites[0]) for k in range(len(stages))],
         target=agreed.target,
-        act_bytes=sum(sample_bytes(spec) for specs in crossing for spec in specs.training),
-        grad_bytes=sum(sample_bytes(spec) for specs in crossing for spec in specs.of_gradients().training),
         parameter_bytes=sum(p.numel() * p.element_size() for p in profiler.model.parameters()),
         predicted=predicted,
     )
 
 
+def _pipeline(config: RunConfig, num_stages: int) -> Pipeline:
+    """Return the pipeline that a cut is made for: the configured one, or one of several stages in each process."""
+    method, K = config.method.chosen(), config.partition.num_stages
+    if num_stages == K:
+        return Pipeline(method, K)
+    M, v = method.micro_batches_per_update, num_stages // K
+    return Pipeline(Method(name="interleaved", accumulation_steps=M, stages_per_process=v), num_stages)
+
+
 def predict_speeds(
-    config: RunConfig, able: Sequence[Entry], profiler: Profiler, sizes: list[int] | None
-) -> tuple[list[int], dict[str, float]]:
-    """Measure the model as ``adl-dist plan`` does; ``sizes`` None: the best cut of the configured method."""
+    config: RunConfig, able: Sequence[Entry], profiler: Profiler, sizes: Mapping[int, list[int] | None]
+) -> tuple[dict[int, list[int]], dict[str, float]]:
+    """Measure the model as ``adl-dist plan`` does; ``sizes`` of None: the best cut of the configured method."""
     method, K, batch = config.method.chosen(), config.partition.num_stages, config.train.batch_size
     M, profile = method.micro_batches_per_update, functools.cache(lambda M: profiler.profile(batch // M))
     machine = Machine(speeds=config.partition.speeds, **(link_figures(config.runtime.device) if K > 1 else {}))
     predicted: dict[str, float] = {}
     with profiler.with_load(profiler.num_others(K), batch // M):
-        if sizes is None:
-            sizes = list(best_cut(profile(M), Pipeline(method, K), machine=machine).sizes)
+        found = {
+            num: given or list(best_cut(profile(M), _pipeline(config, num), machine=machine).sizes)
+            for num, given in sizes.items()
+        }
         for entry in able:
-            if entry.kind in ("loop", "ddp") or entry.settings:
+            if entry.kind not in ("ours", *METHODS) or entry.settings:
                 continue
             # Heads of local losses are not measured; one stage may also be what is not a chain of units.
             with contextlib.suppress(ConfigError, PartitionError):
-                cut = sizes if entry.is_cut else [len(profiler.chain.units)]
-                pipeline = Pipeline(entry.method, entry.num_processes)
+                cut = found[entry.num_stages] if entry.is_cut else [len(profiler.chain.units)]
+                pipeline = Pipeline(entry.method, entry.num_stages)
                 prediction = predict(profile(pipeline.micro_batches_per_update), pipeline, machine=machine, sizes=cut)
                 predicted[entry.name] = prediction.images_per_second
-    return sizes, predicted
+    return found, predicted
 
 
 def sample_bytes(spec: TensorSpec) -> int:

@@ -77,7 +77,11 @@ def measure_once(entry: Entry, bench: BenchConfig, *, repetition: int, num_updat
             quoted = str(run_dir).replace("'", "\\'")
             command = [sys.executable, "-m", "adl_dist", "train", *argv, f"run_dir='{quoted}'"]
         else:
-            task = {"kind": entry.kind, "argv": argv, "overwrites": survey.overwrites}
+            task = {
+                "kind": entry.kind,
+                "argv": argv,
+                "overwrites": survey.cuts[entry.num_stages].overwrites if entry.is_cut else [],
+            }
             task_file.write_text(json.dumps({**task, "target": survey.target.to_json()}))
             command = [sys.executable, "-m", "adl_dist.cli.bench.baseline_rank", str(task_file)]
         ranks = _ranks(command, entry, bench, bench.log_folder / f"{entry.name}-{repetition}")
@@ -96,9 +100,10 @@ def train_argv(entry: Entry, bench: BenchConfig, num_updates: int) -> list[str]:
     survey, node = bench.survey, bench.config.data
     argv = [word for word in bench.overrides if not word.lstrip("+~").startswith(MANAGED_KEYS)]
     argv += [f"runtime.channels_last={str(survey.channels_last).lower()}"]  # null is for a trial to settle
-    argv += [*entry.settings, *method_words(entry.method), f"partition.num_stages={entry.num_processes}"]
+    argv += [*entry.settings, *method_words(entry.method)]
+    argv += [f"partition.num_stages={entry.num_stages if entry.is_cut else entry.num_processes}"]
     if entry.is_cut:
-        balance = ",".join(map(str, survey.sizes))
+        balance = ",".join(map(str, survey.cuts[entry.num_stages].sizes))
         argv += [f"partition.granularity={survey.granularity}", f"partition.balance=[{balance}]"]
     argv += [f"train.max_updates={num_updates}", "train.epochs=1", f"train.batch_size={entry.samples}"]
     argv += [f"runtime.threads={entry.threads}", f"runtime.bind_cores={str(bench.pinned).lower()}"]

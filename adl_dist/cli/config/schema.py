@@ -36,6 +36,7 @@ class MethodConfig:
     delay: Any = None
     split_backward: bool = False
     max_deferred: int = 2
+    stages_per_process: int = 2
     gradient_shrink: float = 1.0
     order: str = "forward_first"
     reduction: str = "mean"
@@ -200,7 +201,7 @@ class RunConfig:
     @property
     def threads(self) -> int:
         """The threads of each process."""
-        return self.runtime.threads or default_threads(self.partition.num_stages)
+        return self.runtime.threads or default_threads(self.pipeline.num_processes)
 
 
 def _at_least(name: str, value: int, smallest: int) -> None:

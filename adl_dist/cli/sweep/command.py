@@ -199,7 +199,7 @@ def _run_numbered(jobs: Sequence[Job], folder: str, _: Any) -> None:
 def _default_side_by_side(configs: Sequence[RunConfig]) -> int:
     if any(config.runtime.device is Device.cuda for config in configs):
         return 1  # only the user knows how many runs fit on a GPU
-    most = max(c.threads * (c.partition.num_stages if c.runtime.processes else 1) for c in configs)
+    most = max(c.threads * (c.pipeline.num_processes if c.runtime.processes else 1) for c in configs)
     return max(1, num_cores() // most)
 
 
