@@ -35,7 +35,7 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
     if any(size < 1 for size in group_sizes):
         raise ValueError(f"groups must be >= 1, got {list(group_sizes)}")
     if pipeline.method.split_backward:
-        yield from split_actions(pipeline, tuple(group_sizes))[stage]
+        yield from split_actions(pipeline, stage, tuple(group_sizes))
         return
     groups = list(enumerate(group_sizes))
     first = 0

@@ -14,6 +14,7 @@ from adl_dist.schedule.actions import BACKWARDS, LINKS, receiver
 from adl_dist.schedule.build_actions import evaluation_actions, training_actions
 from adl_dist.schedule.greedy import Buffer, greedy_actions
 from adl_dist.schedule.replay import at_random, max_outstanding
+from adl_dist.schedule.split import simulated, split_actions
 from tests.schedule.rendezvous import check_rendezvous
 
 ALL = [
@@ -199,6 +200,40 @@ def test_a_forward_meets_the_same_updates_with_a_split(name):
                 version[k] += op is Op.UPDATE
             met.append(seen)
         assert met[0] == met[1]
+
+
+@st.composite
+def split_pipelines(draw):
+    """A split pipeline of any method, and group sizes of which all are alike but some of the last ones."""
+    K, M = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    name = draw(st.sampled_from(sorted(METHODS.keys() - {"dgl"})))
+    options = {"max_deferred": draw(st.integers(1, 4))}
+    if "delay" in METHODS[name].options and name not in ("2bw", "dsp"):
+        options["delay"] = sorted(draw(st.lists(st.integers(0, 9), min_size=K, max_size=K)), reverse=True)
+    if "recompute" in METHODS[name].options:
+        options["recompute"] = draw(st.sampled_from(["never", "except_last", "always"]))
+    M = max(M, K - 1) if name == "2bw" else M
+    last = draw(st.lists(st.integers(1, M), max_size=2))
+    pipeline = Pipeline(method(name, accumulation_steps=M, split_backward=True, **options), K)
+    return pipeline, (*[M] * draw(st.integers(0, 60)), *last)
+
+
+@settings(max_examples=150)
+@given(split_pipelines())
+def test_what_repeats_is_what_the_whole_simulation_does(drawn):
+    pipeline, sizes = drawn
+    whole = [actions for actions, _ in simulated(pipeline, sizes, 0)]
+    assert [split_actions(pipeline, k, sizes) for k in range(pipeline.num_stages)] == whole
+
+
+@pytest.mark.parametrize("delay", ["third", "minimal", "decoupled"])
+@pytest.mark.parametrize("M", [1, 4])
+def test_a_long_split_segment_is_not_simulated_to_its_end(M, delay):
+    """K = 16: each stage simulates as much of 12,000 micro-batches as of 400."""
+    pipeline = Pipeline(method("adl", accumulation_steps=M, delay=delay, split_backward=True), 16)
+    short, long = ([len(actions) for actions, _ in simulated(pipeline, (M,) * (N // M))] for N in (400, 12_000))
+    assert long == short
+    assert len(split_actions(pipeline, 0, (M,) * (12_000 // M))) == 12_000 // M + 7 * 12_000
 
 
 # --- Deadlock ----------------------------------------------------------------------------------------------
