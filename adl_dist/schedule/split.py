@@ -186,9 +186,8 @@ class _Stage:
 
     def room(self, num_groups: int) -> int:
         """Return how often the last ``num_groups`` can be done again before the end of the segment matters."""
-        before_forward = self._groups.alike - 1 - self._num_forward
-        before_update = len(self._places) - self._delay - (self.num_updates + 1) * self._groups.size
-        return min(before_forward, before_update) // (num_groups * self._groups.size)
+        # What comes last, or in a group of another size, is met by a forward first.
+        return (self._groups.alike - 1 - self._num_forward) // (num_groups * self._groups.size)
 
     def skip(self, num_groups: int, time: int) -> None:
         """Go on as after ``num_groups`` more, which took so much time."""

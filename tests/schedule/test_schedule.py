@@ -1,6 +1,7 @@
 """The schedule alone: no tensor, no process."""
 
 import itertools
+import random
 import statistics
 from itertools import accumulate, pairwise
 
@@ -202,28 +203,28 @@ def test_a_forward_meets_the_same_updates_with_a_split(name):
         assert met[0] == met[1]
 
 
-@st.composite
-def split_pipelines(draw):
-    """A split pipeline of any method, and group sizes of which all are alike but some of the last ones."""
-    K, M = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    name = draw(st.sampled_from(sorted(METHODS.keys() - {"dgl"})))
-    options = {"max_deferred": draw(st.integers(1, 4))}
+def drawn_split(name, seed):
+    """A split pipeline of the method, and group sizes of which all are alike but perhaps the last ones."""
+    draw = random.Random(f"{name} {seed}")
+    K, M, options = draw.randint(1, 5), draw.randint(1, 5), {"max_deferred": draw.randint(1, 4)}
     if "delay" in METHODS[name].options and name not in ("2bw", "dsp"):
-        options["delay"] = sorted(draw(st.lists(st.integers(0, 9), min_size=K, max_size=K)), reverse=True)
+        options["delay"] = sorted((draw.randint(0, 9) for _ in range(K)), reverse=True)
     if "recompute" in METHODS[name].options:
-        options["recompute"] = draw(st.sampled_from(["never", "except_last", "always"]))
+        options["recompute"] = draw.choice(["never", "except_last", "always"])
     M = max(M, K - 1) if name == "2bw" else M
-    last = draw(st.lists(st.integers(1, M), max_size=2))
     pipeline = Pipeline(method(name, accumulation_steps=M, split_backward=True, **options), K)
-    return pipeline, (*[M] * draw(st.integers(0, 60)), *last)
+    return pipeline, (*[M] * draw.randint(0, 60), *(draw.randint(1, M) for _ in range(draw.randint(0, 2))))
 
 
-@settings(max_examples=150)
-@given(split_pipelines())
-def test_what_repeats_is_what_the_whole_simulation_does(drawn):
-    pipeline, sizes = drawn
-    whole = [actions for actions, _ in simulated(pipeline, sizes, 0)]
-    assert [split_actions(pipeline, k, sizes) for k in range(pipeline.num_stages)] == whole
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"dgl"}))
+def test_what_repeats_is_what_the_whole_simulation_does(name):
+    num_repeated = 0
+    for seed in range(25):
+        pipeline, sizes = drawn_split(name, seed)
+        num_repeated += simulated(pipeline, sizes)[0][1] is not None
+        whole = [actions for actions, _ in simulated(pipeline, sizes, 0)]
+        assert [split_actions(pipeline, k, sizes) for k in range(pipeline.num_stages)] == whole
+    assert num_repeated > 10
 
 
 @pytest.mark.parametrize("delay", ["third", "minimal", "decoupled"])
