@@ -163,9 +163,12 @@ def speed(method: Method, costs: Costs) -> Speed:
     return Speed(time_per_update=period, bubble=1 - sum(busy) / K, speed_up=serial_period / period, busy=busy)
 
 
-def time_per_update(pipeline: Pipeline, costs: Costs) -> float:
-    """Return the time that further updates take once the pipeline is full."""
-    return _per_update(pipeline, costs, _enough_groups(pipeline))[0]
+def time_per_update(pipeline: Pipeline, costs: Costs, *, num_groups: int | None = None) -> float:
+    """Return the time that further updates take once the pipeline is full.
+
+    Of ``num_groups`` after as many; None: enough of them.
+    """
+    return _per_update(pipeline, costs, num_groups or _enough_groups(pipeline))[0]
 
 
 def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[Action]]:
@@ -181,7 +184,8 @@ def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[A
 
 def _enough_groups(pipeline: Pipeline) -> int:
     """Return the groups after which a steady state is reached, and that cover its period."""
-    return max(24, 2 * (pipeline.delays[0] // pipeline.micro_batches_per_update + 2))
+    M = pipeline.micro_batches_per_update
+    return max(min(24, -(-96 // M)), 2 * (pipeline.delays[0] // M + 2))
 
 
 def _per_update(pipeline: Pipeline, costs: Costs, num_groups: int) -> tuple[float, list[float]]:
