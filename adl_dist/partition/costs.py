@@ -57,6 +57,7 @@ class Profile:
     forward: float  # of the whole model at once, with the loss
     backward: float  # likewise
     optimizer_copies: float  # bytes of the optimizer's state, for each byte of parameters
+    split_slowdown: float = 1.0  # of forward and backward together, where the backward is done in two parts
     loading: float = 0.0  # for which stage 0 loads data; 0: others do
     loaded: "Profile | None" = None  # measured while the machine's other devices work; None: they do not disturb
 
@@ -70,13 +71,15 @@ class Profile:
         units = self.costs(1)
         return sum(unit.backward_weight for unit in units) / max(sum(unit.backward for unit in units), 1e-12)
 
-    def costs(self, accumulation_steps: int) -> list[UnitCost]:
+    def costs(self, accumulation_steps: int, *, split: bool = False) -> list[UnitCost]:
         """Return the units' costs with M micro-batches per update, scaled to add up to those of the whole model.
 
-        Measured one by one, units take a little longer than together: each is called and timed by itself.
+        Measured one by one, units take a little longer than together: each is called and timed by itself. What a
+        ``split`` of the backward takes in addition is counted to the backward.
         """
         forward = self.forward / sum(unit.forward for unit in self.units)
-        backward = self.backward / max(sum(unit.backward for unit in self.units), 1e-12)
+        extra = (self.split_slowdown - 1) * (self.forward + self.backward) if split else 0.0
+        backward = (self.backward + extra) / max(sum(unit.backward for unit in self.units), 1e-12)
         return [
             replace(
                 unit,

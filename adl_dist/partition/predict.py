@@ -38,13 +38,19 @@ class Prediction:
         M = self.pipeline.micro_batches_per_update
         return (1 + sum(self.staleness_mean) / M) / M
 
+    @property
+    def staleness_most(self) -> int:
+        """Staleness of the oldest gradient in any stage, in updates."""
+        stages = range(self.pipeline.num_stages)
+        return max(max(self.pipeline.steady_staleness(stage)) for stage in stages)
+
 
 def best_cut(
     profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM, sizes: Sequence[int] | None = None
 ) -> Balance:
     """Return the best cut of the measured model for ``pipeline``, or the one of ``sizes``; see :func:`best_balance`."""
     method, M, kept = pipeline.method, pipeline.micro_batches_per_update, max_pending_of(pipeline)
-    units = profile.with_stages(pipeline.num_stages).costs(M)
+    units = _units(profile, pipeline)
     held = [
         StageFootprint(
             graphs=stage.graphs,
@@ -67,24 +73,41 @@ def best_cut(
 
 
 def with_delays(
-    profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM, sizes: Sequence[int] | None = None
+    profile: Profile,
+    pipeline: Pipeline,
+    *,
+    machine: Machine = UNIFORM,
+    sizes: Sequence[int] | None = None,
+    most: int | None = None,
 ) -> Pipeline:
-    """Return ``pipeline`` with the least delays that keep full speed on its best cut, where it leaves them open."""
+    """Return ``pipeline`` with the least delays that keep full speed on its best cut, where it leaves them open.
+
+    With ``most``, the longest delay that a stage may have, those that are fastest up to that.
+    """
     if not pipeline.method.awaits_delays:
         return pipeline
-    M = pipeline.micro_batches_per_update
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
-    units = profile.with_stages(pipeline.num_stages).costs(M)
-    costs = _costs(units, balance, M, machine)
-    return Pipeline(with_least_delays(pipeline.method, costs), pipeline.num_stages)
+    costs = _costs(_units(profile, pipeline), balance, pipeline.micro_batches_per_update, machine)
+    return Pipeline(with_least_delays(pipeline.method, costs, most=most), pipeline.num_stages)
+
+
+def _units(profile: Profile, pipeline: Pipeline) -> list[UnitCost]:
+    """Return the units' costs as stages of ``pipeline`` have them."""
+    of_stages = profile.with_stages(pipeline.num_stages)
+    return of_stages.costs(pipeline.micro_batches_per_update, split=pipeline.method.split_backward)
 
 
 def predict(
-    profile: Profile, pipeline: Pipeline, *, machine: Machine = UNIFORM, sizes: Sequence[int] | None = None
+    profile: Profile,
+    pipeline: Pipeline,
+    *,
+    machine: Machine = UNIFORM,
+    sizes: Sequence[int] | None = None,
+    most: int | None = None,
 ) -> Prediction:
     """Predict a run of ``pipeline`` with the micro-batch size of ``profile``; ``sizes`` None: cut where it is best.
 
-    Delays that are still to be found are found.
+    Delays that are still to be found are found, up to ``most``; see :func:`with_delays`.
 
     Raises:
         PartitionError: no cut is possible, or none fits into memory.
@@ -93,9 +116,9 @@ def predict(
     if pipeline.spec.local_losses and pipeline.num_stages > 1:
         raise ConfigError("its local losses have heads that are not measured, and another goal than the model's")
     M = pipeline.micro_batches_per_update
-    pipeline = with_delays(profile, pipeline, machine=machine, sizes=sizes)
+    pipeline = with_delays(profile, pipeline, machine=machine, sizes=sizes, most=most)
     balance = best_cut(profile, pipeline, machine=machine, sizes=sizes)
-    units = profile.with_stages(pipeline.num_stages).costs(M)
+    units = _units(profile, pipeline)
     expected = speed(pipeline.method, _costs(units, balance, M, machine))
     free = speed(pipeline.method, _costs(units, balance, M, Machine(speeds=machine.speeds)))  # links that cost nothing
     # The timing model gives a link a latency only; one that is slower than every stage sets the pace.
@@ -188,6 +211,17 @@ def alternative(
     )
 
 
+def best_of(predictions: Sequence[Prediction]) -> Prediction:
+    """Return, of one or more, the fastest, and of nearly equals the least stale."""
+    fastest = max(predictions, key=lambda p: p.images_per_second)
+    near = [p for p in predictions if p.images_per_second >= (1 - AS_GOOD) * fastest.images_per_second]
+
+    def order(p: Prediction) -> tuple[float, ...]:
+        return p.convergence_factor, p.pipeline.num_stages, p.pipeline.method.split_backward, -p.images_per_second
+
+    return min(near, key=order)
+
+
 def advise(predictions: Sequence[Prediction], other: Alternative) -> tuple[Prediction | None, str]:
     """Choose, of runs that fit into memory, the fastest that is not too stale, and of nearly equals the least stale.
 
@@ -207,9 +241,7 @@ def advise(predictions: Sequence[Prediction], other: Alternative) -> tuple[Predi
             "also shards parameters",
         }
         return None, reasons[n == 1, other.fits]
-    fastest = max(usable, key=lambda p: p.images_per_second)
-    near = [p for p in usable if p.images_per_second >= (1 - AS_GOOD) * fastest.images_per_second]
-    choice = min(near, key=lambda p: (p.convergence_factor, p.pipeline.num_stages, -p.images_per_second))
+    choice = best_of(usable)
     pipeline, speed = choice.pipeline, choice.images_per_second
     if other.fits and other.best >= (1 - AS_GOOD) * speed:
         rival = f"{pipeline.method.name} with K = {pipeline.num_stages} makes {speed:,.0f}"

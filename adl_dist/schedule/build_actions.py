@@ -40,7 +40,7 @@ def training_actions(pipeline: Pipeline, stage: int, *, group_sizes: Sequence[in
     if any(size < 1 for size in group_sizes):
         raise ValueError(f"groups must be >= 1, got {list(group_sizes)}")
     if pipeline.method.split_backward:
-        yield from split_actions(pipeline, tuple(group_sizes))[stage]
+        yield from split_actions(pipeline, stage, tuple(group_sizes))
         return
     for first, drained in _drains(pipeline, group_sizes):
         for _, actions in _until_drained(pipeline, stage, first, drained):

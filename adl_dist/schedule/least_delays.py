@@ -1,9 +1,10 @@
 """The least delays with which a method keeps its full speed, for the times of given stages and links."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, combinations
 
 from adl_dist.schedule.methods import Method
 from adl_dist.schedule.pipeline import Pipeline
@@ -14,38 +15,72 @@ STEPS = 4  # of a micro-batch's work, by which the round trip is lengthened for 
 LONGEST = 3 * STEPS  # and the most that is tried
 
 
-def with_least_delays(method: Method, costs: Costs) -> Method:
+def with_least_delays(method: Method, costs: Costs, *, most: int | None = None) -> Method:
     """Return ``method`` with the least delays, as a list, with which it is as fast as with long ones.
 
     A gradient comes back to stage k after the work of all stages from there on and the time of the links, twice. So
     many micro-batches as the slowest stage does in that time are the least that keep it at work. A list has its order
-    fixed beforehand, which may take some more: that is tried out in the timing model.
+    fixed beforehand, which may take some more: that is tried out in the timing model. ``most`` is the longest delay
+    that a stage may have; it is then the fastest with such delays.
     """
     K, M = len(costs.forward), method.micro_batches_per_update
-    most = M if method.weights == "2bw" else None  # whose forward asks for no older weights
+    if method.weights == "2bw":  # whose forward asks for no older weights
+        most = M if most is None else min(most, M)
     slowest = max(f + b + u / M for f, b, u in zip(costs.forward, costs.backward, costs.update, strict=True))
     trips = _round_trips(method, costs)
     # What is put off may have to be done before the update that the next forward waits for.
     last_parts = costs.backward_weight if method.split_backward else [0.0] * K
 
-    def time(delays: Sequence[int]) -> float:
-        return time_per_update(Pipeline(replace(method, delay=tuple(delays)), K), costs)
+    def pipeline(delays: tuple[int, ...]) -> Pipeline:
+        return Pipeline(replace(method, delay=delays), K)
 
-    def lengthened(number: int) -> list[int]:
+    @cache
+    def time(delays: tuple[int, ...]) -> float:
+        return time_per_update(pipeline(delays), costs)
+
+    @cache
+    def roughly(delays: tuple[int, ...]) -> float:
+        return time_per_update(pipeline(delays), costs, num_groups=2 * (delays[0] // M + 2))
+
+    def lengthened(number: int) -> tuple[int, ...]:
         """Return the delays with so many steps more for each hop: lists are slow where delays fall unevenly."""
         longer = [number * slowest / STEPS * (K - 1 - k) for k in range(K)]
         return _delays([sum(parts) for parts in zip(trips, last_parts, longer, strict=True)], slowest, most)
 
     least, ample = _delays(trips, slowest, most), lengthened(LONGEST)
-    allowed = AS_FAST * max(time(ample), M * slowest)
-    delays = next((d for d in (least, *map(lengthened, range(LONGEST))) if time(d) <= allowed), ample)
+    tried = [least, *map(lengthened, range(LONGEST)), ample]
+    fastest = time(ample)
+    if most is not None and ample[0] == most:  # then they do not fall as they should
+        tried.append(_descended(min([*tried, *_evenly(most, K)], key=roughly), most, roughly))
+        fastest = time(tried[-1])
+    allowed = AS_FAST * max(fastest, M * slowest)
+    delays = next(delays for delays in tried if time(delays) <= allowed)
     for k in range(K - 1):  # what a stage does not need goes, the one with the largest delay first
         while delays[k] > max(least[k], delays[k + 1]):
-            fewer = [*delays[:k], delays[k] - 1, *delays[k + 1 :]]
+            fewer = (*delays[:k], delays[k] - 1, *delays[k + 1 :])
             if time(fewer) > allowed:
                 break
             delays = fewer
-    return replace(method, delay=tuple(delays))
+    return replace(method, delay=delays)
+
+
+def _evenly(most: int, K: int) -> list[tuple[int, ...]]:
+    """Return lists that fall from ``most`` to 0 as evenly as can be, or by as much for each stage."""
+    slopes = [most / (K - 1) if K > 1 else 0, *range(1, most)]
+    lists = [tuple(max(most - math.floor(slope * k + 0.5), 0) for k in range(K - 1)) for slope in slopes]
+    return [(*delays, 0) for delays in lists]
+
+
+def _descended(delays: tuple[int, ...], most: int, time: Callable[[tuple[int, ...]], float]) -> tuple[int, ...]:
+    """Return what steps lead to in which some stages in a row get one more or less, the fastest step each time."""
+    rows = [range(first, end) for first, end in combinations(range(len(delays)), 2)]  # the last stage has no delay
+    while True:
+        changed = [tuple(d + by * (k in row) for k, d in enumerate(delays)) for row in rows for by in (-1, 1)]
+        possible = [d for d in changed if d[0] <= most and list(d) == sorted(d, reverse=True)]
+        best = min(possible, key=time, default=delays)
+        if time(best) >= time(delays) * (1 - 1e-9):
+            return delays
+        delays = best
 
 
 def _round_trips(method: Method, costs: Costs) -> list[float]:
@@ -56,8 +91,8 @@ def _round_trips(method: Method, costs: Costs) -> list[float]:
     return list(accumulate(reversed(one_by_one)))[::-1]
 
 
-def _delays(times: Sequence[float], slowest: float, most: int | None) -> list[int]:
+def _delays(times: Sequence[float], slowest: float, most: int | None) -> tuple[int, ...]:
     """Return how many micro-batches are done in these times, besides the one that is on its way; at least 0."""
     delays = [max(math.ceil(time / slowest - 1e-9) - 1, 0) for time in times]
     delays = list(accumulate(reversed(delays), max))[::-1]  # never less than that of the next stage
-    return delays if most is None else [min(d, most) for d in delays]
+    return tuple(delays if most is None else [min(d, most) for d in delays])

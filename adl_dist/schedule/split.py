@@ -14,23 +14,56 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import inf
+from typing import Any, NamedTuple
 
 from adl_dist.schedule.actions import Action, Op
-from adl_dist.schedule.parts import backward_part, forward_part, places_of
+from adl_dist.schedule.parts import Place, backward_part, forward_part, places_of
 from adl_dist.schedule.pipeline import Pipeline
 
 PART = 12  # the time of a forward, an I or a WG; whole, so that no rounding decides what comes first
+MOST_STATES = 500  # that are remembered, to find a period; a segment without one is simulated to its end
+
+
+# All stages, relative to a time and a number of updates, and these two and how many actions there were.
+States = dict[tuple[Any, ...], tuple[int, int, list[int]]]
+
+
+class Repeat(NamedTuple):
+    """A part of a list of actions that stands there once, and is to be done several times in a row."""
+
+    start: int
+    end: int
+    times: int
+    groups: int  # how many further ones each time is about
+
+
+def split_actions(pipeline: Pipeline, stage: int, group_sizes: tuple[int, ...]) -> list[Action]:
+    """Return the actions of ``stage`` in a segment of groups of ``group_sizes`` micro-batches."""
+    actions, repeat = simulated(pipeline, group_sizes)[stage]
+    if repeat is None:
+        return list(actions)
+    listed = actions[: repeat.end]
+    for number in range(1, repeat.times):
+        groups = number * repeat.groups
+        listed += _later(actions[repeat.start : repeat.end], groups, groups * group_sizes[0])
+    return listed + actions[repeat.end :]
 
 
 @lru_cache(maxsize=1)  # the stages of one process ask for the same
-def split_actions(pipeline: Pipeline, group_sizes: tuple[int, ...]) -> list[list[Action]]:
-    """Return the actions of all stages in a segment of groups of ``group_sizes`` micro-batches."""
+def simulated(
+    pipeline: Pipeline, group_sizes: tuple[int, ...], most_states: int = MOST_STATES
+) -> list[tuple[list[Action], Repeat | None]]:
+    """Return the actions of all stages, each with what of them is repeated."""
     K, link = pipeline.num_stages, room_for_links(pipeline)
-    stages = [_Stage(pipeline, k, group_sizes) for k in range(K)]
+    groups = _Groups(pipeline, group_sizes)
+    stages = [_Stage(pipeline, k, groups) for k in range(K)]
     times = [stage.next_time() for stage in stages]
+    states: States = {}
+    repeats: list[Repeat] = []
     while (now := min(times)) < inf:
         k = K - 1 - times[::-1].index(now)  # the one nearest the loss
-        for op, _ in stages[k].advance(now):
+        done = stages[k].advance(now)
+        for op, _ in done:
             arrives = stages[k].free + link
             if op is Op.SEND_ACT:
                 stages[k + 1].acts.append(arrives)
@@ -40,7 +73,36 @@ def split_actions(pipeline: Pipeline, group_sizes: tuple[int, ...]) -> list[list
                 stages[k - 1].words.append(stages[k].free)
         for j in range(max(k - 1, 0), min(k + 2, K)):
             times[j] = stages[j].next_time()
-    return [stage.actions for stage in stages]
+        if k == K - 1 and not repeats and len(states) < most_states and done and done[-1].op is Op.UPDATE:
+            repeats = _skip_what_repeats(stages, int(now), states)
+            times = [stage.next_time() for stage in stages]
+    return [(stage.actions, repeats[k] if repeats else None) for k, stage in enumerate(stages)]
+
+
+def _skip_what_repeats(stages: Sequence["_Stage"], now: int, states: States) -> list[Repeat]:
+    """Look whether all stages are at ``now`` where they were some groups earlier, and if so, move them ahead.
+
+    What follows is then the same as since, over and over, as long as no stage comes so near to the end of the segment
+    that it does something else there. That is left out, and returned for each stage; empty: there is nothing yet.
+    """
+    if min(stage.num_updates for stage in stages) < 2:  # the first groups are of another kind, and the pipeline fills
+        return []
+    updates, lengths = stages[-1].num_updates, [len(stage.actions) for stage in stages]
+    state = tuple(stage.state(now, updates) for stage in stages)
+    before, then, starts = states.setdefault(state, (updates, now, lengths))
+    period = updates - before
+    num = min(stage.room(period) for stage in stages) if period else 0
+    if num <= 0:
+        return []
+    for stage in stages:
+        stage.skip(num * period, num * (now - then))
+    return [Repeat(*ends, num + 1, period) for ends in zip(starts, lengths, strict=True)]
+
+
+def _later(actions: Sequence[Action], groups: int, micro_batches: int) -> list[Action]:
+    """Return the same ``actions`` for micro-batches and groups that come so much later."""
+    of_groups = Op.UPDATE, Op.WEIGHTS
+    return [Action(op, number + (groups if op in of_groups else micro_batches)) for op, number in actions]
 
 
 def room_for_links(pipeline: Pipeline) -> int:
@@ -55,22 +117,32 @@ def room_for_links(pipeline: Pipeline) -> int:
     return max(0, min((PART * (3 * (d + 1) - 2 * n - 1) // (2 * (n - 1)) for n, d in sizes), default=0))
 
 
+class _Groups:
+    """The groups of a segment, for all stages."""
+
+    def __init__(self, pipeline: Pipeline, sizes: Sequence[int]) -> None:
+        self.places: list[Place] = places_of(list(enumerate(sizes)))  # of each micro-batch
+        self.ends = list(accumulate(sizes))
+        in_reverse, firsts = pipeline.spec.last_in_first_out, [0, *self.ends]
+        ranges = [range(first, end) for first, end in zip(firsts, self.ends, strict=False)]
+        self.order = [b for group in ranges for b in (reversed(group) if in_reverse else group)]  # of the backwards
+        self.size = sizes[0] if sizes else 1  # of all groups up to micro-batch ``alike``
+        num_alike = next((number for number, size in enumerate(sizes) if size != self.size), len(sizes))
+        self.alike = num_alike * self.size
+
+
 class _Stage:
     """One stage in the simulation: what it has done so far, and what it may do next."""
 
-    def __init__(self, pipeline: Pipeline, index: int, group_sizes: Sequence[int]) -> None:
+    def __init__(self, pipeline: Pipeline, index: int, groups: _Groups) -> None:
         self.actions: list[Action] = []
         self.free = 0  # from when on
         self.acts: deque[int] = deque()  # when each message arrives that is not taken yet
         self.grads: deque[int] = deque()
         self.words: deque[int] = deque()  # of the forward lock
         self._pipeline, self._index, self._delay = pipeline, index, pipeline.delays[index]
-        self._places = places_of(list(enumerate(group_sizes)))
-        self._ends = list(accumulate(group_sizes))
-        in_reverse, firsts = pipeline.spec.last_in_first_out, [0, *self._ends]
-        groups = [range(first, end) for first, end in zip(firsts, self._ends, strict=False)]
-        self._order = [b for group in groups for b in (reversed(group) if in_reverse else group)]  # of the backwards
-        self._num_forward = self._num_backward = self._num_updates = 0
+        self._groups, self._places, self._ends, self._order = groups, groups.places, groups.ends, groups.order
+        self.num_updates = self._num_forward = self._num_backward = 0
         self._deferred: deque[int] = deque()
         self._locked: list[Action] = []  # what follows the forward that has not passed all stages yet
 
@@ -95,9 +167,38 @@ class _Stage:
             self.actions.append(Action(Op.BACKWARD_WEIGHT, self._deferred.popleft()))
             self.free = int(now) + PART
         while self._may_update():
-            self.actions.append(Action(Op.UPDATE, self._num_updates))
-            self._num_updates += 1
+            self.actions.append(Action(Op.UPDATE, self.num_updates))
+            self.num_updates += 1
         return self.actions[before:]
+
+    def state(self, now: int, updates: int) -> tuple[Any, ...]:
+        """Return all that decides what the stage does from ``now`` on, relative to that and to so many updates.
+
+        When something came does not matter once it is there.
+        """
+        first = updates * self._groups.size
+        arrivals = ((max(time - now, 0) for time in times) for times in (self.acts, self.grads, self.words))
+        return (
+            *(self._num_forward - first, self._num_backward - first, self.num_updates - updates),
+            *(max(self.free - now, 0), *map(tuple, arrivals)),
+            *(tuple(b - first for b in self._deferred), tuple((op, b - first) for op, b in self._locked)),
+        )
+
+    def room(self, num_groups: int) -> int:
+        """Return how often the last ``num_groups`` can be done again before the end of the segment matters."""
+        # What comes last, or in a group of another size, is met by a forward first.
+        return (self._groups.alike - 1 - self._num_forward) // (num_groups * self._groups.size)
+
+    def skip(self, num_groups: int, time: int) -> None:
+        """Go on as after ``num_groups`` more, which took so much time."""
+        num = num_groups * self._groups.size
+        self._num_forward += num
+        self._num_backward += num
+        self.num_updates += num_groups
+        self.free += time
+        self.acts, self.grads, self.words = (deque(t + time for t in ts) for ts in (self.acts, self.grads, self.words))
+        self._deferred = deque(b + num for b in self._deferred)
+        self._locked = _later(self._locked, num_groups, num)
 
     def _word(self) -> float:
         return self.words[0] if self.words else inf
@@ -108,7 +209,7 @@ class _Stage:
         if b == len(self._places) or b - self._num_backward > d:
             return inf
         seen = b if self._pipeline.flush else b - d
-        if seen >= 0 and self._num_updates < self._places[seen].group:
+        if seen >= 0 and self.num_updates < self._places[seen].group:
             return inf
         if self._index == 0:
             return 0
@@ -119,16 +220,16 @@ class _Stage:
         if self._num_backward == len(self._order):
             return inf
         b = self._order[self._num_backward]
-        if b >= self._num_forward or self._num_updates < self._places[b].group:
+        if b >= self._num_forward or self.num_updates < self._places[b].group:
             return inf
         if self._index == self._pipeline.num_stages - 1:
             return 0
         return self.grads[0] if self.grads else inf
 
     def _may_update(self) -> bool:
-        if self._num_updates == len(self._ends) or self._deferred:
+        if self.num_updates == len(self._ends) or self._deferred:
             return False
-        end, num = self._ends[self._num_updates], len(self._places)
+        end, num = self._ends[self.num_updates], len(self._places)
         unseeing = end if self._pipeline.flush else min(end + self._delay, num)  # forwards that come before it
         return self._num_backward >= end and self._num_forward >= unseeing
 

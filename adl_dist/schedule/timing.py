@@ -178,9 +178,12 @@ def speed(method: Method, costs: Costs) -> Speed:
     )
 
 
-def time_per_update(pipeline: Pipeline, costs: Costs) -> float:
-    """Return the time that further updates take once the pipeline is full."""
-    return _per_update(pipeline, costs, _enough_groups(pipeline))[0]
+def time_per_update(pipeline: Pipeline, costs: Costs, *, num_groups: int | None = None) -> float:
+    """Return the time that further updates take once the pipeline is full.
+
+    Of ``num_groups`` after as many; None: enough of them.
+    """
+    return _per_update(pipeline, costs, num_groups or _enough_groups(pipeline))[0]
 
 
 def actions_of_all(pipeline: Pipeline, *, num_micro_batches: int) -> list[list[Action]]:
@@ -207,7 +210,8 @@ def _segment(pipeline: Pipeline, num_micro_batches: int) -> Segment:
 
 def _enough_groups(pipeline: Pipeline) -> int:
     """Return the groups after which a steady state is reached, and that cover its period."""
-    return max(24, 2 * (pipeline.delays[0] // pipeline.micro_batches_per_update + 2))
+    M = pipeline.micro_batches_per_update
+    return max(min(24, -(-96 // M)), 2 * (pipeline.delays[0] // M + 2))
 
 
 def _per_update(pipeline: Pipeline, costs: Costs, num_groups: int) -> tuple[float, list[float]]:

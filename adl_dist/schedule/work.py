@@ -11,7 +11,7 @@ from adl_dist.schedule.greedy import greedy_actions
 from adl_dist.schedule.pipeline import Pipeline
 from adl_dist.schedule.replay import Sending, max_outstanding
 from adl_dist.schedule.run_plan import Segment
-from adl_dist.schedule.split import split_actions
+from adl_dist.schedule.split import simulated
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def training_work(pipeline: Pipeline, segment: Segment, *, stages: Iterable[int]
     if not method.is_asynchronous_greedy:
         weights = segment.loss_weights(method.reduction, sizes)
         work = {k: StageWork(list(_actions(pipeline, k, tuple(groups))), sizes, sizes, weights) for k in stages}
-        split_actions.cache_clear()  # made for all stages, which may be many more than these
+        simulated.cache_clear()  # made for all stages, which may be many more than these
         return work
     actions, origins = greedy_actions(pipeline, group_sizes=groups, seed=seed)
     sizes_of = [[sizes[b] for b in origin] for origin in origins]

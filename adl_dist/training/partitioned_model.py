@@ -368,7 +368,7 @@ def take_profile(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": str(torch.__version__),
-        "splits": True,  # what is put off by a split is measured, too
+        "splits": 2,  # what is put off by a split, and what that takes, is measured, too
     }
     if kept_in is not None and kept_in.is_file():
         kept = Profile.load(kept_in)
@@ -385,7 +385,7 @@ def take_profile(
         wire_dtype=precision.wire_dtype,
         **how,
     )
-    profile = replace(profile, units=with_split_costs(profile.units, model, chain, **how))
+    profile = with_split_costs(profile, model, chain, **how)
     if feed is not None:
         profile = replace(profile, loading=feed.seconds_to_load(micro_batch_size))
     if kept_in is not None:

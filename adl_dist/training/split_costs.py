@@ -1,22 +1,32 @@
-"""The part of each unit's backward that a split can put off: seconds, and the bytes that it holds until then."""
+"""What a split backward does to a model: what of each unit it can put off, and how much longer all of it takes."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from adl_dist.partition import Chain
-from adl_dist.partition.costs import UnitCost
+from adl_dist.partition.costs import Profile
 from adl_dist.partition.measure import LossFn, Within, now, restored
 from adl_dist.stage.deferred import DeferredGradients
 
-ROUNDS = 4  # the first is not counted
+ROUNDS = 5  # the first is not counted
+
+
+class _Round(NamedTuple):
+    """What one forward and backward took, in seconds, with a split backward and with a whole one."""
+
+    put_off: dict[int, float]  # of each unit, what can be put off
+    held: dict[int, int]  # bytes that each unit holds until then
+    split: float
+    whole: float
 
 
 def with_split_costs(
-    units: Sequence[UnitCost],
+    profile: Profile,
     model: nn.Module,
     chain: Chain,
     *,
@@ -24,40 +34,57 @@ def with_split_costs(
     target: Tensor,
     loss_fn: LossFn,
     within: Within,
-) -> list[UnitCost]:
-    """Return the costs of the ``units`` of ``chain`` with what a split can put off of each; ``model`` is as before.
+) -> Profile:
+    """Return the profile of ``chain`` with what a split does to it; ``model`` is as before.
 
     ``loss_fn`` (output, ``target`` [B, ...]) is the mean loss; ``within`` makes the context of the forward.
     """
     pieces = chain.pieces([1] * len(chain.units))
     unit_of = {id(p): unit for unit, piece in reversed([*enumerate(pieces)]) for p in piece.parameters()}
     deferred = DeferredGradients(model)
-    rounds: list[dict[int, float]] = []
-    held: dict[int, int] = {}
+    if not deferred.names:
+        return profile
+
+    def loss() -> Tensor:
+        with within():
+            return loss_fn(model(input_), target)
+
     with restored(model, input_), torch.enable_grad():
         model.train()
-        for _ in range(ROUNDS if deferred.names else 0):
-            seconds: dict[int, float] = defaultdict(float)
-            storages: dict[int, dict[int, int]] = defaultdict(dict)
-            with deferred.ready(), within():
-                loss = loss_fn(model(input_), target)
-            assert loss.grad_fn is not None, "the model has parameters that are trained"
-            with deferred.put_off([loss.grad_fn]) as later:
-                loss.backward()
-            for one in [*later]:
-                unit = unit_of[id(one.layer.module.weight)]
-                for kept in (one.x.untyped_storage(), one.grad.untyped_storage()):
-                    storages[unit][kept.data_ptr()] = kept.nbytes()
-                start = now(input_.device)
-                deferred.compute([one])
-                seconds[unit] += now(input_.device) - start
-            rounds.append(seconds)
-            held = {unit: sum(sizes.values()) for unit, sizes in storages.items()}
-    return [
+        rounds = [_one_round(deferred, loss, unit_of, input_.device) for _ in range(ROUNDS)][1:]
+    units = [
         replace(
             unit,
-            backward_weight=min((times.get(place, 0.0) for times in rounds[1:]), default=0.0),
-            deferred_bytes=held.get(place, 0),
+            backward_weight=min(one.put_off.get(place, 0.0) for one in rounds),
+            deferred_bytes=rounds[-1].held.get(place, 0),
         )
-        for place, unit in enumerate(units)
+        for place, unit in enumerate(profile.units)
     ]
+    slowdown = min(one.split for one in rounds) / min(one.whole for one in rounds)
+    return replace(profile, units=units, split_slowdown=max(1.0, slowdown))
+
+
+def _one_round(
+    deferred: DeferredGradients, loss: Callable[[], Tensor], unit_of: Mapping[int, int], device: torch.device
+) -> _Round:
+    put_off: dict[int, float] = defaultdict(float)
+    storages: dict[int, dict[int, int]] = defaultdict(dict)
+    start = now(device)
+    with deferred.ready():
+        root = loss()
+    assert root.grad_fn is not None, "the model has parameters that are trained"
+    with deferred.put_off([root.grad_fn]) as later:
+        root.backward()
+    first_part = now(device) - start
+    for one in [*later]:
+        unit = unit_of[id(one.layer.module.weight)]
+        for kept in (one.x.untyped_storage(), one.grad.untyped_storage()):
+            storages[unit][kept.data_ptr()] = kept.nbytes()
+        start = now(device)
+        deferred.compute([one])
+        put_off[unit] += now(device) - start
+    start = now(device)
+    loss().backward()
+    whole = now(device) - start
+    held = {unit: sum(sizes.values()) for unit, sizes in storages.items()}
+    return _Round(put_off, held, first_part + sum(put_off.values()), whole)

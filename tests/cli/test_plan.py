@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from adl_dist.cli.config.compose import compose_run
-from adl_dist.cli.plan.command import line_to_paste
 from adl_dist.cli.plan.link import measure
 from adl_dist.cli.plan.profiler import Profiler
+from adl_dist.cli.plan.report import line_to_paste
 from adl_dist.distributed.procfs import state_of
 from adl_dist.errors import ConfigError
 from adl_dist.partition import Machine, UnitCost

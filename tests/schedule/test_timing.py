@@ -292,6 +292,29 @@ def test_the_least_delays_keep_the_speed_and_no_stage_needs_less(seed):
             assert time_of(fewer) > 1.02 * slowest or found[k] * slowest < way, f"stage {k} of {found}"
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_of_delays_up_to_a_most_none_are_faster(seed):
+    """By all lists there are, within the share that is called as fast."""
+    draw = random.Random(seed)
+    K, M, split = draw.choice([2, 3, 4]), draw.choice([1, 2, 4]), bool(seed % 2)
+    most = draw.randint(0, K)
+    costs = Costs(
+        forward=[draw.uniform(0.6, 1.4) for _ in range(K)],
+        backward=[draw.uniform(1.2, 2.8) for _ in range(K)],
+        link=[draw.uniform(0, 1) for _ in range(K - 1)],
+    )
+    chosen = method("adl", accumulation_steps=M, split_backward=split)
+    found = with_least_delays(chosen, costs, most=most).delay
+    lists = [d for d in itertools.product(range(most + 1), repeat=K) if list(d) == sorted(d, reverse=True)]
+
+    def time_of(delays):
+        return time_per_micro_batch(K, M, costs, delay=delays, split_backward=split)
+
+    assert found[0] <= most
+    slowest = max(map(sum, zip(costs.forward, costs.backward, strict=True)))
+    assert time_of(found) <= 1.025 * max(min(map(time_of, lists)), slowest)
+
+
 def test_what_takes_no_time_needs_no_delay_and_2bw_at_most_m():
     assert with_least(3, Costs(forward=[1, 0, 0], backward=[2, 0, 0])) == (0, 0, 0)
     found = with_least_delays(method("2bw", accumulation_steps=3), Costs.balanced(4, link=9.0)).delay

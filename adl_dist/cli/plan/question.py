@@ -1,0 +1,174 @@
+"""What ``adl-dist plan`` is asked: its command line, checked before anything is measured."""
+
+import argparse
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from adl_dist.cli.config import instantiate
+from adl_dist.cli.config.compose import Parser, compose_run, method_named
+from adl_dist.cli.config.schema import Device, RunConfig
+from adl_dist.cli.plan.link import GPU_LINK, link_figures
+from adl_dist.distributed.affinity import num_cores
+from adl_dist.distributed.device import check_device
+from adl_dist.errors import ConfigError
+from adl_dist.partition import Machine
+from adl_dist.partition.bounded import steps_to_try
+from adl_dist.report.files import check_out
+from adl_dist.schedule import METHODS, Method
+from adl_dist.schedule.run_plan import micro_batch_size_of
+from adl_dist.training.partitioned_model import device_memory
+
+BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+DEFAULT_METHODS = "bp,gpipe,1f1b,ddg,fr,fdg,adl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked for, checked."""
+
+    flags: argparse.Namespace
+    config: RunConfig
+    chosen: Method  # of the configuration
+    methods: list[Method]  # to be predicted
+    stages: list[int]  # each K
+    bound: float | None  # on the mean staleness of each stage; None: none is given
+    steps: list[int]  # each M to be tried within it
+    num_devices: int
+    granularity: str
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The samples of a micro-batch for each M that is predicted; a ConfigError: the batch is too small."""
+        steps = {method.micro_batches_per_update for method in (*self.methods, self.chosen)}
+        return {M: micro_batch_size_of(self.config.train.batch_size, M) for M in sorted({*steps, *self.steps})}
+
+
+def asked(words: list[str]) -> Question:
+    """Read and check the words of the command line; a ConfigError: they cannot be answered."""
+    flags = _flags(words)
+    config, _ = compose_run(flags.overrides)
+    instantiate.check_targets(config)
+    check_device(config.runtime.device.value)
+    _check(flags)
+    chosen, batch, bound = config.method.chosen(), config.train.batch_size, flags.max_staleness
+    num_devices = flags.devices or (torch.cuda.device_count() if _on_gpu(config) else num_cores())
+    powers = [2**i for i in range(1, 8) if 2**i <= num_devices]
+    stages = list(dict.fromkeys(flags.stages or sorted({*powers, config.partition.num_stages} - {1}) or [2]))
+    steps: list[int] = []
+    if bound is not None:
+        _check_bound(chosen, bound)
+        steps = flags.steps or sorted({*steps_to_try(batch, bound, max(stages)), chosen.micro_batches_per_update})
+    question = Question(
+        flags=flags,
+        config=config,
+        chosen=chosen,
+        methods=[method_named(name, config, flag="--methods") for name in dict.fromkeys(flags.methods.split(","))],
+        stages=stages,
+        bound=bound,
+        steps=steps,
+        num_devices=num_devices,
+        granularity=config.partition.granularity.value if config.partition.granularity else "layer",
+    )
+    _ = question.sizes  # refuses too small a batch
+    return question
+
+
+def _on_gpu(config: RunConfig) -> bool:
+    return config.runtime.device is Device.cuda
+
+
+def _flags(words: list[str]) -> argparse.Namespace:
+    parser = Parser(
+        prog="adl-dist plan",
+        description="Measure the model on this machine, cut it, predict what each method would do, and recommend one.",
+        epilog="example: adl-dist plan model=resnet56 data=cifar10 --stages 2,4,8 --devices 8 --input 3,32,32",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    overrides = "as for adl-dist train: model, data, batch size, M, optimizer"
+    add("overrides", nargs="*", metavar="KEY=VALUE", help=overrides)
+    stages = "numbers of stages, above 1: one device is in every table; default: 2, 4, 8 .. up to that of devices"
+    add("--stages", type=partial(_numbers, 2), metavar="K,K", help=stages)
+    add("--methods", default=DEFAULT_METHODS, metavar="NAME,NAME", help=f"default: {DEFAULT_METHODS}")
+    add("--devices", type=int, metavar="N", help="number of devices; default: the GPUs, or cores, of this machine")
+    memory = "memory of each device, like 80GiB; default: the GPU's, no limit on the CPU"
+    add("--memory", type=_bytes, metavar="SIZE", help=memory)
+    add("--bandwidth", type=float, metavar="BYTES/S", help="of each link; default: measured on CPUs, 12e9 between GPUs")
+    add("--latency", type=float, metavar="S", help="of each message; default: measured on CPUs, 1e-5 between GPUs")
+    add("--input", type=partial(_numbers, 1), metavar="C,H,W", help="shape of a sample, instead of looking at the data")
+    add("--profile", type=Path, metavar="FILE", help="keep the measurement in FILE, and use it the next time")
+    neighbours = "also measure while N more processes compute; default: K - 1 on CPUs"
+    add("--neighbours", type=int, metavar="N", help=neighbours)
+    bound = "most updates that gradients of a stage may be old on average: choose M, delays and cut together for that"
+    add("--max-staleness", type=float, metavar="UPDATES", help=bound)
+    steps = "each M to try for it; default: those that divide the batch, up to the first that bears the delays of ADL"
+    add("--steps", type=partial(_numbers, 1), metavar="M,M", help=steps)
+    add("--units", action="store_true", help="also print each unit")
+    add("--out", type=Path, metavar="FILE", help="draw the cost of each unit: FILE.svg, FILE.png or FILE.pdf")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser.parse_intermixed_args(words)
+
+
+def _numbers(least: int, text: str) -> list[int]:
+    with contextlib.suppress(ValueError):
+        numbers = [int(word) for word in text.split(",")]
+        if min(numbers) >= least:
+            return numbers
+    raise argparse.ArgumentTypeError(f"expected whole numbers of at least {least}, separated by commas, got {text}")
+
+
+def _bytes(text: str) -> int:
+    unit = next((unit for unit in BYTES if text.endswith(unit)), "")
+    try:
+        return int(float(text.removesuffix(unit)) * BYTES[unit])
+    except (KeyError, ValueError, OverflowError):
+        units = ", ".join(BYTES)
+        raise argparse.ArgumentTypeError(f"expected a number and a unit, like 80GiB ({units}), got {text}") from None
+
+
+def _check(flags: argparse.Namespace) -> None:
+    """Refuse now what would otherwise be found only after measuring."""
+    if flags.out is not None:
+        check_out(flags.out)
+    for name, least in (("devices", 1), ("neighbours", 0)):
+        number = getattr(flags, name)
+        if number is not None and number < least:
+            raise ConfigError(f"--{name} {number} must be at least {least}")
+    if flags.steps and flags.max_staleness is None:
+        raise ConfigError("--steps are tried for a bound on staleness; add --max-staleness 0.5, or omit it")
+    if flags.profile is not None and (flags.profile.is_dir() or not flags.profile.parent.is_dir()):
+        raise ConfigError(f"--profile {flags.profile}: expected the name of a file in an existing folder")
+
+
+def _check_bound(method: Method, bound: float) -> None:
+    """Refuse a bound that the delays of ``method`` cannot meet."""
+    if not 0 < bound < math.inf:
+        raise ConfigError(
+            f"--max-staleness {bound:g} must be a number above 0; where nothing is to be stale, use method=1f1b"
+        )
+    if "delay" not in method.options:
+        able = ", ".join(name for name, spec in METHODS.items() if "delay" in spec.options and spec.weights != "2bw")
+        raise ConfigError(
+            f"--max-staleness chooses the delays of a method, and method={method.name} has none to choose; use one of "
+            f"{able}, or omit it"
+        )
+    if method.weights == "2bw" and bound < 1:
+        raise ConfigError(
+            f"--max-staleness {bound:g}: with method.weights=2bw each gradient is one update old, whatever the delays; "
+            "use method.weights=stash, or --max-staleness 1"
+        )
+    _ = replace(method, delay="auto")  # refused next to options that need other delays
+
+
+def machine_of(question: Question) -> Machine:
+    """Return the devices and links, as described or, between CPUs, measured."""
+    flags, device = question.flags, question.config.runtime.device
+    given = {name: getattr(flags, name) for name in GPU_LINK if getattr(flags, name) is not None}
+    link = {**GPU_LINK, **given} if given else link_figures(device)
+    memory = device_memory(torch.device(device.value)) if flags.memory is None else flags.memory
+    return Machine(memory_bytes=memory, **link)

@@ -1,0 +1,118 @@
+"""What ``adl-dist plan`` prints: the measurement, tables of predictions, and the line that trains as predicted."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from adl_dist.cli.config.compose import method_words
+from adl_dist.partition import Machine, UnitCost
+from adl_dist.partition.costs import Profile
+from adl_dist.partition.predict import Alternative, Prediction
+from adl_dist.report.tables import text_table
+
+METHOD_HEAD = (
+    *("method", "K", "M", "images/s", "speed-up", "bubble", "staleness mean", "factor"),
+    *("memory per stage (MB)", "units per stage"),
+)
+UNIT_HEAD = ("unit", "forward ms", "backward ms", "parameters kB", "activations kB", "crosses kB")
+BOUNDED_HEAD = (
+    *("K", "M", "micro-batch", "delays", "backward", "images/s", "staleness mean", "greatest"),
+    *("memory per stage (MB)", "units per stage"),
+)
+
+
+def report(
+    profile: Profile,
+    machine: Machine,
+    predictions: Sequence[Prediction],
+    refused: Sequence[str],
+    other: Alternative,
+    *,
+    with_units: bool,
+) -> list[str]:
+    """Return the lines about the measurement, each method's prediction, and the devices without a pipeline."""
+    spec = profile.of
+    lines = [
+        f"{spec['units']} units ({spec['granularity']}), {spec['parameters']:,} parameters, "
+        f"input {spec['input']}, micro-batches of {spec['micro_batch_size']}, {spec['dtype']}, {spec['device']}, "
+        f"{spec['threads']} thread(s), torch {spec['torch']}",
+        f"one micro-batch: forward {1000 * profile.forward:.1f} ms, backward {1000 * profile.backward:.1f} ms; one "
+        f"update {1000 * sum(u.update for u in profile.units):.2f} ms",
+        f"method.split_backward can put off {profile.share_put_off:.0%} of the backward: gradients of the weights of "
+        "linear layers and convolutions",
+        f"link: {machine.bandwidth / 1e9:.2f} GB/s, latency {1e6 * machine.latency:.0f} us",
+    ]
+    if with_units:
+        lines += ["", *text_table([UNIT_HEAD, *map(_unit_row, profile.units)])]
+    lines += ["", *text_table([METHOD_HEAD, *(_method_row(p, other) for p in predictions)])]
+    lines += [
+        "",
+        f"without a pipeline: one device {other.single:,.0f} images/s, {other.bytes / 1e6:,.0f} MB"
+        + ("" if other.fits else " (does not fit)")
+        + f"; DDP on {other.num_devices}: {other.ddp:,.0f} images/s (estimated)",
+        "speed-up: over BP of the whole batch on one device. factor: (1 + sum of mean staleness / M) / M, Theorem 1.",
+    ]
+    return lines + [f"not possible: {reason}" for reason in refused]
+
+
+def _method_row(p: Prediction, other: Alternative) -> list[object]:
+    return [
+        *(p.pipeline.method.name, p.pipeline.num_stages, p.pipeline.micro_batches_per_update),
+        f"{p.images_per_second:,.0f}",
+        f"{p.images_per_second / other.single:.2f}",
+        f"{p.bubble:.1%}",
+        "/".join(f"{s:.3g}" for s in p.staleness_mean),
+        f"{p.convergence_factor:.3g}",
+        " ".join(f"{b / 1e6:.0f}" for b in p.balance.stage_bytes),
+        " ".join(map(str, p.balance.sizes)),
+    ]
+
+
+def bounded_table(predictions: Sequence[Prediction], method: str, bound: float, sizes: Mapping[int, int]) -> list[str]:
+    """Return the lines about what is fastest for each M with a mean staleness of at most ``bound`` on each stage.
+
+    ``sizes``: the samples of a micro-batch for each M.
+    """
+    title = f"{method} with a mean staleness of at most {bound:g} updates on each stage:"
+    return [title, *text_table([BOUNDED_HEAD, *(_bounded_row(p, sizes) for p in predictions)])]
+
+
+def _bounded_row(p: Prediction, sizes: Mapping[int, int]) -> list[object]:
+    M, delays = p.pipeline.micro_batches_per_update, p.pipeline.nominal_delays
+    return [
+        *(p.pipeline.num_stages, M, sizes[M], " ".join(map(str, delays))),
+        "in two parts" if p.pipeline.method.split_backward else "whole",
+        f"{p.images_per_second:,.0f}",
+        "/".join(f"{s:.3g}" for s in p.staleness_mean),
+        p.staleness_most,
+        " ".join(f"{b / 1e6:.0f}" for b in p.balance.stage_bytes),
+        " ".join(map(str, p.balance.sizes)),
+    ]
+
+
+def _unit_row(unit: UnitCost) -> list[str]:
+    return [
+        unit.name[:41],
+        f"{1000 * unit.forward:.3f}",
+        f"{1000 * unit.backward:.3f}",
+        f"{unit.parameter_bytes / 1e3:,.0f}",
+        f"{unit.activation_bytes / 1e3:,.0f}",
+        f"{unit.act_bytes / 1e3:,.0f} ({unit.num_tensors})" if unit.may_cut else "no cut",
+    ]
+
+
+def facts_of(p: Prediction) -> dict[str, Any]:
+    """Return a prediction as plain values."""
+    facts = {**asdict(p), "convergence_factor": p.convergence_factor}
+    del facts["pipeline"]
+    return {"method": p.pipeline.method.settings, "num_stages": p.pipeline.num_stages, **facts}
+
+
+def line_to_paste(choice: Prediction, granularity: str, overrides: Sequence[str]) -> str:
+    """Return the command that trains as predicted."""
+    words = [word for word in overrides if not word.lstrip("+~").startswith(("method", "partition"))]
+    words += method_words(choice.pipeline.method)
+    words += [f"partition.num_stages={choice.pipeline.num_stages}", f"partition.granularity={granularity}"]
+    words += [f"partition.balance=[{','.join(map(str, choice.balance.sizes))}]"]
+    return f"adl-dist train {shlex.join(words)}"
