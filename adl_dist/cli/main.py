@@ -22,6 +22,7 @@ adl-dist COMMAND [KEY=VALUE ...]
   compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
   bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
+  tokenize    text to tokens, to train on: adl-dist tokenize FILE... --out DIR
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
   status      what a job is at:            adl-dist status runs/NAME [--json]
   checkpoint  have it save now:            adl-dist checkpoint runs/NAME
@@ -85,11 +86,12 @@ COMMANDS = {
     **dict.fromkeys(("train", "evaluate", "export"), "train"),
     "compare": "compare",
     "schedule": "schedule",
+    "tokenize": "tokenize",
     "plan": "plan.command",
     "bench": "bench.command",
     **dict.fromkeys(("status", "checkpoint", "stop"), "status"),
 }
-HAVE_HELP = ("train", "schedule", "plan", "bench")  # made of their keys or flags
+HAVE_HELP = ("train", "schedule", "tokenize", "plan", "bench")  # made of their keys or flags
 
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file there is no handler, and logging would then print tracebacks on standard error by itself.
