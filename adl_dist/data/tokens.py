@@ -91,14 +91,17 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Sample i is tokens i (T+1) to i (T+1) + T of a file, T being ``context``: no two samples share one.
 
     The input is the first T of them, the target the last T. Tokens behind the last whole window are not used.
+
+    Attributes:
+        tokens_per_sample: T, by which speed is told in tokens/s.
     """
 
     def __init__(self, file: TokenFile, context: int, vocab_size: int | None = None) -> None:
-        self._file, self._context, self._vocab_size = file, context, vocab_size
+        self._file, self._vocab_size, self.tokens_per_sample = file, vocab_size, context
         self._tokens: NDArray[Any] | None = None
 
     def __len__(self) -> int:
-        return self._file.num_tokens // (self._context + 1)
+        return self._file.num_tokens // (self.tokens_per_sample + 1)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return input int64[T] and target int64[T]; DataError for a token that the vocabulary does not have."""
@@ -106,8 +109,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
             raise IndexError(index)
         if self._tokens is None:
             self._tokens = self._file.mapped()
-        start = index * (self._context + 1)
-        window = self._tokens[start : start + self._context + 1].astype(np.int64)
+        length = self.tokens_per_sample + 1
+        window = self._tokens[index * length : (index + 1) * length].astype(np.int64)
         if self._vocab_size is not None and (largest := int(window.max())) >= self._vocab_size:
             raise DataError(
                 f"sample {index}: {self._file.path} has token {largest}, but data.vocab_size={self._vocab_size}, so "
