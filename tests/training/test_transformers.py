@@ -1,17 +1,19 @@
 """Transformers on tokens: the values of a cut run are those of the equations, of processes, and after a stop."""
 
 import functools
+import itertools
 import math
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from adl_dist.checkpoint.policy import CheckpointPolicy
 from adl_dist.data.tokens import TokenFile, Windows, header_of
 from adl_dist.losses import TokenCrossEntropy
 from adl_dist.models import gpt, llama, vit
-from adl_dist.partition import cut
 from adl_dist.partition.chain import linearise
 from tests.support.commands import assert_same
 from tests.support.equations import assert_close, differ
@@ -23,6 +25,7 @@ from tests.support.values import QUIET
 VOCAB, CONTEXT = 11, 6
 MICRO_BATCH, NUM_SAMPLES, EPOCHS = 2, 19, 2  # ten micro-batches: no multiple of 3 or 4; the last one holds 1
 LR, MOMENTUM = 0.2, 0.9
+BALANCES = {1: [6], 2: [3, 3], 3: [2, 1, 3], 4: [1, 2, 2, 1]}  # of embedding, four layers and head
 sgd = functools.partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
 
 
@@ -76,7 +79,8 @@ def data_of(file, M):
 
 def trained(build, file, K, M, *, dtype=torch.float64, run_dir=None, method="adl", **of_fit):
     data = data_of(file, M)
-    trainer = toy_trainer(K, M, method, model=build(), loss_fn=TokenCrossEntropy(), optimizer=sgd, dtype=dtype)
+    of_trainer = {"optimizer": sgd, "dtype": dtype, "balance": BALANCES[K]}
+    trainer = toy_trainer(K, M, method, model=build(), loss_fn=TokenCrossEntropy(), **of_trainer)
     of_fit = {"epochs": EPOCHS, "shuffle": False, "monitoring": QUIET, **of_fit}
     summary = trainer.fit(data, batch_size=MICRO_BATCH * M, val_dataset=data, run_dir=run_dir, **of_fit)
     return trainer.full_state_dict(), summary
@@ -90,7 +94,9 @@ def by_the_equations(build, file, K, M):
         tuple(torch.stack(tensors) for tensors in zip(*samples[start : start + MICRO_BATCH], strict=True))
         for start in range(0, NUM_SAMPLES, MICRO_BATCH)
     ]
-    modules = cut(model, num_stages=K) if K > 1 else [model]
+    bounds = itertools.pairwise(itertools.accumulate(BALANCES[K], initial=0))
+    units = list(model.named_children())
+    modules = [nn.Sequential(OrderedDict(units[start:stop])) for start, stop in bounds]
     loss_fn, num_updates = TokenCrossEntropy(), EPOCHS * math.ceil(len(batches) / M)
     return train_by_the_equations(
         modules, [batches] * EPOCHS, M=M, loss_fn=loss_fn, lr=[LR] * num_updates, momentum=MOMENTUM,
