@@ -83,7 +83,7 @@ def _vocabulary(config: RunConfig, run_dir: Path) -> Vocabulary:
     if not {"train", "context"} <= config.data.keys():
         raise ConfigError(f"{run_dir} was not trained on tokens; adl-dist generate takes a run of data=tokens")
     path = Path(config.data["train"]).expanduser()
-    if (vocabulary := Vocabulary.beside(path)) is None:
+    if (vocabulary := Vocabulary.next_to(path)) is None:
         raise ConfigError(
             f"{path.parent} has no vocabulary of adl-dist tokenize, which generate needs to read and to write text"
         )

@@ -154,7 +154,7 @@ def tokens(
     return made[0], made[1]
 
 
-def vocab_size_beside(path: str) -> int:
+def vocab_size_next_to(path: str) -> int:
     """Return the number of tokens of the vocabulary next to the file of tokens ``path``.
 
     Raises:
@@ -165,7 +165,7 @@ def vocab_size_beside(path: str) -> int:
         file.stat()
     except OSError as error:
         raise _unreadable(file, error) from error
-    vocabulary = Vocabulary.beside(file)
+    vocabulary = Vocabulary.next_to(file)
     if vocabulary is None:
         raise ConfigError(
             f"data.vocab_size must be given: next to {path} there is no vocabulary of adl-dist tokenize; add "

@@ -53,7 +53,7 @@ class Vocabulary:
         return cls("tokenizers", int(_tokenizer(definition, str(path)).get_vocab_size()), definition=definition)
 
     @classmethod
-    def beside(cls, tokens: Path) -> "Vocabulary | None":
+    def next_to(cls, tokens: Path) -> "Vocabulary | None":
         """Read the one next to the file ``tokens``; None: there is none. DataError: it is damaged."""
         path = tokens.parent / FILE
         if not path.exists():
@@ -69,7 +69,7 @@ class Vocabulary:
         return made
 
     def to_json(self) -> str:
-        """Return what :meth:`beside` reads."""
+        """Return what :meth:`next_to` reads."""
         return json.dumps({key: value for key, value in vars(self).items() if value != ""}, ensure_ascii=True)
 
     def encode(self, text: str) -> NDArray[Any]:

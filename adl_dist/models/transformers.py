@@ -1,4 +1,7 @@
-"""Transformers for text and for small images, as an nn.Sequential of embedding, layers and head."""
+"""Transformers for text and for small images, as an nn.Sequential of embedding, layers and head.
+
+Each builder takes the keys of its file in ``conf/model/``, so it has as many parameters as there are settings.
+"""
 
 from collections import OrderedDict
 

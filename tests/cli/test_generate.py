@@ -1,11 +1,15 @@
 """adl-dist generate: what a trained model draws is what its outputs say, and the same for a seed."""
 
 import itertools
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from adl_dist.cli.config.compose import config_folder
 from adl_dist.cli.generate import continued, generate
 from adl_dist.cli.main import main
 from adl_dist.cli.tokenize import tokenize
@@ -43,6 +47,23 @@ def test_a_seed_gives_the_same_text_and_another_one_another(run_dir, capsys):
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
     assert len(texts[0].strip()) == 201
+
+
+def test_the_commands_of_experiment_gpt_make_a_file_of_text_to_new_text(tmp_path, monkeypatch, capsys):
+    """As its header says, in fewer updates."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text(Path(__file__).read_text())
+    commands = re.findall(
+        r"^#.*?adl-dist (.*)", (config_folder() / "experiment" / "gpt.yaml").read_text(), re.MULTILINE
+    )
+    fewer = {"train": ["train.max_updates=3", "runtime.processes=false", "runtime.tensorboard=false"]}
+    assert len(commands) == 3
+    for command in commands:
+        name, *words = shlex.split(command.replace("...", ""))
+        with pytest.raises(SystemExit) as end:
+            main([name, *words, *fewer.get(name, [])])
+        assert not end.value.code
+    assert "The " in capsys.readouterr().out.rpartition("adl-dist export")[2]
 
 
 @pytest.mark.parametrize(

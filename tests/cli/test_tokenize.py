@@ -29,7 +29,7 @@ def read(folder, name):
 @pytest.mark.parametrize("level", ["byte", "char"])
 def test_both_files_together_hold_the_text(tmp_path, files, level, capsys):
     tokenize([*files, "--out", str(tmp_path / "out"), "--level", level, "--validation", "0.25"])
-    vocabulary = Vocabulary.beside(tmp_path / "out" / "train.bin")
+    vocabulary = Vocabulary.next_to(tmp_path / "out" / "train.bin")
     assert vocabulary.size == (256 if level == "byte" else len(set("".join(TEXTS))))
     train, validation = (
         vocabulary.decode(read(tmp_path / "out", f"{n}.bin").tolist()) for n in ("train", "validation")
@@ -98,6 +98,6 @@ def test_a_file_of_tokenizers_is_kept_with_the_tokens(tmp_path, files):
     (tmp_path / "tokenizer.json").unlink()
     found = json.loads((tmp_path / "out" / FILE).read_text())
     assert (found["kind"], found["size"]) == ("tokenizers", 4)
-    vocabulary = Vocabulary.beside(tmp_path / "out" / "train.bin")
+    vocabulary = Vocabulary.next_to(tmp_path / "out" / "train.bin")
     assert vocabulary.encode("size or x").tolist() == [1, 0, 3]
     assert vocabulary.decode([1, 0]) == "size or"

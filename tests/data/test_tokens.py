@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adl_dist.data import Loader, tokens
-from adl_dist.data.tokens import TokenFile, header_of, vocab_size_beside
+from adl_dist.data.tokens import TokenFile, header_of, vocab_size_next_to
 from adl_dist.data.vocabulary import FILE, Vocabulary
 from adl_dist.errors import ConfigError, DataError
 
@@ -95,20 +95,20 @@ def test_a_token_that_the_model_does_not_have_is_named(tmp_path):
 def test_the_vocabulary_next_to_the_tokens_says_how_many_there_are(tmp_path):
     path = written(tmp_path / "a.bin")
     with pytest.raises(ConfigError, match=r"data.vocab_size must be given: next to .* there is no vocabulary"):
-        vocab_size_beside(path)
+        vocab_size_next_to(path)
     (tmp_path / FILE).write_text(Vocabulary.of_chars(["abc", "cäd"]).to_json())
-    assert vocab_size_beside(path) == 5
+    assert vocab_size_next_to(path) == 5
     for damaged in ("", "[]", '{"kind": "byte"}', '{"kind": "char", "size": 3, "chars": "ab"}'):
         (tmp_path / FILE).write_text(damaged)
         with pytest.raises(DataError, match="is not a vocabulary of adl-dist tokenize"):
-            vocab_size_beside(path)
+            vocab_size_next_to(path)
 
 
 @pytest.mark.parametrize("vocabulary", [Vocabulary.of_bytes(), Vocabulary.of_chars(["Größe 7\n", "日本 😀"])])
 def test_what_is_encoded_is_decoded_again(tmp_path, vocabulary):
     text = "😀 Größe 日本 7\n"
     (tmp_path / FILE).write_text(vocabulary.to_json())
-    again = Vocabulary.beside(tmp_path / "a.bin")
+    again = Vocabulary.next_to(tmp_path / "a.bin")
     assert again == vocabulary
     ids = again.encode(text)
     assert int(ids.max()) < vocabulary.size

@@ -51,14 +51,14 @@ class Composed(RunConfig):
 ConfigStore.instance().store(name="schema", node=Composed)
 
 
-def _vocab_size_beside(path: str) -> int:
-    from adl_dist.data.tokens import vocab_size_beside  # imported late: torch takes seconds
+def _vocab_size_next_to(path: str) -> int:
+    from adl_dist.data.tokens import vocab_size_next_to  # imported late: torch takes seconds
 
-    return vocab_size_beside(path)
+    return vocab_size_next_to(path)
 
 
 # What data.vocab_size is unless it is given; see conf/data/tokens.yaml.
-OmegaConf.register_new_resolver("vocab_size_beside", _vocab_size_beside, replace=True)
+OmegaConf.register_new_resolver("vocab_size_next_to", _vocab_size_next_to, replace=True)
 
 
 class Parser(argparse.ArgumentParser):

@@ -28,8 +28,8 @@ from adl_dist.schedule import Method
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec
 from adl_dist.training.trainer import Trainer
 
-# Keys of data.* that are ours; those that describe the data reach its target only if that takes them.
-OF_THE_LOADER, OF_THE_MODEL = ("shuffle", "num_workers"), ("num_classes", "in_channels", "image_size")
+# Keys of data.* that are ours; the two that describe the data reach its target only if that takes them.
+OF_THE_LOADER, OF_THE_MODEL = ("shuffle", "num_workers"), ("num_classes", "in_channels")
 
 logging.getLogger("hydra").addHandler(logging.NullHandler())  # it logs what it also raises
 
