@@ -22,6 +22,8 @@ adl-dist COMMAND [KEY=VALUE ...]
   compare     table and figure of runs:    adl-dist compare runs/A runs/B [out=FOLDER]
   plan        measure, cut, predict:       adl-dist plan model=resnet56 data=cifar10 --stages 2,4
   bench       measure methods and torch's own side by side:  adl-dist bench model=resnet18 data=synthetic
+  tokenize    text to tokens, to train on: adl-dist tokenize FILE... --out DIR
+  generate    text from a trained model:   adl-dist generate runs/NAME prompt=TEXT
   schedule    print who does what when:    adl-dist schedule partition.num_stages=4 method.accumulation_steps=2
   status      what a job is at:            adl-dist status runs/NAME [--json]
   checkpoint  have it save now:            adl-dist checkpoint runs/NAME
@@ -52,6 +54,17 @@ adl-dist export RUN_DIR out=FILE [checkpoint=best|PATH]
 Writes one plain state_dict with the uncut model's own names.
 
   out=FILE           a new file: FILE.safetensors as safetensors, any other name for torch.load
+{OF_A_CHECKPOINT}""",
+    "generate": f"""\
+adl-dist generate RUN_DIR prompt=TEXT [max_tokens=200] [temperature=1.0] [top_k=K] [seed=0] [checkpoint=best|PATH]
+
+Prints the prompt, and what a model that was trained on tokens (data=tokens) writes behind it, in this process.
+
+  prompt=TEXT        what to begin with; at least one token
+  max_tokens=200     how many tokens to write
+  temperature=1.0    above 1: more surprising; below 1: less; 0: always the likeliest token
+  top_k=K            choose among the K likeliest tokens only; default: all
+  seed=0             of what is drawn
 {OF_A_CHECKPOINT}""",
     "compare": """\
 adl-dist compare RUNS... [out=FOLDER]
@@ -85,11 +98,13 @@ COMMANDS = {
     **dict.fromkeys(("train", "evaluate", "export"), "train"),
     "compare": "compare",
     "schedule": "schedule",
+    "tokenize": "tokenize",
+    "generate": "generate",
     "plan": "plan.command",
     "bench": "bench.command",
     **dict.fromkeys(("status", "checkpoint", "stop"), "status"),
 }
-HAVE_HELP = ("train", "schedule", "plan", "bench")  # made of their keys or flags
+HAVE_HELP = ("train", "schedule", "tokenize", "plan", "bench")  # made of their keys or flags
 
 logger = logging.getLogger("adl_dist")
 # Until a run has its log file there is no handler, and logging would then print tracebacks on standard error by itself.

@@ -24,6 +24,7 @@ from adl_dist.schedule.run_plan import Plan
 logger = logging.getLogger("adl_dist")
 Trained = tuple[int, float, list[TrainResult]]  # of one segment: samples, seconds, the results of all stages
 
+LARGEST_EXPONENT = 700.0  # whose power of e is a float
 DRAIN_CHANGED_RESULT = (
     "; the pipeline was emptied for it in mid-epoch: the gradients after it are less stale, and values those of a run "
     "that ended with train.max_updates={update} and was continued"
@@ -112,7 +113,7 @@ class Coordinator:
             "epochs": self._epoch,
             "updates": self._update,
             "seconds": time.monotonic() - started,
-            **_totals(self._trained),
+            **_totals(self._trained, self._plan.tokens_per_sample),
             **({"stopped": stopped} if stopped else {}),
         }
         # The summary of a run that was over is kept, with its training times; it may be missing or of an earlier end.
@@ -217,6 +218,8 @@ class Coordinator:
             self._record("stage/busy_share", result.busy_seconds / result.seconds, stage=result.stage)
             self._record("stage/peak_memory", result.peak_memory_bytes, unit="bytes", stage=result.stage)
         self._record("train/samples_per_second", segment.num_samples / seconds, unit="samples/s")
+        if (tokens := self._plan.tokens_per_sample) is not None:
+            self._record("train/tokens_per_second", tokens * segment.num_samples / seconds, unit="tokens/s")
 
     def _evaluate(self) -> None:
         if not self._plan.num_validation:
@@ -227,6 +230,8 @@ class Coordinator:
         assert last.num_samples == self._plan.num_validation, "every sample is evaluated exactly once"
         loss = last.loss_sum / last.num_terms if last.num_terms else math.nan
         self._metrics = {"validation_loss": loss}
+        if self._plan.tokens_per_sample is not None:
+            self._metrics["validation_perplexity"] = math.exp(min(loss, LARGEST_EXPONENT))
         if last.num_correct is not None and last.num_classed:
             self._metrics["validation_accuracy"] = last.num_correct / last.num_classed
         for name, value in self._metrics.items():
@@ -297,7 +302,7 @@ class Coordinator:
         self._recorder.write({"name": name, "value": value, **where, **more})
 
 
-def _totals(trained: Sequence[Trained]) -> Summary:
+def _totals(trained: Sequence[Trained], tokens_per_sample: int | None) -> Summary:
     """Return figures of ``summary.json``: sums and peaks of what the stages reported of each segment of training."""
     num_samples, seconds = sum(samples for samples, _, _ in trained), sum((seconds for _, seconds, _ in trained), 0.0)
     return {
@@ -305,6 +310,7 @@ def _totals(trained: Sequence[Trained]) -> Summary:
         "train_seconds": seconds,
         "num_samples": num_samples,
         **({"samples_per_second": num_samples / seconds} if seconds else {}),
+        **({"tokens_per_second": tokens_per_sample * num_samples / seconds} if seconds and tokens_per_sample else {}),
         "stages": [_stage_totals(results) for results in zip(*(results for _, _, results in trained), strict=True)],
     }
 

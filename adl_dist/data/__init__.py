@@ -2,7 +2,9 @@
 
 from adl_dist.data.datasets import cifar10, cifar100, digits, imagefolder, imagenet, synthetic
 from adl_dist.data.loader import Loader, check_dataset, epoch_order
+from adl_dist.data.tokens import tokens
 
 __all__ = [
     "Loader", "check_dataset", "cifar10", "cifar100", "digits", "epoch_order", "imagefolder", "imagenet", "synthetic",
+    "tokens",
 ]  # fmt: skip

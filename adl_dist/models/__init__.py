@@ -2,5 +2,9 @@
 
 from adl_dist.models.from_torchvision import torchvision_model
 from adl_dist.models.resnet import cifar_resnet, cifar_resnet18, cifar_resnet34, se_resnet18, wide_resnet
+from adl_dist.models.transformers import gpt, llama, vit
 
-__all__ = ["cifar_resnet", "cifar_resnet18", "cifar_resnet34", "se_resnet18", "torchvision_model", "wide_resnet"]
+__all__ = [
+    "cifar_resnet", "cifar_resnet18", "cifar_resnet34", "gpt", "llama", "se_resnet18", "torchvision_model", "vit",
+    "wide_resnet",
+]  # fmt: skip

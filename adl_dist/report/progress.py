@@ -15,8 +15,11 @@ REDRAW_SECONDS = 0.1
 class Progress:
     """Shows loss, accuracy, images/s and mean staleness of the epoch while it is trained. One line per epoch stays."""
 
-    def __init__(self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None) -> None:
-        """Show to ``out`` (standard output), or nothing if ``quiet``."""
+    def __init__(
+        self, *, num_stages: int, quiet: bool = False, out: IO[str] | None = None, tokens_per_sample: int | None = None
+    ) -> None:
+        """Show to ``out`` (standard output), or nothing if ``quiet``; tokens/s if samples have tokens."""
+        self._per_sample, self._unit = (1, "images/s") if tokens_per_sample is None else (tokens_per_sample, "tokens/s")
         self._out, self._quiet = out or sys.stdout, quiet
         # Only a terminal can overwrite a line; a log file gets the line of each epoch.
         self._live = False
@@ -94,7 +97,7 @@ class Progress:
         skipped = f"  skipped {self._num_skipped}" if self._num_skipped else ""
         return (
             f"{self._head}  update {self._update:>{width}}/{self._total_updates}  loss {loss:.4f}{accuracy}"
-            f"  {self._rate:7,.0f} images/s  staleness {stale}{skipped}"
+            f"  {self._per_sample * self._rate:7,.0f} {self._unit}  staleness {stale}{skipped}"
         )
 
 
@@ -105,8 +108,13 @@ def final_table(summary: Mapping[str, Any]) -> str:
         head.append(f"validation accuracy {summary['validation_accuracy']:.2%}")
     if "validation_loss" in summary:
         head.append(f"loss {summary['validation_loss']:.4f}")
+    if "validation_perplexity" in summary:
+        head.append(f"perplexity {summary['validation_perplexity']:.2f}")
     if "samples_per_second" in summary:
-        head.append(f"{summary['samples_per_second']:,.0f} images/s, {summary['train_seconds']:.1f} s of training")
+        speed = f"{summary['samples_per_second']:,.0f} images/s"
+        if "tokens_per_second" in summary:
+            speed = f"{summary['tokens_per_second']:,.0f} tokens/s"
+        head.append(f"{speed}, {summary['train_seconds']:.1f} s of training")
     lines = [", ".join(head)]
     if summary["skipped_updates"]:
         lines.append(f"{summary['skipped_updates']} updates skipped: their loss or gradient was not finite")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
+from adl_dist.losses import TokenCrossEntropy
 from adl_dist.schedule.run_plan import weights_in_group
 
 IGNORED = -100  # what torch's losses ignore unless told otherwise
@@ -33,11 +34,13 @@ class ClassLoss:
         ignore_index: the target that it ignores.
         weight: of each class, float64[C] on the CPU; None: 1.
         is_torchs_own: whether it is known to do that; not if a derived class computes something of its own.
+        dim: the outputs' dimension of classes.
     """
 
     ignore_index: int
     weight: Tensor | None
     is_torchs_own: bool = True
+    dim: int = 1
 
     def num_terms(self, target: Tensor) -> float:
         """Return the sum of the weights of those classes in ``target`` [B, ...] that count."""
@@ -79,14 +82,16 @@ def class_loss(loss_fn: Any) -> ClassLoss | None:
     """Return how torch's loss of classes is set; None: ``loss_fn`` is none.
 
     These are nn.CrossEntropyLoss and nn.NLLLoss, also classes derived from them, and their functions, also with
-    keywords by functools.partial.
+    keywords by functools.partial; and TokenCrossEntropy.
     """
     settings: dict[str, Any] = {}
-    own = True
+    own, dim = True, 1
     if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
         settings = {"ignore_index": loss_fn.ignore_index, "weight": loss_fn.weight}
         # Looked up in the object, which may have been given another one.
-        own = getattr(loss_fn.forward, "__func__", None) in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+        forward = getattr(loss_fn.forward, "__func__", None)
+        own = forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward, TokenCrossEntropy.forward)
+        dim = -1 if forward is TokenCrossEntropy.forward else 1
     else:
         if isinstance(loss_fn, functools.partial) and not loss_fn.args:
             loss_fn, settings = loss_fn.func, loss_fn.keywords
@@ -94,7 +99,7 @@ def class_loss(loss_fn: Any) -> ClassLoss | None:
             return None
     weight = settings.get("weight")
     weight = None if weight is None else weight.detach().double().cpu()
-    return ClassLoss(settings.get("ignore_index", IGNORED), weight, own)
+    return ClassLoss(settings.get("ignore_index", IGNORED), weight, own, dim)
 
 
 def is_sum(loss_fn: Any) -> bool:
@@ -105,12 +110,12 @@ def is_sum(loss_fn: Any) -> bool:
 
 
 def is_known_mean(loss_fn: Any) -> bool:
-    """Whether ``loss_fn`` is one of torch's losses as torch wrote it, of which it is known what it averages over."""
+    """Whether ``loss_fn`` is one of torch's losses as torch wrote it, or ours: it is known what it averages over."""
     if own_num_terms(loss_fn) is not None:
         return False
     if isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func
-    return getattr(loss_fn, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional")
+    return getattr(loss_fn, "__module__", "") in ("torch.nn.modules.loss", "torch.nn.functional", "adl_dist.losses")
 
 
 def own_num_terms(loss_fn: Callable[..., Any]) -> Callable[[Tensor], Any] | None:

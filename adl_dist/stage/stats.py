@@ -49,7 +49,8 @@ class StepStats:
     ) -> None:
         """Add one micro-batch whose ``loss`` is the mean over ``num_terms``; ``classes``: how torch's own is set.
 
-        Of that one it is known that several targets in a sample, [B, ...], belong to outputs [B, C, ...].
+        Of that one it is known that several targets in a sample, [B, ...], belong to outputs [B, C, ...], or to
+        [B, ..., C] if it says so.
         """
         self.sizes.append(target.shape[0])
         self.num_terms.append(num_terms)
@@ -57,10 +58,11 @@ class StepStats:
         if out is None or target.is_floating_point() or out.ndim != target.ndim + 1:
             return
         if target.ndim == 1 or (classes is not None and classes.is_torchs_own):
-            counts = (target >= 0) & (target < out.shape[1])  # what is no class can only be ignored
+            dim = 1 if classes is None else classes.dim
+            counts = (target >= 0) & (target < out.shape[dim])  # what is no class can only be ignored
             if classes is not None:
                 counts &= target != classes.ignore_index
-            self.hits.append(((out.detach().argmax(dim=1) == target) & counts).sum())
+            self.hits.append(((out.detach().argmax(dim=dim) == target) & counts).sum())
             self.num_classed.append(counts.sum())
 
     def fetch(self) -> bool:

@@ -17,7 +17,7 @@ class Agreed(NamedTuple):
     target: TensorSpec  # what the loss takes besides the output
     traits: dict[int, StageTraits]
     num_classes: int | None  # classes that the model tells apart; None if its output is not [B, classes]
-    num_outputs: int | None  # the second dimension of its output; None if that has none
+    num_outputs: int | None  # its output's dimension of classes; None if that has none
     learns: bool  # whether a gradient of the loss reaches the model
     loss_fault: str | None = None  # why no group of micro-batches can be trained with the loss
     output: Any = None  # of the samples, where a group has several micro-batches: a tensor [n, ...], or containers

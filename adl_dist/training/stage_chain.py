@@ -281,9 +281,10 @@ class StageChain:
         specs = [TensorSpec.of(leaf) if leaf.ndim else "a number" for leaf in outs]
         self._target = TensorSpec.of(target)
         self._num_classes = outs[0].shape[1] if outs and outs[0].ndim == 2 else None
-        self._num_outputs = outs[0].shape[1] if outs and outs[0].ndim > 1 else None
-        target = target.to(outs[0].device if outs else self._device)
         classes = class_loss(self._loss_fn)
+        dim = 1 if classes is None else classes.dim
+        self._num_outputs = outs[0].shape[dim] if outs and outs[0].ndim > 1 else None
+        target = target.to(outs[0].device if outs else self._device)
         if classes is not None and self._num_outputs is not None and not target.is_floating_point():
             # One out of range ends a GPU's process; the loader names the micro-batch.
             known = target.clamp(0, self._num_outputs - 1)

@@ -219,7 +219,7 @@ class Trainer:
             self._partitioned.initial = {}
         log_to(folder.path / "logs" / f"rank{launched_rank()}.log" if folder is not None else None)
 
-        def make_plan(**lengths: int) -> Plan:
+        def make_plan(**lengths: Any) -> Plan:
             if checkpoints.keep_best and folder is not None and self.needs_data and not lengths["num_validation"]:
                 raise ConfigError(
                     "keep_best=True (runtime.keep_best) keeps the checkpoint with the best validation, but there is no "
@@ -347,7 +347,11 @@ class Trainer:
                 if self.needs_data
             }
             lengths = {name: loader.num_samples for name, loader in loaders.items()}
-            plan = make_plan(num_samples=lengths.get("training", 0), num_validation=lengths.get("validation", 0))
+            plan = make_plan(
+                num_samples=lengths.get("training", 0),
+                num_validation=lengths.get("validation", 0),
+                tokens_per_sample=getattr(next(iter(datasets.values())), "tokens_per_sample", None),
+            )
             build.check_sizes(self._spec.pipeline, plan.first_epoch.sizes)
             # With the threads that the first forward starts, but without the loaders: their workers are not bound.
             with self._bound(world):
@@ -412,7 +416,8 @@ class Trainer:
         is_planned = not pipeline.drain_is_exact and checkpoints.every_updates is not None
         stops_early = not is_planned and not pipeline.method.is_asynchronous_greedy
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=monitoring.tensorboard)
-        progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet)
+        tokens = plan.tokens_per_sample
+        progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet, tokens_per_sample=tokens)
         if world.rank == 0:
             for note in self._partitioned.notes:
                 progress.note(note)

@@ -25,6 +25,13 @@ NEEDS = {
     ("model", "custom"): ["model._target_=torch.nn.Sequential"],
     ("data", "custom"): ["data._target_=adl_dist.data.digits"],
     ("data", "imagefolder"): ["data.root=images"],
+    # A row has data and a model that need not go together.
+    (
+        "data",
+        "tokens",
+    ): ["data.train=a", "data.validation=b", "data.vocab_size=9", "data.num_classes=9", "data.in_channels=1"],
+    ("model", "gpt"): ["model.vocab_size=9", "model.context=4"],
+    ("model", "llama"): ["model.vocab_size=9", "model.context=4"],
     ("optimizer", "custom"): ["optimizer._target_=torch.optim.RMSprop"],
     ("lr_schedule", "custom"): ["lr_schedule._target_=torch.optim.lr_scheduler.StepLR"],
 }

@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from adl_dist.errors import ConfigError
-from adl_dist.stage.loss_terms import counted, is_sum, loss_terms
+from adl_dist.losses import TokenCrossEntropy
+from adl_dist.stage.loss_terms import class_loss, counted, is_known_mean, is_sum, loss_terms
+from adl_dist.stage.stats import StepStats
 
 C = 5
 WEIGHT = torch.linspace(0.2, 1.7, C, dtype=torch.float64)
@@ -151,3 +153,24 @@ def test_one_group_is_loaded_ahead_and_its_source_closed():
     assert loaded == [2, 2, 4]
     batches.close()
     assert source.closed
+
+
+@pytest.mark.parametrize("options", [{}, {"ignore_index": 2}, {"weight": WEIGHT, "label_smoothing": 0.2}])
+def test_the_loss_of_tokens_is_torchs_with_classes_last(options):
+    target = TOKENS.clamp(min=0) if "ignore_index" in options else TOKENS
+    out = torch.randn(*target.shape, C, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours, torchs = TokenCrossEntropy(**options), nn.CrossEntropyLoss(**options)
+    torch.testing.assert_close(ours(out, target), torchs(out.transpose(1, 2), target), rtol=1e-12, atol=0)
+    assert loss_terms(ours, target).count(target) == loss_terms(torchs, target).count(target)
+    assert is_known_mean(ours)
+    assert not is_known_mean(type("Own", (TokenCrossEntropy,), {})(**options))  # it may do anything
+
+
+def test_hits_of_tokens_are_looked_for_in_the_last_dimension():
+    target = torch.tensor([[1, -100, 2], [0, 4, 4]])
+    out = nn.functional.one_hot(target.clamp(min=0), C).float()
+    out[1, 2] = torch.eye(C)[0]  # wrong
+    stats, loss_fn = StepStats(), TokenCrossEntropy()
+    stats.score_counted(out, target, loss_fn(out, target), 5.0, class_loss(loss_fn))
+    assert stats.numbers()["num_correct"] == 4
+    assert stats.numbers()["num_classed"] == 5

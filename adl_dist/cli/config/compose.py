@@ -52,6 +52,16 @@ class Composed(RunConfig):
 ConfigStore.instance().store(name="schema", node=Composed)
 
 
+def _vocab_size_next_to(path: str) -> int:
+    from adl_dist.data.tokens import vocab_size_next_to  # imported late: torch takes seconds
+
+    return vocab_size_next_to(path)
+
+
+# What data.vocab_size is unless it is given; see conf/data/tokens.yaml.
+OmegaConf.register_new_resolver("vocab_size_next_to", _vocab_size_next_to, replace=True)
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser that refuses as the project does: one line, exit code 2."""
 
@@ -228,7 +238,16 @@ def readable(error: Exception, overrides: Sequence[str]) -> str:
     if not full_key:
         return first
     if "Missing mandatory value" in text:
-        return f"{full_key} must be given: add {full_key}=VALUE"
+        missing = re.findall(r"Missing mandatory value: (\S+)", text) or [full_key]  # it, or one that it is taken from
+        return f"{missing[0]} must be given: add {missing[0]}=VALUE"
+    if match := re.search(r"Interpolation key '([^']*)' not found", text):
+        return (
+            f"{full_key} is taken from {match[1]}, which there is not with these data; choose data and a model that go "
+            f"together, as model=gpt and data=tokens do, or give {full_key}=VALUE"
+        )
+    first = re.sub(r"^\w+ raised while resolving interpolation: ", "", first)  # what a resolver of ours says
+    if "resolving interpolation" in text:
+        return first
     of_key = [each for each in overrides if each.lstrip("+").startswith(f"{full_key}=")]
     named = [each for each in of_key if f"'{each.partition('=')[2]}'" in first]  # of several, the one that is wrong
     culprit = [full_key, *of_key, *named][-1]

@@ -1,0 +1,114 @@
+"""``adl-dist tokenize FILE... --out DIR``: text to files of tokens, to train and to validate on."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adl_dist.cli.config.compose import Parser
+from adl_dist.data.tokens import DTYPES, header_of
+from adl_dist.data.vocabulary import FILE, Vocabulary
+from adl_dist.errors import ConfigError, DataError
+from adl_dist.report.files import write_atomically
+
+MOST_TOKENS = 2**31 - 1  # that a header can tell
+
+
+def tokenize(arguments: Sequence[str]) -> None:
+    """Write DIR/train.bin, DIR/validation.bin and DIR/vocabulary.json."""
+    chosen = _parser().parse_args(arguments)
+    folder = Path(chosen.out)
+    if not 0 < chosen.validation < 1:
+        raise ConfigError(f"--validation {chosen.validation} must be above 0 and below 1, like 0.1")
+    paths = [Path(name) for name in chosen.files]
+    outs = [folder / name for name in ("train.bin", "validation.bin", FILE)]
+    for out in outs:
+        if os.path.lexists(out):
+            raise ConfigError(f"{out} is there already and would be written over; choose another --out")
+    vocabulary = _vocabulary(chosen.tokenizer, chosen.level, paths)
+    dtype = "uint16" if vocabulary.size <= 2**16 else "uint32"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _opened(outs[0], dtype) as train, _opened(outs[1], dtype) as validation:
+            for path in paths:
+                text = _read(path, vocabulary.kind)
+                # The end of each file, not of all of them: the last one may be unlike the others.
+                behind = len(text) - round(len(text) * chosen.validation)
+                train.add(vocabulary.encode(text[:behind]))
+                validation.add(vocabulary.encode(text[behind:]))
+            counts = train.count, validation.count
+            if not all(counts):
+                raise DataError(f"{' '.join(chosen.files)}: too little text for training and validation")
+        with write_atomically(outs[2]) as unfinished:
+            unfinished.write_text(vocabulary.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {folder} cannot be written: {error.strerror}; choose another place") from error
+    sys.stdout.write(
+        f"{outs[0]}: {counts[0]:,} tokens\n{outs[1]}: {counts[1]:,} tokens\n{outs[2]}: {vocabulary.size:,} kinds "
+        f"({vocabulary.kind})\nto train on them: adl-dist train model=gpt data=tokens data.train={outs[0]} "
+        f"data.validation={outs[1]}\n"
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="adl-dist tokenize",
+        description="Makes tokens of text: DIR/train.bin, DIR/validation.bin and DIR/vocabulary.json, for data=tokens.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="text, one file after the other")
+    parser.add_argument("--out", required=True, metavar="DIR", help="a folder, which is made")
+    parser.add_argument("--level", choices=("byte", "char"), default="byte", help="what a token is; default: byte")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a file of the package tokenizers, like tokenizer.json")
+    parser.add_argument(
+        "--validation", type=float, default=0.1, metavar="SHARE", help="end of each file to validate on; default: 0.1"
+    )
+    return parser
+
+
+def _vocabulary(tokenizer: str | None, level: str, paths: Sequence[Path]) -> Vocabulary:
+    if tokenizer is not None:
+        return Vocabulary.of_tokenizer(Path(tokenizer))
+    return Vocabulary.of_bytes() if level == "byte" else Vocabulary.of_chars(_read(path, level) for path in paths)
+
+
+def _read(path: Path, kind: str) -> str:
+    try:
+        # Bytes need not be text: each that is none comes back when they are encoded.
+        return path.read_bytes().decode("utf-8", "surrogateescape" if kind == "byte" else "strict")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); give files of text") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start:,} is not UTF-8; convert the file, or use --level byte") from error
+
+
+class _Tokens:
+    """A file of tokens that is being written."""
+
+    def __init__(self, file: IO[bytes], dtype: str) -> None:
+        self._file, self._dtype, self.count = file, dtype, 0
+        file.write(header_of(dtype, 0))
+
+    def add(self, tokens: NDArray[Any]) -> None:
+        """Append ``tokens`` [n]."""
+        self.count += len(tokens)
+        if self.count > MOST_TOKENS:
+            raise DataError(f"more than {MOST_TOKENS:,} tokens do not fit into one file; give fewer files at a time")
+        self._file.write(np.asarray(tokens, DTYPES[self._dtype]).tobytes())
+
+    def end(self) -> None:
+        """Write how many there are."""
+        self._file.seek(0)
+        self._file.write(header_of(self._dtype, self.count))
+
+
+@contextlib.contextmanager
+def _opened(path: Path, dtype: str) -> Iterator[_Tokens]:
+    with write_atomically(path) as unfinished, unfinished.open("wb") as file:
+        tokens = _Tokens(file, dtype)
+        yield tokens
+        tokens.end()

@@ -1,0 +1,181 @@
+"""Tokens in a file, mapped into memory, and what their numbers mean.
+
+A ``.bin`` file holds tokens as uint16 or uint32, little-endian, with or without a header of 256 int32. The header is
+that of llm.c and modded-nanogpt: a magic number, which tells the width, a version, and the number of tokens. Without
+one the file holds tokens alone, as nanoGPT's.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from adl_dist.data.vocabulary import Vocabulary
+from adl_dist.errors import ConfigError, DataError
+
+HEADER_BYTES = 1024
+# Magic number and version of a header, by the type of the tokens behind it.
+HEADERS = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in HEADERS}
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Where the tokens of a file are.
+
+    Attributes:
+        path: the file.
+        dtype: ``uint16`` or ``uint32``.
+        offset: bytes before the first token.
+        num_tokens: how many there are.
+    """
+
+    path: Path
+    dtype: str
+    offset: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, path: Path, *, dtype: str | None = None) -> "TokenFile":
+        """Look at ``path``; ``dtype``: of a file without a header, None: ``uint16``.
+
+        Raises:
+            DataError: it is not there, not as long as its header says, or no whole number of tokens.
+            ConfigError: ``dtype`` is another one, or not that of the header.
+        """
+        if dtype is not None and dtype not in DTYPES:
+            raise ConfigError(f"data.dtype={dtype}: tokens are {' or '.join(DTYPES)}; null: as the header says")
+        try:
+            with path.open("rb") as file:
+                head = file.read(12)
+            num_bytes = path.stat().st_size
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if len(head) == 12 and num_bytes >= HEADER_BYTES:
+            magic, version, num_tokens = struct.unpack("<iii", head)
+            found = next((name for name, known in HEADERS.items() if known == (magic, version)), None)
+            if found is not None:
+                if dtype not in (None, found):
+                    raise ConfigError(f"data.dtype={dtype}, but the header of {path} says {found}; omit data.dtype")
+                if num_bytes != (expected := HEADER_BYTES + num_tokens * DTYPES[found].itemsize):
+                    raise DataError(
+                        f"{path}: expected {expected:,} bytes, for the {num_tokens:,} tokens of {found} that its "
+                        f"header says, found {num_bytes:,}; copy or make the file again"
+                    )
+                return cls(path, found, HEADER_BYTES, num_tokens)
+        num_tokens, rest = divmod(num_bytes, DTYPES[dtype or "uint16"].itemsize)
+        if rest:
+            raise DataError(
+                f"{path}: expected tokens of {dtype or 'uint16'}, or a header of llm.c, found {num_bytes:,} bytes; "
+                "give the right file, or data.dtype"
+            )
+        return cls(path, dtype or "uint16", 0, num_tokens)
+
+    def mapped(self) -> NDArray[Any]:
+        """Return the tokens [num_tokens], mapped into memory: what is not looked at is not read."""
+        return np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, (self.num_tokens,))
+
+
+def header_of(dtype: str, num_tokens: int) -> bytes:
+    """Return the header of a file of ``num_tokens`` tokens of ``dtype``."""
+    return struct.pack("<iii", *HEADERS[dtype], num_tokens).ljust(HEADER_BYTES, b"\0")
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Sample i is tokens i (T+1) to i (T+1) + T of a file, T being ``context``: no two samples share one.
+
+    The input is the first T of them, the target the last T. Tokens behind the last whole window are not used.
+
+    Attributes:
+        tokens_per_sample: T, by which speed is told in tokens/s.
+    """
+
+    def __init__(self, file: TokenFile, context: int, vocab_size: int | None = None) -> None:
+        self._file, self._vocab_size, self.tokens_per_sample = file, vocab_size, context
+        self._tokens: NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return self._file.num_tokens // (self.tokens_per_sample + 1)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return input int64[T] and target int64[T]; DataError for a token that the vocabulary does not have."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if self._tokens is None:
+            self._tokens = self._file.mapped()
+        length = self.tokens_per_sample + 1
+        window = self._tokens[index * length : (index + 1) * length].astype(np.int64)
+        if self._vocab_size is not None and (largest := int(window.max())) >= self._vocab_size:
+            raise DataError(
+                f"sample {index}: {self._file.path} has token {largest}, but data.vocab_size={self._vocab_size}, so "
+                "tokens must be below that; correct it, or data.dtype"
+            )
+        tokens = torch.from_numpy(window)
+        return tokens[:-1], tokens[1:]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker gets: it maps the file itself."""
+        return {**vars(self), "_tokens": None}
+
+
+def tokens(
+    train: str, validation: str, context: int = 256, vocab_size: int | None = None, dtype: str | None = None
+) -> tuple[Windows, Windows]:
+    """Open two files of tokens, in windows of ``context`` + 1.
+
+    Args:
+        train: the file to train on.
+        validation: the file to validate on.
+        context: T, the tokens of a sequence; each predicts the one behind it.
+        vocab_size: number of tokens; a larger one in a file is refused when it is met. None: not checked.
+        dtype: ``uint16`` or ``uint32`` of files without a header; None: ``uint16``.
+
+    Raises:
+        DataError: a file is not there, damaged, or has less than one window.
+        ConfigError: a ``context`` below 1, or an unknown ``dtype``.
+    """
+    if context < 1:
+        raise ConfigError(f"data.context must be at least 1 token, got {context}")
+    made = []
+    for name, path in (("train", train), ("validation", validation)):
+        file = TokenFile.of(Path(path).expanduser(), dtype=dtype)
+        if file.num_tokens <= context:
+            raise DataError(
+                f"data.{name}={path} has {file.num_tokens} tokens; expected at least data.context + 1 = {context + 1}; "
+                "use more text, or a smaller data.context"
+            )
+        made.append(Windows(file, context, vocab_size))
+    return made[0], made[1]
+
+
+def vocab_size_next_to(path: str) -> int:
+    """Return the number of tokens of the vocabulary next to the file of tokens ``path``.
+
+    Raises:
+        ConfigError: there is none; DataError: it is damaged, or there are no tokens.
+    """
+    file = Path(path).expanduser()
+    try:
+        file.stat()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    vocabulary = Vocabulary.next_to(file)
+    if vocabulary is None:
+        raise ConfigError(
+            f"data.vocab_size must be given: next to {path} there is no vocabulary of adl-dist tokenize; add "
+            "data.vocab_size=NUMBER, 50257 for GPT-2's tokens"
+        )
+    return vocabulary.size
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path}: expected a file of tokens, but it cannot be read ({error.strerror}); adl-dist tokenize FILE... --out "
+        "FOLDER makes FOLDER/train.bin and FOLDER/validation.bin of text"
+    )

@@ -1,0 +1,119 @@
+"""What tokens mean: bytes, characters, or those of a ``tokenizers`` file; kept next to the tokens, as JSON."""
+
+import importlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from adl_dist.errors import ConfigError, DataError
+
+FILE = "vocabulary.json"  # in the folder of the tokens
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """From text to tokens, and back.
+
+    Attributes:
+        kind: ``byte``: those of UTF-8; ``char``: characters; ``tokenizers``: as that package's file says.
+        size: number of tokens.
+        chars: of ``char``, its characters, in the order of their tokens.
+        definition: of ``tokenizers``, what its file holds.
+    """
+
+    kind: str
+    size: int
+    chars: str = ""
+    definition: str = ""
+
+    @classmethod
+    def of_bytes(cls) -> "Vocabulary":
+        """Return the 256 bytes."""
+        return cls("byte", 256)
+
+    @classmethod
+    def of_chars(cls, texts: Iterable[str]) -> "Vocabulary":
+        """Return the characters of ``texts``, in the order of Unicode."""
+        chars = "".join(sorted(set[str]().union(*texts)))
+        return cls("char", len(chars), chars=chars)
+
+    @classmethod
+    def of_tokenizer(cls, path: Path) -> "Vocabulary":
+        """Return that of a file of the package ``tokenizers``, like tokenizer.json.
+
+        Raises:
+            ConfigError: the package is not installed; DataError: the file is none.
+        """
+        definition = _text_of(path)
+        return cls("tokenizers", int(_tokenizer(definition, str(path)).get_vocab_size()), definition=definition)
+
+    @classmethod
+    def next_to(cls, tokens: Path) -> "Vocabulary | None":
+        """Read the one next to the file ``tokens``; None: there is none. DataError: it is damaged."""
+        path = tokens.parent / FILE
+        if not path.exists():
+            return None
+        try:
+            found = json.loads(_text_of(path))
+            made = cls(**found)
+            is_right = made.kind in ("byte", "char", "tokenizers") and type(made.size) is int and made.size > 0
+        except (TypeError, ValueError):
+            is_right = False
+        if not is_right or (made.kind == "char" and len(made.chars) != made.size):
+            raise DataError(f"{path} is not a vocabulary of adl-dist tokenize; make the tokens again")
+        return made
+
+    def to_json(self) -> str:
+        """Return what :meth:`next_to` reads."""
+        return json.dumps({key: value for key, value in vars(self).items() if value != ""}, ensure_ascii=True)
+
+    def encode(self, text: str) -> NDArray[Any]:
+        """Return the tokens uint32[n] of ``text``; ConfigError: it has a character that is none of them."""
+        if self.kind == "byte":
+            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8).astype(np.uint32)
+        if self.kind == "tokenizers":
+            return np.array(_tokenizer(self.definition, FILE).encode(text).ids, np.uint32)
+        known = np.frombuffer(self.chars.encode("utf-32-le"), np.uint32)  # sorted
+        wanted = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        places = np.searchsorted(known, wanted).clip(max=len(known) - 1)
+        if (unknown := wanted[known[places] != wanted]).size:
+            raise ConfigError(
+                f"{chr(unknown[0])!r} is none of the {self.size} characters that the tokens were made of; use others"
+            )
+        return places.astype(np.uint32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens``; bytes that are no UTF-8 become the replacement character."""
+        if self.kind == "byte":
+            return bytes(tokens).decode("utf-8", "replace")
+        if self.kind == "tokenizers":
+            return str(_tokenizer(self.definition, FILE).decode(list(tokens)))
+        return "".join(self.chars[token] for token in tokens)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); correct the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no text: byte {error.start} is not UTF-8; give another file") from error
+
+
+def _tokenizer(definition: str, where: str) -> Any:
+    try:
+        package = importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise ConfigError(
+            f"{where} needs the package tokenizers, which is not installed; pip install tokenizers, or make tokens of "
+            "bytes or characters (adl-dist tokenize --level byte|char)"
+        ) from error
+    try:
+        return package.Tokenizer.from_str(definition)
+    except Exception as error:  # that package raises plain exceptions
+        raise DataError(f"{where} is not a file of the package tokenizers: {error}") from error

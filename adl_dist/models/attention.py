@@ -1,0 +1,153 @@
+"""The parts of transformers: attention, feed-forward networks and the blocks of both, all before-normalised."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from adl_dist.errors import ConfigError
+
+
+class Rotary(nn.Module):
+    """Rotary positions (Su et al., arXiv:2104.09864): turns pairs of a head's channels by angles that grow with t.
+
+    Channel i is paired with channel i + D/2, as in the weights that are published of Llama. The tables are no weights:
+    they are not saved, and every stage has its own.
+    """
+
+    def __init__(self, head_width: int, context: int, theta: float) -> None:
+        super().__init__()
+        frequencies = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
+        angles = torch.outer(torch.arange(context, dtype=torch.float64), frequencies).repeat(1, 2)
+        default = torch.get_default_dtype()
+        self.register_buffer("cos", angles.cos().to(default), persistent=False)  # [context, D]
+        self.register_buffer("sin", angles.sin().to(default), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` [B, heads, T, D] turned by the angles of positions 0 to T-1."""
+        length = x.shape[-2]
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)  # type: ignore[index]
+        turned: Tensor = x * cos + torch.cat((-second, first), dim=-1) * sin
+        return turned
+
+
+class Attention(nn.Module):
+    """Multi-head attention of a sequence to itself, by torch's fused kernel.
+
+    With fewer ``kv_heads`` than ``heads``, each key and value serves heads / kv_heads heads in a row (grouped queries,
+    Ainslie et al., arXiv:2305.13245). ``qkv`` makes queries, keys and values, in this order, head by head.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        causal: bool,
+        bias: bool,
+        dropout: float = 0.0,
+        rotary: Rotary | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_width, self.repeats = width // heads, heads // (kv_heads or heads)
+        self.sizes = [width, width // self.repeats, width // self.repeats]
+        self.causal, self.dropout = causal, dropout
+        self.qkv = nn.Linear(width, sum(self.sizes), bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.rotary = rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [B, T, width] of ``x`` [B, T, width]; if causal, position t has seen positions 0 to t."""
+        query, key, value = self.qkv(x).split(self.sizes, dim=-1)
+        query, key, value = self._by_head(query), self._by_head(key), self._by_head(value)
+        if self.rotary is not None:
+            query, key = self.rotary(query), self.rotary(key)
+        if self.repeats > 1:
+            key, value = key.repeat_interleave(self.repeats, dim=1), value.repeat_interleave(self.repeats, dim=1)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=self.causal)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        by_head: Tensor = x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        return by_head  # [B, heads, T, head_width]
+
+
+class GeluNetwork(nn.Module):
+    """Two layers with GELU between them, in the form with tanh, which GPT-2 has."""
+
+    def __init__(self, width: int, hidden: int, *, bias: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=bias)
+        self.out = nn.Linear(hidden, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., width] of ``x`` [..., width]."""
+        out: Tensor = self.out(F.gelu(self.up(x), approximate="tanh"))
+        return out
+
+
+class SwigluNetwork(nn.Module):
+    """Three layers, one of which gates another by SiLU (Shazeer, arXiv:2002.05202); no bias."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.out = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., width] of ``x`` [..., width]."""
+        out: Tensor = self.out(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each of the normalised input, and each added to it."""
+
+    def __init__(
+        self, norms: tuple[nn.Module, nn.Module], attention: Attention, network: nn.Module, *, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = norms[0], attention
+        self.network_norm, self.network = norms[1], network
+        self.dropout = nn.Dropout(dropout)  # of both summands
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [B, T, width] of ``x`` [B, T, width]."""
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        out: Tensor = x + self.dropout(self.network(self.network_norm(x)))
+        return out
+
+
+def check_sizes(heads: int, width: int, dropout: float, *, kv_heads: int | None = None, **counts: int) -> None:
+    """Raise a ConfigError for sizes that make no transformer; ``counts`` are others of at least 1."""
+    for name, count in {"heads": heads, "width": width, **counts}.items():
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"model.{name} must be a whole number of at least 1, got {count!r}")
+    if width % heads:
+        raise ConfigError(
+            f"model.width={width} is not a multiple of model.heads={heads}; each head has as many channels"
+        )
+    if kv_heads is not None and (type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads):
+        raise ConfigError(f"model.kv_heads={kv_heads} does not divide model.heads={heads}")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"model.dropout must be at least 0 and below 1, got {dropout}")
+
+
+def draw_weights(model: nn.Module, layers: int) -> None:
+    """Draw the weights as GPT-2 does: N(0, 0.02^2), and biases 0.
+
+    The last layer of each of the 2 ``layers`` summands has a standard deviation of 0.02 / sqrt(2 ``layers``), so that
+    their sum does not grow with the depth.
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim > 1:
+            is_last = name.endswith(("attention.out.weight", "network.out.weight"))
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if is_last else 0.02)

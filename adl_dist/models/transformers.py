@@ -1,0 +1,212 @@
+"""Transformers for text and for small images, as an nn.Sequential of embedding, layers and head.
+
+Each builder takes the keys of its file in ``conf/model/``, so it has as many parameters as there are settings.
+"""
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+
+from adl_dist.errors import ConfigError
+from adl_dist.models.attention import Attention, Block, GeluNetwork, Rotary, SwigluNetwork, check_sizes, draw_weights
+
+
+class TokenEmbedding(nn.Module):
+    """A vector for each token, and one for each position unless ``context`` is None, added up."""
+
+    def __init__(self, vocab_size: int, width: int, *, context: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab_size, width)
+        self.positions = None if context is None else nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return [B, T, width] of ``ids`` int[B, T]."""
+        x = self.tokens(ids)
+        if self.positions is not None:
+            x = x + self.positions.weight[: ids.shape[1]]
+        out: Tensor = self.dropout(x)
+        return out
+
+
+def gpt(
+    vocab_size: int,
+    context: int,
+    layers: int = 12,
+    heads: int = 12,
+    width: int = 768,
+    *,
+    dropout: float = 0.0,
+    bias: bool = True,
+    tied: bool = False,
+) -> nn.Sequential:
+    """GPT-2 (Radford et al. 2019): learned positions, LayerNorm before, GELU in its form with tanh.
+
+    Args:
+        vocab_size: number of tokens, which are 0 to ``vocab_size`` - 1.
+        context: the longest sequence, in tokens.
+        layers: blocks of attention and feed-forward network; the latter is 4 times as wide as the former.
+        heads: of each attention; ``width`` is a multiple of it.
+        width: channels between the layers.
+        dropout: share of what is zeroed in training: of the embedding, the attention's weights, and each summand.
+        bias: whether linear layers and norms have one, as GPT-2's have.
+        tied: whether the head has the weights of the embedding, as GPT-2's has. Such a model is on one stage only.
+
+    Returns:
+        int[B, T] -> float[B, T, vocab_size], T <= ``context``: units ``embedding``, ``layer0`` .., ``head``.
+
+    Raises:
+        ConfigError: a count below 1, or a ``width`` that the ``heads`` do not divide.
+    """
+    check_sizes(heads, width, dropout, vocab_size=vocab_size, context=context, layers=layers)
+    embedding = TokenEmbedding(vocab_size, width, context=context, dropout=dropout)
+    units: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
+    for layer in range(layers):
+        units[f"layer{layer}"] = _layer_of_gpt(width, heads, causal=True, bias=bias, dropout=dropout)
+    output = nn.Linear(width, vocab_size, bias=False)
+    units["head"] = nn.Sequential(OrderedDict(norm=nn.LayerNorm(width, bias=bias), output=output))
+    model = nn.Sequential(units)
+    draw_weights(model, layers)
+    if tied:
+        output.weight = embedding.tokens.weight
+    return model
+
+
+def llama(
+    vocab_size: int,
+    context: int,
+    layers: int = 12,
+    heads: int = 12,
+    width: int = 768,
+    *,
+    kv_heads: int | None = None,
+    hidden: int | None = None,
+    norm_eps: float = 1e-5,
+    rope_theta: float = 10000.0,
+    tied: bool = False,
+) -> nn.Sequential:
+    """Llama (Touvron et al., arXiv:2302.13971): rotary positions, RMSNorm before, SwiGLU, no bias.
+
+    Weights are drawn as those of :func:`gpt`, of which are also the arguments that are not named here.
+
+    Args:
+        vocab_size: number of tokens.
+        context: the longest sequence, in tokens.
+        layers: blocks.
+        heads: of each attention; ``width`` / ``heads`` is even.
+        width: channels between the layers.
+        kv_heads: heads of keys and values, each for heads / kv_heads of those of queries; None: as many.
+        hidden: channels inside of the feed-forward networks; None: 8/3 of ``width``, up to the next multiple of 64.
+        norm_eps: what the norms add to the mean square.
+        rope_theta: base of the wavelengths of the rotary positions.
+        tied: whether the head has the weights of the embedding.
+
+    Returns:
+        int[B, T] -> float[B, T, vocab_size], T <= ``context``: units ``embedding``, ``layer0`` .., ``head``.
+
+    Raises:
+        ConfigError: a count below 1, a ``width`` that the ``heads`` do not divide into even parts, or ``heads`` that
+            the ``kv_heads`` do not divide.
+    """
+    hidden = -(-8 * width // 192) * 64 if hidden is None else hidden
+    counts = {"vocab_size": vocab_size, "context": context, "layers": layers, "hidden": hidden}
+    check_sizes(heads, width, 0.0, kv_heads=kv_heads, **counts)
+    if width // heads % 2:
+        raise ConfigError(f"model.width={width} / model.heads={heads} must be even: rotary positions turn pairs")
+    rotary = Rotary(width // heads, context, rope_theta)
+    embedding = TokenEmbedding(vocab_size, width)
+    units: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
+    for layer in range(layers):
+        norms = nn.RMSNorm(width, norm_eps), nn.RMSNorm(width, norm_eps)
+        attention = Attention(width, heads, kv_heads=kv_heads, causal=True, bias=False, rotary=rotary)
+        units[f"layer{layer}"] = Block(norms, attention, SwigluNetwork(width, hidden))
+    output = nn.Linear(width, vocab_size, bias=False)
+    units["head"] = nn.Sequential(OrderedDict(norm=nn.RMSNorm(width, norm_eps), output=output))
+    model = nn.Sequential(units)
+    draw_weights(model, layers)
+    if tied:
+        output.weight = embedding.tokens.weight
+    return model
+
+
+class PatchEmbedding(nn.Module):
+    """A vector for each patch of an image, with one for its place added."""
+
+    def __init__(self, image_size: int, patch_size: int, in_channels: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
+        self.positions = nn.Parameter(torch.empty(1, (image_size // patch_size) ** 2, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return [B, patches, width] of ``images`` [B, C, H, W]."""
+        x: Tensor = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        out: Tensor = self.dropout(x)
+        return out
+
+
+class PooledHead(nn.Module):
+    """The mean over all places, normalised before it, and a linear classifier."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__()
+        self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [B, num_classes] of ``x`` [B, T, width]."""
+        out: Tensor = self.output(self.norm(x).mean(dim=1))
+        return out
+
+
+def vit(
+    num_classes: int = 10,
+    in_channels: int = 3,
+    image_size: int = 32,
+    patch_size: int = 4,
+    layers: int = 6,
+    heads: int = 4,
+    width: int = 192,
+    *,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """Vision transformer (Dosovitskiy et al., arXiv:2010.11929) for small images, without a class token.
+
+    The head takes the mean over all patches (Beyer et al., arXiv:2205.01580); the layers are those of :func:`gpt`, each
+    patch seeing all others.
+
+    Args:
+        num_classes: outputs.
+        in_channels: 3 for colour, 1 for grey.
+        image_size: height and width in pixels, a multiple of ``patch_size``.
+        patch_size: side of the squares that an image is divided into.
+        layers: blocks.
+        heads: of each attention; ``width`` is a multiple of it.
+        width: channels between the layers.
+        dropout: as in :func:`gpt`.
+
+    Returns:
+        float[B, in_channels, image_size, image_size] -> float[B, num_classes]: units ``embedding``, ``layer0`` ..,
+        ``head``.
+
+    Raises:
+        ConfigError: a count below 1, or sizes that do not divide each other.
+    """
+    counts = {"num_classes": num_classes, "in_channels": in_channels, "image_size": image_size}
+    check_sizes(heads, width, dropout, **counts, patch_size=patch_size, layers=layers)
+    if image_size % patch_size:
+        raise ConfigError(f"model.image_size={image_size} is not a multiple of model.patch_size={patch_size}")
+    embedding = PatchEmbedding(image_size, patch_size, in_channels, width, dropout)
+    units: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
+    for layer in range(layers):
+        units[f"layer{layer}"] = _layer_of_gpt(width, heads, causal=False, bias=True, dropout=dropout)
+    units["head"] = PooledHead(width, num_classes)
+    model = nn.Sequential(units)
+    draw_weights(model, layers)
+    return model
+
+
+def _layer_of_gpt(width: int, heads: int, *, causal: bool, bias: bool, dropout: float) -> Block:
+    norms = nn.LayerNorm(width, bias=bias), nn.LayerNorm(width, bias=bias)
+    attention = Attention(width, heads, causal=causal, bias=bias, dropout=dropout)
+    return Block(norms, attention, GeluNetwork(width, 4 * width, bias=bias), dropout=dropout)

@@ -1,0 +1,108 @@
+"""adl-dist generate: what a trained model draws is what its outputs say, and the same for a seed."""
+
+import itertools
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from adl_dist.cli.config.compose import config_folder
+from adl_dist.cli.generate import continued, generate
+from adl_dist.cli.main import main
+from adl_dist.cli.tokenize import tokenize
+from adl_dist.errors import ConfigError
+
+TEXT = "abcdefgh" * 200
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A model that has learnt that h comes behind g, and a behind h."""
+    folder = tmp_path_factory.mktemp("alphabet")
+    (folder / "text").write_text(TEXT)
+    tokenize([str(folder / "text"), "--out", str(folder / "tokens"), "--level", "char"])
+    words = f"data=tokens data.train={folder}/tokens/train.bin data.validation={folder}/tokens/validation.bin "
+    words += "data.context=8 model=gpt model.layers=1 model.heads=2 model.width=32 optimizer=adamw optimizer.lr=0.01 "
+    words += "partition.num_stages=1 train.batch_size=8 method.accumulation_steps=2 train.epochs=4 "
+    words += f"runtime.tensorboard=false runtime.threads=1 run_dir={folder}/run"
+    with pytest.raises(SystemExit) as end:
+        main(["train", *words.split()])
+    assert not end.value.code
+    return folder / "run"
+
+
+def test_a_model_that_has_learnt_the_text_continues_it(run_dir, capsys):
+    """Also far behind the end of its context."""
+    generate([str(run_dir), "prompt=defg", "max_tokens=30", "temperature=0"])
+    assert capsys.readouterr().out.strip() == (TEXT[3:])[:34]
+
+
+def test_a_seed_gives_the_same_text_and_another_one_another(run_dir, capsys):
+    texts = []
+    for seed in (1, 1, 2):
+        generate([f"run_dir={run_dir}", "prompt=a", "temperature=5", f"seed={seed}", "checkpoint=best"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert len(texts[0].strip()) == 201
+
+
+def test_the_commands_of_experiment_gpt_make_a_file_of_text_to_new_text(tmp_path, monkeypatch, capsys):
+    """As its header says, in fewer updates."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").write_text(Path(__file__).read_text())
+    commands = re.findall(
+        r"^#.*?adl-dist (.*)", (config_folder() / "experiment" / "gpt.yaml").read_text(), re.MULTILINE
+    )
+    fewer = {"train": ["train.max_updates=3", "runtime.processes=false", "runtime.tensorboard=false"]}
+    assert len(commands) == 3
+    for command in commands:
+        name, *words = shlex.split(command.replace("...", ""))
+        with pytest.raises(SystemExit) as end:
+            main([name, *words, *fewer.get(name, [])])
+        assert not end.value.code
+    assert "The " in capsys.readouterr().out.rpartition("adl-dist export")[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "needs a prompt of at least one token"),
+        (["prompt=xyz"], "'x' is none of the 8 characters"),
+        (["prompt=a", "max_tokens=0"], "max_tokens=0: expected a whole number of at least 1"),
+        (["prompt=a", "temperature=warm"], "temperature=warm: expected a number of at least 0"),
+        (["prompt=a", "top_k=1.5"], "top_k=1.5: expected a whole number of at least 1"),
+        (["prompt=a", "length=5"], "does not know 'length=5'"),
+    ],
+)
+def test_what_makes_no_text_is_refused(run_dir, options, message):
+    with pytest.raises(ConfigError, match=message):
+        generate([str(run_dir), *options])
+
+
+class Fixed(nn.Module):
+    """The same outputs behind whatever it is given."""
+
+    def __init__(self, *shares):
+        super().__init__()
+        self.outputs = torch.tensor(shares).log()
+
+    def forward(self, ids):
+        return self.outputs.expand(*ids.shape, -1)
+
+
+def counts(model, **options):
+    options = {"context": 3, "num_kinds": 4, "temperature": 1.0, "top_k": 4} | options
+    tokens = continued(model, [0], generator=torch.Generator().manual_seed(0), **options)
+    return torch.bincount(torch.tensor(list(itertools.islice(tokens, 3000))), minlength=5) / 3000
+
+
+def test_tokens_are_drawn_by_their_shares():
+    model = Fixed(0.1, 0.2, 0.3, 0.4, 100.0)  # the last one is no token of the text
+    torch.testing.assert_close(counts(model), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.0]), atol=0.04, rtol=0)
+    torch.testing.assert_close(counts(model, top_k=2), torch.tensor([0.0, 0.0, 3 / 7, 4 / 7, 0.0]), atol=0.04, rtol=0)
+    squares = torch.tensor([1.0, 4.0, 9.0, 16.0, 0.0]) / 30
+    torch.testing.assert_close(counts(model, temperature=0.5), squares, atol=0.04, rtol=0)
+    assert counts(model, temperature=0.0).tolist() == [0, 0, 0, 1, 0]

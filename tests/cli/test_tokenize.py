@@ -1,0 +1,103 @@
+"""adl-dist tokenize: text to files that data=tokens trains on."""
+
+import json
+
+import numpy as np
+import pytest
+
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.instantiate import build_data, build_model
+from adl_dist.cli.tokenize import tokenize
+from adl_dist.data.tokens import TokenFile
+from adl_dist.data.vocabulary import FILE, Vocabulary
+from adl_dist.errors import ConfigError, DataError
+
+TEXTS = ("Größe, or size. " * 30, "a second file\n" * 20)
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, text in zip("ab", TEXTS, strict=True):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return [str(tmp_path / name) for name in "ab"]
+
+
+def read(folder, name):
+    return TokenFile.of(folder / name).mapped()
+
+
+@pytest.mark.parametrize("level", ["byte", "char"])
+def test_both_files_together_hold_the_text(tmp_path, files, level, capsys):
+    tokenize([*files, "--out", str(tmp_path / "out"), "--level", level, "--validation", "0.25"])
+    vocabulary = Vocabulary.next_to(tmp_path / "out" / "train.bin")
+    assert vocabulary.size == (256 if level == "byte" else len(set("".join(TEXTS))))
+    train, validation = (
+        vocabulary.decode(read(tmp_path / "out", f"{n}.bin").tolist()) for n in ("train", "validation")
+    )
+    # The end of each file.
+    behind = [len(text) * 3 // 4 for text in TEXTS]
+    assert train == "".join(text[:at] for text, at in zip(TEXTS, behind, strict=True))
+    assert validation == "".join(text[at:] for text, at in zip(TEXTS, behind, strict=True))
+    assert f"{len(read(tmp_path / 'out', 'train.bin')):,} tokens" in capsys.readouterr().out
+
+
+def test_bytes_need_not_be_text(tmp_path):
+    content = bytes(range(256)) * 2
+    (tmp_path / "a").write_bytes(content)
+    tokenize([str(tmp_path / "a"), "--out", str(tmp_path / "out"), "--validation", "0.5"])
+    found = np.concatenate([read(tmp_path / "out", f"{name}.bin") for name in ("train", "validation")])
+    assert bytes(found.tolist()) == content
+
+
+def test_a_model_for_these_tokens_needs_no_further_sizes(tmp_path, files):
+    out = tmp_path / "out"
+    tokenize([*files, "--out", str(out), "--level", "char"])
+    sizes = ["model.layers=1", "model.heads=1", "model.width=4", "data.context=8"]
+    config, _ = compose_run(
+        ["model=gpt", "data=tokens", f"data.train={out}/train.bin", f"data.validation={out}/validation.bin", *sizes]
+    )
+    x, target = build_data(config.data)[0][0]
+    assert build_model(config)(x[None]).shape == (1, 8, len(set("".join(TEXTS))))
+    assert x[1:].tolist() == target[:-1].tolist()
+    assert config.loss["_target_"] == "adl_dist.losses.TokenCrossEntropy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing"], "missing cannot be read .No such file"),
+        (["a", "--validation", "1"], "--validation 1.0 must be above 0 and below 1"),
+        (["a", "--level", "word"], "argument --level: invalid choice: 'word'"),
+        (["latin1", "--level", "char"], "latin1: byte 2 is not UTF-8; convert the file, or use --level byte"),
+        (["short"], "too little text for training and validation"),
+        (["a", "--tokenizer", "b"], "needs the package tokenizers|is not a file of the package tokenizers"),
+    ],
+)
+def test_what_cannot_be_tokenized_is_refused_and_leaves_no_file(tmp_path, files, arguments, message, monkeypatch):
+    (tmp_path / "latin1").write_bytes("Größe".encode("latin1"))
+    (tmp_path / "short").write_text("a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, DataError), match=message):
+        tokenize([*arguments, "--out", "out"])
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_tokens_that_are_there_are_not_written_over(tmp_path, files):
+    (tmp_path / FILE).write_text("mine")
+    with pytest.raises(ConfigError, match=f"{FILE} is there already"):
+        tokenize([*files, "--out", str(tmp_path)])
+    assert (tmp_path / FILE).read_text() == "mine"
+
+
+def test_a_file_of_tokenizers_is_kept_with_the_tokens(tmp_path, files):
+    package = pytest.importorskip("tokenizers")
+    words = package.Tokenizer(package.models.WordLevel({"or": 0, "size": 1, "second": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = package.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenize([*files, "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path / "tokenizer.json")])
+    (tmp_path / "tokenizer.json").unlink()
+    found = json.loads((tmp_path / "out" / FILE).read_text())
+    assert (found["kind"], found["size"]) == ("tokenizers", 4)
+    vocabulary = Vocabulary.next_to(tmp_path / "out" / "train.bin")
+    assert vocabulary.encode("size or x").tolist() == [1, 0, 3]
+    assert vocabulary.decode([1, 0]) == "size or"

@@ -1,0 +1,128 @@
+"""Files of tokens: all layouts are read alike, samples share no token, and what is damaged is named."""
+
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from adl_dist.data import Loader, tokens
+from adl_dist.data.tokens import TokenFile, header_of, vocab_size_next_to
+from adl_dist.data.vocabulary import FILE, Vocabulary
+from adl_dist.errors import ConfigError, DataError
+
+IDS = np.arange(100) * 7 % 50
+
+
+def written(path, ids=IDS, dtype="uint16", *, header=True):
+    path.write_bytes((header_of(dtype, len(ids)) if header else b"") + np.asarray(ids, dtype).tobytes())
+    return str(path)
+
+
+@pytest.mark.parametrize("header", [True, False])
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_all_layouts_hold_the_same_tokens(tmp_path, dtype, header):
+    path = written(tmp_path / "a.bin", dtype=dtype, header=header)
+    train, _ = tokens(path, path, context=4, dtype=None if header else dtype)
+    assert len(train) == 20
+    for index in range(20):
+        input_, target = train[index]
+        assert input_.dtype == target.dtype == torch.int64
+        assert input_.tolist() == IDS[5 * index : 5 * index + 4].tolist()
+        assert target.tolist() == IDS[5 * index + 1 : 5 * index + 5].tolist()
+
+
+def test_the_header_is_that_of_llm_c():
+    """256 int32, of which the first three are a magic number, a version and the number of tokens."""
+    assert struct.unpack("<256i", header_of("uint16", 5)) == (20240520, 1, 5, *[0] * 253)
+    assert struct.unpack("<256i", header_of("uint32", 5)) == (20240801, 7, 5, *[0] * 253)
+
+
+def test_tokens_behind_the_last_whole_window_are_not_used(tmp_path):
+    path = written(tmp_path / "a.bin", IDS[:14])
+    train, validation = tokens(path, path, context=4)
+    assert (len(train), len(validation)) == (2, 2)
+    with pytest.raises(IndexError):
+        train[2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_visits_every_window_once_in_an_order_of_its_own(tmp_path, num_workers):
+    path = written(tmp_path / "a.bin", np.arange(100))
+    loader = Loader(tokens(path, path, context=4)[0], seed=3, shuffle=True, num_workers=num_workers)
+    firsts = [[int(x) for batch, _ in loader.batches(epoch, [8, 8, 4]) for x in batch[:, 0]] for epoch in (0, 1)]
+    assert sorted(firsts[0]) == sorted(firsts[1]) == list(range(0, 100, 5))
+    assert firsts[0] != firsts[1]
+    resumed = [int(x) for batch, _ in loader.batches(1, [8, 4], first_sample=8) for x in batch[:, 0]]
+    assert resumed == firsts[1][8:]
+
+
+def test_a_worker_gets_the_name_of_the_file_and_not_its_tokens(tmp_path):
+    path = written(tmp_path / "a.bin", np.zeros(100_000))
+    train, _ = tokens(path, path, context=4)
+    assert train[0][0].tolist() == [0] * 4
+    assert len(pickle.dumps(train)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (None, {}, "cannot be read .No such file.*adl-dist tokenize"),
+        (b"abc", {}, "expected tokens of uint16, or a header of llm.c, found 3 bytes"),
+        (header_of("uint16", 9) + b"\0" * 16, {}, "expected 1,042 bytes, for the 9 tokens of uint16.*found 1,040"),
+        (header_of("uint32", 9) + b"\0" * 36, {"dtype": "uint16"}, "data.dtype=uint16, but the header of .* uint32"),
+        (b"\0" * 8, {"context": 4}, "has 4 tokens; expected at least data.context . 1 = 5"),
+        (b"\0" * 8, {"context": 0}, "data.context must be at least 1"),
+        (b"\0" * 8, {"dtype": "int8"}, "data.dtype=int8: tokens are uint16 or uint32"),
+    ],
+)
+def test_a_file_that_holds_no_such_tokens_is_refused(tmp_path, content, options, message):
+    path = tmp_path / "a.bin"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises((DataError, ConfigError), match=message):
+        tokens(str(path), str(path), **{"context": 4, **options})
+
+
+def test_a_token_that_the_model_does_not_have_is_named(tmp_path):
+    path = written(tmp_path / "a.bin", [1, 2, 3, 4, 5, 50256, 0, 0])
+    train, _ = tokens(path, path, context=3, vocab_size=50)
+    with pytest.raises(DataError, match=r"sample 1: .*a.bin has token 50256, but data.vocab_size=50"):
+        train[1]
+
+
+def test_the_vocabulary_next_to_the_tokens_says_how_many_there_are(tmp_path):
+    path = written(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=r"data.vocab_size must be given: next to .* there is no vocabulary"):
+        vocab_size_next_to(path)
+    (tmp_path / FILE).write_text(Vocabulary.of_chars(["abc", "cäd"]).to_json())
+    assert vocab_size_next_to(path) == 5
+    for damaged in ("", "[]", '{"kind": "byte"}', '{"kind": "char", "size": 3, "chars": "ab"}'):
+        (tmp_path / FILE).write_text(damaged)
+        with pytest.raises(DataError, match="is not a vocabulary of adl-dist tokenize"):
+            vocab_size_next_to(path)
+
+
+@pytest.mark.parametrize("vocabulary", [Vocabulary.of_bytes(), Vocabulary.of_chars(["Größe 7\n", "日本 😀"])])
+def test_what_is_encoded_is_decoded_again(tmp_path, vocabulary):
+    text = "😀 Größe 日本 7\n"
+    (tmp_path / FILE).write_text(vocabulary.to_json())
+    again = Vocabulary.next_to(tmp_path / "a.bin")
+    assert again == vocabulary
+    ids = again.encode(text)
+    assert int(ids.max()) < vocabulary.size
+    assert again.decode(ids.tolist()) == text
+
+
+def test_a_character_without_a_token_is_named():
+    with pytest.raises(ConfigError, match="'z' is none of the 3 characters"):
+        Vocabulary.of_chars(["abc"]).encode("abz")
+
+
+def test_a_file_of_tokens_is_looked_at_without_reading_it(tmp_path):
+    path = tmp_path / "large.bin"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a terabyte of holes
+    assert TokenFile.of(path).num_tokens == 2**39
+    assert TokenFile.of(path).mapped()[2**39 - 1] == 0

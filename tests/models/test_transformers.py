@@ -1,0 +1,246 @@
+"""The transformers: sizes and values of those that they are named after, and what no cut may change."""
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from adl_dist.cli.config.compose import compose_run
+from adl_dist.cli.config.instantiate import build_model
+from adl_dist.errors import ConfigError
+from adl_dist.losses import TokenCrossEntropy
+from adl_dist.models import gpt, llama, vit
+from adl_dist.optimizers import Muon, mark_roles
+from tests.support.runs import toy_trainer
+from tests.support.values import SILENT
+
+VOCAB, CONTEXT = 13, 10
+SIZES = {"layers": 3, "heads": 4, "width": 16}
+
+
+@pytest.fixture(autouse=True)
+def _initial_weights_are_the_same_every_time():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
+def difference(a, b):
+    return float((a - b).detach().abs().max())
+
+
+def test_the_default_sizes_are_those_of_gpt_2():
+    """124,439,808 parameters, as published, where the head is tied."""
+    config, _ = compose_run(["model=gpt", "model.vocab_size=50257", "model.context=1024", "model.tied=true"])
+    with torch.device("meta"):
+        model = build_model(config)
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+
+
+def test_the_sizes_of_llama_2_make_its_7_billion_parameters():
+    with torch.device("meta"):
+        model = llama(32000, 4096, layers=32, heads=32, width=4096, hidden=11008)
+    assert sum(p.numel() for p in model.parameters()) == 6_738_415_616
+
+
+@pytest.mark.parametrize("build", [gpt, llama])
+def test_a_position_sees_those_before_it_and_itself_alone(build):
+    model, ids = build(VOCAB, CONTEXT, **SIZES).double(), torch.randint(VOCAB, (2, CONTEXT))
+    out = model(ids)
+    assert out.shape == (2, CONTEXT, VOCAB)
+    for at in range(CONTEXT):
+        changed = ids.clone()
+        changed[:, at] = (ids[:, at] + 1) % VOCAB
+        differs = (model(changed) - out).abs().amax(dim=(0, 2)) > 1e-9
+        assert differs.tolist() == [t >= at for t in range(CONTEXT)]
+    torch.testing.assert_close(model(ids[:, :4]), out[:, :4], rtol=1e-12, atol=1e-12)
+
+
+def test_the_order_of_tokens_matters_to_each_of_them():
+    ids = torch.tensor([[1, 2, 3, 4], [2, 1, 3, 4]])
+    for build in (gpt, llama):
+        out = build(VOCAB, CONTEXT, **SIZES).double()(ids)[:, -1]
+        assert difference(out[0], out[1]) > 1e-6
+
+
+def test_rotary_positions_depend_on_distances_alone():
+    rotary = llama(VOCAB, 64, **SIZES).layer0.attention.rotary.double()
+    query, key = torch.randn(2, 4, dtype=torch.float64)
+    x = rotary(torch.stack([query, key]).repeat_interleave(64, 0).view(1, 2, 64, 4))
+    products = x[0, 0] @ x[0, 1].T
+    for distance in (0, 1, 5):
+        of_distance = products.diagonal(distance)
+        torch.testing.assert_close(of_distance, of_distance[:1].expand_as(of_distance), rtol=1e-5, atol=1e-5)
+    assert difference(products.diagonal(1)[0], products.diagonal(5)[0]) > 1e-3
+
+
+def test_a_vit_sees_all_patches_and_where_they_are():
+    model, images = vit(image_size=8, patch_size=4, **SIZES).double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    assert model(images).shape == (2, 10)
+    swapped = torch.cat([images[..., 4:], images[..., :4]], dim=-1)
+    assert difference(model(swapped), model(images)) > 1e-7
+
+
+@pytest.mark.parametrize("build", [gpt, llama])
+def test_new_weights_know_nothing_and_layers_add_up_little(build):
+    model, ids = build(200, 32, layers=12, heads=4, width=64), torch.randint(200, (4, 32))
+    loss = TokenCrossEntropy()(model(ids), ids)
+    assert abs(loss.item() - math.log(200)) < 0.1
+    assert model.layer3.attention.out.weight.std().item() == pytest.approx(0.02 / 24**0.5, rel=0.1)
+    assert model.embedding.tokens.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_fewer_heads_of_keys_are_shared_by_neighbours():
+    few = llama(VOCAB, CONTEXT, kv_heads=2, **SIZES).double()
+    many = llama(VOCAB, CONTEXT, **SIZES).double()
+    state = few.state_dict()
+    for layer in range(3):
+        query, key, value = state[f"layer{layer}.attention.qkv.weight"].split([16, 8, 8])
+        repeated = [part.unflatten(0, (2, 4)).repeat_interleave(2, dim=0).flatten(0, 1) for part in (key, value)]
+        state[f"layer{layer}.attention.qkv.weight"] = torch.cat([query, *repeated])
+    many.load_state_dict(state)
+    ids = torch.randint(VOCAB, (2, CONTEXT))
+    torch.testing.assert_close(many(ids), few(ids), rtol=1e-12, atol=1e-12)
+
+
+def test_tied_weights_are_one_parameter():
+    for build in (gpt, llama):
+        model = build(VOCAB, CONTEXT, tied=True, **SIZES)
+        assert model.head.output.weight is model.embedding.tokens.weight
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "vit"])
+def test_muon_gets_the_matrices_of_layers_and_no_table_or_head(name):
+    model = vit(**SIZES) if name == "vit" else {"gpt": gpt, "llama": llama}[name](VOCAB, CONTEXT, **SIZES)
+    mark_roles(model)
+    names = {p: n for n, p in model.named_parameters()}
+    matrices = {names[p] for p in Muon(model.parameters()).param_groups[0]["params"]}
+    of_layers = {n for n, p in model.named_parameters() if n.startswith("layer") and p.ndim == 2}
+    assert matrices == of_layers | ({"embedding.patches.weight"} if name == "vit" else set())
+    assert len(of_layers) == 3 * (5 if name == "llama" else 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gpt(VOCAB, CONTEXT, heads=3, width=16), "model.width=16 is not a multiple of model.heads=3"),
+        (lambda: gpt(VOCAB, CONTEXT, layers=0), "model.layers must be a whole number of at least 1, got 0"),
+        (lambda: gpt(VOCAB, 2.5), "model.context must be a whole number of at least 1, got 2.5"),
+        (lambda: gpt(VOCAB, CONTEXT, dropout=1.0), "model.dropout must be at least 0 and below 1"),
+        (lambda: llama(VOCAB, CONTEXT, heads=4, width=16, kv_heads=3), "model.kv_heads=3 does not divide"),
+        (lambda: llama(VOCAB, CONTEXT, heads=4, width=12), "must be even"),
+        (lambda: vit(image_size=30), "model.image_size=30 is not a multiple of model.patch_size=4"),
+    ],
+)
+def test_sizes_that_make_no_transformer_are_refused(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+# --- Against transformers -------------------------------------------------------------------------------------------
+
+HF = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt_pair():
+    """Our model and theirs, with the same weights."""
+    package = pytest.importorskip("transformers")
+    config = package.GPT2Config(
+        n_positions=CONTEXT, n_embd=16, n_layer=3, n_head=4, tie_word_embeddings=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **HF,
+    )  # fmt: skip
+    theirs, ours = package.GPT2LMHeadModel(config), gpt(VOCAB, CONTEXT, **SIZES)
+    theirs.load_state_dict({n: torch.randn_like(p) * 0.2 + (p.ndim == 1) for n, p in theirs.state_dict().items()})
+    of = theirs.state_dict()
+    state = {
+        "embedding.tokens.weight": of["transformer.wte.weight"],
+        "embedding.positions.weight": of["transformer.wpe.weight"],
+        "head.norm.weight": of["transformer.ln_f.weight"],
+        "head.norm.bias": of["transformer.ln_f.bias"],
+        "head.output.weight": of["lm_head.weight"],
+    }
+    names = {
+        "attention_norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj",
+        "network_norm": "ln_2", "network.up": "mlp.c_fc", "network.out": "mlp.c_proj",
+    }  # fmt: skip
+    for layer in range(3):
+        for our_name, their_name in names.items():
+            for kind in ("weight", "bias"):
+                tensor = of[f"transformer.h.{layer}.{their_name}.{kind}"]  # theirs are [in, out]
+                state[f"layer{layer}.{our_name}.{kind}"] = tensor.T.clone() if tensor.ndim == 2 else tensor
+    ours.load_state_dict(state)
+    return ours, theirs
+
+
+def llama_pair():
+    package = pytest.importorskip("transformers")
+    config = package.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=CONTEXT, rms_norm_eps=1e-5, tie_word_embeddings=False, **HF,
+    )  # fmt: skip
+    theirs = package.LlamaForCausalLM(config)
+    ours = llama(VOCAB, CONTEXT, kv_heads=2, hidden=24, **SIZES)
+    theirs.load_state_dict({n: torch.randn_like(p) * 0.2 + (p.ndim == 1) for n, p in theirs.state_dict().items()})
+    of = theirs.state_dict()
+    state = {
+        "embedding.tokens.weight": of["model.embed_tokens.weight"],
+        "head.norm.weight": of["model.norm.weight"],
+        "head.output.weight": of["lm_head.weight"],
+    }
+    names = {
+        "attention_norm": "input_layernorm", "attention.out": "self_attn.o_proj",
+        "network_norm": "post_attention_layernorm", "network.gate": "mlp.gate_proj", "network.up": "mlp.up_proj",
+        "network.out": "mlp.down_proj",
+    }  # fmt: skip
+    for layer in range(3):
+        for our_name, their_name in names.items():
+            state[f"layer{layer}.{our_name}.weight"] = of[f"model.layers.{layer}.{their_name}.weight"]
+        parts = [of[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkv"]
+        state[f"layer{layer}.attention.qkv.weight"] = torch.cat(parts)
+    ours.load_state_dict(state)
+    return ours, theirs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("pair", [gpt_pair, llama_pair])
+def test_outputs_are_those_of_transformers(pair):
+    ours, theirs = pair()
+    ids = torch.randint(VOCAB, (3, CONTEXT))
+    expected = theirs(ids).logits
+    assert expected.std().item() > 0.1
+    torch.testing.assert_close(ours(ids), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("pair", [gpt_pair, llama_pair])
+def test_fifty_updates_are_those_of_a_plain_loop_over_transformers(pair, tmp_path):
+    """One stage and M = 2, in float64, against batches at once."""
+    ours, theirs = pair()
+    data = [torch.randint(VOCAB, (CONTEXT + 1,)) for _ in range(200)]
+    theirs.double().train()
+    optimizer, expected = torch.optim.SGD(theirs.parameters(), lr=0.1), []
+    for start in range(0, 200, 4):
+        ids = torch.stack(data[start : start + 4])
+        loss = F.cross_entropy(theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+        expected.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found = losses_of(ours, data, tmp_path)
+    assert len(found) == 50
+    assert min(expected) < expected[0] - 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def losses_of(model, data, folder):
+    """The losses of one epoch over windows ``data``, in fours."""
+    dataset = TensorDataset(torch.stack(data)[:, :-1].contiguous(), torch.stack(data)[:, 1:].contiguous())
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    trainer = toy_trainer(1, 2, model=model, loss_fn=TokenCrossEntropy(), optimizer=make, dtype=torch.float64)
+    trainer.fit(dataset, epochs=1, batch_size=4, shuffle=False, run_dir=folder, monitoring=SILENT)
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record["value"] for record in records if record["name"] == "train/loss"]
