@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adl_dist import engine
+from adl_dist.batch import Batch, tensors_of
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import FreshStage, check_storable, load, state_of
 from adl_dist.control import messages
@@ -46,6 +47,7 @@ class LocalWorker:
     validation_loader: BatchSource | None = None  # likewise
     terms: LossTerms | None = None  # what the loss averages over, where that is not samples
     pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
+    is_plain: bool = True  # whether input and target are a tensor each
     fresh: Mapping[int, FreshStage] = field(default_factory=dict)  # what each stage was; empty: nothing is saved
     meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
@@ -142,10 +144,11 @@ class LocalWorker:
     ) -> Generator[tuple[Tensor, ...], None, None]:
         """Return the source of stage 0's micro-batches, with counts if the loss counts its terms."""
         batches = feed.batches(segment.epoch, segment.sizes, first_sample=segment.first_sample)
-        if self.terms is None:
-            return batches
-        group_sizes = segment.group_sizes if training else None
-        return counted(batches, self.terms, group_sizes, reduction=self.pipeline.method.reduction)
+        if self.terms is not None:
+            group_sizes = segment.group_sizes if training else None
+            counts = counted(batches, self.terms, group_sizes, reduction=self.pipeline.method.reduction)
+            return counts if self.is_plain else _taken_apart(counts)
+        return batches if self.is_plain else _taken_apart(batches)  # type: ignore[return-value]
 
     def _run(
         self,
@@ -185,6 +188,13 @@ class LocalWorker:
             finally:
                 if batches is not None:
                     batches.close()
+
+
+def _taken_apart(batches: Generator[tuple[Batch, ...], None, None]) -> Generator[tuple[Tensor, ...], None, None]:
+    """Yield the tensors of each micro-batch, one after the other."""
+    with contextlib.closing(batches):
+        for batch in batches:
+            yield tuple(tensor for part in batch for tensor in tensors_of(part))
 
 
 @contextlib.contextmanager

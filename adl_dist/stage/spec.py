@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from adl_dist.errors import ConfigError
 from adl_dist.schedule import Method, Pipeline
 
-LossFn = Callable[[Any, Tensor], Tensor]
+LossFn = Callable[[Any, Any], Tensor]  # (output, target), which may be a tuple or a dictionary
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 

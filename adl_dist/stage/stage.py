@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
+from adl_dist.batch import Batch
 from adl_dist.errors import ConfigError, PartitionError
 from adl_dist.stage.calls import RandomStreams, Remember, Tensors, call_of, packed, takes_gradient, unpacked
 from adl_dist.stage.deferred import DeferredGradients, PutOff
@@ -39,7 +40,7 @@ class InFlight:
     """A micro-batch between its forward and its backward."""
 
     acts: Tensors  # what came in; their .grad is sent upstream
-    target: Tensor | None  # where there is a loss
+    target: Batch | None  # where there is a loss
     version: int  # updates that had led to the weights of the forward
     grad_edges: GradEdges | None = None  # where the graph begins to go backward; None: to be recomputed
     output_and_loss: tuple[Tensor | None, Tensor] | None = None  # the model's output if this is its end, and the loss
@@ -112,7 +113,10 @@ class Stage:
         self._first_version = 0  # of the segment
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._class_loss = class_loss(spec.loss_fn)
-        is_watched = self.is_last and pipeline.micro_batches_per_update > 1 and not traits.loss.moves
+        of_loss = traits.loss
+        # Two micro-batches in a row cannot be put together if they are of two lengths.
+        is_watched = self.is_last and pipeline.micro_batches_per_update > 1
+        is_watched = is_watched and not (of_loss.moves or of_loss.varies or of_loss.target)
         self._guard = MeanGuard.of(spec.loss_fn, self._within, f"stage {index}") if is_watched else None
         self._call_module = call_of(module, compiled=spec.precision.compile)
         if self._splits:
@@ -181,22 +185,21 @@ class Stage:
         self,
         micro_batch: int,
         acts: Tensors,
-        target: Tensor | None,
-        counts: Tensor | None = None,
-        *,
+        *wanted: Tensor | None,
         keep_graph: bool = True,
     ) -> Tensors:
         """Forward one micro-batch; return what goes downstream, cut off from the graph, or () on the last stage.
 
-        ``acts`` [B, ...] come from upstream or the data; ``target`` is [B, ...] where there is a loss, else None, and
-        ``counts`` are those of :func:`~adl_dist.stage.loss_terms.counted` if the loss counts its terms. The graph is
-        kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
+        ``acts`` [B, ...] come from upstream or the data; ``wanted`` is the target, [B, ...], where there is a loss, or
+        its tensors, else None, and behind it the counts of :func:`~adl_dist.stage.loss_terms.counted` if the loss
+        counts its terms. The graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
         """
+        target, counts = self._wanted(wanted)
         leaves = acts
         if self.index > 0:
-            wanted = not self._learns_locally
+            is_sent = not self._learns_locally
             needs = self._traits.needs_grad if self._traits.needs_grad is not None else map(takes_gradient, acts)
-            leaves = tuple(a.detach().requires_grad_(wanted and need) for a, need in zip(acts, needs, strict=True))
+            leaves = tuple(a.detach().requires_grad_(is_sent and need) for a, need in zip(acts, needs, strict=True))
         if target is not None:
             target = target.to(acts[0].device, non_blocking=True)
         version = self.version if self._forward_version is None else self._forward_version
@@ -357,11 +360,12 @@ class Stage:
             ) from error
 
     @torch.no_grad()
-    def predict(self, micro_batch: int, acts: Tensors, target: Tensor | None, counts: Tensor | None = None) -> Tensors:
+    def predict(self, micro_batch: int, acts: Tensors, *wanted: Tensor | None) -> Tensors:
         """Forward one micro-batch for evaluation; the last stage scores it and returns nothing.
 
-        ``counts`` are those of :meth:`forward`.
+        ``wanted`` is that of :meth:`forward`.
         """
+        target, counts = self._wanted(wanted)
         self._random.seed(micro_batch, acts[0].device)
         out = self._call(acts)
         outs = self._taken_apart(out)
@@ -375,6 +379,13 @@ class Stage:
         _, num_terms = counts[0].tolist()
         self.tally.score_counted(outs[0], target, self._loss(out, target, num_terms), num_terms, self._class_loss)
         return ()
+
+    def _wanted(self, wanted: tuple[Tensor | None, ...]) -> tuple[Batch | None, Tensor | None]:
+        """Return target and counts."""
+        layout = self._traits.loss.target
+        if layout is not None and wanted[0] is not None:
+            return layout.split(wanted)  # type: ignore[arg-type]
+        return wanted[0], wanted[1] if len(wanted) > 1 else None
 
     def _set_mode(self, *, training: bool) -> None:
         self._trained.train(training)
@@ -464,7 +475,7 @@ class Stage:
             "elsewhere"
         )
 
-    def _loss(self, out: Any, target: Tensor | None, num_terms: float | None = None) -> Tensor:
+    def _loss(self, out: Any, target: Batch | None, num_terms: float | None = None) -> Tensor:
         assert target is not None
         if num_terms == 0:
             # The mean over nothing is NaN. In the mean over the whole group such a micro-batch counts for nothing: its

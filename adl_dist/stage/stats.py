@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from adl_dist.batch import Batch
 from adl_dist.stage.loss_terms import ClassLoss
 
 
@@ -37,24 +38,24 @@ class StepStats:
     learning_rate: float | None = None
     _fetched: torch.cuda.Event | None = None
 
-    def score(self, out: Tensor | None, target: Tensor, loss: Tensor) -> None:
+    def score(self, out: Tensor | None, target: Batch, loss: Tensor) -> None:
         """Add one micro-batch: the model's ``out`` [B, ...], ``target`` [B, ...], mean ``loss``. No host sync."""
-        self.sizes.append(target.shape[0])
+        self.sizes.append(len(target))
         self.losses.append(loss.detach())
         if out is not None and out.ndim == 2 and target.ndim == 1 and not target.is_floating_point():
-            self.hits.append((out.detach().argmax(dim=1) == target).sum())
+            self.hits.append((out.detach().argmax(dim=1) == target).sum())  # type: ignore[attr-defined]
 
     def score_counted(
-        self, out: Tensor | None, target: Tensor, loss: Tensor, num_terms: float, classes: ClassLoss | None
+        self, out: Tensor | None, target: Batch, loss: Tensor, num_terms: float, classes: ClassLoss | None
     ) -> None:
         """Add one micro-batch whose ``loss`` is the mean over ``num_terms``; ``classes``: how torch's own is set.
 
         Of that one it is known that several targets in a sample, [B, ...], belong to outputs [B, C, ...].
         """
-        self.sizes.append(target.shape[0])
+        self.sizes.append(len(target))
         self.num_terms.append(num_terms)
         self.losses.append(loss.detach())
-        if out is None or target.is_floating_point() or out.ndim != target.ndim + 1:
+        if out is None or not isinstance(target, Tensor) or target.is_floating_point() or out.ndim != target.ndim + 1:
             return
         if target.ndim == 1 or (classes is not None and classes.is_torchs_own):
             counts = (target >= 0) & (target < out.shape[1])  # what is no class can only be ignored

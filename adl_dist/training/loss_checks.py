@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from adl_dist.batch import Batch, Layout
 from adl_dist.errors import ConfigError
 from adl_dist.partition.module_state import ModuleState
 from adl_dist.schedule import Pipeline
@@ -106,13 +107,15 @@ def check_first_targets(spec: TrainSpec, feed: DeviceLoader, sizes: Sequence[int
         ConfigError: it is no mean over samples, or over what it counts.
         DataError: a sample that cannot be loaded.
     """
+    if feed.varies or isinstance(agreed.traits[0].loss.target, Layout):
+        return  # its targets are of several lengths or parts: no outputs can be made up for them
     if agreed.output is None or is_known_mean(spec.loss_fn) or agreed.traits[0].loss.moves:
         return
     most = min(MOST_SAMPLES, num_made_up(agreed.output))
     starts = accumulate(sizes, initial=0)
     some = [min(size, most - start) for start, size in zip(starts, sizes, strict=False) if start < most]
     with closing(feed.batches(0, some)) as batches:
-        target = torch.cat([target for _, target in batches])
+        target = torch.cat([target for _, target in batches if isinstance(target, Tensor)])
     state = ModuleState.of(functions={"loss_fn": spec.loss_fn})
     try:
         target = target.to(next(leaf.device for leaf in tree_leaves(agreed.output) if isinstance(leaf, Tensor)))
@@ -127,7 +130,7 @@ def _numbers_like(tensor: Tensor) -> Tensor:
     return numbers.view(tensor.shape).to(tensor.device, tensor.dtype)
 
 
-def try_loss(stage: int, got: str, out: Any, target: Tensor, loss_fn: LossFn) -> Tensor:
+def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> Tensor:
     """Return the loss of a micro-batch; ``got`` says what it is given.
 
     Raises:

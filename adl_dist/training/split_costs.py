@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from adl_dist.batch import Batch, call
 from adl_dist.partition import Chain
 from adl_dist.partition.costs import UnitCost
 from adl_dist.partition.measure import LossFn, Within, now, restored
@@ -20,8 +21,8 @@ def with_split_costs(
     model: nn.Module,
     chain: Chain,
     *,
-    input_: Tensor,
-    target: Tensor,
+    input_: Batch,
+    target: Batch,
     loss_fn: LossFn,
     within: Within,
 ) -> list[UnitCost]:
@@ -40,7 +41,7 @@ def with_split_costs(
             seconds: dict[int, float] = defaultdict(float)
             storages: dict[int, dict[int, int]] = defaultdict(dict)
             with deferred.ready(), within():
-                loss = loss_fn(model(input_), target)
+                loss = loss_fn(call(model, input_), target)
             assert loss.grad_fn is not None, "the model has parameters that are trained"
             with deferred.put_off([loss.grad_fn]) as later:
                 loss.backward()

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from adl_dist.batch import Several
 from adl_dist.cli.config.compose import method_named
 from adl_dist.cli.config.schema import Device, RunConfig
 from adl_dist.cli.plan.link import link_figures
@@ -160,6 +161,11 @@ def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
     """
     K, balance = config.partition.num_stages, config.partition.balance
     profiler = Profiler(config, granularity=config.partition.chosen().units, threads=config.threads)
+    if any(isinstance(batch, Several) for batch in profiler.samples.one):
+        raise ConfigError(
+            "bench runs torch's own pipelines, too, and compares what takes one tensor and one target; the data's are "
+            "several; use adl-dist plan and adl-dist train for such a model"
+        )
     sizes: list[int] | None = [1]
     if K > 1:
         sizes = even_sizes(profiler.chain, K)  # also where another cut is asked for: there must be enough units
@@ -174,7 +180,7 @@ def survey(config: RunConfig, able: Sequence[Entry]) -> ModelSurvey:
         granularity=profiler.granularity,
         channels_last=bool(profiler.spec.precision.channels_last),
         overwrites=[list(agreed.traits[k].overwrites[0]) for k in range(len(stages))],
-        target=agreed.target,
+        target=agreed.targets[0],
         act_bytes=sum(sample_bytes(spec) for specs in crossing for spec in specs.training),
         grad_bytes=sum(sample_bytes(spec) for specs in crossing for spec in specs.of_gradients().training),
         parameter_bytes=sum(p.numel() * p.element_size() for p in profiler.model.parameters()),
