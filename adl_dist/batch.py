@@ -75,6 +75,10 @@ class Several:
         """Do as :meth:`torch.Tensor.to` with each."""
         return self.map(lambda tensor: tensor.to(*args, **kwargs))
 
+    def cpu(self) -> "Several":
+        """Copy each to the CPU."""
+        return self.map(Tensor.cpu)
+
     def clone(self) -> "Several":
         """Copy each."""
         return self.map(torch.clone)
