@@ -10,6 +10,7 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from adl_dist.batch import Batch
+from adl_dist.data.stream import Stream
 from adl_dist.schedule import Action, Op, StageWork
 from adl_dist.schedule.actions import RECEIVES
 from adl_dist.stage import Stage
@@ -21,7 +22,13 @@ NO_TARGET = (None,)  # where there is no loss
 
 
 class BatchSource(Protocol):
-    """The source of stage 0's micro-batches."""
+    """The source of stage 0's micro-batches.
+
+    Attributes:
+        stream: an iterable dataset, which has a place of its own; None: there is none.
+    """
+
+    stream: Stream | None
 
     def batches(self, epoch: int, sizes: Sequence[int], *, first_sample: int = 0) -> Batches:
         """Yield (input, target) of ``sizes`` samples each, from ``first_sample`` in the order of ``epoch`` on."""

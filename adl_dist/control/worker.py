@@ -13,11 +13,13 @@ from torch import Tensor
 
 from adl_dist import engine
 from adl_dist.batch import Batch, tensors_of
+from adl_dist.checkpoint import data_state
 from adl_dist.checkpoint.async_save import PartWriter
 from adl_dist.checkpoint.state import FreshStage, check_storable, load, state_of
 from adl_dist.control import messages
 from adl_dist.control.messages import Command, EvaluateResult, Record, Reporter, Result, TrainResult, command_name
 from adl_dist.control.stop import EarlyStop
+from adl_dist.data.stream import Stream
 from adl_dist.distributed.world import World
 from adl_dist.engine import BatchSource, StageContext
 from adl_dist.errors import ConfigError
@@ -77,6 +79,8 @@ class LocalWorker:
                 case messages.Save():
                     part = PartWriter(self.world.rank, reporter.part)
                     tensors = state_of(self.stages, self.pipeline.num_stages, self.fresh)
+                    if (place := self._stream.place() if self._stream is not None else None) is not None:
+                        tensors[data_state.FILE] = data_state.shard_of(place)
                     part.write(Path(command.path), tensors, token=command.token, background=command.background)
                 case messages.Trace():
                     folder, stages = Path(command.run_dir), sorted(self.contexts)
@@ -131,8 +135,15 @@ class LocalWorker:
             for numbers in [stage.tally.numbers()]
         ]
 
+    @property
+    def _stream(self) -> Stream | None:
+        """The iterable dataset that this process trains on, if it does."""
+        return self.train_loader.stream if self.train_loader is not None else None
+
     def _load(self, path: str, update: int) -> None:
         load(Path(path), self.stages, self.fresh)
+        if self._stream is not None and (place := data_state.read(Path(path))) is not None:
+            self._stream.resume(place)
         for stage in self.stages:
             stage.version = update
             if stage.lr_schedule is not None:

@@ -175,24 +175,6 @@ def counted(
                 yield input_, target, torch.tensor(of_loss, dtype=torch.float64).repeat(len(target), 1)
 
 
-class OnSeveral(nn.Module):
-    """A loss whose target is a tuple or a dictionary of tensors, as it is called by stages, which have these apart."""
-
-    def __init__(self, loss_fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.loss_fn = loss_fn
-        if (own := own_num_terms(loss_fn)) is not None:
-            self.num_terms = lambda target: own(_value(target))
-
-    def forward(self, out: Any, target: Any) -> Any:
-        """Return the loss of ``out``."""
-        return self.loss_fn(out, _value(target))
-
-
-def _value(target: Any) -> Any:
-    return target.value if isinstance(target, Several) else target
-
-
 def _described(target: Batch) -> str:
     if isinstance(target, Several):
         return f"{target.layout} ({', '.join(map(_described, target.tensors))})"

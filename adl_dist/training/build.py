@@ -27,15 +27,17 @@ from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import LossFn, Stage, TrainSpec, in_dtype
 from adl_dist.stage.heads import NORMALISES_SAMPLES, build_head
-from adl_dist.stage.loss_terms import LossTerms, OnSeveral, loss_terms
+from adl_dist.stage.loss_terms import LossTerms, class_loss, loss_terms
+from adl_dist.stage.own_loss import MeanOf, OnSeveral
 from adl_dist.training import samples as samples_of
 from adl_dist.training.agreement import LENGTH, MADE, check_consistent, exchange, read
 from adl_dist.training.findings import Agreed
 from adl_dist.training.homes import units_of
 from adl_dist.training.input import DeviceLoader
-from adl_dist.training.loss_checks import check_first_targets
-from adl_dist.training.partitioned_model import Measuring, PartitionedModel
+from adl_dist.training.loss_checks import ReturnsSumError, check_first_targets
+from adl_dist.training.partitioned_model import Measuring, PartitionedModel, Settled
 from adl_dist.training.replayed_state import remembered
+from adl_dist.training.samples import Samples
 from adl_dist.transport.channel import LocalChannel
 from adl_dist.transport.process import SIZES, Edge, ProcessReceiver, ProcessSender
 from adl_dist.transport.spec import Specs, TensorSpec
@@ -82,14 +84,11 @@ def build_worker(
     )
     if isinstance(samples.one[1], Several):
         spec = replace(spec, loss_fn=OnSeveral(spec.loss_fn))
-    terms, feed = loss_terms(spec.loss_fn, samples.one[1]), loaders[0] or loaders[1]
-    if feed is not None:
-        feed.expect(spec.loss_fn, terms, num_outputs=None)
-        for target in (batch.target for batch in samples.pair):
-            if isinstance(target, Tensor) and not target.is_floating_point():
-                feed.check(target, "micro-batch 0 of epoch 1")
+    feed = loaders[0] or loaders[1]
     measuring = Measuring(feed, plan.micro_batch_size, folder) if feed is not None else None
-    spec, agreed, *_ = partitioned.finalize(store, spec, samples, device=device, measuring=measuring)
+    finalize = partial(partitioned.finalize, store, samples=samples, device=device, measuring=measuring)
+    spec, agreed = settled(spec, samples, feed, finalize)
+    terms = loss_terms(spec.loss_fn, samples.one[1])
     if loaders[0] is not None:
         check_first_targets(spec, loaders[0], plan.first_epoch.sizes, agreed)
     found = {**agreed.plain(), "sizes": partitioned.sizes}
@@ -130,6 +129,41 @@ def build_worker(
         fresh=fresh,
     )
     return worker, settings_made(spec, [one for some in by_rank for one in some])
+
+
+def settled(
+    spec: TrainSpec, samples: Samples, feed: DeviceLoader | None, finalize: Callable[..., Settled]
+) -> tuple[TrainSpec, Agreed]:
+    """Return the spec with what the trial has settled of it, and what that has found.
+
+    ``finalize`` makes the trial with ``samples``, whose targets are those that ``feed`` loads.
+
+    Raises:
+        ConfigError, PartitionError, DataError: the model cannot be trained with this loss on these targets.
+    """
+
+    def check(loss_fn: LossFn) -> None:
+        if feed is None:
+            return
+        feed.expect(loss_fn, loss_terms(loss_fn, samples.one[1]), num_outputs=None)
+        for target in (batch.target for batch in samples.pair):
+            if isinstance(target, Tensor) and not target.is_floating_point():
+                feed.check(target, "micro-batch 0 of epoch 1")
+
+    if class_loss(spec.loss_fn) is not None:
+        check(spec.loss_fn)
+    found = None
+    try:
+        found = finalize(spec)
+    except ReturnsSumError as pair:  # whatever it counts, which is only known now
+        spec = replace(spec, loss_fn=MeanOf(spec.loss_fn, pair.target, pair.count))
+    except ConfigError:
+        check(spec.loss_fn)  # an ignored target may be why
+        raise
+    if found is None:
+        found = finalize(spec)
+    check(found.spec.loss_fn)
+    return found.spec, found.agreed
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:

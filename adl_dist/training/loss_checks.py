@@ -25,8 +25,23 @@ from adl_dist.training.input import DeviceLoader
 MOST_SAMPLES = 256  # whose targets are looked at
 
 
+class ReturnsSumError(ConfigError):
+    """The loss returns a sum and the number of its terms.
+
+    Attributes:
+        count: that number.
+        target: of the samples it was called with, on the CPU.
+    """
+
+    def __init__(self, count: float, target: Any = None) -> None:
+        super().__init__("the loss returns a pair; expected a tensor of one number, the mean over the samples")
+        self.count, self.target = count, target
+
+
 def check_loss(stage: int, loss: Any, got: str) -> None:
     """Raise ConfigError unless ``loss``, returned for what it ``got``, is one number as a tensor."""
+    if isinstance(loss, tuple | list) and len(loss) == 2:
+        raise ReturnsSumError(float(loss[1]))
     if not isinstance(loss, Tensor):
         found = "None" if loss is None else f"a {type(loss).__name__}"
         raise ConfigError(
@@ -148,5 +163,8 @@ def try_loss(stage: int, got: str, out: Any, target: Batch, loss_fn: LossFn) -> 
             f"stage {stage}: the loss gets {got} and fails on it: {type(error).__name__}: {error}; choose another "
             "loss._target_ (loss_fn), or correct the model's output or the targets"
         ) from error
-    check_loss(stage, loss, got)
+    try:
+        check_loss(stage, loss, got)
+    except ReturnsSumError as found:
+        raise ReturnsSumError(found.count, target.cpu()) from None
     return loss

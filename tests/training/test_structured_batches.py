@@ -15,7 +15,14 @@ from tests.support.equations import EQUATIONS, assert_close
 from tests.support.oracle import train_by_the_equations
 from tests.support.runs import toy_trainer
 from tests.support.sentences import (
-    IGNORED, LONGEST, Encoder, Masked, Sentences, by_names, encoder, padded,
+    IGNORED,
+    LONGEST,
+    Encoder,
+    Masked,
+    Sentences,
+    by_names,
+    encoder,
+    padded,
 )  # fmt: skip
 from tests.support.values import QUIET
 
@@ -148,7 +155,9 @@ weighted.num_terms = lambda target: (target["weight"][:, None] * (target["words"
 
 def test_a_target_of_several_tensors_reaches_the_loss_whole(monkeypatch):
     monkeypatch.setitem(DATA, "pairs", (Pairs, None))
-    (expected, of_one), (state, of_three) = (fitted("pairs", K, M, "gpipe", loss_fn=weighted) for K, M in ((1, 1), (3, 3)))
+    (expected, of_one), (state, of_three) = (
+        fitted("pairs", K, M, "gpipe", loss_fn=weighted) for K, M in ((1, 1), (3, 3))
+    )
     monkeypatch.setitem(globals(), "MICRO_BATCH", 9)
     expected, of_one = fitted("pairs", 1, 1, "bp", loss_fn=weighted)
     assert_close(state, expected)
@@ -186,4 +195,34 @@ def test_an_input_that_the_model_does_not_take_is_refused(K, change, found):
     trainer = toy_trainer(K, 1, model=encoder(), loss_fn=LOSS, balance="even")
     with pytest.raises((ConfigError, PartitionError), match=found) as refused:
         trainer.fit(Other(), epochs=1, batch_size=3, monitoring=QUIET)
+    assert "\n" not in str(refused.value)
+
+
+def sum_and_count(out, target):
+    return nn.functional.cross_entropy(out, target, reduction="sum"), (target != IGNORED).sum()
+
+
+@pytest.mark.parametrize(("name", "K", "M"), [("lengths", 1, 4), ("lengths", 3, 2), ("tuple", 2, 3)])
+def test_a_loss_may_return_a_sum_and_a_count(name, K, M):
+    state, summary = fitted(name, K, M, loss_fn=sum_and_count)
+    assert_close(state, by_the_equations(name, K, M, "adl"))
+    assert summary["validation_loss"] == pytest.approx(fitted(name, K, M)[1]["validation_loss"], rel=1e-12)
+
+
+def test_a_count_that_no_target_tells_is_refused():
+    def strange(out, target):
+        return out.square().sum(), 7.5
+
+    with pytest.raises(ConfigError, match=r"count 7.5, but the targets have as .*num_terms") as refused:
+        fitted("tuple", 2, 2, loss_fn=strange)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_count_that_changes_its_mind_is_refused():
+    def changing(out, target):
+        total, count = sum_and_count(out, target)
+        return total, count if len(target) != MICRO_BATCH else count + 1
+
+    with pytest.raises(ConfigError, match=r"for a micro-batch, but its targets have|fails|no mean") as refused:
+        fitted("tuple", 1, 2, "bp", loss_fn=changing)
     assert "\n" not in str(refused.value)
