@@ -32,6 +32,7 @@ from adl_dist.schedule.actions import BACKWARDS
 from adl_dist.seeds import stream_seed
 from adl_dist.stage import Stage, StepStats
 from adl_dist.stage.loss_terms import LossTerms, counted
+from adl_dist.stage.stats import value_of
 from adl_dist.streams import streams_kept
 from adl_dist.transport.process import POSTED_AHEAD
 
@@ -50,6 +51,7 @@ class LocalWorker:
     terms: LossTerms | None = None  # what the loss averages over, where that is not samples
     pick_next: Callable[[Any], int] = downstream_first  # of several local stages; any choice gives the same values
     is_plain: bool = True  # whether input and target are a tensor each
+    unit: str = "images"  # what samples are, or "tokens", if the loss counts many in a sample
     fresh: Mapping[int, FreshStage] = field(default_factory=dict)  # what each stage was; empty: nothing is saved
     meter: MemoryMeter | None = None  # of the one stage of this process; None: its memory is not measured
     stop: EarlyStop = field(default_factory=EarlyStop)
@@ -130,6 +132,7 @@ class LocalWorker:
                 loss_sum=numbers.get("loss_sum", 0.0),
                 num_correct=int(numbers["num_correct"]) if "num_correct" in numbers else None,
                 num_classed=int(numbers.get("num_classed", numbers["num_samples"])),
+                metrics={name: value_of(name, pair) for name, pair in stage.tally.sums(stage.metrics).items()},
             )
             for stage in self.stages
             for numbers in [stage.tally.numbers()]
@@ -254,7 +257,7 @@ class _UpdateReports:
         stage.tally = StepStats()
         where = {"stage": k, "update": self._segment.first_update + group, "epoch": self._segment.epoch}
         seconds = time.perf_counter() - self._start
-        self._pending.append((_records(stats, seconds, is_last=stage.is_last), where))
+        self._pending.append((_records(stats, seconds, stage), where))
         self.send(keep=self._lag)
 
     def send(self, *, keep: int) -> None:
@@ -265,8 +268,8 @@ class _UpdateReports:
                 self._emit({**record, **where})
 
 
-def _records(stats: StepStats, seconds: float, *, is_last: bool) -> Iterator[Record]:
-    offsets = stats.staleness
+def _records(stats: StepStats, seconds: float, stage: Stage) -> Iterator[Record]:
+    offsets, is_last = stats.staleness, stage.is_last
     mean = {"name": "stage/staleness", "value": sum(offsets) / len(offsets), "unit": "updates"}
     yield {**mean, "max": max(offsets), "by_offset": offsets}
     if stats.skipped is not None:
@@ -285,6 +288,9 @@ def _records(stats: StepStats, seconds: float, *, is_last: bool) -> Iterator[Rec
         yield {"name": "train/loss", "value": numbers["loss_sum"] / num_terms, **sizes, "elapsed_seconds": seconds}
         if stats.learning_rate is not None:
             yield {"name": "train/learning_rate", "value": stats.learning_rate}
-        if "num_correct" in numbers and num_classed:
+        measured = stats.sums(stage.metrics) if stage.metrics else {}
+        for name, pair in measured.items():
+            yield {"name": f"train/{name}", "value": value_of(name, pair), "num_targets": pair[1], "is_metric": True}
+        if "num_correct" in numbers and num_classed and "accuracy" not in measured:
             more: Record = {"num_targets": num_classed} if "num_classed" in numbers else {}
             yield {"name": "train/accuracy", "value": numbers["num_correct"] / num_classed, **more}

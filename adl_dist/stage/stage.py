@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
@@ -21,6 +21,7 @@ from adl_dist.stage.calls import RandomStreams, Remember, Tensors, call_of, pack
 from adl_dist.stage.deferred import DeferredGradients, PutOff
 from adl_dist.stage.loss_check import MeanGuard
 from adl_dist.stage.loss_terms import class_loss
+from adl_dist.stage.metrics import measured, metrics_of
 from adl_dist.stage.mitigation import mitigation_of
 from adl_dist.stage.nonfinite import NonFiniteCheck, buffers_kept_finite
 from adl_dist.stage.optimizer import scaled_learning_rates, stage_optimizer
@@ -48,6 +49,7 @@ class InFlight:
     as_then: Callable[[], AbstractContextManager[None]] = nullcontext  # what its replay runs in
     # Where the loss counts its terms: its weight in the group, and how many terms it has.
     loss_weight: float | None = None
+    measured: Sequence[Tensor] = ()  # (sum, count) of each metric
     num_terms: float | None = None
 
 
@@ -115,6 +117,7 @@ class Stage:
         self._class_loss = class_loss(spec.loss_fn)
         of_loss = traits.loss
         # Two micro-batches in a row cannot be put together if they are of two lengths.
+        self.metrics = metrics_of(spec.metrics, self._class_loss) if self.is_last else []
         is_watched = self.is_last and pipeline.micro_batches_per_update > 1
         is_watched = is_watched and not (of_loss.moves or of_loss.varies or of_loss.target)
         self._guard = MeanGuard.of(spec.loss_fn, self._within, f"stage {index}") if is_watched else None
@@ -219,6 +222,8 @@ class Stage:
                 out = self._call(given)
             outs = self._taken_apart(out)
             last = (self._loss(out, target, kept.num_terms),) if self.has_loss else outs
+        if self.metrics:
+            kept.measured = measured(self.metrics, tree_map(_detached, out), target)
         if self._guard is not None and target is not None:
             self._guard.look(out, target)
         if self.has_loss:
@@ -271,6 +276,8 @@ class Stage:
                 self.tally.score(out, kept.target, loss)
             else:
                 self.tally.score_counted(out, kept.target, loss, kept.num_terms, self._class_loss)
+            if kept.measured:
+                self.tally.measured.append(kept.measured)
         if self.index == 0 or self._learns_locally:
             return ()
         leaving = self._gradients_of(kept.acts, micro_batch)
@@ -373,6 +380,8 @@ class Stage:
             return outs
         assert target is not None
         target = target.to(outs[0].device, non_blocking=True)
+        if self.metrics:
+            self.tally.measured.append(measured(self.metrics, out, target))
         if counts is None:
             self.tally.score(outs[0], target, self._loss(out, target))
             return ()
@@ -495,3 +504,7 @@ class Stage:
                 return self._loss_fn(out, target)
             assert self.head is not None
             return self.head(out, target, self._loss_fn)  # type: ignore[no-any-return]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -22,6 +22,7 @@ from adl_dist.engine import StageContext
 from adl_dist.errors import ConfigError
 from adl_dist.optim import build_lr_schedule, fast_forward, takes_length, try_schedule
 from adl_dist.optimizers import mark_roles
+from adl_dist.report.progress import TOKENS
 from adl_dist.schedule import Pipeline, downstream_first, max_pending_of
 from adl_dist.schedule.run_plan import Plan
 from adl_dist.seeds import stream_seed
@@ -126,6 +127,7 @@ def build_worker(
         terms,
         pick_next,
         is_plain=layouts == [None, None],
+        unit=unit_of(samples, spec.loss_fn, terms),
         fresh=fresh,
     )
     return worker, settings_made(spec, [one for some in by_rank for one in some])
@@ -164,6 +166,16 @@ def settled(
         found = finalize(spec)
     check(found.spec.loss_fn)
     return found.spec, found.agreed
+
+
+def unit_of(samples: Samples, loss_fn: LossFn, terms: LossTerms | None) -> str:
+    """Return in what the speed of training is told: ``images``, ``tokens``, or ``samples`` of anything else."""
+    first, target = tensors_of(samples.one[0])[0], tensors_of(samples.one[1])[0]
+    classes = class_loss(loss_fn)
+    is_text = not first.is_floating_point() and first.ndim == 2 and target.ndim == 2 and not target.is_floating_point()
+    if is_text and terms is not None and (classes is None or classes.weight is None):
+        return TOKENS
+    return "images" if first.is_floating_point() and first.ndim == 4 else "samples"
 
 
 def settings_of(spec: TrainSpec, partitioned: PartitionedModel) -> dict[str, object]:

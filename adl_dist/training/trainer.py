@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from adl_dist.schedule import Method, Pipeline
 from adl_dist.schedule.run_plan import Plan, check_lengths, micro_batch_size_of
 from adl_dist.schedule.work import forget_actions
 from adl_dist.stage import GradientPolicy, LossFn, OptimizerFactory, Precision, TrainSpec, in_dtype
+from adl_dist.stage.metrics import metrics_of
 from adl_dist.training import arguments, build
 from adl_dist.training.agreement import propagate_errors
 from adl_dist.training.delays import record_delays
@@ -75,7 +76,7 @@ class Trainer:
     Under torchrun every rank runs the same script and makes the same calls.
     """
 
-    def __init__(  # 12: what is trained, four values that say how, and the seed
+    def __init__(  # 13: what is trained, five values that say how, and the seed
         self,
         model: nn.Module,
         *,
@@ -87,6 +88,7 @@ class Trainer:
         lr_schedule: Callable[..., LRScheduler] | None = None,
         precision: Precision | None = None,
         gradients: GradientPolicy | None = None,
+        metrics: Sequence[str | Callable[[Any, Any], Any]] = (),
         processes: ProcessOptions | None = None,
         timeouts: WatchdogTimeouts | None = None,
         seed: int = 0,
@@ -109,6 +111,8 @@ class Trainer:
                 stepped through the run, more than once.
             precision: number formats and kernels; all parameters and floating-point inputs get its ``dtype``.
             gradients: clipping, and what happens if a loss or gradient is not finite.
+            metrics: what is measured besides the loss, in training and validation: ``accuracy``, ``top5``,
+                ``perplexity``, or a callable of (output, target) that returns (sum, count); recorded by its name.
             processes: device, threads and processes.
             timeouts: how long the job may stand still.
             seed: seeds data order, augmentation and dropout.
@@ -131,6 +135,7 @@ class Trainer:
             lr_schedule=lr_schedule,
             precision=precision or Precision(),
             gradients=gradients or GradientPolicy(),
+            metrics=tuple(metrics),
             seed=seed,
         )
         partition = partition or PartitionSpec()
@@ -140,6 +145,7 @@ class Trainer:
                 "adl-dist plan prints for this cut, like method.delay=[2,1,0]"
             )
         self._processes = processes or ProcessOptions()
+        metrics_of(self._spec.metrics, None)  # a wrong name is told now
         self._distributed = _is_distributed(self._processes, num_stages)
         self._timeouts = timeouts or WatchdogTimeouts()
         self._loss_settings = described(loss_fn)  # now, because a loss may count its calls
@@ -428,7 +434,7 @@ class Trainer:
         is_planned = not pipeline.drain_is_exact and checkpoints.every_updates is not None
         stops_early = not is_planned and not pipeline.method.is_asynchronous_greedy
         recorder = Recorder(saving.folder.path if saving else None, tensorboard=monitoring.tensorboard)
-        progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet)
+        progress = Progress(num_stages=pipeline.num_stages, quiet=monitoring.quiet, unit=worker.unit)
         if world.rank == 0:
             for note in self._partitioned.notes:
                 progress.note(note)
@@ -441,6 +447,7 @@ class Trainer:
             progress=progress,
             requests=running.requests,
             drain_changes_result=lambda epoch: not pipeline.in_epoch(epoch).drain_is_exact,
+            unit=worker.unit,
         )
         try:
             with self._applied(), self._bound(world), contextlib.ExitStack() as stack:

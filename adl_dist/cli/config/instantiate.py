@@ -73,6 +73,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
             non_finite=config.train.non_finite.value,
             max_skipped=config.train.max_skipped,
         ),
+        "metrics": [_named("train.metrics", name) if "." in name else name for name in config.train.metrics],
         "seed": config.seed,
     }
 

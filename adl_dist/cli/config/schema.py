@@ -90,6 +90,7 @@ class TrainConfig:
     clip_norm: float | None = None
     non_finite: NonFinite = NonFinite.stop
     max_skipped: int = 10
+    metrics: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _at_least("train.batch_size", self.batch_size, 1)
