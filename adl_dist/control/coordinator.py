@@ -95,7 +95,7 @@ class Coordinator:
         self._recorder.write(record)
         self._progress.update(record)
         if self._unit == TOKENS and record["name"] == "train/loss":
-            self._num_tokens += record.get("num_terms", record["num_samples"])
+            self._num_tokens += float(record.get("num_terms", 0))
 
     def part(self, part: PartReport) -> None:
         """Hand the report of a process on its part of a save to the save; called by any thread."""

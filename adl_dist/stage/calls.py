@@ -29,7 +29,10 @@ def call_of(module: nn.Module, *, compiled: bool) -> Call:
     """
 
     def call(argument: Any, buffers: dict[str, Tensor] | None) -> Any:
-        args, kwargs = ((argument,), {}) if type(argument) is not Several else argument.arguments
+        is_one = type(argument) is not Several
+        if is_one and buffers is None:
+            return module(argument)
+        args, kwargs = ((argument,), {}) if is_one else argument.arguments
         if buffers is None:
             return module(*args, **kwargs)
         return torch.func.functional_call(module, buffers, args, kwargs)

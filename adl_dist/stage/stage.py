@@ -116,6 +116,7 @@ class Stage:
         self._loss_fn, self._within = spec.loss_fn, spec.precision.autocasting(device)
         self._class_loss = class_loss(spec.loss_fn)
         of_loss = traits.loss
+        self._is_one_target = of_loss.target is None
         # Two micro-batches in a row cannot be put together if they are of two lengths.
         self.metrics = metrics_of(spec.metrics, self._class_loss) if self.is_last else []
         is_watched = self.is_last and pipeline.micro_batches_per_update > 1
@@ -197,7 +198,7 @@ class Stage:
         its tensors, else None, and behind it the counts of :func:`~adl_dist.stage.loss_terms.counted` if the loss
         counts its terms. The graph is kept, or, without ``keep_graph``, what came in, for :meth:`recompute`.
         """
-        target, counts = self._wanted(wanted)
+        target, counts = (wanted[0], None) if self._is_one_target and len(wanted) == 1 else self._wanted(wanted)
         leaves = acts
         if self.index > 0:
             is_sent = not self._learns_locally
@@ -372,7 +373,7 @@ class Stage:
 
         ``wanted`` is that of :meth:`forward`.
         """
-        target, counts = self._wanted(wanted)
+        target, counts = (wanted[0], None) if self._is_one_target and len(wanted) == 1 else self._wanted(wanted)
         self._random.seed(micro_batch, acts[0].device)
         out = self._call(acts)
         outs = self._taken_apart(out)
@@ -390,7 +391,7 @@ class Stage:
         return ()
 
     def _wanted(self, wanted: tuple[Tensor | None, ...]) -> tuple[Batch | None, Tensor | None]:
-        """Return target and counts."""
+        """Return target and counts, of more than one tensor."""
         layout = self._traits.loss.target
         if layout is not None and wanted[0] is not None:
             return layout.split(wanted)  # type: ignore[arg-type]
